@@ -1,0 +1,13 @@
+# Swin-T-PRepBN, every norm progressive, the four output norms included.
+_base_ = ['./faster_rcnn_swin_t.py']
+
+custom_hooks = [
+    # 4/5 of the run: with a shorter decay, users of the released code report NaN from a LayerNorm start.
+    dict(type='ProgressiveNormHook', decay='linear', total=0.8, unit='fraction'),
+    dict(type='RecalibrateFuseHook'),
+]
+model = dict(backbone=dict(
+    norm_cfg=dict(_delete_=True, type='PRepBN'),
+    # ImageNet-1K weights of the authors. Their decay is finished: those norms start at gamma = 0, while the output
+    # norms, which no classifier has, start at 1. Microsoft's LayerNorm weights start everything at 1.
+    init_cfg=dict(checkpoint='https://github.com/xinghaochen/SLAB/releases/download/ckpts/swin_tiny_prepbn.pth')))

@@ -1,0 +1,36 @@
+# The quick start's LayerNorm twin: generated images, no download, minutes on two CPU cores.
+_base_ = [
+    './_base_/models/mask_rcnn_swin_small.py',
+    './_base_/schedules/adamw_scratch.py',
+]
+
+train_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+    dict(type='RandomFlip', prob=0.5, direction=['horizontal', 'vertical']),
+    dict(type='PackDetInputs'),
+]
+test_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='Resize', scale=(192, 160), keep_ratio=True),
+    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+    dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
+]
+train_dataloader = dict(
+    batch_size=4,
+    num_workers=1,
+    persistent_workers=True,
+    sampler=dict(type='InfiniteSampler', shuffle=True),
+    dataset=dict(type='SyntheticShapes', split='train', filter_cfg=dict(filter_empty_gt=True),
+                 pipeline=train_pipeline))
+val_dataloader = dict(
+    batch_size=1,
+    num_workers=1,
+    persistent_workers=True,
+    sampler=dict(type='DefaultSampler', shuffle=False),
+    dataset=dict(type='SyntheticShapes', split='val', test_mode=True, pipeline=test_pipeline))
+test_dataloader = val_dataloader
+val_evaluator = dict(type='SyntheticShapesMetric', metric=['bbox', 'segm'])
+test_evaluator = val_evaluator
+
+model = dict(roi_head=dict(bbox_head=dict(num_classes=4), mask_head=dict(num_classes=4)))

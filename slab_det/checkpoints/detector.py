@@ -1,0 +1,99 @@
+"""Checks a whole detector's checkpoint before a runner or an inferencer loads it."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from slab_det.errors import CheckpointError
+
+from .load import check_fused, check_shapes, find_state_dict, fit_weights, log_report, nothing_matched
+from .report import LoadReport, name_some
+from .weight import Weight, Weights
+
+
+def check_detector_checkpoint(model: nn.Module, checkpoint: dict, name: str = 'the checkpoint', complete: bool = False,
+                              reinitialize: Sequence[str] = ()) -> LoadReport:
+    """Checks ``checkpoint`` against ``model`` and logs the report; a foreign backbone is converted in place.
+
+    Args:
+        model: A detector; nothing is loaded into it here.
+        checkpoint: What a file held. Afterwards mmengine's loading of it cannot go wrong.
+        name: The file, for report and errors.
+        complete: Whether every weight of the model must be there, as for resuming and testing.
+        reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
+            another number of classes.
+
+    Raises:
+        CheckpointError: If nothing matches, a shape does not fit, only one of both is fused, or, with ``complete``,
+            weights are missing.
+    """
+    report = LoadReport(name)
+    targets = model.state_dict()
+    state = find_state_dict(checkpoint, name)
+    check_fused(state.keys(), targets.keys(), name)
+    dropped = tuple(reinitialize)
+    kept = {key: Weight(value, key) for key, value in state.items() if not key.startswith(dropped)}
+    report.unused_expected.update({key: 'reinitialized' for key in state if key not in kept})
+
+    values = _backbone_values(kept, model, report)
+    values.update(_other_values(kept, targets, report))
+    if not values:
+        if any(key.startswith('backbone.') for key in targets):
+            raise CheckpointError(f'{nothing_matched(name, state, targets)}. Weights of a backbone alone belong into '
+                                  "model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)")
+        raise nothing_matched(name, state, targets)
+    _report_missing(targets, values, dropped, report)
+    if complete and report.missing_unexpected:
+        raise CheckpointError(
+            f'{name}: {len(report.missing_unexpected)} weights of the model are missing: '
+            f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with')
+    log_report(report)
+    if report.format != 'native' or report.converted or dropped or 'state_dict' not in checkpoint:
+        checkpoint['state_dict'] = values
+    return report
+
+
+def _backbone_values(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
+    """The backbone's part in its own layout, under ``backbone.``; what became of it goes into ``report``."""
+    prefix = 'backbone.'
+    inner = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
+    backbone = getattr(model, 'backbone', None)
+    report.format = 'native'
+    if not inner or not isinstance(backbone, nn.Module):
+        return {}
+    part = LoadReport(report.source)
+    values = fit_weights(inner, backbone, part)
+    report.format = part.format
+    report.matched += [prefix + key for key in part.matched]
+    for name in ('converted', 'missing_expected', 'gammas'):
+        getattr(report, name).update({prefix + key: value for key, value in getattr(part, name).items()})
+    report.unused_expected.update(part.unused_expected)
+    report.unused_unexpected += part.unused_unexpected
+    report.notes += part.notes
+    return {prefix + key: value for key, value in values.items()}
+
+
+def _other_values(weights: Weights, targets: Mapping[str, Tensor], report: LoadReport) -> dict[str, Tensor]:
+    """Neck and heads: names and shapes are the model's or the checkpoint is not for it."""
+    handled = 'backbone.' if report.matched else ()
+    others = {key: weight for key, weight in weights.items() if not key.startswith(handled)}
+    filled = {key: weight for key, weight in others.items() if key in targets}
+    check_shapes(filled, targets, report.source,
+                 'or name what should start anew in CheckedLoadHook(reinitialize=[...])')
+    report.matched += filled
+    report.unused_unexpected += [key for key in others if key not in filled]
+    return {key: weight.value for key, weight in filled.items()}
+
+
+def _report_missing(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], dropped: tuple[str, ...],
+                    report: LoadReport) -> None:
+    for key in targets:
+        if key in values or key in report.missing_expected:
+            continue
+        if key.startswith(dropped):
+            report.missing_expected[key] = 'reinitialized'
+        elif key.endswith('.num_batches_tracked'):
+            report.missing_expected[key] = 'bookkeeping'
+        else:
+            report.missing_unexpected.append(key)

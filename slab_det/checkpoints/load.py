@@ -1,0 +1,236 @@
+"""Loads a checkpoint of any known layout into a backbone: all of it that has a place, or nothing."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+
+from mmengine.logging import MMLogger
+from mmengine.runner import CheckpointLoader
+from torch import Tensor, nn
+
+from slab_det.errors import CheckpointError
+
+from . import microsoft_swin, native, slab_official
+from .norms import fit_norms
+from .report import LoadReport, name_some
+from .tables import resize_tables
+from .weight import CheckpointFormat, Weight, Weights
+
+FORMATS: tuple[CheckpointFormat, ...] = (slab_official.FORMAT, microsoft_swin.FORMAT, native.FORMAT)
+
+# Families that share some key names with ours, by a key that only they have.
+OTHER_FAMILIES = (
+    (r'^layers\.\d+\.blocks\.\d+\.attn\.logit_scale$', 'Swin V2'),
+    (r'^layers\.\d+\.blocks\.\d+\.attn\.qkv\.weight$', 'timm Swin'),
+    (r'^stage1_conv_embed\.', 'CSwin'),
+    (r'^pos_embed1$|^patch_embed1\.', 'PVT'),
+    (r'^layers\.0\.0\.projection\.', 'mmdet PVT'),
+    (r'^stages\.\d+\.blocks\.\d+\.attn\.(q|kv)\.', 'timm PVT V2'),
+    (r'^cls_token$|^blocks\.0\.', 'DeiT or ViT'),
+    (r'^layer1\.0\.conv1\.', 'ResNet'),
+)
+
+EXPECTED_UNUSED = (
+    (r'(^|\.)relative_position_index$', 'computed from the window'),
+    (r'(^|\.)relative_coords_table$|\.attn_mask$|\.num_batches_tracked$|\.(warm|iter|total_step)$', 'bookkeeping'),
+    (r'^head\.', 'classification head'),
+    (r'^norm\.', 'final norm of the classifier'),
+)
+EXPECTED_MISSING = (
+    (r'(^|\.)relative_position_index$', 'computed from the window'),
+    (r'\.num_batches_tracked$', 'bookkeeping'),
+)
+OUTPUT_NORM = re.compile(r'^norm\d+\.')
+
+
+def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping,
+                    source: str | None = None) -> LoadReport:
+    """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
+
+    Layouts: ``slab_official``, ``microsoft_swin``, ``native`` (mmdet's and our own, also a whole detector).
+    Everything is checked before the backbone is touched.
+
+    Args:
+        backbone: SLABSwin, or mmdet's SwinTransformer with any of our norms.
+        path_or_state_dict: A file or URL that mmengine can load, or what such a file holds.
+        source: The layout; None detects it from the keys.
+
+    Raises:
+        CheckpointError: If nothing matches, a shape does not fit, norms cannot hold what the checkpoint has for
+            them, or the checkpoint is of another family of models.
+        ValueError: If ``source`` is unknown.
+    """
+    if isinstance(path_or_state_dict, Mapping):
+        name, checkpoint = 'state dict', path_or_state_dict
+    else:
+        name = fspath(path_or_state_dict)
+        checkpoint = CheckpointLoader.load_checkpoint(name, map_location='cpu')
+    report = LoadReport(name)
+    state = backbone_weights(find_state_dict(checkpoint, name), report)
+    values = fit_weights(state, backbone, report, source)
+    backbone.load_state_dict(values, strict=False)
+    log_report(report)
+    return report
+
+
+def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, wherever they lie, without ``module.`` before their names.
+
+    Args:
+        checkpoint: What a file held: weights under ``state_dict``, under ``model``, or at the top.
+        name: The file, for the error.
+
+    Raises:
+        CheckpointError: If it holds no tensors.
+    """
+    state = checkpoint
+    for wrapper in ('state_dict', 'model'):
+        if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
+            state = state[wrapper]
+    tensors = {}
+    if isinstance(state, Mapping):
+        tensors = {str(key).removeprefix('module.'): value for key, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        held = name_some(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(
+            f'{name} holds no weights under `state_dict`, under `model` or at the top, but {held or "nothing"}; '
+            'give a checkpoint')
+    return tensors
+
+
+def backbone_weights(state: Mapping[str, Tensor], report: LoadReport) -> Weights:
+    """The weights of the backbone, without their prefix, if ``state`` is a whole detector's."""
+    if not any(key.startswith('backbone.') for key in state):
+        return {key: Weight(value, key) for key, value in state.items()}
+    report.unused_expected.update(
+        {key: 'not of the backbone' for key in state if not key.startswith('backbone.')})
+    return {key.removeprefix('backbone.'): Weight(value, key)
+            for key, value in state.items() if key.startswith('backbone.')}
+
+
+def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
+                source: str | None = None) -> dict[str, Tensor]:
+    """What ``model.load_state_dict`` should get: converted, complete in the report, and checked.
+
+    Args:
+        weights: Weights in any known layout, without prefixes.
+        model: The model they are for; left as it is.
+        report: Filled with what was found.
+        source: The layout; None detects it.
+
+    Raises:
+        CheckpointError: As :func:`load_pretrained`.
+        ValueError: If ``source`` is unknown.
+    """
+    targets = model.state_dict()
+    check_fused(weights.keys(), targets.keys(), report.source)
+    layout = find_format(set(weights), set(targets), source, report.source)
+    report.format = layout.name
+    weights = fit_norms(layout.convert(weights), model, report)
+    weights = resize_tables(weights, targets)
+
+    # The index follows from the window, which may be another one than the checkpoint's.
+    filled = {key: weight for key, weight in weights.items()
+              if key in targets and not key.endswith('relative_position_index')}
+    _report_unused({key: weight for key, weight in weights.items() if key not in filled}, report)
+    if not filled:
+        raise nothing_matched(report.source, weights, targets)
+    check_shapes(filled, targets, report.source)
+
+    report.matched = list(filled)
+    report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
+    is_classifier = any(key.startswith(('head.', 'norm.')) for key in weights)
+    _report_missing(targets, filled, is_classifier, report)
+    return {key: weight.value for key, weight in filled.items()}
+
+
+def find_format(keys: set[str], targets: set[str], source: str | None, name: str) -> CheckpointFormat:
+    """The layout called ``source``, or the one that ``keys`` have.
+
+    Raises:
+        CheckpointError: If they have none of those known.
+        ValueError: If ``source`` is unknown.
+    """
+    by_name = {layout.name: layout for layout in FORMATS}
+    if source is not None:
+        if source not in by_name:
+            raise ValueError(f'unknown source {source!r}: choose from {sorted(by_name)}')
+        return by_name[source]
+    for layout in FORMATS:
+        if layout.matches(keys):
+            return layout
+    family = next((family for pattern, family in OTHER_FAMILIES if any(re.search(pattern, key) for key in keys)), None)
+    # A part of a model, or another architecture in its own layout.
+    if keys & targets and (family is None or len(keys & targets) > len(targets) // 2):
+        return native.FORMAT
+    if family is not None:
+        raise CheckpointError(
+            f'{name} looks like {family} ({name_some(sorted(keys), 2)}), '
+            f'the model has {name_some(sorted(targets), 2)}; known layouts are {", ".join(by_name)}: '
+            'give a checkpoint in one of them')
+    raise nothing_matched(name, sorted(keys), sorted(targets))
+
+
+def check_fused(keys: Iterable[str], targets: Iterable[str], name: str) -> None:
+    """Refuses a fused checkpoint for an unfused model and the reverse.
+
+    Raises:
+        CheckpointError: If only one of them is fused.
+    """
+    fused_keys, fused_targets = (any(re.search(r'\.(downsample\.reduction\.bias|padding_qkv)$', key) for key in names)
+                                 for names in (keys, targets))
+    if fused_keys and not fused_targets:
+        raise CheckpointError(
+            f'{name} is fused: it has no norms, the model still has them; use the fused config that was written '
+            'beside it, or the unfused checkpoint')
+    if fused_targets and not fused_keys:
+        raise CheckpointError(
+            f'{name} is not fused, the model is; use the config it was trained with, or fuse it with tools/fuse.py')
+
+
+def check_shapes(weights: Weights, targets: Mapping[str, Tensor], name: str, or_else: str = '') -> None:
+    """Raises CheckpointError, naming keys and shapes, if a weight does not fit its place."""
+    misfits = [f'{weight.key} {tuple(weight.value.shape)} -> {key} {tuple(targets[key].shape)}'
+               for key, weight in weights.items() if weight.value.shape != targets[key].shape]
+    if misfits:
+        raise CheckpointError(
+            f'{name}: {len(misfits)} shapes do not fit (checkpoint -> model): {"; ".join(misfits[:4])}'
+            f'{"; …" if len(misfits) > 4 else ""}; make the config agree with the checkpoint'
+            f'{" " if or_else else ""}{or_else}')
+
+
+def nothing_matched(name: str, keys: Iterable[str], targets: Iterable[str]) -> CheckpointError:
+    """The error of a checkpoint none of whose keys the model has."""
+    return CheckpointError(
+        f'{name}: nothing matches the model; the checkpoint has {name_some(keys)}, the model {name_some(targets)}; '
+        f'known layouts are {", ".join(layout.name for layout in FORMATS)}: give a checkpoint in one of them')
+
+
+def log_report(report: LoadReport) -> None:
+    """Prints the report; a warning if something is missing or unused that should not be."""
+    logger = MMLogger.get_current_instance()
+    (logger.info if report.complete else logger.warning)(f'Loaded {report}')
+
+
+def _report_unused(unused: Weights, report: LoadReport) -> None:
+    for key, weight in unused.items():
+        reason = _first_match(EXPECTED_UNUSED, key)
+        if reason:
+            report.unused_expected[weight.key] = reason
+        else:
+            report.unused_unexpected.append(weight.key)
+
+
+def _report_missing(targets: Mapping[str, Tensor], filled: Weights, is_classifier: bool, report: LoadReport) -> None:
+    missing = [key for key in targets if key not in filled]
+    expected = {key: report.missing_expected.get(key) or _first_match(EXPECTED_MISSING, key) for key in missing}
+    if is_classifier:
+        # A classifier ends in one norm; those after each stage are detection's.
+        expected.update({key: 'output norm, new in detection' for key in missing if OUTPUT_NORM.match(key)})
+    report.missing_expected = {key: reason for key, reason in expected.items() if reason}
+    report.missing_unexpected = [key for key, reason in expected.items() if not reason]
+
+
+def _first_match(rules: tuple[tuple[str, str], ...], key: str) -> str | None:
+    return next((reason for pattern, reason in rules if re.search(pattern, key)), None)

@@ -1,0 +1,147 @@
+"""Fits the norms of a checkpoint to the norms of a model.
+
+| checkpoint | model | |
+|---|---|---|
+| same | same | as it is |
+| LayerNorm | PRepBN | its LayerNorm branch, gamma 1 |
+| RepBN or BatchNorm | PRepBN | its RepBN branch (eta = 0 for BatchNorm), gamma 0 |
+| PRepBN at gamma 0 | RepBN | the RepBN branch |
+| BatchNorm | RepBN | eta = 0 |
+| LayerNorm | TokenBN, RepBN | weight and bias, as a start for training; statistics stay those of the model |
+| PRepBN, RepBN, BatchNorm | LayerNorm | an error: a LayerNorm cannot hold them |
+| PRepBN at gamma > 0 | TokenBN, RepBN | an error: part of it is LayerNorm |
+| with eta | TokenBN | an error: eta has no place |
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from slab_det.errors import CheckpointError
+from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
+from slab_det.layers.repbn import PRepBN
+
+from .report import LoadReport
+from .weight import Weight, Weights
+
+
+def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
+    """Turns every norm of ``weights`` into what the norm of that name in ``model`` can load.
+
+    Args:
+        weights: Weights in the layout of ``model`` but for the kinds of norms.
+        model: Where they will go; left as it is.
+        report: Receives gammas, expected gaps and notes.
+
+    Raises:
+        CheckpointError: If a norm cannot hold what the checkpoint has for it.
+    """
+    fitted = dict(weights)
+    notes: dict[str, int] = {}
+    for name, norm in _named_norms(model):
+        prefix = f'{name}.'
+        given = {key[len(prefix):]: fitted.pop(key) for key in weights if key.startswith(prefix)}
+        if given:
+            for key, weight in _fit_norm(prefix, given, norm, report, notes).items():
+                fitted[prefix + key] = weight
+    report.notes += [f'{note} ({count} norms)' for note, count in notes.items()]
+    return fitted
+
+
+def _named_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    offline = dict(named_offline_norms(model))
+    yield from offline.items()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm) and name.rpartition('.')[0] not in offline:
+            yield name, module
+
+
+def _kind(given: Weights) -> str:
+    if 'ln.weight' in given or '_gamma' in given:
+        return 'PRepBN'
+    if 'eta' in given:
+        return 'RepBN'
+    return 'BatchNorm' if 'running_var' in given else 'LayerNorm'
+
+
+def _fit_norm(prefix: str, given: Weights, norm: nn.Module, report: LoadReport, notes: dict[str, int]) -> Weights:
+    kind = _kind(given)
+    if isinstance(norm, PRepBN):
+        return _fit_progressive(prefix, kind, given, report, notes)
+    if isinstance(norm, OfflineNorm):
+        return _fit_offline(prefix, kind, given, norm, report, notes)
+    if kind != 'LayerNorm':
+        raise _misfit(prefix, kind, norm, 'set norm_cfg (and out_norm_cfg for output norms) of the backbone to '
+                      f"dict(type='{_norm_type(kind)}')")
+    return given
+
+
+def _fit_progressive(prefix: str, kind: str, given: Weights, report: LoadReport, notes: dict[str, int]) -> Weights:
+    if kind == 'PRepBN':
+        fitted = given
+    elif kind == 'LayerNorm':
+        fitted = {f'ln.{key}': weight for key, weight in given.items()}
+        fitted['_gamma'] = _constant(given, torch.ones((), dtype=torch.float64), 'gamma 1 for LayerNorm weights')
+        _expect_missing(prefix + 'repbn.', ('weight', 'bias', 'running_mean', 'running_var', 'eta'),
+                        'RepBN of LayerNorm weights', report)
+        _count(notes, 'LayerNorm weights fill PRepBN at gamma 1: train down to gamma 0 before fusing')
+    else:
+        fitted = {f'repbn.{key}': weight for key, weight in _with_eta(kind, given).items()}
+        fitted['_gamma'] = _constant(given, torch.zeros((), dtype=torch.float64), 'gamma 0 for a finished decay')
+        _expect_missing(prefix + 'ln.', ('weight', 'bias'), 'LayerNorm after a finished decay', report)
+    if '_gamma' in fitted:
+        report.gammas[prefix[:-1]] = float(fitted['_gamma'].value)
+    return fitted
+
+
+def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, report: LoadReport,
+                 notes: dict[str, int]) -> Weights:
+    names = norm.state_dict().keys()
+    if kind == 'PRepBN':
+        gamma = float(given['_gamma'].value) if '_gamma' in given else 1.0
+        if gamma > 0:
+            raise _misfit(prefix, f'PRepBN at gamma {gamma:g}', norm, "set norm_cfg to dict(type='PRepBN')")
+        for key, weight in given.items():
+            if not key.startswith('repbn.'):
+                report.unused_expected[weight.key] = 'LayerNorm after a finished decay'
+        given = {key.removeprefix('repbn.'): weight for key, weight in given.items() if key.startswith('repbn.')}
+    if 'eta' in given and 'eta' not in names:
+        raise _misfit(prefix, 'RepBN', norm, "set norm_cfg to dict(type='RepBN') or dict(type='PRepBN')")
+    if kind == 'LayerNorm':
+        _expect_missing(prefix, names - given.keys(), f'{type(norm).__name__} of LayerNorm weights', report)
+        _count(notes, f'weight and bias of LayerNorm start {type(norm).__name__}, whose statistics are not loaded: '
+                      'train before measuring anything')
+        return {key: weight.changed(weight.value, f'LayerNorm as a start for {type(norm).__name__}')
+                for key, weight in given.items()}
+    return _with_eta(kind, given) if 'eta' in names else given
+
+
+def _with_eta(kind: str, given: Weights) -> Weights:
+    if kind != 'BatchNorm':
+        return given
+    return {**given, 'eta': _constant(given, torch.zeros(1), 'eta 0 for BatchNorm')}
+
+
+def _constant(given: Weights, value: torch.Tensor, reason: str) -> Weight:
+    """A value that the file implies: it stands under the key of the norm's first weight."""
+    return Weight(value, next(iter(given.values())).key, reason)
+
+
+def _expect_missing(prefix: str, names: Iterable[str], reason: str, report: LoadReport) -> None:
+    report.missing_expected.update({prefix + name: reason for name in names})
+
+
+def _count(notes: dict[str, int], note: str) -> None:
+    notes[note] = notes.get(note, 0) + 1
+
+
+def _norm_type(kind: str) -> str:
+    return 'TokenBN' if kind == 'BatchNorm' else kind
+
+
+def _misfit(prefix: str, kind: str, norm: nn.Module, remedy: str) -> CheckpointError:
+    return CheckpointError(
+        f'{prefix[:-1]}: the checkpoint holds a {kind}, the model a {type(norm).__name__}, which cannot take it; '
+        f'{remedy}')

@@ -1,0 +1,57 @@
+"""Training images as inference sees them: the data of a recalibration."""
+from __future__ import annotations
+
+import copy
+
+from mmdet.registry import DATASETS
+from mmengine.config import Config
+from mmengine.runner import Runner
+from torch.utils.data import DataLoader, Subset
+
+from slab_det.errors import DataError
+
+
+def recalibration_dataloader(cfg: Config, num_images: int) -> DataLoader:
+    """Images of the training set through the test-time pipeline, one by one: without augmentation or batch padding.
+
+    Args:
+        cfg: A config with ``train_dataloader`` and ``test_dataloader`` or ``val_dataloader``.
+        num_images: How many images, evenly spaced over the training set; all of a smaller one.
+
+    Raises:
+        DataError: If there is no test-time pipeline to take, or the training set is empty.
+    """
+    test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
+    if not test_loader:
+        raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
+    dataset_cfg = _with_pipeline(copy.deepcopy(cfg.train_dataloader.dataset), _innermost(test_loader.dataset).pipeline)
+    dataset = DATASETS.build(dataset_cfg)
+    if hasattr(dataset, 'full_init'):
+        dataset.full_init()
+    if not len(dataset):
+        raise DataError('the training set is empty after filtering; check ann_file, metainfo and filter_cfg')
+    step = max(len(dataset) / num_images, 1.0)
+    indices = [int(i * step) for i in range(min(num_images, len(dataset)))]
+    return Runner.build_dataloader(dict(
+        dataset=Subset(dataset, indices), batch_size=1, num_workers=cfg.train_dataloader.get('num_workers', 0),
+        sampler=dict(type='DefaultSampler', shuffle=False, round_up=False),
+        collate_fn=dict(type='pseudo_collate')))
+
+
+def _innermost(dataset: dict) -> dict:
+    while 'dataset' in dataset or 'datasets' in dataset:
+        dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
+    return dataset
+
+
+def _with_pipeline(dataset: dict, pipeline: list) -> dict:
+    """The dataset with this pipeline at its root; a wrapper that mixes images is taken off."""
+    if dataset['type'] == 'MultiImageMixDataset':
+        return _with_pipeline(dataset['dataset'], pipeline)
+    if 'dataset' in dataset:
+        dataset['dataset'] = _with_pipeline(dataset['dataset'], pipeline)
+    elif 'datasets' in dataset:
+        dataset['datasets'] = [_with_pipeline(part, pipeline) for part in dataset['datasets']]
+    else:
+        dataset['pipeline'] = pipeline
+    return dataset

@@ -1,0 +1,57 @@
+"""Where a number was measured: versions, device and threads."""
+
+import platform
+from pathlib import Path
+
+import mmcv
+import mmdet
+import mmengine
+import torch
+import torchvision
+
+import slab_det
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of everything that runs in a forward pass."""
+    return {
+        'python': platform.python_version(),
+        'torch': torch.__version__,
+        'torchvision': torchvision.__version__,
+        'mmengine': mmengine.__version__,
+        'mmcv': mmcv.__version__,
+        'mmdet': mmdet.__version__,
+        'slab_det': slab_det.__version__,
+    }
+
+
+def device_name(device: torch.device | str) -> str:
+    """The marketing name of a device, for example 'NVIDIA H200' or 'Intel(R) Xeon(R) Platinum 8481C'."""
+    device = torch.device(device)
+    if device.type == 'cuda':
+        return torch.cuda.get_device_name(device)
+    if device.type == 'cpu':
+        return _cpu_name()
+    return str(device)
+
+
+def describe_environment(device: torch.device | str = 'cpu') -> dict:
+    """Versions, device name, threads and TF32 switches, as they are now."""
+    return {
+        'versions': library_versions(),
+        'device': device_name(device),
+        'threads': torch.get_num_threads(),
+        'tf32_matmul': torch.backends.cuda.matmul.allow_tf32,
+        'tf32_cudnn': torch.backends.cudnn.allow_tf32,
+        'platform': platform.platform(),
+    }
+
+
+def _cpu_name() -> str:
+    # platform.processor() is empty or just 'x86_64' on most Linux distributions.
+    cpuinfo = Path('/proc/cpuinfo')
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors='replace').splitlines():
+            if line.startswith('model name'):
+                return line.partition(':')[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,35 @@
+"""FusedDetector: rebuilds the structure of a fused detector from the config of the original."""
+from __future__ import annotations
+
+import copy
+
+from mmdet.registry import MODELS
+from torch import nn
+
+from slab_det.layers.repbn import set_gamma
+
+from .fuse import fuse
+
+
+@MODELS.register_module()
+def FusedDetector(model: dict) -> nn.Module:  # noqa: N802 (it stands in configs where a class would)
+    """Builds ``model`` and removes its norms as :func:`slab_det.fuse` does; the weights come from a checkpoint.
+
+    Args:
+        model: The config of the unfused detector. Its pretrained weights are not loaded.
+
+    Returns:
+        The plain detector, key prefixes unchanged.
+    """
+    model = copy.deepcopy(model)
+    drop_pretrained(model)
+    detector = MODELS.build(model)
+    set_gamma(detector, 0.0)
+    return fuse(detector.eval(), inplace=True)
+
+
+def drop_pretrained(model: dict) -> None:
+    """Removes what would load pretrained weights from a detector's config, in place."""
+    for part in (model, model.get('backbone', {})):
+        part.pop('init_cfg', None)
+        part.pop('pretrained', None)

@@ -1,0 +1,47 @@
+"""What became of every norm in a fused model."""
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class NormFate:
+    """What became of one norm.
+
+    Attributes:
+        norm: Its dotted name in the model.
+        kind: Its class.
+        fate: 'folded' into a neighbour; left as one 'affine' multiply-add; or 'kept' as it was.
+        into: The layer it was folded into, or '' .
+        reason: Why it was not folded, or ''.
+    """
+
+    norm: str
+    kind: str
+    fate: Literal['folded', 'affine', 'kept']
+    into: str = ''
+    reason: str = ''
+
+    def __str__(self) -> str:
+        return f'{self.norm} ({self.kind}): {self.fate} {self.into or "- " + self.reason}'
+
+
+@dataclass
+class FusionReport:
+    """The fate of every norm, in the order of the model's modules."""
+
+    norms: list[NormFate] = field(default_factory=list)
+
+    def select(self, fate: str) -> list[NormFate]:
+        """The norms with this fate."""
+        return [norm for norm in self.norms if norm.fate == fate]
+
+    def to_dict(self) -> dict:
+        return {'folded': len(self.select('folded')), 'affine': len(self.select('affine')),
+                'kept': len(self.select('kept')), 'norms': [asdict(norm) for norm in self.norms]}
+
+    def __str__(self) -> str:
+        counts = ', '.join(f'{len(self.select(fate))} {fate}' for fate in ('folded', 'affine', 'kept'))
+        left = [f'  {norm}' for norm in self.norms if norm.fate != 'folded']
+        return '\n'.join([f'{len(self.norms)} norms: {counts}', *left])

@@ -1,0 +1,31 @@
+"""Where the norms of SLABSwin go."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmdet.models.layers import PatchEmbed
+from torch import nn
+
+from slab_det.backbones.swin import SwinBlock
+from slab_det.layers.patch_merging import PatchMerging
+
+from .folds import Fold, folds_of
+
+
+@folds_of(SwinBlock)
+def swin_block_folds(block: SwinBlock) -> Iterator[Fold]:
+    # Windows are padded after the norm: their padding tokens keep the bias that qkv has now.
+    yield Fold('norm1', 'attn.w_msa.qkv', prepare=block.attn.w_msa.keep_padding)
+    yield Fold('norm2', 'ffn.layers.0.0')
+
+
+@folds_of(PatchMerging)
+def patch_merging_folds(merging: PatchMerging) -> Iterator[Fold]:
+    # The norm follows the padding of odd maps, so the padding passes it like any token.
+    yield Fold('norm', 'reduction')
+
+
+@folds_of(PatchEmbed)
+def patch_embed_folds(embed: PatchEmbed) -> Iterator[Fold]:
+    is_conv = isinstance(embed.projection, nn.Conv2d)
+    yield Fold('norm', 'projection', side='output', obstacle='' if is_conv else 'the projection is no Conv2d')

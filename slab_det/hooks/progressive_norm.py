@@ -1,0 +1,125 @@
+"""ProgressiveNormHook: gamma goes from LayerNorm to RepBN with the iterations of the runner."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+from torch import nn
+
+from slab_det.errors import SlabDetError
+from slab_det.layers.repbn import PRepBN, named_progressive_norms
+
+# Share of gamma_start that is left when a fraction t of the decay is over (SLAB, eq. 4, is the linear one).
+DECAYS: dict[str, Callable[[float], float]] = {
+    'linear': lambda t: 1.0 - t,
+    'cosine': lambda t: 0.5 * (1.0 + math.cos(math.pi * t)),
+    # Four equal steps: 1, 3/4, 1/2, 1/4, 0.
+    'step': lambda t: 1.0 - math.floor(4 * t) / 4,
+}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside a distributed wrapper, or the model itself."""
+    return model.module if is_model_wrapper(model) else model
+
+
+@HOOKS.register_module()
+class ProgressiveNormHook(Hook):
+    """Lowers gamma of every PRepBN: ``gamma(t) = gamma_start * decay(t / T)``, and 0 from iteration T on.
+
+    Iteration t runs with gamma(t); right after it gamma(t + 1) is set, so it is what validation and checkpoints
+    have, and T = the whole run ends at exactly 0. gamma_start is what each norm has once weights are loaded: 1 for
+    LayerNorm weights or from scratch, 0 where the checkpoint's decay was finished. It is never raised. After
+    ``--resume`` gamma goes on where it was. Gradient accumulation, activation checkpointing and validation do not
+    count: t is the runner's iteration. gamma is logged as ``gamma``.
+
+    Args:
+        decay: Shape of the decay.
+        total: Its length T; 0 means gamma = 0 from the start.
+        unit: What ``total`` counts: a fraction of the run in [0, 1], iterations, or epochs.
+
+    Raises:
+        ValueError: If ``decay`` or ``unit`` is unknown or ``total`` is negative or, as a fraction, above 1.
+    """
+
+    # After EMAHook (NORMAL), whose average of gamma means nothing; before LoggerHook and CheckpointHook.
+    priority = 55
+
+    def __init__(self, decay: Literal['linear', 'cosine', 'step'] = 'linear', total: float = 0.8,
+                 unit: Literal['fraction', 'iter', 'epoch'] = 'fraction') -> None:
+        if decay not in DECAYS:
+            raise ValueError(f'unknown decay {decay!r}: choose from {sorted(DECAYS)}')
+        if unit not in ('fraction', 'iter', 'epoch'):
+            raise ValueError(f"unknown unit {unit!r}: choose from ['epoch', 'fraction', 'iter']")
+        if total < 0 or (unit == 'fraction' and total > 1):
+            raise ValueError(f'total={total} {unit} is no length of a decay; for a fraction of the run use 0 to 1')
+        self.decay = DECAYS[decay]
+        self.total = total
+        self.unit = unit
+        self._gamma_start: dict[str, float] | None = None
+        self._norms: dict[str, PRepBN] = {}
+        self._num_iters = 0
+
+    def before_train(self, runner: Runner) -> None:
+        self._norms = named_progressive_norms(unwrap(runner.model))
+        if not self._norms:
+            runner.logger.warning("ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') "
+                                  'or remove the hook')
+        self._num_iters = self._length_in_iters(runner)
+        if self._gamma_start is None:
+            self._gamma_start = {name: norm.gamma for name, norm in self._norms.items()}
+        elif set(self._gamma_start) != set(self._norms):
+            raise SlabDetError('the checkpoint to resume from was trained with other PRepBN layers than this config '
+                               'has; resume with the config in its work_dir')
+        self._set_gamma(runner.iter)
+        runner.logger.info(f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after '
+                           f'{self._num_iters} of {runner.max_iters} iterations; gamma is {self._largest_gamma():g} now')
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:
+        runner.message_hub.update_scalar('train/gamma', self._largest_gamma())
+
+    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
+                         outputs: dict | None = None) -> None:
+        self._set_gamma(runner.iter + 1)
+
+    def after_train(self, runner: Runner) -> None:
+        gamma = self._largest_gamma()
+        if gamma > 0:
+            runner.logger.error(
+                f'The run ended with gamma = {gamma:g}: the norms still contain LayerNorm and cannot be fused. Lower '
+                f'`total` of ProgressiveNormHook (now {self.total} {self.unit}) or train longer with --resume.')
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        if self._gamma_start is None:
+            return
+        checkpoint['slab_det'] = dict(gamma_start=self._gamma_start)
+        # EMAHook may have put an average of gamma there; gamma belongs to the runner.
+        for state_dict, prefix in ((checkpoint['state_dict'], ''), (checkpoint.get('ema_state_dict', {}), 'module.')):
+            for name, norm in self._norms.items():
+                key = f'{prefix}{name}._gamma'
+                if key in state_dict:
+                    state_dict[key] = norm._gamma.detach().cpu().clone()
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        if runner._resume:
+            self._gamma_start = checkpoint.get('slab_det', {}).get('gamma_start')
+
+    def _length_in_iters(self, runner: Runner) -> int:
+        if self.unit == 'iter':
+            return round(self.total)
+        if self.unit == 'epoch':
+            return round(self.total * len(runner.train_dataloader))
+        return round(self.total * runner.max_iters)
+
+    def _set_gamma(self, iteration: int) -> None:
+        left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)
+        for name, norm in self._norms.items():
+            norm.gamma = self._gamma_start[name] * left
+
+    def _largest_gamma(self) -> float:
+        return max((norm.gamma for norm in self._norms.values()), default=0.0)

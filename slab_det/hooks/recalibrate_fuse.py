@@ -1,0 +1,154 @@
+"""RecalibrateFuseHook: the last checkpoint gets inference statistics, and a fused twin."""
+from __future__ import annotations
+
+import copy
+from itertools import islice
+from pathlib import Path
+
+import torch
+from mmengine.dist import barrier, is_main_process
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.model import BaseModel
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner, find_latest_checkpoint, save_checkpoint
+from mmengine.runner.amp import autocast
+from mmengine.runner.checkpoint import CheckpointLoader, get_state_dict, weights_to_cpu
+from mmengine.utils import ProgressBar
+
+from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.environment import describe_environment
+from slab_det.fusion import FusionReport, fuse, save_fused
+from slab_det.fusion.verify import FusionCheck, verify_fusion
+from slab_det.layers.repbn import named_progressive_norms
+from slab_det.recalibration import RecalibrationReport, recalibrate
+from slab_det.reporting import Report, ReportEntry, ap_from_metrics, describe_model, write_report
+
+from .progressive_norm import unwrap
+
+
+@HOOKS.register_module()
+class RecalibrateFuseHook(Hook):
+    """After training: recalibrate, save the last checkpoint again, validate it, fuse, verify, save the fused twin.
+
+    It works on the weights in the last checkpoint, which with EMAHook are the averaged ones: those that are served.
+    Resuming a finished run does only this again, with the same result. Best checkpoints (``save_best``) are not
+    touched: they keep the statistics and the gamma of their time, and cannot be fused while that is above 0.
+
+    In the work directory it leaves the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
+    ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, and says so.
+
+    Args:
+        num_images: Training images to recalibrate on, one per batch, through the test-time pipeline.
+        max_passes: See :func:`slab_det.recalibrate`.
+        tol: See :func:`slab_det.recalibrate`.
+        recalibrate: False keeps the running statistics, as where they were frozen in training.
+        num_verify_images: Images on which the fused model is compared with the unfused one.
+    """
+
+    priority = 'LOWEST'
+
+    def __init__(self, num_images: int = 500, max_passes: int = 5, tol: float = 0.01, recalibrate: bool = True,
+                 num_verify_images: int = 2) -> None:
+        self.num_images = num_images
+        self.max_passes = max_passes
+        self.tol = tol
+        self.recalibrate = recalibrate
+        self.num_verify_images = num_verify_images
+
+    def after_train(self, runner: Runner) -> None:
+        mixed = [name for name, norm in named_progressive_norms(unwrap(runner.model)).items() if norm.gamma > 0]
+        if mixed:
+            runner.logger.error(f'RecalibrateFuseHook: nothing was recalibrated or fused, because {len(mixed)} norms '
+                                f'still contain LayerNorm (gamma > 0), {mixed[0]} for one')
+            return
+        path, checkpoint = last_checkpoint(runner)
+        model = copy.deepcopy(unwrap(runner.model))
+        model.load_state_dict(checkpoint['state_dict'])
+        model.eval()
+        loader = recalibration_dataloader(runner.cfg, self.num_images)
+
+        recalibration = None
+        if self.recalibrate:
+            recalibration = recalibrate(model, loader, max_passes=self.max_passes, tol=self.tol)
+            self._log_recalibration(runner, recalibration)
+            checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
+            if is_main_process():
+                save_checkpoint(checkpoint, str(path))
+            barrier()
+            if 'ema_state_dict' not in checkpoint:
+                unwrap(runner.model).load_state_dict(checkpoint['state_dict'])
+
+        metrics = validate(runner, model) if runner.val_loop is not None else {}
+        fused = fuse(model)
+        images = (model.data_preprocessor(batch, False)['inputs'] for batch in islice(loader, self.num_verify_images))
+        check = verify_fusion(model, fused, images)
+        runner.logger.info(f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: '
+                           f'{check.float64:.1e} in float64, {check.float32:.1e} in float32')
+        if is_main_process():
+            meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
+            fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
+            runner.logger.info(f'Fused model: {fused_config} with {fused_path}')
+            self._write_report(runner, path, fused_path, fused_config, metrics, recalibration, check,
+                               fused.fusion_report)
+        barrier()
+
+    def _log_recalibration(self, runner: Runner, report: RecalibrationReport) -> None:
+        residuals = ', '.join(f'{residual:.2g}' for residual in report.residuals) or 'not measured'
+        message = (f'Recalibrated {report.num_norms} norms on {report.num_batches} images; change per further pass: '
+                   f'{residuals}')
+        if report.converged:
+            runner.logger.info(message)
+        else:
+            runner.logger.warning(f'{message}; still above tol={self.tol}, raise max_passes')
+
+    def _write_report(self, runner: Runner, path: Path, fused_path: Path, fused_config: Path, metrics: dict,
+                      recalibration: RecalibrationReport | None, check: FusionCheck, fusion: FusionReport) -> None:
+        shared = dict(
+            **describe_model(runner.cfg.model),
+            recalibration=recalibration and recalibration.to_dict(),
+            training=dict(seed=runner.seed, iterations=runner.iter, batch_size=runner.train_dataloader.batch_size),
+            environment=describe_environment(next(unwrap(runner.model).parameters()).device))
+        write_report(Path(runner.work_dir) / 'report.json', Report([
+            ReportEntry(**shared, variant='unfused', config=str(runner.cfg.filename), checkpoint=str(path),
+                        dataset=runner.val_loop and describe_dataset(runner.val_loop.dataloader.dataset),
+                        ap=ap_from_metrics(metrics) or None),
+            ReportEntry(**shared, variant='fused', config=str(fused_config), checkpoint=str(fused_path),
+                        fusion={**fusion.to_dict(), 'difference': check.to_dict()})]))
+
+
+def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
+    """The checkpoint of the run's last iteration, saved now if no CheckpointHook has done it.
+
+    Returns:
+        Its path and its content on the CPU.
+    """
+    saved = [hook.last_ckpt for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+    resumed_from = runner._load_from if runner._resume else None
+    for path in (*saved, resumed_from, find_latest_checkpoint(runner.work_dir)):
+        if path is None or not Path(path).is_file():
+            continue
+        checkpoint = CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
+        if checkpoint.get('meta', {}).get('iter') == runner.iter:
+            return Path(path), checkpoint
+    path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
+    runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False,
+                           meta=dict(epoch=runner.epoch, iter=runner.iter))
+    barrier()
+    return path, CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
+
+
+@torch.no_grad()
+def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
+    """Evaluates ``model`` as the runner's validation loop would, but without hooks, which save and swap weights."""
+    loop = runner.val_loop
+    bar = ProgressBar(len(loop.dataloader)) if is_main_process() else None
+    for batch in loop.dataloader:
+        with autocast(enabled=loop.fp16):
+            outputs = model.val_step(batch)
+        loop.evaluator.process(data_samples=outputs, data_batch=batch)
+        if bar is not None:
+            bar.update()
+    metrics = loop.evaluator.evaluate(len(loop.dataloader.dataset))
+    runner.visualizer.add_scalars({f'recalibrated/{name}': value for name, value in metrics.items()}, step=runner.iter)
+    runner.logger.info('Recalibrated: ' + '  '.join(f'{name}: {value:.4f}' for name, value in metrics.items()))
+    return metrics

@@ -1,0 +1,281 @@
+"""Window attention: softmax (Swin), simplified linear (SLAB, eq. 5-7) and focused linear (FLatten)."""
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from mmcv.cnn.bricks.transformer import build_dropout
+from mmengine.model import BaseModule
+from mmengine.model.weight_init import trunc_normal_
+from torch import Tensor, nn
+
+from .window import WindowGeometry, window_geometry
+
+
+def relative_position_index(window_size: int) -> Tensor:
+    """The row of the bias table for each pair of slots, (N, N), as in Swin."""
+    coordinates = torch.stack(torch.meshgrid(torch.arange(window_size), torch.arange(window_size), indexing='ij'))
+    offset = coordinates.flatten(1)[:, :, None] - coordinates.flatten(1)[:, None, :] + window_size - 1
+    return offset[0] * (2 * window_size - 1) + offset[1]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Raises half precision to float32 and leaves float32 and float64 alone."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class WindowAttention(BaseModule):
+    """What all window attentions share: projections in and out. Subclasses mix the tokens of a window.
+
+    Args:
+        embed_dims: Channels C.
+        num_heads: Heads h; each has d = C / h channels.
+        window_size: Side w of a window; N = w * w tokens.
+        qkv_bias: Whether q, k and v have a bias.
+        attn_drop_rate: Dropout on attention weights; only softmax attention has them.
+        proj_drop_rate: Dropout after the output projection.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``embed_dims``.
+    """
+
+    def __init__(self, embed_dims: int, num_heads: int, window_size: int, qkv_bias: bool = True,
+                 attn_drop_rate: float = 0.0, proj_drop_rate: float = 0.0) -> None:
+        super().__init__()
+        if embed_dims % num_heads:
+            raise ValueError(f'num_heads={num_heads} does not divide embed_dims={embed_dims}')
+        self.embed_dims = embed_dims
+        self.num_heads = num_heads
+        self.window_size = window_size
+        self.head_dims = embed_dims // num_heads
+        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
+        self.attn_drop_rate = attn_drop_rate
+        self.proj = nn.Linear(embed_dims, embed_dims)
+        self.proj_drop = nn.Dropout(proj_drop_rate)
+        # What padding tokens have for q, k, v once a norm is folded into qkv; see slab_det.fusion.
+        self.register_buffer('padding_qkv', None)
+
+    def padding(self) -> tuple[Tensor | None, ...]:
+        """q, k and v of a padding token, (C,) each: it is zero before qkv, so it has qkv's bias."""
+        # Padding tokens never passed the norm: they must keep the unfused bias.
+        row = self.qkv.bias if self.padding_qkv is None else self.padding_qkv
+        return (None,) * 3 if row is None else row.chunk(3)
+
+    @torch.no_grad()
+    def keep_padding(self) -> None:
+        """Fixes what padding tokens have now, before something is folded into qkv."""
+        if self.padding_qkv is None:
+            bias = self.qkv.bias
+            self.padding_qkv = self.qkv.weight.new_zeros(3 * self.embed_dims) if bias is None else bias.detach().clone()
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, N, C) -> (B, h, N, d)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dims)).transpose(1, 2)
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
+        """Mixes the tokens of each window.
+
+        Args:
+            q: Queries, (B * nW, N, C); k and v likewise.
+            k: Keys.
+            v: Values.
+            geometry: Where the windows lie.
+            shifted: Whether windows hold tokens of several regions.
+
+        Returns:
+            (B * nW, N, C), before the output projection.
+        """
+
+
+class SoftmaxWindowAttention(WindowAttention):
+    """Softmax attention with relative position bias (Swin, Liu et al., ICCV 2021).
+
+    ``softmax(q k^T / sqrt(d) + B) v`` per head and window; pairs from different regions of a shifted map get
+    -100 on their logits.
+
+    Args:
+        qk_scale: Replaces 1 / sqrt(d).
+    """
+
+    def __init__(self, *args, qk_scale: float | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = qk_scale or self.head_dims ** -0.5
+        self.relative_position_bias_table = nn.Parameter(
+            torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
+        self.register_buffer('relative_position_index', relative_position_index(self.window_size))
+        self._cached_bias: tuple[tuple, Tensor] | None = None
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        trunc_normal_(self.relative_position_bias_table, std=0.02)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
+        bias = self.logit_bias(geometry, shifted, q.dtype)
+        if bias.shape[0] > 1:
+            bias = bias.expand(q.shape[0] // geometry.num_windows, *bias.shape).flatten(0, 1)
+        out = F.scaled_dot_product_attention(
+            self.split_heads(q), self.split_heads(k), self.split_heads(v), bias,
+            self.attn_drop_rate if self.training else 0.0, scale=self.scale)
+        return out.transpose(1, 2).flatten(2)
+
+    def logit_bias(self, geometry: WindowGeometry, shifted: bool, dtype: torch.dtype) -> Tensor:
+        """Position bias and shift mask in one term, (1, h, N, N) or (nW, h, N, N).
+
+        At inference it is kept for the last size seen.
+        """
+        if self.training or torch.is_grad_enabled():
+            return self._logit_bias(geometry, shifted, dtype)
+        table = self.relative_position_bias_table
+        key = geometry, dtype, None if table.is_inference() else table._version
+        if self._cached_bias is None or self._cached_bias[0] != key:
+            self._cached_bias = key, self._logit_bias(geometry, shifted, dtype)
+        return self._cached_bias[1]
+
+    def _logit_bias(self, geometry: WindowGeometry, shifted: bool, dtype: torch.dtype) -> Tensor:
+        num_slots = self.window_size ** 2
+        bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
+        bias = bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
+        if shifted:
+            bias = bias + geometry.attention_mask(dtype)[:, None]
+        return bias.contiguous()
+
+    # Writes through `.data`, as EMAHook does, leave no trace in the table's version; they are followed by
+    # train() or eval(). Moves to another device or dtype replace the table.
+
+    def train(self, mode: bool = True) -> SoftmaxWindowAttention:
+        self._cached_bias = None
+        return super().train(mode)
+
+    def _apply(self, *args, **kwargs) -> SoftmaxWindowAttention:
+        self._cached_bias = None
+        return super()._apply(*args, **kwargs)
+
+
+class LinearWindowAttention(WindowAttention):
+    """What SLA and focused linear attention share: position table, linear attention, depthwise convolution.
+
+    Position is a learned addend P of the keys, one per slot, instead of a bias; the shift mask does not exist:
+    after a shift, tokens of several regions share one sum, as in the released code. Windows include their
+    padding tokens; with ``mask_padding`` those weigh nothing as keys.
+
+    Args:
+        mask_padding: Leave padding tokens out of the sums.
+    """
+
+    def __init__(self, *args, mask_padding: bool = False, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.attn_drop_rate:
+            raise ValueError('linear attention has no attention weights to drop: attn_drop_rate must be 0')
+        self.mask_padding = mask_padding
+        self.positional_encoding = nn.Parameter(torch.zeros(1, self.window_size ** 2, self.embed_dims))
+        # One kernel for all heads.
+        self.dwc = nn.Conv2d(self.head_dims, self.head_dims, 5, padding=2, groups=self.head_dims)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
+        local = self.convolve(v)
+        # Sums over thousands of tokens and a quotient of them: not for half precision.
+        q, k, v = (at_least_float32(x) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            q, k = self.feature_maps(q, k + self.positional_encoding)
+            if self.mask_padding and geometry.padding_slots.numel():
+                keep = ~geometry.padding_mask().repeat(q.shape[0] // geometry.num_windows, 1)
+                k = k * keep[..., None]
+            out = self.attend(q, k, v)
+        return out.to(local.dtype) + local
+
+    @abstractmethod
+    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Makes queries and keys (B, N, C) non-negative."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + 1e-6)`` per head, at O(N C d) for (B, N, C)."""
+        # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself.
+        # That is h times the multiply-adds, still no more than the output projection's.
+        heads = torch.block_diag(*[v.new_ones(self.head_dims, self.head_dims)] * self.num_heads)
+        head_of_channel = heads[:, ::self.head_dims]
+        context = torch.cat([
+            (k.transpose(1, 2) @ v) * heads,
+            k.sum(1)[:, :, None] * head_of_channel], 2)
+        out, weight_sum = (q @ context).split([self.embed_dims, self.num_heads], 2)
+        return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
+
+    def convolve(self, v: Tensor) -> Tensor:
+        """The depthwise 5x5 convolution of values (B, N, C) laid out as their window."""
+        image = v.unflatten(1, (self.window_size, self.window_size)).permute(0, 3, 1, 2)
+        weight = self.dwc.weight.repeat(self.num_heads, 1, 1, 1)
+        bias = self.dwc.bias.repeat(self.num_heads)
+        return F.conv2d(image, weight, bias, padding=2, groups=self.embed_dims).permute(0, 2, 3, 1).flatten(1, 2)
+
+
+class SimplifiedLinearAttention(LinearWindowAttention):
+    """ReLU linear attention plus a depthwise convolution of the values (SLAB, Guo et al., ICML 2024, eq. 5-7).
+
+    ``O_i = ReLU(q_i) (sum_j ReLU(k_j + P_j)^T v_j) / (ReLU(q_i) sum_j ReLU(k_j + P_j) + 1e-6) + DWC(v)_i``.
+    """
+
+    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q.relu(), k.relu()
+
+
+class FocusedLinearAttention(LinearWindowAttention):
+    """Focused linear attention (FLatten Transformer, Han et al., ICCV 2023).
+
+    As SLA with ``f(x) = |x| x^3 / |x^3|`` on ``(ReLU(x) + 1e-6) / softplus(theta)``, norms over all C channels.
+    Sums are means over the N tokens, as in the authors' release since May 2024: finite in half precision.
+    """
+
+    focusing_factor = 3
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
+
+    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        scale = F.softplus(self.scale)
+        # The 1 / N of the keys reaches both sums, and turns them into means.
+        return self.focus((q.relu() + 1e-6) / scale), self.focus((k.relu() + 1e-6) / scale) / k.shape[1]
+
+    def focus(self, x: Tensor) -> Tensor:
+        """``|x| x^3 / |x^3|`` over the last dimension: same length, sharper direction."""
+        # Cubes of unit vectors: those of x itself leave the range of float32 from 1e6 on.
+        length = x.norm(dim=-1, keepdim=True)
+        powered = (x / length) ** self.focusing_factor
+        return powered * (length / powered.norm(dim=-1, keepdim=True))
+
+
+ATTENTIONS: dict[str, type[WindowAttention]] = {
+    'softmax': SoftmaxWindowAttention,
+    'sla': SimplifiedLinearAttention,
+    'focused': FocusedLinearAttention,
+}
+
+
+class ShiftedWindowAttention(BaseModule):
+    """Attention in (shifted) windows of a feature map; state-dict keys are those of mmdet's ShiftWindowMSA.
+
+    q, k and v are computed once per token of the map, and padding slots of the windows are filled afterwards
+    with what a zero token would have become.
+
+    Args:
+        w_msa: The attention inside a window.
+        shift_size: Cyclic shift, in tokens.
+        drop_path_rate: Stochastic depth.
+
+    Shape:
+        (B, H * W, C) -> (B, H * W, C).
+    """
+
+    def __init__(self, w_msa: WindowAttention, shift_size: int, drop_path_rate: float) -> None:
+        super().__init__()
+        self.w_msa = w_msa
+        self.shift_size = shift_size
+        self.drop = build_dropout(dict(type='DropPath', drop_prob=drop_path_rate))
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        geometry = window_geometry(*hw_shape, self.w_msa.window_size, self.shift_size, x.device)
+        q, k, v = (geometry.partition(part, padding) for part, padding in
+                   zip(self.w_msa.qkv(x).chunk(3, dim=-1), self.w_msa.padding(), strict=True))
+        out = geometry.merge(self.w_msa(q, k, v, geometry, self.shift_size > 0))
+        return self.drop(self.w_msa.proj_drop(self.w_msa.proj(out)))

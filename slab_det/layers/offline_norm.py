@@ -1,0 +1,98 @@
+"""OfflineNorm: a normalization that is, at inference, one affine map per channel."""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class OfflineNorm(nn.Module, ABC):
+    """A norm with two lives: its paper's rule in training, ``y = scale * x + shift`` at inference.
+
+    Fusion, recalibration and the hooks know norms only through this class. A new norm is one subclass with a
+    training forward, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`.
+
+    Args:
+        num_features: Channels C.
+        eps: Added to the variance.
+
+    Shape:
+        (..., C) -> (..., C), channels last.
+
+    Attributes:
+        calibrating: Normalise with each batch's own statistics, as in training, and leave every state as it
+            is. Set by :func:`slab_det.recalibrate` during its first pass.
+        statistics_loaded: Whether the running statistics came from a checkpoint. ``norm_eval`` freezes only those.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.eps = eps
+        self.calibrating = False
+        self.statistics_loaded = False
+
+    @abstractmethod
+    def inference_affine(self) -> tuple[Tensor, Tensor]:
+        """The norm at inference as float64 ``(scale, shift)``, each of shape (C,)."""
+
+    @abstractmethod
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """The mean and the variance per channel that inference uses, each of shape (C,)."""
+
+    @abstractmethod
+    def set_statistics(self, mean: Tensor, var: Tensor) -> None:
+        """Replaces the inference statistics by the population ``mean`` and ``var``, each of shape (C,)."""
+
+    def check_channels(self, x: Tensor) -> None:
+        """Raises ValueError unless the last dimension of ``x`` is ``num_features``."""
+        if x.shape[-1] != self.num_features:
+            raise ValueError(
+                f'{type(self).__name__}({self.num_features}) takes (..., {self.num_features}), channels last; '
+                f'got {tuple(x.shape)}')
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f'{prefix}running_var' in state_dict:
+            self.statistics_loaded = True
+
+    def extra_repr(self) -> str:
+        return f'{self.num_features}, eps={self.eps}'
+
+
+def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
+    """Yields every outermost OfflineNorm of ``model`` with its dotted name, in registration order.
+
+    A norm made of other norms (PRepBN holds a RepBN) is one norm here.
+    """
+    inside: str | None = None
+    for name, module in model.named_modules():
+        if inside is not None and name.startswith(inside):
+            continue
+        if isinstance(module, OfflineNorm):
+            inside = f'{name}.' if name else ''
+            yield name, module
+
+
+class ChannelAffine(nn.Module):
+    """``y = scale * x + shift``: what is left of a norm that no neighbouring layer can take.
+
+    Args:
+        num_features: Channels C.
+
+    Shape:
+        (..., C) -> (..., C), channels last.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(num_features))
+        self.shift = nn.Parameter(torch.zeros(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.shift, x, self.scale)
+
+    def extra_repr(self) -> str:
+        return f'{self.scale.numel()}'

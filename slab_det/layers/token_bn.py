@@ -1,0 +1,76 @@
+"""BatchNorm over tokens, channels last."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from slab_det.compat import is_recomputing
+
+from .offline_norm import OfflineNorm
+
+
+@MODELS.register_module()
+class TokenBN(OfflineNorm):
+    """BatchNorm whose statistics pool every token of the batch: ``y = weight (x - mu) / sigma + bias``.
+
+    ``sigma = sqrt(var + eps)``. ``nn.BatchNorm1d`` on (B, L, C) would normalise L instead of C.
+    Training normalises with the biased variance of the batch and averages the unbiased one, as PyTorch does.
+    The recomputation of activation checkpointing leaves the running statistics alone.
+
+    Args:
+        num_features: Channels C.
+        eps: Added to the variance.
+        momentum: Weight of the new batch in the running statistics.
+
+    Shape:
+        (..., C) -> (..., C), channels last.
+
+    Raises:
+        ValueError: If the last dimension is not ``num_features``, or on a single token in training.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__(num_features, eps)
+        self.momentum = momentum
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer('running_mean', torch.zeros(num_features))
+        self.register_buffer('running_var', torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_channels(x)
+        if self.training or self.calibrating:
+            return self.normalize_by_batch(x)
+        scale, shift = self.affine()
+        return torch.addcmul(shift, x, scale)
+
+    def normalize_by_batch(self, x: Tensor) -> Tensor:
+        """Normalises ``x`` (..., C) with its own statistics; in training also moves the running ones."""
+        statistics = self.running_mean, self.running_var
+        if self.calibrating or is_recomputing():
+            # Copies rather than None: recomputation must save as many tensors as the forward did.
+            statistics = [value.clone() for value in statistics]
+        # As a channels-last image of one row: on a CPU this kernel is 7 times as fast as the one for (N, C).
+        image = x.reshape(1, 1, -1, self.num_features).permute(0, 3, 1, 2)
+        y = F.batch_norm(image, *statistics, self.weight, self.bias, True, self.momentum, self.eps)
+        return y.permute(0, 2, 3, 1).reshape(x.shape)
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """The inference map ``(scale, shift)``, each (C,), differentiable and in the parameters' own dtype."""
+        scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+        return scale, self.bias - self.running_mean * scale
+
+    @torch.no_grad()
+    def inference_affine(self) -> tuple[Tensor, Tensor]:
+        scale = self.weight.double() / (self.running_var.double() + self.eps).sqrt()
+        return scale, self.bias.double() - self.running_mean.double() * scale
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        return self.running_mean, self.running_var
+
+    @torch.no_grad()
+    def set_statistics(self, mean: Tensor, var: Tensor) -> None:
+        self.running_mean.copy_(mean)
+        self.running_var.copy_(var)

@@ -1,0 +1,247 @@
+"""Recalibration: the running statistics that inference will see (SLAB, section 4.1, to a fixed point)."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+from mmengine.dist import all_gather, get_world_size, is_main_process
+from mmengine.utils import ProgressBar
+from torch import Tensor, nn
+
+from slab_det.errors import SlabDetError
+from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
+
+
+class RecalibrationError(SlabDetError):
+    """Statistics that cannot be estimated: no data, or values that are not finite."""
+
+
+@dataclass
+class RecalibrationReport:
+    """How a recalibration went.
+
+    Attributes:
+        num_norms: Norms whose statistics were replaced.
+        num_batches: Batches of one pass, over all ranks.
+        residuals: Largest change of each pass after the first: of a mean in sigmas, or of a log variance.
+        tol: The bound that stops the passes.
+    """
+
+    num_norms: int
+    num_batches: int
+    tol: float
+    residuals: list[float] = field(default_factory=list)
+
+    @property
+    def converged(self) -> bool:
+        """Whether the last pass changed every statistic by less than ``tol``."""
+        return bool(self.residuals) and self.residuals[-1] < self.tol
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), 'passes': 1 + len(self.residuals), 'converged': self.converged}
+
+
+class Moments:
+    """Count, mean and sum of squared deviations per channel, merged by Chan's formula in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean: Tensor | float = 0.0
+        self.m2: Tensor | float = 0.0
+
+    def add(self, x: Tensor) -> None:
+        """Adds the tokens of ``x``, (..., C)."""
+        tokens = x.detach().flatten(0, -2).double()
+        mean = tokens.mean(0)
+        self.merge(tokens.shape[0], mean, (tokens - mean).square_().sum(0))
+
+    def merge(self, count: float, mean: Tensor, m2: Tensor) -> None:
+        """Adds ``count`` tokens with this mean and sum of squared deviations, (C,) each."""
+        if count == 0:
+            return
+        total = self.count + count
+        delta = mean - self.mean
+        self.m2 = self.m2 + m2 + delta.square() * (self.count * count / total)
+        self.mean = self.mean + delta * (count / total)
+        self.count = total
+
+    @property
+    def var(self) -> Tensor:
+        """Population variance, (C,)."""
+        return self.m2 / self.count
+
+
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable,
+    forward: Callable[[object], object] | None = None,
+    max_passes: int = 5,
+    tol: float = 0.01,
+    progress: bool = True,
+) -> RecalibrationReport:
+    """Replaces the running statistics of every offline norm by those of ``batches`` at inference.
+
+    The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
+    with the statistics of its batch; in further passes with those found so far, until the largest change falls
+    below ``tol``. Parameters, gamma and training flags stay as they are; drop-path is off. In a distributed run
+    each rank gives its own batches, and all end with the same statistics.
+
+    Args:
+        model: A detector or a backbone.
+        batches: What a data loader yields, or image tensors (B, 3, H, W); read once per pass.
+        forward: Runs the model on one batch; None prepares a batch as ``test_step`` does and stops after the last
+            norm.
+        max_passes: Passes over ``batches``, at least 1.
+        tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
+        progress: Show a progress bar.
+
+    Returns:
+        The number of passes and the change that each made.
+
+    Raises:
+        RecalibrationError: Without offline norms or batches, if ``batches`` can be read only once, or if statistics
+            are not finite; the model then has its old ones.
+    """
+    norms = dict(named_offline_norms(model))
+    if not norms:
+        raise RecalibrationError('the model has no offline norm: nothing to recalibrate '
+                                 '(a fused model has none left; recalibrate before fusing)')
+    if isinstance(batches, Iterator):
+        raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
+    if max_passes < 1:
+        raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
+    forward = forward or _default_forward(model, norms)
+    old = {name: tuple(s.clone() for s in norm.statistics()) for name, norm in norms.items()}
+    report = RecalibrationReport(len(norms), 0, tol)
+    try:
+        with torch.no_grad(), _inference_mode_flags(model):
+            for index in range(max_passes):
+                with _normalizing_by_batch(norms.values(), index == 0):
+                    moments, report.num_batches = _collect(norms, batches, forward, f'{index + 1}', progress)
+                change = _largest_change(norms, moments)
+                for name, norm in norms.items():
+                    norm.set_statistics(moments[name].mean, moments[name].var)
+                if index > 0:
+                    report.residuals.append(change)
+                    if report.converged:
+                        break
+    except BaseException:
+        for name, norm in norms.items():
+            norm.set_statistics(*old[name])
+        raise
+    return report
+
+
+def _collect(norms: dict[str, OfflineNorm], batches: Iterable, forward: Callable[[object], object], label: str,
+             progress: bool) -> tuple[dict[str, Moments], int]:
+    """One pass: the moments of every norm's input, over all batches and ranks, and the number of batches."""
+    moments = {name: Moments() for name in norms}
+    num_batches = 0
+    bar = None
+    with ExitStack() as stack:
+        for name, norm in norms.items():
+            handle = norm.register_forward_pre_hook(lambda _, args, m=moments[name]: m.add(args[0]))
+            stack.callback(handle.remove)
+        if progress and is_main_process():
+            print(f'Recalibration, pass {label}')
+            bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
+        for batch in batches:
+            forward(batch)
+            num_batches += 1
+            _check_finite(moments, num_batches)
+            if bar is not None:
+                bar.update()
+    if bar is not None:
+        print()
+    _merge_ranks(moments, norms)
+    num_batches = sum(int(n) for n in all_gather(torch.tensor([num_batches], device=_device(norms))))
+    if num_batches == 0:
+        raise RecalibrationError('there was no batch to recalibrate on; check the dataset and its filter_cfg')
+    unseen = [name for name in norms if moments[name].count == 0]
+    if unseen:
+        raise RecalibrationError(f'{", ".join(unseen)}: no batch reached these norms; pass a forward that does')
+    return moments, num_batches
+
+
+def _check_finite(moments: dict[str, Moments], num_batches: int) -> None:
+    # One device sync per batch, not one per norm.
+    seen = [m for m in moments.values() if m.count]
+    if not seen or torch.isfinite(torch.stack([m.mean.sum() + m.m2.sum() for m in seen])).all():
+        return
+    for name, m in moments.items():
+        if not m.count:
+            continue
+        for what, value in (('mean', m.mean), ('variance', m.m2)):
+            if not torch.isfinite(value).all():
+                kind = 'NaN' if value.isnan().any() else 'infinite'
+                raise RecalibrationError(f'{name}: {what} is {kind} after batch {num_batches}; '
+                                         'lower the learning rate or check the inputs')
+
+
+def _merge_ranks(moments: dict[str, Moments], norms: dict[str, OfflineNorm]) -> None:
+    if get_world_size() == 1:
+        return
+    device = _device(norms)
+    for name, norm in norms.items():
+        own = moments[name]
+        zeros = torch.zeros(norm.num_features, dtype=torch.float64, device=device)
+        packed = torch.cat([torch.tensor([float(own.count)], dtype=torch.float64, device=device),
+                            zeros + own.mean, zeros + own.m2])
+        pooled = moments[name] = Moments()
+        for part in all_gather(packed):
+            pooled.merge(float(part[0]), *part[1:].chunk(2))
+
+
+def _largest_change(norms: dict[str, OfflineNorm], moments: dict[str, Moments]) -> float:
+    changes = []
+    for name, norm in norms.items():
+        mean, var = (s.double() for s in norm.statistics())
+        changes.append(((moments[name].mean - mean) / (var + norm.eps).sqrt()).abs().max())
+        changes.append(((moments[name].var + norm.eps) / (var + norm.eps)).log().abs().max())
+    return torch.stack(changes).max().item() if changes else math.nan
+
+
+def _default_forward(model: nn.Module, norms: dict[str, OfflineNorm]) -> Callable[[object], object]:
+    before_heads = all(name.startswith(('backbone.', 'neck.')) for name in norms)
+
+    def forward(batch: object) -> object:
+        if isinstance(batch, Tensor):
+            return model(batch)
+        data = model.data_preprocessor(batch, False)
+        if before_heads:
+            return model.extract_feat(data['inputs'])
+        return model(**data, mode='predict')
+
+    return forward
+
+
+def _device(norms: dict[str, OfflineNorm]) -> torch.device:
+    return next(iter(norms.values())).statistics()[0].device
+
+
+@contextmanager
+def _inference_mode_flags(model: nn.Module) -> Iterator[None]:
+    """Everything in eval mode, and afterwards each module as it was."""
+    training = {module: module.training for module in model.modules()}
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def _normalizing_by_batch(norms: Iterable[OfflineNorm], enabled: bool) -> Iterator[None]:
+    norms = list(norms)
+    for norm in norms:
+        norm.calibrating = enabled
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.calibrating = False

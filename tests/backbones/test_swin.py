@@ -1,0 +1,224 @@
+"""SLABSwin against mmdet's and timm's Swin, and what its own arguments promise."""
+import inspect
+
+import pytest
+import timm
+import torch
+from mmdet.models.backbones import SwinTransformer
+from torch import nn
+
+from slab_det.backbones import SLABSwin
+from slab_det.checkpoints import load_pretrained
+from slab_det.layers import PRepBN, set_gamma
+
+SMALL = dict(embed_dims=8, depths=(2, 2, 2), num_heads=(1, 2, 4), strides=(4, 2, 2), out_indices=(0, 1, 2))
+PREPBN = dict(type='PRepBN')
+SLAB = dict(attention=('sla', 'focused', 'softmax'), window_sizes=(6, 5, 4))
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> nn.Module:
+    for name, value in model.state_dict().items():
+        if name.endswith('running_var'):
+            value.uniform_(0.5, 2)
+        elif value.is_floating_point() and not name.endswith('_gamma'):
+            value.normal_(std=0.3)
+    return model
+
+
+def gamma_zero(model: nn.Module) -> nn.Module:
+    set_gamma(model, 0.0)
+    return model
+
+
+def assert_same(ours: tuple, theirs: tuple, tolerance: float = 1e-9) -> None:
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert one.shape == other.shape, f'output {i}'
+        error = ((one - other).abs().max() / other.abs().max()).item()
+        assert error < tolerance, f'output {i}: relative error {error:.1e}'
+
+
+@pytest.mark.parametrize('size', [(32, 32), (75, 43), (113, 37), (29, 150)])
+@pytest.mark.parametrize('config', [{}, dict(window_size=4, use_abs_pos_embed=False, qkv_bias=False),
+                                    dict(window_size=5, patch_norm=False, qk_scale=0.3, out_indices=(1, 2))])
+@torch.no_grad()
+def test_equals_mmdet_given_the_same_state_dict(size, config):
+    config = {**SMALL, **config}
+    ours, theirs = SLABSwin(**config).double(), randomize(SwinTransformer(**config).double())
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    ours.eval(), theirs.eval()
+    x = torch.randn(2, 3, *size, dtype=torch.double)
+    assert_same(ours(x), theirs(x))
+
+
+@torch.no_grad()
+def test_position_embedding_equals_mmdet_at_its_own_size():
+    config = dict(**SMALL, use_abs_pos_embed=True, pretrain_img_size=64)
+    ours, theirs = SLABSwin(**config).double().eval(), randomize(SwinTransformer(**config).double())
+    theirs.eval()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.double)
+    assert_same(ours(x), theirs(x))
+    assert ours(torch.randn(1, 3, 50, 90, dtype=torch.double))[0].shape == (1, 8, 13, 23)
+
+
+def test_training_gradients_equal_mmdet():
+    config = dict(**SMALL, drop_path_rate=0.0)
+    ours, theirs = SLABSwin(**config).double(), randomize(SwinTransformer(**config).double())
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 45, 70, dtype=torch.double)
+    for model in (ours, theirs):
+        model.train()
+        sum(out.pow(2).sum() for out in model(x)).backward()
+    reference = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference[name].grad, rtol=1e-8, atol=1e-8, msg=name)
+
+
+def test_arguments_and_keys_are_mmdets():
+    ours, theirs = (inspect.signature(kind).parameters for kind in (SLABSwin, SwinTransformer))
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default, name
+    assert list(ours)[:len(theirs)] == list(theirs), 'positional arguments mean the same'
+    assert {key: value.shape for key, value in SLABSwin().state_dict().items()} == {
+        key: value.shape for key, value in SwinTransformer().state_dict().items()}
+
+
+def microsoft_state(model: nn.Module) -> dict:
+    """timm's weights in Microsoft's layout: patch merging ends a stage instead of beginning the next."""
+    state = {}
+    for key, value in model.state_dict().items():
+        parts = key.split('.')
+        if parts[0] == 'layers' and parts[2] == 'downsample':
+            parts[1] = str(int(parts[1]) - 1)
+        state['.'.join(parts)] = value
+    return state
+
+
+@pytest.mark.parametrize(('kwargs', 'stages'), [
+    # At 224 the last map is one window, and stock timm does not shift it.
+    (dict(), 3),
+    # Built for 448 it keeps the shift, as detection does, whatever it is fed.
+    (dict(img_size=448, strict_img_size=False), 4)])
+@torch.no_grad()
+def test_equals_timm_at_224(kwargs, stages):
+    theirs = timm.create_model('swin_tiny_patch4_window7_224', **kwargs).double().eval()
+    for name, parameter in theirs.named_parameters():
+        if parameter.ndim == 1 or 'table' in name:
+            parameter.normal_(1.0 if name.endswith('weight') else 0.0, 0.3)
+    ours = SLABSwin(out_norm_cfg=None).double().eval()
+    report = load_pretrained(ours, microsoft_state(theirs))
+    assert report.format == 'microsoft_swin'
+    assert report.complete, str(report)
+    x = torch.randn(1, 3, 224, 224, dtype=torch.double)
+    assert_same(ours(x)[:stages], theirs.forward_intermediates(x, intermediates_only=True)[:stages])
+
+
+def test_one_word_or_one_per_stage():
+    model = SLABSwin(**SMALL, **SLAB)
+    kinds = [type(stage.blocks[0].attn.w_msa).__name__ for stage in model.stages]
+    assert kinds == ['SimplifiedLinearAttention', 'FocusedLinearAttention', 'SoftmaxWindowAttention']
+    assert [[block.attn.shift_size for block in stage.blocks] for stage in model.stages] == [[0, 3], [0, 2], [0, 2]]
+    model = SLABSwin(**SMALL, attention='sla')
+    assert {block.attn.w_msa.window_size for stage in model.stages for block in stage.blocks} == {7}
+
+
+@pytest.mark.parametrize(('config', 'message'), [
+    (dict(attention='linear'), 'unknown attention.*linear'),
+    (dict(attention=('sla', 'softmax')), 'attention=.*3 stages'),
+    (dict(window_sizes=(7, 7)), 'window_sizes=.*3 stages'),
+    (dict(window_sizes=(7, 0, 7)), 'positive'),
+    (dict(num_heads=(1, 3, 4)), 'does not divide'),
+    (dict(num_heads=(1, 2)), 'num_heads=.*3 stages'),
+    (dict(strides=(2, 2, 2)), 'strides'),
+    (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
+])
+def test_wrong_arguments_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        SLABSwin(**{**SMALL, **config})
+
+
+@pytest.mark.parametrize('out_norm', ['same', dict(type='LN'), None])
+def test_output_norms(out_norm):
+    model = SLABSwin(**SMALL, norm_cfg=PREPBN, out_norm_cfg=out_norm)
+    kind = {'same': PRepBN}.get(out_norm, nn.Identity) if not isinstance(out_norm, dict) else nn.LayerNorm
+    assert all(type(getattr(model, f'norm{i}')) is kind for i in range(3))
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.5, 1.0])
+def test_with_cp_changes_nothing(gamma):
+    # Dropout and drop-path included: the random state is replayed.
+    config = dict(**SMALL, **SLAB, norm_cfg=PREPBN, drop_path_rate=0.3, drop_rate=0.1)
+    plain = randomize(SLABSwin(**config).double())
+    recomputed = SLABSwin(**config, with_cp=True).double()
+    set_gamma(plain, gamma)
+    recomputed.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 45, 70, dtype=torch.double)
+    outputs = []
+    for model in (plain, recomputed):
+        model.train()
+        torch.manual_seed(3)
+        for _ in range(2):
+            outputs.append(model(x))
+            sum(out.pow(2).mean() for out in outputs[-1]).backward()
+    for ours, theirs in zip(outputs[:2], outputs[2:], strict=True):
+        assert_same(ours, theirs)
+    for (name, one), (_, other) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9, msg=name)
+    for (name, one), (_, other) in zip(plain.named_buffers(), recomputed.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+def test_frozen_stages_stay_as_they_are():
+    model = SLABSwin(**SMALL, norm_cfg=PREPBN, frozen_stages=2)
+    set_gamma(model, 0.5)
+    model.train()
+    frozen = ('patch_embed.', 'stages.0.', 'stages.1.', 'norm0.', 'norm1.')
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    sum(out.mean() for out in model(torch.randn(2, 3, 40, 40))).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad != name.startswith(frozen), name
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved, 'statistics of the live stage'
+    assert not [key for key in moved if key.startswith(frozen)]
+
+
+def test_norm_eval_freezes_loaded_statistics_only():
+    source, model = (SLABSwin(**SMALL, norm_cfg=PREPBN, norm_eval=True) for _ in range(2))
+    gamma_zero(source)
+    state = {key: value for key, value in source.state_dict().items() if not key.startswith('norm2.')}
+    model.load_state_dict(state, strict=False)
+    gamma_zero(model)
+    model.train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model(torch.randn(2, 3, 40, 40))
+    moved = {key.split('.')[0] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved == {'norm2'}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_train_and_eval_return_the_model_and_set_the_mode():
+    model = SLABSwin(**SMALL, norm_cfg=PREPBN)
+    for mode in (True, False):
+        assert model.train(mode) is model
+        assert {module.training for module in model.modules()} == {mode}
+    assert model.eval() is model
+
+
+@pytest.mark.parametrize('init_cfg', [dict(type='Normal'), dict(type='Pretrained')])
+def test_init_cfg_other_than_pretrained_is_refused(init_cfg):
+    with pytest.raises(ValueError, match='init_cfg'):
+        SLABSwin(**SMALL, init_cfg=init_cfg).init_weights()
+
+
+def test_init_weights_starts_as_swin_does():
+    model = SLABSwin(**SMALL, **SLAB, norm_cfg=PREPBN)
+    model.init_weights()
+    for name, parameter in model.named_parameters():
+        if name.endswith('positional_encoding') or ('qkv' in name and name.endswith('bias')):
+            assert not parameter.any(), name
+        elif name.endswith(('qkv.weight', 'bias_table')):
+            assert 0.01 < parameter.std() < 0.03, name
+    assert all(norm.gamma == 1.0 for norm in model.modules() if isinstance(norm, PRepBN))

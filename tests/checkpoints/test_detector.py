@@ -1,0 +1,180 @@
+"""Whole detectors: what load_from, --resume and testing may load."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.model import BaseModel
+from mmengine.runner import BaseLoop, Runner
+from mmengine.runner.checkpoint import _load_checkpoint_to_model
+from torch import nn
+
+from slab_det.backbones import SLABSwin
+from slab_det.checkpoints import check_detector_checkpoint
+from slab_det.errors import CheckpointError
+from slab_det.hooks.checked_load import CheckedLoadHook
+
+SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
+
+
+class Detector(nn.Module):
+    def __init__(self, num_classes: int = 3, **config) -> None:
+        super().__init__()
+        self.backbone = SLABSwin(**{**SMALL, **config})
+        self.neck = nn.Conv2d(16, 4, 1)
+        self.bbox_head = nn.Linear(4, num_classes)
+
+
+def checkpoint_of(model: nn.Module, prefix: str = '') -> dict:
+    return dict(meta={}, state_dict={prefix + key: torch.rand_like(value) if value.is_floating_point() else value
+                                     for key, value in model.state_dict().items()})
+
+
+def official_checkpoint() -> dict:
+    """The official detection layout of a plain-RepBN Mask R-CNN backbone, LayerNorm on the outputs."""
+    native = checkpoint_of(Detector(norm_cfg=dict(type='RepBN'), out_norm_cfg=dict(type='LN')))['state_dict']
+    state = {}
+    for key, value in native.items():
+        for ours, theirs in (('stages.', 'layers.'), ('projection', 'proj'), ('attn.w_msa', 'attn'),
+                             ('ffn.layers.0.0', 'mlp.fc1'), ('ffn.layers.1', 'mlp.fc2'), ('.eta', '.alpha')):
+            key = key.replace(ours, theirs)
+        if f'{key.rpartition(".")[0]}.'.endswith(('norm.', 'norm1.', 'norm2.')) and 'backbone.norm' not in key:
+            key = key if key.endswith('.alpha') else '.bn.'.join(key.rsplit('.', 1))
+        state[key] = value
+    return dict(state_dict=state)
+
+
+def runner_of(model: nn.Module, resume: bool = False, training: bool = True) -> SimpleNamespace:
+    loop = BaseLoop.__new__(type('Loop', (BaseLoop,), dict(run=None))) if training else dict(type='EpochBasedTrainLoop')
+    return SimpleNamespace(model=model, _resume=resume, _load_from='some.pth', _train_loop=loop)
+
+
+def load(model: nn.Module, checkpoint: dict, **options) -> None:
+    CheckedLoadHook(**options.pop('hook', {})).after_load_checkpoint(runner_of(model, **options), checkpoint)
+    _load_checkpoint_to_model(model, checkpoint)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(resume=True), dict(training=False)])
+@pytest.mark.parametrize('prefix', ['', 'module.'])
+def test_own_checkpoints_load(options, prefix):
+    model = Detector(norm_cfg=dict(type='PRepBN'))
+    checkpoint = checkpoint_of(model, prefix)
+    load(model, checkpoint, **options)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, checkpoint['state_dict'][prefix + key].to(value.dtype), msg=key)
+
+
+def test_official_backbone_is_converted_in_place():
+    checkpoint = official_checkpoint()
+    eta = checkpoint['state_dict']['backbone.layers.0.blocks.0.norm1.alpha']
+    head = checkpoint['state_dict']['bbox_head.weight']
+    model = Detector(norm_cfg=dict(type='PRepBN'), out_norm_cfg=dict(type='LN'))
+    load(model, checkpoint, training=False)
+    norm = model.backbone.stages[0].blocks[0].norm1
+    assert norm.gamma == 0.0
+    assert norm.statistics_loaded
+    assert torch.equal(norm.repbn.eta, eta)
+    assert torch.equal(model.bbox_head.weight, head)
+
+
+def test_layernorm_detector_fills_prepbn_at_gamma_1():
+    model = Detector(norm_cfg=dict(type='PRepBN'))
+    checkpoint = checkpoint_of(Detector())
+    weight = checkpoint['state_dict']['backbone.norm0.weight']
+    load(model, checkpoint)
+    assert model.backbone.norm0.gamma == 1.0
+    assert torch.equal(model.backbone.norm0.ln.weight, weight)
+    assert not model.backbone.norm0.statistics_loaded
+
+
+@pytest.mark.parametrize('options', [dict(), dict(resume=True), dict(training=False)])
+def test_nothing_matched_is_an_error(options):
+    with pytest.raises(CheckpointError, match='nothing matches'):
+        load(Detector(), dict(state_dict={'encoder.weight': torch.zeros(2)}), **options)
+
+
+def test_a_classifier_is_no_detector():
+    with pytest.raises(CheckpointError, match='init_cfg'):
+        load(Detector(), dict(model=checkpoint_of(SLABSwin(**SMALL))['state_dict']))
+
+
+def test_shapes_that_do_not_fit_are_errors_unless_reinitialized():
+    checkpoint = checkpoint_of(Detector(num_classes=80))
+    model = Detector(num_classes=3)
+    with pytest.raises(CheckpointError, match=r'bbox_head\.weight \(80, 4\).*reinitialize'):
+        load(model, dict(checkpoint))
+    before = model.bbox_head.weight.detach().clone()
+    load(model, checkpoint, hook=dict(reinitialize=['bbox_head']))
+    assert torch.equal(model.bbox_head.weight, before)
+    assert torch.equal(model.neck.weight, checkpoint['state_dict']['neck.weight'])
+
+
+@pytest.mark.parametrize(('options', 'strict'), [(dict(), False), (dict(resume=True), True),
+                                                 (dict(training=False), True)])
+@pytest.mark.parametrize('lost', ['neck.weight', 'backbone.norm1.weight', 'backbone.stages.0.blocks.1.norm1.bias'])
+def test_missing_weights_are_errors_where_all_are_needed(options, strict, lost):
+    model = Detector()
+    checkpoint = checkpoint_of(model)
+    del checkpoint['state_dict'][lost]
+    if strict:
+        with pytest.raises(CheckpointError, match=lost.replace('.', r'\.')):
+            load(model, checkpoint, **options)
+    else:
+        report = check_detector_checkpoint(model, checkpoint)
+        assert report.missing_unexpected == [lost]
+
+
+def test_fused_and_unfused_are_told_apart():
+    fused = Detector()
+    fused.backbone.stages[0].downsample.reduction.bias = nn.Parameter(torch.zeros(16))
+    with pytest.raises(CheckpointError, match='is fused'):
+        load(Detector(), checkpoint_of(fused))
+    with pytest.raises(CheckpointError, match='is not fused'):
+        load(fused, checkpoint_of(Detector()))
+    load(fused, checkpoint_of(fused), training=False)
+
+
+def test_surplus_keys_are_reported():
+    checkpoint = checkpoint_of(Detector())
+    checkpoint['state_dict']['mask_head.weight'] = torch.zeros(1)
+    report = check_detector_checkpoint(Detector(), checkpoint)
+    assert report.unused_unexpected == ['mask_head.weight']
+    assert 'mask_head.weight' in str(report)
+
+
+class Trainable(BaseModel):
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self.backbone, self.neck, self.bbox_head = detector.backbone, detector.neck, detector.bbox_head
+
+    def forward(self, x: torch.Tensor, mode: str = 'tensor'):
+        out = self.bbox_head(self.neck(self.backbone(x)[-1]).mean((2, 3)))
+        return dict(loss=out.mean()) if mode == 'loss' else out
+
+
+def make_runner(work_dir, **kwargs) -> Runner:
+    return Runner(
+        model=Trainable(Detector(norm_cfg=dict(type='PRepBN'))), work_dir=str(work_dir), experiment_name=work_dir.name,
+        train_dataloader=dict(dataset=[dict(x=torch.randn(3, 20, 20))] * 4, batch_size=2, num_workers=0,
+                              sampler=dict(type='DefaultSampler', shuffle=False),
+                              collate_fn=dict(type='default_collate')),
+        train_cfg=dict(by_epoch=False, max_iters=2), optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+        default_hooks=dict(checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=1)),
+        custom_hooks=[dict(type='CheckedLoadHook'), dict(type='EMAHook')], log_level='WARNING', **kwargs)
+
+
+def test_a_runner_checks_what_it_loads(tmp_path):
+    runner = make_runner(tmp_path / 'first')
+    runner.train()
+    saved = tmp_path / 'first' / 'iter_1.pth'
+    lost, foreign = tmp_path / 'lost.pth', tmp_path / 'foreign.pth'
+    checkpoint = torch.load(saved, weights_only=False)
+    del checkpoint['state_dict']['neck.weight'], checkpoint['ema_state_dict']
+    torch.save(checkpoint, lost)
+    torch.save(dict(state_dict={'encoder.weight': torch.zeros(1)}), foreign)
+
+    make_runner(tmp_path / 'resumed', load_from=str(saved), resume=True).train()
+    make_runner(tmp_path / 'started', load_from=str(lost)).train()
+    with pytest.raises(CheckpointError, match='neck.weight'):
+        make_runner(tmp_path / 'cut', load_from=str(lost), resume=True).train()
+    with pytest.raises(CheckpointError, match='nothing matches'):
+        make_runner(tmp_path / 'wrong', load_from=str(foreign)).train()

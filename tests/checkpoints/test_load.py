@@ -1,0 +1,404 @@
+"""Checkpoints of every layout arrive whole, or not at all."""
+import copy
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from mmdet.models.backbones import SwinTransformer
+from torch import nn
+
+from slab_det.backbones import SLABSwin
+from slab_det.checkpoints import load_pretrained
+from slab_det.checkpoints.slab_official import gamma_of_counters
+from slab_det.checkpoints.swin_layout import to_unfold_order
+from slab_det.errors import CheckpointError
+from slab_det.layers import PRepBN, RepBN
+from slab_det.layers.attention import SoftmaxWindowAttention
+from slab_det.layers.patch_merging import PatchMerging
+
+DATA = Path(__file__).parents[1] / 'data'
+PREPBN, LN = dict(type='PRepBN'), dict(type='LN')
+SLAB = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7))
+SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
+
+with gzip.open(DATA / 'checkpoint_manifests.json.gz') as file:
+    MANIFESTS = json.load(file)
+
+
+def random_state(shapes: dict) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    state = {key: torch.rand(shape, generator=generator) for key, shape in shapes.items()}
+    # A finished decay, as released.
+    state.update({key: torch.tensor(0 if key.endswith(('.iter', '.warm')) else 300000)
+                  for key in state if key.endswith(('.iter', '.warm', '.total_step'))})
+    return state
+
+
+def microsoft_state(model: nn.Module) -> dict:
+    """The state dict of an LN ``model`` in Microsoft's key names; values in random channel order, as they come."""
+    renames = (('stages.', 'layers.'), ('projection', 'proj'), ('attn.w_msa', 'attn'), ('ffn.layers.0.0', 'mlp.fc1'),
+               ('ffn.layers.1', 'mlp.fc2'))
+    state = {}
+    for key, value in model.state_dict().items():
+        for native, microsoft in renames:
+            key = key.replace(native, microsoft)
+        state[key] = value.clone()
+    return state
+
+
+def unchanged(model: nn.Module, before: dict) -> bool:
+    return all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def copy_state(model: nn.Module) -> dict:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def official_backbone(name: str) -> tuple[SLABSwin, dict]:
+    fixture = torch.load(DATA / f'{name}.pt', weights_only=True)
+    config = fixture['config']
+    backbone = SLABSwin(
+        embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'], norm_cfg=PREPBN,
+        out_norm_cfg=LN, **(SLAB if name.startswith('slab') else {})).eval()
+    report = load_pretrained(backbone, fixture['state_dict'])
+    assert report.complete, str(report)
+    assert report.format == 'slab_official'
+    assert set(report.gammas.values()) == {0.0}
+    return backbone, fixture
+
+
+@torch.no_grad()
+def distances(backbone: nn.Module, fixture: dict) -> list[float]:
+    """Largest difference over largest value, per stage."""
+    outputs = backbone(fixture['input'].to(backbone.patch_embed.projection.weight.dtype))
+    return [((ours - theirs).abs().max() / theirs.abs().max()).item()
+            for ours, theirs in zip(outputs, fixture['outputs'], strict=True)]
+
+
+def test_official_slab_outputs_are_reproduced():
+    assert max(distances(*official_backbone('slab_swin_official'))) < 1e-4
+
+
+def official_norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.batch_norm(
+        x.transpose(1, 2), norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.1, norm.eps)
+    return y.transpose(1, 2) + norm.eta * x
+
+
+def official_attention(attn: nn.Module, q, k, v, geometry, shifted) -> torch.Tensor:
+    q, k, v = (attn.split_heads(x) for x in (q, k, v))
+    bias = attn.relative_position_bias_table[attn.relative_position_index.flatten()]
+    logits = (q * attn.scale) @ k.transpose(-1, -2) + bias.unflatten(0, (49, 49)).permute(2, 0, 1)
+    if shifted:
+        mask = geometry.attention_mask(q.dtype).repeat(len(q) // geometry.num_windows, 1, 1)
+        logits = logits + mask[:, None]
+    return (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def official_merging(merging: nn.Module, x, hw_shape):
+    x = x.unflatten(1, hw_shape)
+    x = nn.functional.pad(x, (0, 0, 0, hw_shape[1] % 2, 0, hw_shape[0] % 2))
+    slices = [x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+    # Where the channels of the slices stand in the converted weights.
+    order = torch.cat([torch.arange(x.shape[-1]) * 4 + 2 * row + column for column in (0, 1) for row in (0, 1)])
+    norm = copy.deepcopy(merging.norm.repbn)
+    for name in ('weight', 'bias', 'running_mean', 'running_var'):
+        getattr(norm, name).data = getattr(norm, name).data[order]
+    x = official_norm(norm, torch.cat(slices, -1).flatten(1, 2))
+    return x @ merging.reduction.weight[:, order].T, tuple(slices[0].shape[1:3])
+
+
+def test_official_prepbn_outputs_are_reproduced(monkeypatch):
+    """The fixture's logits reach 10^6, where softmax turns rounding into other winners.
+
+    In the released code's order of operations our converted weights give the fixture's outputs. In ours, the outputs
+    are no further from the fixture than the exact (float64) ones are.
+    """
+    backbone, fixture = official_backbone('prepbn_swin_official')
+    ours = distances(backbone, fixture)
+    with monkeypatch.context() as patch:
+        patch.setattr(RepBN, 'forward', official_norm)
+        patch.setattr(SoftmaxWindowAttention, 'forward', official_attention)
+        patch.setattr(PatchMerging, 'forward', official_merging)
+        official = distances(backbone, fixture)
+    exact = distances(backbone.double(), fixture)
+    assert max(official) < 1e-4, f'per stage: {official}'
+    assert all(a <= max(1e-4, b) for a, b in zip(ours, exact, strict=True)), f'{ours} against {exact}'
+
+
+@pytest.mark.parametrize(('name', 'layout', 'config', 'gammas'), [
+    ('slab_swin_tiny', 'slab_official', dict(norm_cfg=PREPBN, **SLAB), {0.0}),
+    ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
+    ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
+    ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=LN), set()),
+    ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=PREPBN), {1.0}),
+    ('mmdet_swin_tiny', 'native', dict(norm_cfg=LN), set()),
+    ('mmdet_swin_tiny', 'native', dict(norm_cfg=PREPBN), {1.0}),
+    ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
+    ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
+])
+def test_released_layouts_load_with_nothing_unexpected(name, layout, config, gammas):
+    backbone = SLABSwin(**config)
+    report = load_pretrained(backbone, {'model': random_state(MANIFESTS[name])})
+    assert report.complete, str(report)
+    assert report.format == layout
+    assert set(report.gammas.values()) == gammas
+    accounted = set(report.matched) | set(report.missing_expected)
+    assert accounted == set(backbone.state_dict()), 'every key of the model is in the report'
+    loaded = {key: norm for key, norm in backbone.named_modules() if isinstance(norm, PRepBN)}
+    for key, norm in loaded.items():
+        # Output norms are new where the checkpoint is a classifier's, and begin as LayerNorm.
+        assert norm.gamma == report.gammas.get(key, 1.0), key
+
+
+@pytest.mark.parametrize('name', ['timm_swin_tiny_patch4_window7_224', 'official_pvt_tiny', 'slab_pvt_tiny',
+                                  'deit_tiny_prepbn', 'slab_cswin_tiny', 'timm_pvt_v2_b1', 'mmdet_pvt_tiny'])
+def test_other_families_are_refused(name):
+    backbone = SLABSwin(**SMALL)
+    before = copy_state(backbone)
+    with pytest.raises(CheckpointError, match='looks like'):
+        load_pretrained(backbone, random_state(MANIFESTS[name]))
+    assert unchanged(backbone, before)
+
+
+def test_patch_merging_order_against_the_formula():
+    """Microsoft's PatchMerging, written out, on the weights before conversion; mmdet's Swin on those after."""
+    torch.manual_seed(0)
+    model = SwinTransformer(**SMALL).double()
+    merging = model.stages[0].downsample
+    norm, reduction = torch.rand(2, 32).double(), torch.rand(16, 32).double()
+    state = microsoft_state(model)
+    state.update({'layers.0.downsample.norm.weight': norm[0], 'layers.0.downsample.norm.bias': norm[1],
+                  'layers.0.downsample.reduction.weight': reduction})
+    load_pretrained(model, state)
+    x = torch.rand(2, 6, 10, 8).double()
+    slices = [x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]]
+    merged = torch.cat(slices, -1)
+    mean, var = merged.mean(-1, keepdim=True), merged.var(-1, unbiased=False, keepdim=True)
+    expected = ((merged - mean) / (var + 1e-5).sqrt() * norm[0] + norm[1]) @ reduction.T
+    got, hw_shape = merging(x.flatten(1, 2), (6, 10))
+    assert hw_shape == (3, 5)
+    torch.testing.assert_close(got, expected.flatten(1, 2), rtol=1e-10, atol=1e-10)
+
+
+def test_unfold_order_against_unfold():
+    image = torch.rand(1, 3, 2, 2)
+    slices = torch.cat([image[:, :, 0, 0], image[:, :, 1, 0], image[:, :, 0, 1], image[:, :, 1, 1]], 1)
+    assert torch.equal(to_unfold_order(slices), nn.functional.unfold(image, 2).squeeze(2))
+
+
+def test_statistics_of_patch_merging_are_reordered_with_its_weights():
+    backbone = SLABSwin(norm_cfg=PREPBN, **SLAB)
+    state = random_state(MANIFESTS['slab_swin_tiny'])
+    load_pretrained(backbone, state)
+    norm = backbone.stages[1].downsample.norm.repbn
+    for ours, theirs in (('running_mean', 'bn.running_mean'), ('running_var', 'bn.running_var'),
+                         ('weight', 'bn.weight'), ('bias', 'bn.bias')):
+        given = state[f'layers.1.downsample.norm.norm2.{theirs}'].view(4, 192)
+        for channel, place in ((0, 0), (7, 1), (191, 3)):
+            # Slices stand column by column, mmdet's places row by row.
+            slice_index = (0, 2, 1, 3)[place]
+            assert getattr(norm, ours)[channel * 4 + place] == given[slice_index, channel], (ours, channel, place)
+
+
+@pytest.mark.parametrize(('remaining', 'total', 'warm', 'gamma'), [
+    (0, 300000, 0, 0.0), (300000, 300000, 0, 1.0), (75000, 300000, 0, 0.25), (0, 300000, 5, 1.0), (0, 0, 0, 0.0),
+    (9, 3, 0, 1.0)])
+def test_gamma_of_counters(remaining, total, warm, gamma):
+    assert gamma_of_counters(remaining, total, warm) == gamma
+
+
+def test_unfinished_decay_keeps_its_gamma():
+    fixture = torch.load(DATA / 'prepbn_swin_official.pt', weights_only=True)
+    state = {key: torch.tensor(75000) if key.endswith('.iter') else value
+             for key, value in fixture['state_dict']['model'].items()}
+    config = fixture['config']
+    config = dict(embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'])
+    backbone = SLABSwin(norm_cfg=PREPBN, out_norm_cfg=LN, **config)
+    report = load_pretrained(backbone, state)
+    assert set(report.gammas.values()) == {0.25}
+    assert backbone.stages[0].blocks[0].norm1.gamma == 0.25
+    with pytest.raises(CheckpointError, match=r'gamma 0\.25.*norm_cfg'):
+        load_pretrained(SLABSwin(norm_cfg=dict(type='RepBN'), out_norm_cfg=LN, **config), state)
+
+
+def test_layernorm_checkpoint_in_prepbn_computes_the_same():
+    torch.manual_seed(0)
+    source = SLABSwin(norm_cfg=LN, **SMALL).eval()
+    target = SLABSwin(norm_cfg=PREPBN, **SMALL).eval()
+    report = load_pretrained(target, copy_state(source))
+    assert set(report.gammas.values()) == {1.0}
+    assert any('gamma 1' in note for note in report.notes), str(report)
+    x = torch.rand(1, 3, 45, 61)
+    for ours, theirs in zip(target(x), source(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not target.norm0.statistics_loaded
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and not name.endswith('_gamma'):
+            value.copy_(torch.rand_like(value) + 0.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize(('source', 'target'), [
+    ('TokenBN', 'RepBN'), ('TokenBN', 'PRepBN'), ('RepBN', 'PRepBN'), ('PRepBN', 'RepBN')])
+def test_offline_norms_exchange_exactly(source, target):
+    torch.manual_seed(0)
+    source, target = (SLABSwin(norm_cfg=dict(type=name), **SMALL).double() for name in (source, target))
+    randomised(source)
+    for norm in source.modules():
+        if isinstance(norm, PRepBN):
+            norm.gamma = 0.0
+    report = load_pretrained(target.eval(), copy_state(source))
+    assert report.complete, str(report)
+    x = torch.rand(1, 3, 45, 61).double()
+    for ours, theirs in zip(target(x), source(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert target.norm0.statistics_loaded
+
+
+def test_layernorm_weights_start_batch_norms_and_the_report_says_so():
+    target = SLABSwin(norm_cfg=dict(type='TokenBN'), norm_eval=True, **SMALL)
+    source = randomised(SLABSwin(norm_cfg=LN, **SMALL))
+    report = load_pretrained(target, copy_state(source))
+    assert any('statistics are not loaded' in note for note in report.notes), str(report)
+    assert torch.equal(target.norm0.weight, source.norm0.weight)
+    assert target.train().norm0.training, 'statistics that were not loaded must stay live'
+
+
+@pytest.mark.parametrize(('source', 'target'), [('PRepBN', 'LN'), ('RepBN', 'LN'), ('TokenBN', 'LN'),
+                                                ('RepBN', 'TokenBN')])
+def test_norms_that_cannot_hold_the_checkpoint_name_the_remedy(source, target):
+    backbone = SLABSwin(norm_cfg=dict(type=target), **SMALL)
+    before = copy_state(backbone)
+    with pytest.raises(CheckpointError, match='norm_cfg'):
+        load_pretrained(backbone, copy_state(SLABSwin(norm_cfg=dict(type=source), **SMALL)))
+    assert unchanged(backbone, before)
+
+
+def test_tables_of_another_window_are_interpolated():
+    small, large = (SLABSwin(**{**SMALL, 'window_size': size}, attention=('sla', 'softmax')) for size in (4, 6))
+    nn.init.constant_(small.stages[0].blocks[0].attn.w_msa.positional_encoding, 0.5)
+    nn.init.constant_(small.stages[1].blocks[0].attn.w_msa.relative_position_bias_table, 0.25)
+    report = load_pretrained(large, copy_state(small))
+    assert report.complete, str(report)
+    table = large.stages[0].blocks[0].attn.w_msa.positional_encoding
+    assert table.shape == (1, 36, 8)
+    torch.testing.assert_close(table, torch.full_like(table, 0.5))
+    table = large.stages[1].blocks[0].attn.w_msa.relative_position_bias_table
+    assert table.shape == (121, 2)
+    torch.testing.assert_close(table, torch.full_like(table, 0.25))
+    changes = set(report.converted.values())
+    assert changes == {'position table interpolated'}
+
+
+def test_interpolated_tables_keep_rows_and_columns_apart():
+    small, large = (SLABSwin(**{**SMALL, 'window_size': size}) for size in (4, 6))
+    rows = torch.arange(7.0)[:, None].expand(7, 7).reshape(49, 1)
+    for block in small.stages[0].blocks:
+        block.attn.w_msa.relative_position_bias_table.data.copy_(rows)
+    load_pretrained(large, copy_state(small))
+    table = large.stages[0].blocks[0].attn.w_msa.relative_position_bias_table.view(11, 11)
+    assert (table.diff(dim=0) > 0).all()
+    torch.testing.assert_close(table, table[:, :1].expand(11, 11))
+
+
+@pytest.mark.parametrize('wrap', [
+    lambda state: state,
+    lambda state: {'state_dict': state},
+    lambda state: {'model': state},
+    lambda state: {f'module.{key}': value for key, value in state.items()},
+    lambda state: {'state_dict': {f'backbone.{key}': value for key, value in state.items()} | {
+        'neck.lateral_convs.0.conv.weight': torch.zeros(1)}},
+    lambda state: {f'module.backbone.{key}': value for key, value in state.items()},
+])
+def test_wrappers_and_prefixes_come_off(wrap):
+    source, target = SLABSwin(**SMALL), SLABSwin(**SMALL)
+    nn.init.uniform_(source.norm0.weight)
+    report = load_pretrained(target, wrap(copy_state(source)))
+    assert report.complete, str(report)
+    assert unchanged(target, source.state_dict())
+
+
+def test_stock_swin_with_prepbn_loads_the_official_layout():
+    state = random_state(MANIFESTS['swin_tiny_prepbn'])
+    report = load_pretrained(SwinTransformer(norm_cfg=PREPBN), state)
+    assert report.complete, str(report)
+    assert set(report.gammas.values()) == {0.0}
+
+
+def test_nothing_matched_names_keys_of_both_sides():
+    backbone = SLABSwin(**SMALL)
+    with pytest.raises(CheckpointError, match=r'some\.weight.*norm0\.bias'):
+        load_pretrained(backbone, {'some.weight': torch.zeros(3)})
+
+
+@pytest.mark.parametrize('checkpoint', [{}, {'meta': {}, 'epoch': 3}, {'state_dict': {}}])
+def test_no_weights_is_an_error(checkpoint):
+    with pytest.raises(CheckpointError, match='no weights'):
+        load_pretrained(SLABSwin(**SMALL), checkpoint)
+
+
+def test_misfit_shapes_are_named_and_nothing_is_loaded():
+    backbone = SLABSwin(**SMALL)
+    before = copy_state(backbone)
+    state = {key: torch.ones_like(value) for key, value in before.items()}
+    state['stages.1.blocks.0.norm1.weight'] = torch.ones(17)
+    with pytest.raises(CheckpointError, match=r'stages\.1\.blocks\.0\.norm1\.weight \(17,\).*\(16,\)'):
+        load_pretrained(backbone, state)
+    assert unchanged(backbone, before)
+
+
+def test_surplus_and_missing_weights_are_reported():
+    deep = SLABSwin(**{**SMALL, 'depths': (2, 4)})
+    report = load_pretrained(SLABSwin(**SMALL), copy_state(deep))
+    assert not report.complete
+    assert all(re.match(r'stages\.1\.blocks\.[23]\.', key) for key in report.unused_unexpected)
+    report = load_pretrained(deep, copy_state(SLABSwin(**SMALL)))
+    assert {key.rsplit('.', 1)[0].split('.')[3] for key in report.missing_unexpected} == {'2', '3'}
+
+
+def test_source_overrides_and_is_checked():
+    state = copy_state(SLABSwin(**SMALL))
+    assert load_pretrained(SLABSwin(**SMALL), state, source='native').complete
+    with pytest.raises(ValueError, match='unknown source'):
+        load_pretrained(SLABSwin(**SMALL), state, source='timm')
+
+
+def test_a_fused_checkpoint_needs_a_fused_model():
+    state = copy_state(SLABSwin(**SMALL))
+    state['stages.0.downsample.reduction.bias'] = torch.zeros(16)
+    with pytest.raises(CheckpointError, match='is fused'):
+        load_pretrained(SLABSwin(**SMALL), state)
+    fused = SLABSwin(**SMALL)
+    fused.stages[0].downsample.reduction.bias = nn.Parameter(torch.zeros(16))
+    with pytest.raises(CheckpointError, match='is not fused'):
+        load_pretrained(fused, copy_state(SLABSwin(**SMALL)))
+
+
+def test_files_load_and_the_report_prints(tmp_path):
+    path = tmp_path / 'swin.pth'
+    torch.save({'model': copy_state(SLABSwin(**SMALL))}, path)
+    report = load_pretrained(SLABSwin(**SMALL), path)
+    assert 'swin.pth' in str(report)
+    assert 'native' in str(report)
+
+
+def test_init_cfg_loads_through_the_converter(tmp_path):
+    fixture = torch.load(DATA / 'prepbn_swin_official.pt', weights_only=True)
+    path = tmp_path / 'official.pth'
+    torch.save(fixture['state_dict'], path)
+    config = fixture['config']
+    backbone = SLABSwin(
+        embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'], norm_cfg=PREPBN,
+        out_norm_cfg=LN, norm_eval=True, init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+    backbone.init_weights()
+    norm = backbone.train().stages[0].blocks[0].norm1
+    assert norm.gamma == 0.0
+    assert norm.statistics_loaded
+    assert not norm.training, 'norm_eval freezes loaded statistics'

@@ -1,0 +1,73 @@
+"""Small models for all tests."""
+import os
+
+# Small tensors: more threads only wait for each other. Set before torch is loaded, for child processes too.
+os.environ['OMP_NUM_THREADS'] = '1'
+
+import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from torch import nn
+
+SMALL_SWIN = dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN'))
+SLA = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7))
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    init_default_scope('mmdet')
+
+
+@pytest.fixture
+def small_detector_cfg():
+    """A function: the config of a small Mask or Faster R-CNN for arguments of its backbone."""
+    def build(detector: str = 'mask_rcnn', **backbone) -> Config:
+        backbone = {**SMALL_SWIN, **backbone}
+        channels = [backbone['embed_dims'] * 2 ** i for i in backbone.get('out_indices', range(4))]
+        model = Config.fromfile(f'{_configs()}/_base_/models/mask_rcnn_swin_small.py').model
+        model.backbone = backbone
+        model.neck.in_channels = channels
+        model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
+        if detector == 'faster_rcnn':
+            model.type = 'FasterRCNN'
+            model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
+        return model
+    return build
+
+
+@pytest.fixture
+def small_detector(small_detector_cfg):
+    """A function: a small detector with every weight, bias, eta and statistic random, in eval mode at gamma 0."""
+    def build(detector: str = 'mask_rcnn', seed: int = 0, **backbone) -> nn.Module:
+        model = MODELS.build(small_detector_cfg(detector, **backbone))
+        randomize(model, seed)
+        slab_det.set_gamma(model, 0.0)
+        return model.eval()
+    return build
+
+
+def _configs() -> str:
+    from pathlib import Path
+    return str(Path(__file__).parents[1] / 'configs')
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, seed: int) -> None:
+    """Fills parameters and statistics so that no two are alike and activations keep their size."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_floating_point() or name.endswith('_gamma') or name.startswith('data_preprocessor'):
+            continue
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        if name.endswith('running_var'):
+            tensor.copy_(noise.abs() + 0.5)
+        elif tensor.ndim > 1:
+            tensor.copy_(noise / tensor[0].numel() ** 0.5)
+        else:
+            tensor.copy_(noise * 0.5)

@@ -1,0 +1,156 @@
+"""A config's data is missed before anything slow happens, by an error that says what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+
+from slab_det.datasets import check_data, set_data_root
+from slab_det.errors import DataError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / 'blobs'
+    (root / 'train').mkdir(parents=True)
+    (root / 'val').mkdir()
+    (root / 'annotations').mkdir()
+    for split in ('train', 'val'):
+        write_annotations(root, split)
+    return root
+
+
+def write_annotations(root: Path, split: str, names: tuple[str, ...] = ('cat', 'dog'), labelled: bool = True) -> None:
+    content = {
+        'images': [{'id': 1, 'file_name': 'a.png', 'width': 8, 'height': 8}],
+        'annotations': [{'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 0}]
+        if labelled
+        else [],
+        'categories': [{'id': i, 'name': name} for i, name in enumerate(names, start=1)],
+    }
+    (root / 'annotations' / f'{split}.json').write_text(json.dumps(content))
+
+
+def leaf(root: Path | str, split: str, **changes: object) -> dict:
+    return {
+        'type': 'CocoDataset',
+        'data_root': str(root),
+        'ann_file': f'annotations/{split}.json',
+        'data_prefix': {'img': f'{split}/'},
+        **changes,
+    }
+
+
+def config(root: Path | str, train: dict | None = None) -> Config:
+    return Config(
+        {
+            'data_root': str(root),
+            'train_dataloader': {'dataset': train or leaf(root, 'train')},
+            'val_dataloader': {'dataset': leaf(root, 'val')},
+            'val_evaluator': {'type': 'CocoMetric', 'ann_file': f'{root}/annotations/val.json'},
+            'test_dataloader': None,
+        }
+    )
+
+
+WRAPPERS = {
+    'plain': lambda dataset: dataset,
+    'repeat': lambda dataset: {'type': 'RepeatDataset', 'times': 3, 'dataset': dataset},
+    'concat': lambda dataset: {'type': 'ConcatDataset', 'datasets': [dataset]},
+    'balanced': lambda dataset: {'type': 'ClassBalancedDataset', 'oversample_thr': 0.1, 'dataset': dataset},
+    'nested': lambda dataset: {
+        'type': 'MultiImageMixDataset',
+        'dataset': {'type': 'RepeatDataset', 'times': 2, 'dataset': dataset},
+        'pipeline': [],
+    },
+}
+
+
+@pytest.mark.parametrize('wrap', WRAPPERS.values(), ids=WRAPPERS)
+def test_data_that_is_there_passes_and_missing_data_is_named(root: Path, wrap) -> None:
+    check_data(config(root, wrap(leaf(root, 'train'))))
+    with pytest.raises(DataError, match=r'train annotation file .*annotations/nowhere\.json not found'):
+        check_data(config(root, wrap(leaf(root, 'train', ann_file='annotations/nowhere.json'))))
+
+
+def test_missing_image_folder_is_named(root: Path) -> None:
+    (root / 'val').rmdir()
+    with pytest.raises(DataError, match='val image folder .*/val/ not found'):
+        check_data(config(root))
+    check_data(config(root), splits=('train',))
+
+
+def test_missing_coco_offers_download_other_root_and_quick_start(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        check_data(config(tmp_path / 'data/coco'))
+    message = str(caught.value)
+    for remedy in (
+        'http://images.cocodataset.org/$f',
+        'annotations_trainval2017.zip',
+        '--data-root',
+        'make quickstart',
+    ):
+        assert remedy in message, message
+    assert message.startswith(f'train annotation file {tmp_path}/data/coco/annotations/train.json not found')
+
+
+def test_other_classes_than_cocos_get_no_download_hint(tmp_path: Path) -> None:
+    train = leaf(tmp_path, 'train', metainfo={'classes': ('blob',)})
+    with pytest.raises(DataError) as caught:
+        check_data(config(tmp_path, train))
+    assert 'cocodataset' not in str(caught.value)
+    assert '--data-root' in str(caught.value)
+
+
+def test_class_names_that_do_not_match_are_an_error(root: Path) -> None:
+    write_annotations(root, 'train', names=('nucleus',))
+    with pytest.raises(DataError, match=r'none of its categories \(nucleus\).*metainfo=dict\(classes='):
+        check_data(config(root))
+    check_data(config(root, leaf(root, 'train', metainfo={'classes': ('nucleus',)})))
+
+
+def test_annotation_file_without_annotations_is_an_error_but_for_testing(root: Path) -> None:
+    write_annotations(root, 'val', labelled=False)
+    cfg = config(root)
+    with pytest.raises(DataError, match='holds 1 images but no annotations'):
+        check_data(cfg)
+    cfg.test_dataloader = cfg.val_dataloader
+    check_data(cfg, splits=('test',))
+
+
+@pytest.mark.parametrize('text', ['{"images": [', '[]', '{"images": []}'])
+def test_file_that_is_not_coco_json_is_an_error(root: Path, text: str) -> None:
+    (root / 'annotations' / 'train.json').write_text(text)
+    with pytest.raises(DataError, match=r'train\.json is not COCO JSON'):
+        check_data(config(root))
+
+
+def test_remote_and_generated_data_are_left_alone() -> None:
+    check_data(config('s3://bucket/coco'))
+    generated = {'dataset': {'type': 'SyntheticShapes', 'split': 'train'}}
+    check_data(Config({'train_dataloader': generated}))
+
+
+@pytest.mark.parametrize('wrap', WRAPPERS.values(), ids=WRAPPERS)
+def test_data_root_reaches_datasets_and_evaluators(root: Path, wrap) -> None:
+    cfg = config('data/coco', wrap(leaf('data/coco', 'train')))
+    set_data_root(cfg, str(root))
+    check_data(cfg)
+    assert cfg.data_root == str(root)
+    assert cfg.val_evaluator.ann_file == str(root / 'annotations' / 'val.json')
+
+
+def test_data_root_finds_image_folders_below_images(root: Path) -> None:
+    (root / 'images').mkdir()
+    (root / 'train').rename(root / 'images' / 'train')
+    cfg = config('data/coco')
+    set_data_root(cfg, str(root))
+    check_data(cfg)
+    assert cfg.train_dataloader.dataset.data_prefix.img == 'images/train/'
+    assert cfg.val_dataloader.dataset.data_prefix.img == 'val/'
+
+
+def test_data_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match='--data-root .*nowhere is not a folder'):
+        set_data_root(config('data/coco'), str(tmp_path / 'nowhere'))

@@ -1,0 +1,221 @@
+"""The generated images: reproducible, correctly annotated, read by the ordinary dataset and evaluator."""
+
+import hashlib
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from mmdet.registry import DATASETS, METRICS
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from slab_det.datasets.synthetic import CLASSES, SyntheticShapes, draw_image, generate
+from slab_det.errors import DataError
+
+SMALL = {'num_train': 6, 'num_val': 5, 'size': (96, 80), 'seed': 3}
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return generate(tmp_path_factory.mktemp('cache') / 'shapes', **SMALL)
+
+
+def digest(root: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob('*'))
+        if path.is_file()
+    }
+
+
+def annotations(root: Path, split: str = 'train') -> dict:
+    return json.loads((root / 'annotations' / f'instances_{split}.json').read_text())
+
+
+def test_same_seed_gives_the_same_bytes(root: Path, tmp_path: Path) -> None:
+    again = generate(tmp_path / 'again', **SMALL)
+    assert digest(again) == digest(root)
+
+
+def test_other_seed_and_other_split_give_other_images(root: Path, tmp_path: Path) -> None:
+    other = generate(tmp_path / 'other', **{**SMALL, 'seed': 4})
+    pictures = [value for tree in (root, other) for name, value in digest(tree).items() if name.endswith('.png')]
+    assert len(pictures) == len(set(pictures)) == 2 * (SMALL['num_train'] + SMALL['num_val'])
+
+
+def test_more_images_leave_the_first_ones_unchanged(root: Path, tmp_path: Path) -> None:
+    longer = digest(generate(tmp_path / 'longer', **{**SMALL, 'num_train': 8}))
+    for name, value in digest(root).items():
+        if name.endswith('.png'):
+            assert longer[name] == value, name
+
+
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path / 'mine'))
+    first = generate(**SMALL)
+    assert first.parent == tmp_path / 'mine'
+    assert generate(**SMALL) == first
+    assert generate(**{**SMALL, 'seed': 5}) != first
+    assert not [path for path in first.parent.iterdir() if path.name.startswith('.')]
+
+
+def test_processes_that_generate_at_once_agree(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context('fork')) as pool:
+        roots = list(pool.map(generate_small, [tmp_path / 'shared'] * 2))
+    assert roots == [tmp_path / 'shared'] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ['shared']
+
+
+def generate_small(root: Path) -> Path:
+    return generate(root, **SMALL)
+
+
+def test_foreign_folder_is_not_taken_for_images(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match='was not written by'):
+        generate(tmp_path, **SMALL)
+    with pytest.raises(DataError, match='was generated with'):
+        generate(root, **{**SMALL, 'seed': 4})
+
+
+@pytest.mark.parametrize('arguments', [{'num_train': 0}, {'num_val': 0}, {'size': (96, 20)}])
+def test_impossible_arguments_are_refused(arguments: dict, tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        generate(tmp_path / 'refused', **{**SMALL, **arguments})
+    assert not list(tmp_path.iterdir())
+
+
+def test_boxes_and_areas_are_those_of_the_polygons(root: Path) -> None:
+    width, height = SMALL['size']
+    for found in annotations(root)['annotations']:
+        canvas = np.zeros((height, width), bool)
+        for polygon in found['segmentation']:
+            assert len(polygon) >= 6 and len(polygon) % 2 == 0
+            canvas |= coco_mask.decode(coco_mask.frPyObjects([polygon], height, width))[..., 0].astype(bool)
+        rows, columns = np.nonzero(canvas)
+        box = [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
+        assert found['area'] == canvas.sum()
+        assert found['bbox'] == box
+        assert found['iscrowd'] == 0
+        assert found['category_id'] in range(1, len(CLASSES) + 1)
+
+
+def test_objects_are_visible_and_do_not_share_pixels() -> None:
+    for seed in range(20):
+        pixels, objects = draw_image(np.random.default_rng(seed), (192, 160))
+        assert pixels.shape == (160, 192, 3) and pixels.dtype == np.uint8
+        masks = [
+            coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(found['segmentation'], 160, 192)))
+            for found in objects
+        ]
+        assert masks, seed
+        # A pixel belongs to the object on top; polygons are exact to the pixel but for slivers they leave out.
+        overlap = (np.sum(masks, 0) > 1).sum()
+        assert overlap <= 0.01 * np.sum(masks), (seed, overlap)
+
+
+def test_colours_do_not_tell_the_class() -> None:
+    """The nearest mean colour finds the class hardly better than chance: outlines have to be learnt."""
+    colours, labels = [], []
+    for seed in range(150):
+        pixels, objects = draw_image(np.random.default_rng(seed), (192, 160))
+        for found in objects:
+            mask = coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(found['segmentation'], 160, 192)))
+            colours.append(pixels[mask.astype(bool)].mean(0))
+            labels.append(found['category_id'])
+    colours, labels = np.array(colours), np.array(labels)
+    half = len(labels) // 2
+    centres = np.stack([colours[:half][labels[:half] == i].mean(0) for i in range(1, 5)])
+    guesses = np.linalg.norm(colours[half:, None] - centres, axis=2).argmin(1) + 1
+    assert (guesses == labels[half:]).mean() < 0.4
+
+
+def test_ground_truth_scores_ap_one(root: Path) -> None:
+    coco = COCO(str(root / 'annotations' / 'instances_val.json'))
+    for kind in ('bbox', 'segm'):
+        results = [
+            {
+                'image_id': found['image_id'],
+                'category_id': found['category_id'],
+                'score': 1.0,
+                **({'bbox': found['bbox']} if kind == 'bbox' else {'segmentation': coco.annToRLE(found)}),
+            }
+            for found in annotations(root, 'val')['annotations']
+        ]
+        evaluation = COCOeval(coco, coco.loadRes(results), kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        assert evaluation.stats[0] == pytest.approx(1.0), kind
+
+
+def test_dataset_reads_images_boxes_and_masks(root: Path) -> None:
+    dataset = DATASETS.build(
+        {
+            'type': 'SyntheticShapes',
+            'split': 'train',
+            'data_root': str(root),
+            'pipeline': [
+                {'type': 'LoadImageFromFile'},
+                {'type': 'mmdet.LoadAnnotations', 'with_bbox': True, 'with_mask': True},
+                {'type': 'mmdet.PackDetInputs'},
+            ],
+        }
+    )
+    content = annotations(root)
+    assert len(dataset) == SMALL['num_train']
+    assert dataset.metainfo['classes'] == CLASSES
+    for index, image in enumerate(content['images']):
+        item = dataset[index]
+        expected = [found for found in content['annotations'] if found['image_id'] == image['id']]
+        np.testing.assert_array_equal(
+            item['inputs'].numpy().transpose(1, 2, 0),
+            cv2.imread(str(root / 'images' / 'train' / image['file_name'])),
+        )
+        instances = item['data_samples'].gt_instances
+        assert (instances.labels + 1).tolist() == [found['category_id'] for found in expected]
+        areas = instances.masks.to_ndarray().sum((1, 2))
+        np.testing.assert_array_equal(areas, [found['area'] for found in expected])
+
+
+def test_dataset_generates_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path))
+    dataset = SyntheticShapes('val', generator=SMALL, test_mode=True)
+    assert len(dataset) == SMALL['num_val']
+    assert Path(dataset.data_root).parent == tmp_path
+
+
+def test_metric_evaluates_on_the_datasets_own_annotations(root: Path) -> None:
+    dataset = SyntheticShapes('val', data_root=str(root), test_mode=True)
+    metric = METRICS.build({'type': 'SyntheticShapesMetric', 'metric': ['bbox', 'segm']})
+    metric.dataset_meta = dataset.metainfo
+    samples = [perfect_prediction(dataset.get_data_info(i), dataset) for i in range(len(dataset))]
+    metric.process({}, samples)
+    scores = metric.evaluate(len(dataset))
+    assert scores['coco/bbox_mAP'] == scores['coco/segm_mAP'] == 1.0
+
+
+def perfect_prediction(info: dict, dataset: SyntheticShapes) -> dict:
+    found = info['instances']
+    rles = [coco_mask.merge(coco_mask.frPyObjects(item['mask'], info['height'], info['width'])) for item in found]
+    masks = [coco_mask.decode(rle) for rle in rles]
+    return {
+        'img_id': info['img_id'],
+        'ori_shape': (info['height'], info['width']),
+        'pred_instances': {
+            'bboxes': torch.tensor([item['bbox'] for item in found], dtype=torch.float32).reshape(-1, 4),
+            'scores': torch.ones(len(found)),
+            'labels': torch.tensor([item['bbox_label'] for item in found], dtype=torch.long),
+            'masks': torch.from_numpy(np.stack(masks)).bool(),
+        },
+    }
+
+
+def test_training_metainfo_holds_no_path(root: Path) -> None:
+    """Checkpoints store the training set's metainfo and travel to other machines."""
+    assert set(SyntheticShapes('train', data_root=str(root)).metainfo) == {'classes', 'palette'}

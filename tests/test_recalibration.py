@@ -1,0 +1,154 @@
+import copy
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from conftest import SLA, randomize
+from mmdet.registry import MODELS
+
+import slab_det
+from slab_det.layers.offline_norm import named_offline_norms
+from slab_det.recalibration import RecalibrationError
+
+BATCHES = [(1, 3, 64, 80), (2, 3, 48, 40), (1, 3, 90, 33)]
+
+
+def build_backbone(**options):
+    model = MODELS.build(dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
+                              norm_cfg=dict(type='PRepBN'), drop_path_rate=0.5, **options)).double()
+    randomize(model, 0)
+    slab_det.set_gamma(model, 0)
+    return model
+
+
+def build_batches():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator).double() * (i + 1) + i for i, shape in enumerate(BATCHES)]
+
+
+def inputs_of_norms(model, batches):
+    """The tokens that each norm sees at inference, (N, C) per norm."""
+    seen = {name: [] for name, _ in named_offline_norms(model)}
+    handles = [norm.register_forward_pre_hook(lambda _, args, s=seen[name]: s.append(args[0].flatten(0, -2)))
+               for name, norm in named_offline_norms(model)]
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+@pytest.mark.parametrize('options', [{}, SLA], ids=['softmax', 'sla'])
+def test_statistics_are_those_that_inference_sees(options):
+    model, batches = build_backbone(**options).eval(), build_batches()
+    report = slab_det.recalibrate(model, batches, max_passes=60, tol=1e-10, progress=False)
+    assert report.converged and report.num_batches == 3, report
+    for name, tokens in inputs_of_norms(model, batches).items():
+        mean, var = model.get_submodule(name).statistics()
+        torch.testing.assert_close(mean, tokens.mean(0), rtol=1e-8, atol=1e-8, msg=name)
+        torch.testing.assert_close(var, tokens.var(0, correction=0), rtol=1e-8, atol=1e-8, msg=name)
+
+
+def test_first_norm_is_exact_after_one_pass_whatever_the_batch_sizes():
+    model, batches = build_backbone().eval(), build_batches()
+    report = slab_det.recalibrate(model, batches, max_passes=1, progress=False)
+    assert report.residuals == [] and not report.converged
+    tokens = torch.cat([model.patch_embed.projection(batch).flatten(2).transpose(1, 2).flatten(0, 1)
+                        for batch in (torch.nn.functional.pad(b, (0, -b.shape[3] % 4, 0, -b.shape[2] % 4))
+                                      for b in batches)])
+    mean, var = model.patch_embed.norm.statistics()
+    torch.testing.assert_close(mean, tokens.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(var, tokens.var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_passes_with_found_statistics_come_closer_to_the_fixed_point():
+    batches = build_batches()
+    untrained = MODELS.build(dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
+                                  norm_cfg=dict(type='PRepBN'))).double().eval()
+    untrained.init_weights()
+    slab_det.set_gamma(untrained, 0)
+    fixed_point = copy.deepcopy(untrained)
+    slab_det.recalibrate(fixed_point, batches, max_passes=60, tol=1e-10, progress=False)
+
+    def distance(passes):
+        model = copy.deepcopy(untrained)
+        if passes:
+            slab_det.recalibrate(model, batches, max_passes=passes, tol=0, progress=False)
+        return max(float(((a.statistics()[0] - b.statistics()[0]).abs() / b.statistics()[1].sqrt()).max())
+                   for (_, a), (_, b) in zip(named_offline_norms(model), named_offline_norms(fixed_point), strict=True))
+
+    distances = [distance(passes) for passes in (0, 1, 5)]
+    assert distances[0] > 2 * distances[1] and distances[1] > 2 * distances[2], distances
+
+
+def test_old_statistics_do_not_matter():
+    batches, results = build_batches(), []
+    for factor in (1.0, 100.0):
+        model = build_backbone().eval()
+        for _, norm in named_offline_norms(model):
+            norm.set_statistics(norm.statistics()[0] * factor, norm.statistics()[1] * factor)
+        slab_det.recalibrate(model, batches, max_passes=3, tol=0, progress=False)
+        results.append(model.state_dict())
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+def test_only_statistics_change():
+    model = build_backbone()
+    slab_det.set_gamma(model, 0.5)
+    model.train()
+    model.stages[0].eval()
+    before = copy.deepcopy(model.state_dict())
+    flags = [module.training for module in model.modules()]
+    slab_det.recalibrate(model, build_batches(), progress=False)
+    assert [module.training for module in model.modules()] == flags
+    changed = {key.rpartition('.')[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == {'running_mean', 'running_var'}
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+def test_values_that_are_not_finite_stop_it_with_the_layers_name_and_keep_the_old_statistics(bad):
+    model = build_backbone().eval()
+    with torch.no_grad():
+        model.stages[1].blocks[0].ffn.layers[1].bias[2] = bad
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RecalibrationError, match=r'^stages\.1\.blocks\.1\.norm1: .* after batch 1; lower the learning'):
+        slab_det.recalibrate(model, build_batches(), progress=False)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize('batches, message', [
+    ([], 'no batch'), (iter([torch.zeros(1, 3, 8, 8)]), 'not an iterator'),
+])
+def test_unusable_batches_are_refused(batches, message):
+    with pytest.raises(RecalibrationError, match=message):
+        slab_det.recalibrate(build_backbone().eval(), batches, progress=False)
+
+
+def test_a_fused_model_is_refused():
+    with pytest.raises(RecalibrationError, match='before fusing'):
+        slab_det.recalibrate(slab_det.fuse(build_backbone().eval()), build_batches(), progress=False)
+
+
+def _recalibrate_on_rank(rank, world_size, folder):
+    torch.distributed.init_process_group(
+        'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size)
+    model = build_backbone().eval()
+    # Two batches of different sizes on rank 0, one on rank 1.
+    batches = build_batches()[:2] if rank == 0 else build_batches()[2:]
+    report = slab_det.recalibrate(model, batches, max_passes=1, progress=False)
+    assert report.num_batches == 3
+    torch.save(model.state_dict(), f'{folder}/rank{rank}.pt')
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_find_the_statistics_of_one(tmp_path):
+    mp.spawn(_recalibrate_on_rank, (2, str(tmp_path)), nprocs=2)
+    alone = build_backbone().eval()
+    slab_det.recalibrate(alone, build_batches(), max_passes=1, progress=False)
+    ranks = [torch.load(tmp_path / f'rank{rank}.pt') for rank in range(2)]
+    for key, value in alone.state_dict().items():
+        assert torch.equal(ranks[0][key], ranks[1][key]), key
+        torch.testing.assert_close(ranks[0][key], value, rtol=1e-9, atol=1e-9, msg=key)

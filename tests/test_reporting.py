@@ -1,0 +1,207 @@
+"""report.json, its table and its picture."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import pytest
+
+from slab_det.errors import ReportError
+from slab_det.figures import draw_ap_latency
+from slab_det.paper import PAPER_ROWS
+from slab_det.reporting import (
+    Report,
+    ReportEntry,
+    ap_from_metrics,
+    describe_dataset,
+    describe_model,
+    markdown_table,
+    merge_entries,
+    read_report,
+    update_report,
+    write_report,
+)
+
+AP = {'bbox': {'AP': 0.4311, 'AP50': 0.66, 'AP75': 0.47, 'APs': None, 'APm': 0.464, 'APl': 0.56}}
+DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}
+
+
+def latency(median_ms: float, **changes: object) -> dict:
+    return {
+        'median_ms': median_ms,
+        'scope': 'detector',
+        'size': [800, 1333],
+        'dtype': 'float32',
+        'device': 'Some CPU',
+        'device_type': 'cpu',
+        'threads': 2,
+        'compiled': False,
+        'rounds': 100,
+        'warmup': 20,
+        **changes,
+    }
+
+
+def entry(name: str = 'SLAB-Swin-T', variant: str = 'fused', **changes: object) -> ReportEntry:
+    values = {'norm': 'PRepBN', 'attention': 'sla', 'detector': 'MaskRCNN', 'config': 'configs/a.py', **changes}
+    return ReportEntry(name=name, variant=variant, **values)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    report = Report([entry(ap=AP, latency=latency(5.0), dataset=DATASET), entry(variant='unfused')])
+    write_report(tmp_path / 'new' / 'report.json', report)
+    assert read_report(tmp_path / 'new' / 'report.json') == report
+    assert [path.name for path in (tmp_path / 'new').iterdir()] == ['report.json']
+
+
+def test_update_fills_what_another_tool_left_open(tmp_path: Path) -> None:
+    path = tmp_path / 'report.json'
+    update_report(path, entry(config='/abs/configs/a.py', ap=AP, training={'seed': 0}))
+    report = update_report(path, entry(latency=latency(5.0)), entry(variant='unfused', latency=latency(6.0)))
+    assert report == read_report(path)
+    assert [found.variant for found in report.entries] == ['fused', 'unfused']
+    assert (report.entries[0].ap, report.entries[0].training) == (AP, {'seed': 0})
+    assert report.entries[0].latency == latency(5.0)
+    newer = update_report(path, entry(latency=latency(4.0)))
+    assert newer.entries[0].latency == latency(4.0)
+
+
+def test_other_configs_and_variants_stay_rows_of_their_own() -> None:
+    rows = [entry(), entry(variant='unfused'), entry(config='b.py'), entry(name='Swin-T'), entry(ap=AP)]
+    assert merge_entries(rows) == [entry(ap=AP), *rows[1:4]]
+
+
+def test_failed_write_leaves_the_old_report(tmp_path: Path) -> None:
+    path = tmp_path / 'report.json'
+    write_report(path, Report([entry()]))
+    before = path.read_bytes()
+    with pytest.raises(ValueError):
+        write_report(path, Report([entry(ap={'bbox': {'AP': float('nan')}})]))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ('{', 'is not JSON'),
+        ('[]', r'expected an object with "schema": 1, found \'list\''),
+        ('{"schema": 2, "entries": []}', 'found 2'),
+        ('{"schema": 1}', '"entries" must be a list'),
+        ('{"schema": 1, "entries": [3]}', r'entries\[0\] must be an object'),
+        ({'variant': 'folded'}, r"entries\[0\]\.variant must be one of unfused, fused, found 'folded'"),
+        ({'name': None}, r'entries\[0\]\.name must be a string'),
+        ({'speed': 3}, 'unknown fields speed'),
+        ({'latency': 3}, r'latency must be an object or null'),
+        ({'latency': {}, 'ap': {'bbox': 3}}, r'ap\.bbox must be'),
+        ({'latency': {'scope': 'detector'}}, r'latency\.median_ms must be a number'),
+    ],
+)
+def test_broken_reports_are_refused_with_the_place(tmp_path: Path, content: str | dict, message: str) -> None:
+    path = tmp_path / 'report.json'
+    if isinstance(content, dict):
+        valid = {name: value for name, value in vars(entry()).items() if value is not None}
+        content = json.dumps({'schema': 1, 'entries': [{**valid, **content}]})
+    path.write_text(content)
+    with pytest.raises(ReportError, match=message):
+        read_report(path)
+    with pytest.raises(ReportError, match='not found'):
+        read_report(tmp_path / 'nowhere.json')
+
+
+def test_metrics_of_the_runner_become_ap() -> None:
+    suffixes = {'': 0.5, '_50': 0.7, '_75': 0.55, '_s': -1.0, '_m': 0.0, '_l': 0.6}
+    metrics = {f'coco/bbox_mAP{suffix}': value for suffix, value in suffixes.items()}
+    assert ap_from_metrics({**metrics, 'coco/cat_precision': 0.1}) == {
+        'bbox': {'AP': 0.5, 'AP50': 0.7, 'AP75': 0.55, 'APs': None, 'APm': 0.0, 'APl': 0.6}
+    }
+    assert ap_from_metrics({'accuracy': 0.3}) == {}
+
+
+SLAB_STAGES = ('sla', 'sla', 'softmax', 'softmax')
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'name'),
+    [
+        ({'type': 'SwinTransformer'}, 'Swin-T'),
+        ({'type': 'mmdet.SwinTransformer', 'depths': [2, 2, 18, 2]}, 'Swin-S'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'PRepBN'}}, 'Swin-T-PRepBN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'PRepBN'}, 'attention': SLAB_STAGES}, 'SLAB-Swin-T'),
+        ({'type': 'SLABSwin', 'attention': SLAB_STAGES}, 'SLA-Swin-T'),
+        ({'type': 'SLABSwin', 'attention': ['focused', 'softmax', 'softmax', 'softmax']}, 'Flatten-Swin-T'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}, 'embed_dims': 32}, 'Swin-32x2262-UN'),
+        ({'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}}, 'PVT-T-PRepBN'),
+        ({'type': 'PyramidVisionTransformer'}, 'PVT-S'),
+        ({'type': 'ResNet', 'depth': 50}, 'ResNet'),
+    ],
+)
+def test_rows_are_named_as_in_the_papers(backbone: dict, name: str) -> None:
+    model = {'type': 'MaskRCNN', 'backbone': backbone}
+    assert describe_model(model)['name'] == name
+    assert describe_model({'type': 'FusedDetector', 'model': model}) == describe_model(model)
+
+
+def test_dataset_is_described_through_wrappers() -> None:
+    class Leaf(list):
+        ann_file = 'a.json'
+
+    class Wrapper(list):
+        dataset = Leaf('ab')
+
+    assert describe_dataset(Wrapper('abcd')) == {'ann_file': 'a.json', 'images': 4}
+
+
+def test_table_has_the_columns_of_table_3() -> None:
+    table = markdown_table([entry(ap=AP, latency=latency(51.04), dataset=DATASET, training={'seed': 1})])
+    header, _, row, *notes = table.splitlines()
+    assert header == '| model | norm |  | ms | box AP / 50 / 75 / s / m / l | mask AP / 50 / 75 / s / m / l |'
+    assert row == '| SLAB-Swin-T | PRepBN | fused | 51.0 | 43.1 / 66.0 / 47.0 / – / 46.4 / 56.0 | – |'
+    assert 'detector, batch 1, 800x1333 (HxW), float32, Some CPU, 2 threads, 100 rounds after 20' in table
+    assert 'AP on coco/instances_val2017.json (5000 images); trained seed 1' in table
+    assert not any(note.startswith('[') for note in notes)
+
+
+def test_different_scopes_are_marked() -> None:
+    rows = [
+        entry(latency=latency(5.0), ap=AP, dataset=DATASET),
+        entry(variant='unfused', latency=latency(6.0), ap=AP, dataset={**DATASET, 'images': 50}),
+        entry('Swin-T', latency=latency(7.0, threads=1)),
+    ]
+    table = markdown_table(rows)
+    assert re.findall(r'(\d\.0) \[(L\d)\]', table) == [('5.0', 'L1'), ('6.0', 'L1'), ('7.0', 'L2')]
+    assert '[L2] ms: median latency, detector, batch 1, 800x1333 (HxW), float32, Some CPU, 1 thread,' in table
+    assert 'do not compare' in table
+    assert re.findall(r'56\.0 \[(A\d)\]', table) == ['A1', 'A2']
+
+
+def test_paper_numbers_stand_in_columns_of_their_own() -> None:
+    table = markdown_table([entry(latency=latency(5.0)), entry('Swin-32x2222')], paper=True)
+    assert 'paper: ms (V100) | paper: box AP | paper: mask AP |' in table
+    assert '| 54.1 | 43.9 | 40.1 |' in table
+    assert '| Swin-32x2222 | PRepBN | fused | – | – | – | – | – | – |' in table
+    assert 'not measured here' in table
+
+
+def test_paper_rows_are_complete() -> None:
+    assert len(PAPER_ROWS) == 10
+    for row in PAPER_ROWS.values():
+        assert len(row.box) == len(row.mask) == 6
+        assert all(part < whole for part, whole in zip(row.mask[:1], row.box[:1], strict=True))
+
+
+def test_picture_is_drawn_with_a_panel_per_scope(tmp_path: Path) -> None:
+    rows = [
+        entry(latency=latency(43.0), ap=AP),
+        entry(variant='unfused', latency=latency(52.0), ap=AP),
+        entry('Swin-T', 'unfused', norm='LN', latency=latency(51.0)),
+    ]
+    draw_ap_latency(rows, tmp_path / 'one.png')
+    draw_ap_latency([*rows, replace(rows[0], latency=latency(9.0, threads=8))], tmp_path / 'two.png')
+    one, two = (cv2.imread(str(tmp_path / name)) for name in ('one.png', 'two.png'))
+    assert one.shape[0] < two.shape[0] and one.shape[1] == two.shape[1]
+    assert one.std() > 10
+    with pytest.raises(ReportError, match='both AP and latency'):
+        draw_ap_latency(rows[2:], tmp_path / 'none.png')

@@ -1,0 +1,74 @@
+"""Measures the batch-1 latency of several configs, interleaved round by round in one process."""
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+from pathlib import Path
+
+from mmengine.config import Config, DictAction
+from torch import nn
+
+from slab_det.cli import add_latency_arguments, latency_options, run_cli
+from slab_det.detectors import build_detector, is_fused
+from slab_det.errors import SlabDetError
+from slab_det.latency import latency_table
+from slab_det.layers.offline_norm import named_offline_norms
+from slab_det.reporting import ReportEntry, describe_model, update_report
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('configs', nargs='+', metavar='CONFIG', help='ratios are to the first')
+    parser.add_argument(
+        '--checkpoint',
+        nargs='+',
+        metavar='FILE',
+        help='one for each config, "none" for random weights; left out: random weights everywhere',
+    )
+    parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
+    parser.add_argument('--device', default='cpu', help='cpu, cuda or cuda:N (default %(default)s)')
+    parser.add_argument('--json', metavar='FILE', help='report to fill, read by tools/report.py')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE')
+    add_latency_arguments(parser)
+    return parser.parse_args()
+
+
+def load(config: str, checkpoint: str | None, args: argparse.Namespace) -> tuple[Config, nn.Module]:
+    cfg = Config.fromfile(config)
+    if args.cfg_options is not None:
+        cfg.merge_from_dict(args.cfg_options)
+    model = build_detector(cfg, checkpoint)
+    if checkpoint is None:
+        # Otherwise PRepBN still runs its LayerNorm, as no trained model does.
+        slab_det.set_gamma(model, 0.0)
+        print(f'{config}: no checkpoint, so random weights with gamma = 0; an untrained detector finds nothing')
+    if args.fuse and any(True for _ in named_offline_norms(model)):
+        model = slab_det.fuse(model, inplace=True)
+    return cfg, model
+
+
+def main() -> None:
+    args = parse_arguments()
+    checkpoints = args.checkpoint or ['none'] * len(args.configs)
+    if len(checkpoints) != len(args.configs):
+        raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
+    models, entries = {}, {}
+    for config, checkpoint in zip(args.configs, checkpoints, strict=True):
+        checkpoint = None if checkpoint == 'none' else checkpoint
+        cfg, model = load(config, checkpoint, args)
+        variant = 'fused' if is_fused(model) else 'unfused'
+        name = f'{Path(config).stem} ({variant})'
+        if name in models:
+            raise SlabDetError(f'{config} is listed twice')
+        models[name] = model
+        entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)
+    results = slab_det.measure_latency(models, device=args.device, progress=True, **latency_options(args))
+    print(latency_table(list(results.values())))
+    if args.json:
+        filled = [ReportEntry(**entries[name], latency=result.to_dict()) for name, result in results.items()]
+        update_report(args.json, *filled)
+        print(f'Written to {args.json}')
+
+
+if __name__ == '__main__':
+    run_cli(main)

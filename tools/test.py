@@ -1,0 +1,125 @@
+"""Evaluates a detector and fills report.json. mmdet's arguments, --data-root, --fuse and --latency."""
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+from pathlib import Path
+
+from mmdet.engine.hooks.utils import trigger_visualization_hook
+from mmdet.evaluation import DumpDetResults
+from mmdet.utils import setup_cache_size_limit_of_dynamo
+from mmengine.config import Config
+from mmengine.dist import is_main_process
+from mmengine.model import is_model_wrapper
+from mmengine.runner import Runner
+from torch import nn
+
+from slab_det.cli import (
+    add_latency_arguments,
+    add_runner_arguments,
+    build_runner,
+    config_from_arguments,
+    enable_test_time_augmentation,
+    latency_options,
+    run_cli,
+)
+from slab_det.datasets import check_data
+from slab_det.detectors import is_fused
+from slab_det.environment import describe_environment
+from slab_det.errors import SlabDetError
+from slab_det.reporting import (
+    ReportEntry,
+    ap_from_metrics,
+    describe_dataset,
+    describe_model,
+    markdown_table,
+    update_report,
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config of the detector')
+    parser.add_argument('checkpoint', help='its weights')
+    add_runner_arguments(parser)
+    parser.add_argument('--out', metavar='PKL', help='dump predictions to a pickle file')
+    parser.add_argument('--show', action='store_true', help='show predictions in a window')
+    parser.add_argument('--show-dir', metavar='DIR', help='save drawn predictions in WORK_DIR/TIMESTAMP/DIR')
+    parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
+    parser.add_argument('--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument('--fuse', action='store_true', help='fuse the loaded model before testing it')
+    parser.add_argument('--report', metavar='FILE', help='report to fill; default WORK_DIR/report.json')
+    parser.add_argument('--latency', action='store_true', help='measure batch-1 latency after the test')
+    add_latency_arguments(parser)
+    return parser.parse_args()
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    if args.tta and (args.latency or args.fuse):
+        raise SlabDetError('--latency and --fuse are for the plain detector; leave out --tta')
+    if args.out and not args.out.endswith(('.pkl', '.pickle')):
+        raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
+    if '://' not in args.checkpoint and not Path(args.checkpoint).is_file():
+        raise SlabDetError(f'checkpoint {args.checkpoint} not found')
+
+
+def plain_model(runner: Runner) -> nn.Module:
+    return runner.model.module if is_model_wrapper(runner.model) else runner.model
+
+
+def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
+    """Runs the test loop and returns the runner and its metrics."""
+    cfg.load_from = args.checkpoint
+    if args.show or args.show_dir:
+        trigger_visualization_hook(cfg, args)
+    if args.tta:
+        enable_test_time_augmentation(cfg)
+    runner = build_runner(cfg)
+    if args.fuse:
+        runner.load_or_resume()
+        model = plain_model(runner)
+        model.eval()
+        slab_det.fuse(model, inplace=True)
+    if args.out:
+        runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))
+    return runner, runner.test()
+
+
+def measure(model: nn.Module, name: str, dataset: object, args: argparse.Namespace) -> dict:
+    """Latency on the first test image, unless the arguments name another."""
+    options = latency_options(args)
+    options['image'] = options['image'] or dataset.get_data_info(0)['img_path']
+    device = next(model.parameters()).device
+    return slab_det.measure_latency({name: model}, device=device, progress=True, **options)[name].to_dict()
+
+
+def main() -> None:
+    args = parse_arguments()
+    check_arguments(args)
+    setup_cache_size_limit_of_dynamo()
+    cfg = config_from_arguments(args)
+    check_data(cfg, ('test',))
+    description = describe_model(cfg.model)
+    if args.tta:
+        description['name'] += '-TTA'
+    runner, metrics = test(cfg, args)
+    if not is_main_process():
+        return
+    model, dataset = plain_model(runner), runner.test_dataloader.dataset
+    entry = ReportEntry(
+        **description,
+        variant='fused' if is_fused(model) else 'unfused',
+        config=args.config,
+        checkpoint=args.checkpoint,
+        dataset=describe_dataset(dataset),
+        ap=ap_from_metrics(metrics) or None,
+        latency=measure(model, description['name'], dataset, args) if args.latency else None,
+        environment=describe_environment(next(model.parameters()).device),
+    )
+    path = Path(args.report or Path(cfg.work_dir) / 'report.json')
+    update_report(path, entry)
+    print(f'\n{markdown_table([entry])}\nWritten to {path}')
+
+
+if __name__ == '__main__':
+    run_cli(main)

@@ -1,0 +1,54 @@
+"""Trains, recalibrates and fuses a detector. mmdet's arguments, and --data-root."""
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+import argparse
+
+from mmdet.utils import setup_cache_size_limit_of_dynamo
+from mmengine.config import Config
+
+from slab_det.cli import add_runner_arguments, build_runner, config_from_arguments, run_cli
+from slab_det.datasets import check_data
+from slab_det.errors import SlabDetError
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config of the run')
+    add_runner_arguments(parser)
+    parser.add_argument('--amp', action='store_true', help='train with automatic mixed precision')
+    parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate to the batch size')
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        metavar='CHECKPOINT',
+        help='resume from a checkpoint; without a path from the latest in the work dir',
+    )
+    return parser.parse_args()
+
+
+def apply_training_arguments(cfg: Config, args: argparse.Namespace) -> None:
+    if args.amp:
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.loss_scale = 'dynamic'
+    if args.auto_scale_lr:
+        if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
+            raise SlabDetError(f'--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size')
+        cfg.auto_scale_lr.enable = True
+    if args.resume is not None:
+        cfg.resume = True
+        cfg.load_from = None if args.resume == 'auto' else args.resume
+
+
+def main() -> None:
+    args = parse_arguments()
+    setup_cache_size_limit_of_dynamo()
+    cfg = config_from_arguments(args)
+    apply_training_arguments(cfg, args)
+    check_data(cfg, ('train', 'val'))
+    build_runner(cfg).train()
+
+
+if __name__ == '__main__':
+    run_cli(main)
