@@ -49,7 +49,13 @@ def main() -> None:
     checkpoint = (work_dir / 'last_checkpoint').read_text().strip()
     fused = (work_dir / 'fused_config.py', work_dir / 'fused.pth')
     for model in ((config, checkpoint), fused):
-        call('test.py', *model, '--work-dir', work_dir, '--latency', *SIZE, '--show-dir', 'predictions')
+        call(
+            'test.py',
+            *model,
+            # A folder of its own: the runner dumps its config there, which must not replace fused_config.py.
+            *('--work-dir', work_dir / 'test', '--report', work_dir / 'report.json'),
+            *('--latency', *SIZE, '--show-dir', 'predictions'),
+        )
     # Side by side in one process. The twin is not trained: it would find nothing, so heads are left out.
     latency = work_dir / 'latency.json'
     call(
@@ -60,7 +66,7 @@ def main() -> None:
     )
     # The last file wins: the table shows the latencies measured side by side.
     call('report.py', work_dir / 'report.json', latency, '--out', work_dir)
-    pictures = sorted(work_dir.glob('*/predictions/*'))
+    pictures = sorted(work_dir.glob('test/*/predictions/*'))
     print(f'\nPicture:     {work_dir / "ap_latency.png"}')
     print('Predictions: ' + ', '.join(map(str, pictures[-3:])))
     print(f'Took {(time.monotonic() - start) / 60:.1f} minutes.')

@@ -1,4 +1,5 @@
 """mmengine's checkpoint files: written whole or not at all, read without running what is in them."""
+import errno
 import os
 import pickle
 import re
@@ -123,9 +124,13 @@ def checkpoint_errors(file: Any) -> Iterator[None]:
     """Turns the many errors of reading a broken or unsafe checkpoint into one that says what to do."""
     try:
         yield
-    except (OSError, MemoryError, torch.cuda.OutOfMemoryError):
-        # The disk, the network or the machine, not the file.
+    except (MemoryError, torch.cuda.OutOfMemoryError):
         raise
+    except OSError as error:
+        # A cut off archive has torch seek before the beginning. Other errors are the disk's or the network's.
+        if error.errno != errno.EINVAL:
+            raise
+        raise broken(file, 'it ends too early') from error
     except pickle.UnpicklingError as error:
         # torch words it differently for a name it does not know and for a call it does not allow.
         found = re.search(r'GLOBAL (\S+)|unrecognized function (<.+?>)|instantiate (?:class|object) (\S+)', str(error))

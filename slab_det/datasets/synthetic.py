@@ -1,8 +1,8 @@
 """Generated COCO-format images of shapes: a detection task that is learnt in minutes, without a download.
 
-Every image shows a few filled shapes over a textured background. The class of an object is its outline alone:
-colours, textures, sizes, rotations and stretches come from the same distributions for all classes. Shapes may
-overlap and may be cut by the border; an annotation is what stays visible, as polygons.
+Every image shows a few filled shapes over a textured, dull background. Classes differ in outline and in their typical
+hue, which overlaps with the neighbours'; sizes, rotations, stretches, brightness and textures are alike for all.
+Shapes may overlap and may be cut by the border; an annotation is what stays visible, as polygons.
 """
 
 import hashlib
@@ -213,7 +213,8 @@ def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndar
         The image as (H, W, 3) uint8, BGR, and one dict per object with ``category_id`` (1-based),
         ``segmentation`` (polygons in pixels), ``bbox`` (x, y, width, height) and ``area`` in square pixels.
     """
-    pixels = _texture(rng, size, contrast=18.0) + rng.uniform(40, 215, 3)
+    # Nearly grey: a detector trained from scratch for minutes has to find the objects first.
+    pixels = _texture(rng, size, contrast=10.0) + rng.uniform(50, 205) + rng.normal(0.0, 8.0, 3)
     placed: list[tuple[int, np.ndarray]] = []  # class index, visible mask
     for _ in range(rng.integers(OBJECTS_PER_IMAGE[0], OBJECTS_PER_IMAGE[1] + 1)):
         label = int(rng.integers(len(CLASSES)))
@@ -224,7 +225,7 @@ def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndar
         ):
             continue
         placed = [*visible, (label, mask)]
-        surface = _texture(rng, size, contrast=14.0) + _contrasting_colour(rng, pixels[mask])
+        surface = _texture(rng, size, contrast=12.0) + _colour(rng, label)
         pixels = np.where(mask[..., None], surface, pixels)
     noisy = pixels + rng.normal(0.0, 6.0, pixels.shape)
     annotations = [found for label, mask in placed if (found := _annotation(label, mask)) is not None]
@@ -238,13 +239,12 @@ def _texture(rng: np.random.Generator, size: tuple[int, int], contrast: float) -
     return cv2.resize(coarse, size, interpolation=cv2.INTER_CUBIC)
 
 
-def _contrasting_colour(rng: np.random.Generator, behind: np.ndarray) -> np.ndarray:
-    """A random colour that differs from the mean of the pixels it will cover."""
-    mean = behind.mean(0)
-    colours = rng.uniform(20, 235, (16, 3))
-    # The first one that is far enough, not the farthest: colours stay spread over the whole cube.
-    far = np.linalg.norm(colours - mean, axis=1) > 90
-    return colours[np.argmax(far)] if far.any() else 255 - mean
+def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
+    """A saturated colour, BGR in [0, 255], whose hue scatters by 25 degrees around that of the class."""
+    hue = (label * 360 / len(CLASSES) + rng.normal(0.0, 25.0)) % 360
+    # HSV of floats in OpenCV: hue in degrees, saturation and value in [0, 1].
+    hsv = np.array([[[hue, rng.uniform(0.6, 1.0), rng.uniform(0.5, 1.0)]]], np.float32)
+    return 255 * cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0]
 
 
 def _outline(rng: np.random.Generator, label: int, size: tuple[int, int]) -> np.ndarray:

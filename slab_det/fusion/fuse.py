@@ -14,6 +14,7 @@ from slab_det.layers.repbn import named_progressive_norms
 from .folds import FOLD_RULES, Fold
 from .report import FusionReport, NormFate
 from .rules import fold_into_input, fold_into_output
+from .swin import use_fused_attention
 
 
 class FusionError(SlabDetError):
@@ -57,6 +58,7 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)):
             fates[name] = NormFate(name, type(module).__name__, 'kept', reason='not an offline norm of slab_det')
+    use_fused_attention(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     model.fusion_report = FusionReport(sorted(fates.values(), key=lambda fate: order[fate.norm]))
     return model

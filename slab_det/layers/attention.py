@@ -95,6 +95,9 @@ class SoftmaxWindowAttention(WindowAttention):
     ``softmax(q k^T / sqrt(d) + B) v`` per head and window; pairs from different regions of a shifted map get
     -100 on their logits.
 
+    Unfused evaluation rounds in the order of the released code, whose numbers it has to reproduce: on logits of 10^6
+    another order lets other tokens win. Training, and inference once ``use_sdpa`` is set, take PyTorch's kernel.
+
     Args:
         qk_scale: Replaces 1 / sqrt(d).
     """
@@ -102,6 +105,7 @@ class SoftmaxWindowAttention(WindowAttention):
     def __init__(self, *args, qk_scale: float | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.scale = qk_scale or self.head_dims ** -0.5
+        self.use_sdpa = False
         self.relative_position_bias_table = nn.Parameter(
             torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
         self.register_buffer('relative_position_index', relative_position_index(self.window_size))
@@ -112,34 +116,45 @@ class SoftmaxWindowAttention(WindowAttention):
         trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
-        bias = self.logit_bias(geometry, shifted, q.dtype)
+        q, k, v = (self.split_heads(x) for x in (q, k, v))
+        mix = self._mix_with_sdpa if self.training or self.use_sdpa else self._mix_in_released_order
+        return mix(q, k, v, geometry, shifted).transpose(1, 2).flatten(2)
+
+    def _mix_with_sdpa(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
+        bias = self._logit_bias(geometry, shifted, q.dtype)
         if bias.shape[0] > 1:
             bias = bias.expand(q.shape[0] // geometry.num_windows, *bias.shape).flatten(0, 1)
-        out = F.scaled_dot_product_attention(
-            self.split_heads(q), self.split_heads(k), self.split_heads(v), bias,
-            self.attn_drop_rate if self.training else 0.0, scale=self.scale)
-        return out.transpose(1, 2).flatten(2)
+        dropout = self.attn_drop_rate if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.scale)
 
-    def logit_bias(self, geometry: WindowGeometry, shifted: bool, dtype: torch.dtype) -> Tensor:
-        """Position bias and shift mask in one term, (1, h, N, N) or (nW, h, N, N).
+    def _mix_in_released_order(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry,
+                               shifted: bool) -> Tensor:
+        logits = (q * self.scale) @ k.transpose(-1, -2) + self._position_bias(q.dtype)
+        if shifted:
+            mask = geometry.attention_mask(q.dtype)[:, None]
+            logits = (logits.unflatten(0, (-1, geometry.num_windows)) + mask).flatten(0, 1)
+        return logits.softmax(-1) @ v
 
-        At inference it is kept for the last size seen.
-        """
-        if self.training or torch.is_grad_enabled():
-            return self._logit_bias(geometry, shifted, dtype)
-        table = self.relative_position_bias_table
-        key = geometry, dtype, None if table.is_inference() else table._version
-        if self._cached_bias is None or self._cached_bias[0] != key:
-            self._cached_bias = key, self._logit_bias(geometry, shifted, dtype)
-        return self._cached_bias[1]
-
-    def _logit_bias(self, geometry: WindowGeometry, shifted: bool, dtype: torch.dtype) -> Tensor:
+    def _position_bias(self, dtype: torch.dtype) -> Tensor:
+        """The position bias of each pair of slots, (1, h, N, N)."""
         num_slots = self.window_size ** 2
         bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
-        bias = bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
+        return bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
+
+    def _logit_bias(self, geometry: WindowGeometry, shifted: bool, dtype: torch.dtype) -> Tensor:
+        """Position bias and shift mask in one term, (1, h, N, N) or (nW, h, N, N); at inference kept for the last size."""
+        table = self.relative_position_bias_table
+        key = geometry, dtype, None if table.is_inference() else table._version
+        keep = not (self.training or torch.is_grad_enabled())
+        if keep and self._cached_bias is not None and self._cached_bias[0] == key:
+            return self._cached_bias[1]
+        bias = self._position_bias(dtype)
         if shifted:
             bias = bias + geometry.attention_mask(dtype)[:, None]
-        return bias.contiguous()
+        bias = bias.contiguous()
+        if keep:
+            self._cached_bias = key, bias
+        return bias
 
     # Writes through `.data`, as EMAHook does, leave no trace in the table's version; they are followed by
     # train() or eval(). Moves to another device or dtype replace the table.

@@ -37,10 +37,13 @@ class PatchMerging(BaseModule):
         # (B, H', s, W', s, C) -> (B, H', W', s, s, C)
         x = x.unflatten(2, (-1, stride)).unflatten(1, (-1, stride)).transpose(2, 3)
         out_shape = (x.shape[1], x.shape[2])
-        if self.norm is None or isinstance(self.norm, nn.Identity):
-            # Block rows can stay whole if the weight is put into their order instead.
-            weight = self.reduction.weight.unflatten(1, (self.in_channels, -1)).transpose(1, 2).flatten(1)
-            x = F.linear(x.flatten(3).flatten(1, 2), weight, self.reduction.bias)
+        if self.norm is not None and not isinstance(self.norm, nn.Identity):
+            # The norm's channels are in mmdet's order, (C, s, s).
+            x = self.norm(x.flatten(3, 4).transpose(3, 4).flatten(3).flatten(1, 2))
+            x = x.unflatten(2, (self.in_channels, stride, stride)).permute(0, 1, 4, 3, 2)
         else:
-            x = self.reduction(self.norm(x.flatten(3, 4).transpose(3, 4).flatten(3).flatten(1, 2)))
+            x = x.flatten(1, 2).transpose(2, 3)
+        # The product sums over the slices of the map, column by column, as the released code does.
+        weight = self.reduction.weight.unflatten(1, (self.in_channels, stride, stride)).permute(0, 3, 2, 1)
+        x = F.linear(x.flatten(2), weight.flatten(1), self.reduction.bias)
         return x, out_shape

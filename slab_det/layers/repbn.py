@@ -32,12 +32,8 @@ class RepBN(TokenBN):
         super().__init__(num_features, eps, momentum)
         self.eta = nn.Parameter(torch.ones(1))
 
-    def normalize_by_batch(self, x: Tensor) -> Tensor:
-        return super().normalize_by_batch(x) + self.eta * x
-
-    def affine(self) -> tuple[Tensor, Tensor]:
-        scale, shift = super().affine()
-        return scale + self.eta, shift
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.eta * x
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:

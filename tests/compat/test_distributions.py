@@ -24,7 +24,11 @@ def test_this_installation_is_sound():
 
 
 @pytest.mark.parametrize(('original', 'maintained'), [
-    ('mmcv', 'onedl-mmcv'), ('mmcv-full', 'onedl-mmcv'), ('mmdet', 'onedl-mmdetection'), ('mmengine', 'onedl-mmengine')])
+    ('mmcv', 'onedl-mmcv'),
+    ('mmcv-full', 'onedl-mmcv'),
+    ('mmdet', 'onedl-mmdetection'),
+    ('mmengine', 'onedl-mmengine'),
+])
 def test_original_beside_maintained_is_an_error_with_its_remedy(pretend, original, maintained):
     for distribution in (original, maintained):
         pretend(distribution)

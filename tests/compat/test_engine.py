@@ -10,6 +10,7 @@ import pytest
 import torch
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
+from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader, Runner, save_checkpoint
 from torch import nn
 from torch.utils.data import Dataset
@@ -23,7 +24,7 @@ class TinyModel(BaseModel):
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x, mode='tensor'):
-        return {'loss': self.linear(x).square().mean()} if mode == 'loss' else [x]
+        return {'loss': self.linear(torch.stack(x)).square().mean()} if mode == 'loss' else [x]
 
 
 class TinyData(Dataset):
@@ -51,7 +52,7 @@ def loader(shuffle):
             'dataset': TinyData()}
 
 
-def tiny_runner(work_dir, max_epochs=2, **changes):
+def tiny_runner(work_dir, max_epochs=1, **changes):
     torch.manual_seed(0)
     settings = {
         'model': TinyModel(),
@@ -78,11 +79,10 @@ def tiny_runner(work_dir, max_epochs=2, **changes):
 def test_a_real_run_resumes_exactly(tmp_path):
     """Also: everything that mmengine's Runner saves is on the allow-list."""
     whole = tiny_runner(tmp_path / 'whole', 4).train()
-    tiny_runner(tmp_path / 'parts', 2).train()
-    resumed = tiny_runner(tmp_path / 'parts', 4, resume=True)
+    resumed = tiny_runner(tmp_path / 'resumed', 4, load_from=str(tmp_path / 'whole' / 'epoch_2.pth'), resume=True)
     assert torch.equal(resumed.train().linear.weight, whole.linear.weight)
-    scalars = resumed.message_hub.get_scalar('val/mAP').data[0]
-    assert scalars.tolist() == [0.5] * 4
+    # Of epoch 1, which came with the checkpoint, and of 3 and 4: mmengine saves before it validates.
+    assert resumed.message_hub.get_scalar('val/mAP').data[0].tolist() == [0.5] * 3
     for file in [*tmp_path.glob('*/epoch_*.pth'), *tmp_path.glob('*/best_*.pth')]:
         assert CheckpointLoader.load_checkpoint(str(file))['meta']['dataset_meta']['classes'] == ('cat', 'dog')
 
@@ -90,9 +90,11 @@ def test_a_real_run_resumes_exactly(tmp_path):
 def test_one_cycle_schedule_is_loaded(tmp_path):
     """Its state holds a method."""
     schedule = [{'type': 'OneCycleLR', 'eta_max': 0.1, 'total_steps': 16, 'by_epoch': False}]
-    tiny_runner(tmp_path, 1, param_scheduler=schedule).train()
-    state = CheckpointLoader.load_checkpoint(str(tmp_path / 'epoch_1.pth'))['param_schedulers'][0]
-    assert state['_global_step'] == 4 + 1
+    tiny_runner(tmp_path, param_scheduler=schedule).train()
+    path = tmp_path / 'epoch_1.pth'
+    state = load(path)['param_schedulers'][0]
+    assert state == torch.load(path, weights_only=False)['param_schedulers'][0]
+    assert state['anneal_func'] is OneCycleParamScheduler._annealing_cos
 
 
 def test_checkpoints_are_written_to_another_name_first(tmp_path, monkeypatch):
@@ -105,7 +107,7 @@ def test_checkpoints_are_written_to_another_name_first(tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(os, 'replace', note)
-    tiny_runner(tmp_path, 1).train()
+    tiny_runner(tmp_path).train()
     files = sorted(str(file) for file in tmp_path.glob('*.pth'))
     assert len(files) == 2 and sorted(set(replaced)) == [(str(tmp_path), file) for file in files]
 
@@ -203,7 +205,7 @@ BROKEN = {
     'git lfs pointer': b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n',
     'html': b'<!DOCTYPE html><title>404</title>',
     'json': b'{"state_dict": {}}',
-    'plain pickle': pickle.dumps({'state_dict': {}}, protocol=5)[:-4],
+    'plain pickle': pickle.dumps({'state_dict': {}}, protocol=2)[:-4],
 }
 
 
@@ -211,7 +213,8 @@ BROKEN = {
 def test_broken_file_is_named_with_what_to_do(tmp_path, kind):
     path = tmp_path / 'broken.pth'
     path.write_bytes(BROKEN[kind])
-    with pytest.raises(CheckpointError, match=r'broken\.pth: cannot be read as a checkpoint \(.+\).*earlier one') as error:
+    expected = r'broken\.pth: cannot be read as a checkpoint \(.+\).*earlier one'
+    with pytest.raises(CheckpointError, match=expected) as error:
         load(path)
     assert 'weights_only' not in str(error.value)
 
@@ -242,10 +245,11 @@ def test_arrays_and_scalars_of_both_numpys_are_loaded(tmp_path):
 
 
 def test_allow_list_ends_with_the_loading(tmp_path):
-    torch.save({'scalar': np.float32(0.5)}, tmp_path / 'a.pth')
-    before = torch.serialization.get_safe_globals()
-    load(tmp_path / 'a.pth')
-    assert set(torch.serialization.get_safe_globals()) == set(before)
+    path = tmp_path / 'numpy.pth'
+    torch.save({'array': np.arange(3)}, path)
+    load(path)
+    with pytest.raises(pickle.UnpicklingError, match='multiarray'):
+        torch.load(path, weights_only=True)
 
 
 @pytest.mark.parametrize('scheme', ['https://example.com/weights.pth', 'torchvision://resnet18'])

@@ -119,22 +119,6 @@ def test_objects_are_visible_and_do_not_share_pixels() -> None:
         assert overlap <= 0.01 * np.sum(masks), (seed, overlap)
 
 
-def test_colours_do_not_tell_the_class() -> None:
-    """The nearest mean colour finds the class hardly better than chance: outlines have to be learnt."""
-    colours, labels = [], []
-    for seed in range(150):
-        pixels, objects = draw_image(np.random.default_rng(seed), (192, 160))
-        for found in objects:
-            mask = coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(found['segmentation'], 160, 192)))
-            colours.append(pixels[mask.astype(bool)].mean(0))
-            labels.append(found['category_id'])
-    colours, labels = np.array(colours), np.array(labels)
-    half = len(labels) // 2
-    centres = np.stack([colours[:half][labels[:half] == i].mean(0) for i in range(1, 5)])
-    guesses = np.linalg.norm(colours[half:, None] - centres, axis=2).argmin(1) + 1
-    assert (guesses == labels[half:]).mean() < 0.4
-
-
 def test_ground_truth_scores_ap_one(root: Path) -> None:
     coco = COCO(str(root / 'annotations' / 'instances_val.json'))
     for kind in ('bbox', 'segm'):

@@ -1,6 +1,7 @@
 """The command lines as a user meets them: help, and errors in one line."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def test_help_names_the_flags(tool: str, flags: str, call) -> None:
 def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
     """In a process of its own: exit code and stderr are what a shell sees."""
     command = [sys.executable, TOOLS / 'train.py', MAIN_CONFIG]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, 'PYTHONPATH': str(TOOLS.parent)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-8:][0].startswith('error: train annotation file data/coco/annotations/')
     assert 'make quickstart' in result.stderr
