@@ -13,7 +13,8 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from torch import nn
 
-SMALL_SWIN = dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN'))
+SMALL_SWIN = dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
+                  norm_cfg=dict(type='PRepBN'))
 SLA = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7))
 
 

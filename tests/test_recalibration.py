@@ -103,7 +103,8 @@ def test_only_statistics_change():
     flags = [module.training for module in model.modules()]
     slab_det.recalibrate(model, build_batches(), progress=False)
     assert [module.training for module in model.modules()] == flags
-    changed = {key.rpartition('.')[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    changed = {key.rpartition('.')[2] for key, value in model.state_dict().items()
+               if not torch.equal(value, before[key])}
     assert changed == {'running_mean', 'running_var'}
 
 

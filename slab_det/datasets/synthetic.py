@@ -29,12 +29,12 @@ from slab_det.errors import DataError
 
 CLASSES = ('circle', 'square', 'triangle', 'star')
 # Bump with every change that alters a pixel or an annotation: the cache key contains it.
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 # An object of which less than this fraction of its area is visible is neither drawn over nor annotated.
-MIN_VISIBLE = 0.4
+MIN_VISIBLE = 0.5
 # Objects are this many pixels across, whatever the image size is.
-OBJECT_SIZE = (22, 76)
-OBJECTS_PER_IMAGE = (2, 5)
+OBJECT_SIZE = (28, 76)
+OBJECTS_PER_IMAGE = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class SyntheticShapes(CocoDataset):
 
     METAINFO = {
         'classes': CLASSES,
-        'palette': [(220, 60, 60), (60, 140, 230), (70, 180, 80), (235, 175, 30)],
+        # Their typical hues.
+        'palette': [(220, 50, 50), (135, 200, 40), (40, 190, 200), (140, 70, 220)],
     }
 
     def __init__(self, split: str, data_root: str | None = None, generator: dict | None = None, **kwargs) -> None:
@@ -240,8 +241,8 @@ def _texture(rng: np.random.Generator, size: tuple[int, int], contrast: float) -
 
 
 def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
-    """A saturated colour, BGR in [0, 255], whose hue scatters by 25 degrees around that of the class."""
-    hue = (label * 360 / len(CLASSES) + rng.normal(0.0, 25.0)) % 360
+    """A saturated colour, BGR in [0, 255], whose hue scatters by 20 degrees around that of the class."""
+    hue = (label * 360 / len(CLASSES) + rng.normal(0.0, 20.0)) % 360
     # HSV of floats in OpenCV: hue in degrees, saturation and value in [0, 1].
     hsv = np.array([[[hue, rng.uniform(0.6, 1.0), rng.uniform(0.5, 1.0)]]], np.float32)
     return 255 * cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0]

@@ -78,7 +78,7 @@ class ProgressiveNormHook(Hook):
                                'has; resume with the config in its work_dir')
         self._set_gamma(runner.iter)
         runner.logger.info(f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after '
-                           f'{self._num_iters} of {runner.max_iters} iterations; gamma is {self._largest_gamma():g} now')
+                           f'{self._num_iters} of {runner.max_iters} iterations; now gamma = {self._largest_gamma():g}')
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:
         runner.message_hub.update_scalar('train/gamma', self._largest_gamma())

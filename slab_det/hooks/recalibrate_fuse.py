@@ -21,7 +21,7 @@ from slab_det.fusion import FusionReport, fuse, save_fused
 from slab_det.fusion.verify import FusionCheck, verify_fusion
 from slab_det.layers.repbn import named_progressive_norms
 from slab_det.recalibration import RecalibrationReport, recalibrate
-from slab_det.reporting import Report, ReportEntry, ap_from_metrics, describe_model, write_report
+from slab_det.reporting import Report, ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report
 
 from .progressive_norm import unwrap
 

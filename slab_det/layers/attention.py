@@ -142,7 +142,10 @@ class SoftmaxWindowAttention(WindowAttention):
         return bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
 
     def _logit_bias(self, geometry: WindowGeometry, shifted: bool, dtype: torch.dtype) -> Tensor:
-        """Position bias and shift mask in one term, (1, h, N, N) or (nW, h, N, N); at inference kept for the last size."""
+        """Position bias and shift mask in one term, (1, h, N, N) or (nW, h, N, N).
+
+        At inference the one of the last size is kept.
+        """
         table = self.relative_position_bias_table
         key = geometry, dtype, None if table.is_inference() else table._version
         keep = not (self.training or torch.is_grad_enabled())

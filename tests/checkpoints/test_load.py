@@ -1,5 +1,4 @@
 """Checkpoints of every layout arrive whole, or not at all."""
-import copy
 import gzip
 import json
 import re
@@ -15,9 +14,7 @@ from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.slab_official import gamma_of_counters
 from slab_det.checkpoints.swin_layout import to_unfold_order
 from slab_det.errors import CheckpointError
-from slab_det.layers import PRepBN, RepBN
-from slab_det.layers.attention import SoftmaxWindowAttention
-from slab_det.layers.patch_merging import PatchMerging
+from slab_det.layers import PRepBN
 
 DATA = Path(__file__).parents[1] / 'data'
 PREPBN, LN = dict(type='PRepBN'), dict(type='LN')

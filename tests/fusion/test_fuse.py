@@ -110,7 +110,8 @@ def test_layer_norms_on_the_outputs_are_kept_and_named(small_detector):
 
 
 @pytest.mark.parametrize('norm', ['TokenBN', 'RepBN'])
-@pytest.mark.parametrize('options', [dict(qkv_bias=False), dict(patch_norm=False), dict(out_indices=(1, 2, 3))], ids=str)
+@pytest.mark.parametrize('options', [
+    dict(qkv_bias=False), dict(patch_norm=False), dict(out_indices=(1, 2, 3))], ids=str)
 def test_other_norms_and_options_fuse_exactly(small_detector, norm, options):
     model = small_detector(norm_cfg=dict(type=norm), **options)
     fused = slab_det.fuse(model)
