@@ -6,6 +6,8 @@ os.environ['OMP_NUM_THREADS'] = '1'
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
+from pathlib import Path
+
 import pytest
 import torch
 from mmdet.registry import MODELS
@@ -13,6 +15,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from torch import nn
 
+CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
                   norm_cfg=dict(type='PRepBN'))
 SLA = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7))
@@ -31,7 +34,7 @@ def small_detector_cfg():
     def build(detector: str = 'mask_rcnn', **backbone) -> Config:
         backbone = {**SMALL_SWIN, **backbone}
         channels = [backbone['embed_dims'] * 2 ** i for i in backbone.get('out_indices', range(4))]
-        model = Config.fromfile(f'{_configs()}/_base_/models/mask_rcnn_swin_small.py').model
+        model = Config.fromfile(CONFIGS / '_base_/models/mask_rcnn_swin_small.py').model
         model.backbone = backbone
         model.neck.in_channels = channels
         model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
@@ -53,9 +56,28 @@ def small_detector(small_detector_cfg):
     return build
 
 
-def _configs() -> str:
-    from pathlib import Path
-    return str(Path(__file__).parents[1] / 'configs')
+@pytest.fixture
+def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
+    """A function: the config of a run of a few iterations on a few generated images, in ``tmp_path / name``."""
+    monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path / 'cache'))
+
+    def build(name: str = 'run', max_iters: int = 6, **backbone) -> Config:
+        cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
+        cfg.model = small_detector_cfg(**{**SLA, **backbone})
+        cfg.model.roi_head.bbox_head.num_classes = cfg.model.roi_head.mask_head.num_classes = 4
+        for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
+            loader.dataset.generator = dict(num_train=10, num_val=4, size=(96, 80))
+            loader.num_workers = 0
+            loader.persistent_workers = False
+        cfg.train_dataloader.batch_size = 2
+        cfg.train_cfg.max_iters = cfg.train_cfg.val_interval = max_iters
+        cfg.default_hooks.checkpoint.interval = 2
+        cfg.default_hooks.checkpoint.max_keep_ckpts = -1
+        cfg.custom_hooks[1].update(num_images=6, max_passes=3)
+        cfg.work_dir = str(tmp_path / name)
+        cfg.experiment_name = f'{tmp_path.name}-{name}'
+        return cfg
+    return build
 
 
 @torch.no_grad()

@@ -1,0 +1,186 @@
+"""RecalibrateFuseHook in real runs of a small Mask R-CNN on generated images."""
+from pathlib import Path
+
+import pytest
+import torch
+from mmdet.apis import DetInferencer
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.runner import Runner
+
+import slab_det
+from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.detectors import build_detector
+from slab_det.fusion import FusionError
+from slab_det.layers.offline_norm import named_offline_norms
+from slab_det.recalibration import RecalibrationError
+from slab_det.reporting import ap_from_metrics, read_report
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def states_equal(a, b):
+    assert a.keys() == b.keys()
+    different = [key for key in a if not torch.equal(a[key], b[key])]
+    assert not different, different
+
+
+@pytest.fixture
+def finished_run(small_run_cfg):
+    cfg = small_run_cfg()
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    return runner, Path(cfg.work_dir)
+
+
+def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finished_run):
+    runner, work_dir = finished_run
+    last = load(work_dir / 'iter_6.pth')
+    assert {'optimizer', 'param_schedulers', 'message_hub', 'slab_det'} <= last.keys() and last['meta']['iter'] == 6
+    states_equal(last['state_dict'], runner.model.state_dict())
+    before_last = load(work_dir / 'iter_4.pth')
+    assert last['meta'].keys() == before_last['meta'].keys()
+
+    # Statistics are no longer the running average: a second recalibration finds the same ones.
+    model = build_detector(runner.cfg, str(work_dir / 'iter_6.pth'))
+    slab_det.recalibrate(model, recalibration_dataloader(runner.cfg, 6), max_passes=3, progress=False)
+    states_equal(model.state_dict(), last['state_dict'])
+
+    fused = load(work_dir / 'fused.pth')
+    assert fused['meta']['fused'] and fused['meta']['dataset_meta']['classes'] == runner.train_dataloader.dataset.metainfo[
+        'classes']
+    expected = slab_det.fuse(model)
+    states_equal(fused['state_dict'], expected.state_dict())
+
+    unfused_entry, fused_entry = read_report(work_dir / 'report.json').entries
+    assert unfused_entry.recalibration['num_batches'] == 6 and unfused_entry.recalibration['passes'] == 3
+    assert fused_entry.fusion['folded'] == len(list(named_offline_norms(model)))
+    assert 0 < fused_entry.fusion['difference']['float64'] < 1e-9
+    # The AP in the report is that of the recalibrated model.
+    test_cfg = runner.cfg.copy()
+    test_cfg.load_from, test_cfg.experiment_name = str(work_dir / 'iter_6.pth'), 'test-recalibrated'
+    assert ap_from_metrics(Runner.from_cfg(test_cfg).test()) == unfused_entry.ap
+
+
+def test_fused_config_loads_everywhere(finished_run):
+    runner, work_dir = finished_run
+    config, checkpoint = str(work_dir / 'fused_config.py'), str(work_dir / 'fused.pth')
+    cfg = Config.fromfile(config)
+    assert cfg.model.type == 'FusedDetector' and 'custom_hooks' not in cfg
+    cfg.work_dir, cfg.load_from, cfg.experiment_name = str(work_dir / 'test'), checkpoint, 'test-fused'
+    tester = Runner.from_cfg(cfg)
+    tester.test()
+    state = load(checkpoint)['state_dict']
+    states_equal(tester.model.state_dict(), state)
+    image = runner.val_dataloader.dataset.get_data_info(0)['img_path']
+    inferencer = DetInferencer(config, checkpoint, device='cpu', show_progress=False)
+    assert len(inferencer(image)['predictions']) == 1
+    states_equal(inferencer.model.state_dict(), state)
+    assert inferencer.model.dataset_meta['classes'] == runner.train_dataloader.dataset.metainfo['classes']
+
+
+def test_resuming_a_finished_run_repeats_only_recalibration_and_fusion(finished_run, small_run_cfg):
+    _, work_dir = finished_run
+    first = {name: load(work_dir / name) for name in ('iter_6.pth', 'fused.pth')}
+    (work_dir / 'fused.pth').unlink()
+    # As if the run had been cut off before: the statistics on disk are then those of training.
+    damaged = load(work_dir / 'iter_6.pth')
+    for key, value in damaged['state_dict'].items():
+        if key.endswith(('running_mean', 'running_var')):
+            value.add_(1.0)
+    torch.save(damaged, work_dir / 'iter_6.pth')
+    cfg = small_run_cfg()
+    cfg.resume, cfg.experiment_name = True, 'resumed'
+    resumed = Runner.from_cfg(cfg)
+    resumed.train()
+    assert resumed.iter == 6
+    for name, checkpoint in first.items():
+        states_equal(load(work_dir / name)['state_dict'], checkpoint['state_dict'])
+    for group, old_group in zip(load(work_dir / 'iter_6.pth')['optimizer']['state'].values(),
+                                first['iter_6.pth']['optimizer']['state'].values(), strict=True):
+        assert all(torch.equal(group[key], old_group[key]) for key in group)
+
+
+def test_with_ema_the_averaged_weights_are_served(small_run_cfg):
+    cfg = small_run_cfg()
+    cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.3))
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    last = load(Path(cfg.work_dir) / 'iter_6.pth')
+    source = {key.removeprefix('module.'): value for key, value in last['ema_state_dict'].items()}
+    weight = 'backbone.stages.0.blocks.0.ffn.layers.1.weight'
+    assert torch.equal(runner.model.state_dict()[weight], source[weight])
+    assert not torch.equal(last['state_dict'][weight], source[weight])
+    # fc2 takes no norm: the fused model has it as it is in the served state dict.
+    assert torch.equal(load(Path(cfg.work_dir) / 'fused.pth')['state_dict'][weight], last['state_dict'][weight])
+
+
+def test_best_checkpoints_keep_their_gamma_and_are_not_fused(small_run_cfg):
+    cfg = small_run_cfg()
+    cfg.train_cfg.val_interval = 2
+    cfg.default_hooks.checkpoint.update(save_best='coco/bbox_mAP', rule='greater', greater_keys=['coco/bbox_mAP'])
+    Runner.from_cfg(cfg).train()
+    best, = Path(cfg.work_dir).glob('best_*.pth')
+    iteration = int(best.stem.rpartition('_')[2])
+    gamma = load(best)['state_dict']['backbone.norm0._gamma'].item()
+    assert gamma == pytest.approx(max(0.0, 1 - iteration / 5), abs=1e-12)
+    if gamma > 0:
+        with pytest.raises(FusionError, match=f'gamma = {gamma:g}'):
+            slab_det.fuse(build_detector(cfg, str(best)))
+
+
+def test_a_run_that_ends_with_gamma_above_0_keeps_its_checkpoint_and_is_not_fused(small_run_cfg):
+    cfg = small_run_cfg(max_iters=2)
+    cfg.custom_hooks[0].update(total=10, unit='iter')
+    Runner.from_cfg(cfg).train()
+    work_dir = Path(cfg.work_dir)
+    assert load(work_dir / 'iter_2.pth')['state_dict']['backbone.norm0._gamma'].item() == 0.8
+    assert not (work_dir / 'fused.pth').exists()
+    log = next(work_dir.glob('*/*.log')).read_text()
+    assert 'The run ended with gamma = 0.8' in log and 'nothing was recalibrated or fused' in log
+
+
+def test_nan_statistics_stop_recalibration_and_keep_the_checkpoint(small_run_cfg):
+    class Damage(Hook):
+        priority = 'VERY_LOW'
+
+        def after_train(self, runner):
+            path = Path(runner.work_dir) / 'iter_2.pth'
+            checkpoint = load(path)
+            checkpoint['state_dict']['backbone.stages.1.downsample.reduction.weight'][0, 0] = float('nan')
+            torch.save(checkpoint, path)
+            self.content = path.read_bytes()
+
+    cfg = small_run_cfg(max_iters=2)
+    damage = Damage()
+    runner = Runner.from_cfg(cfg)
+    runner.register_hook(damage)
+    with pytest.raises(RecalibrationError, match=r'backbone\.stages\.2\.blocks\.0\.norm1: .*NaN'):
+        runner.train()
+    assert (Path(cfg.work_dir) / 'iter_2.pth').read_bytes() == damage.content
+    assert not (Path(cfg.work_dir) / 'fused.pth').exists()
+
+
+def test_official_recipe_keeps_loaded_statistics_and_its_output_norms(small_run_cfg):
+    cfg = small_run_cfg(max_iters=2, out_norm_cfg=dict(type='LN'), norm_eval=True)
+    pretrained = build_detector(small_run_cfg())
+    slab_det.set_gamma(pretrained, 0.0)
+    for _, norm in named_offline_norms(pretrained):
+        norm.set_statistics(torch.randn(norm.num_features), torch.rand(norm.num_features) + 0.5)
+    backbone = {key.removeprefix('backbone.'): value for key, value in pretrained.state_dict().items()
+                if key.startswith('backbone.') and not key.startswith('backbone.norm')}
+    Path(cfg.work_dir).mkdir(parents=True)
+    path = Path(cfg.work_dir) / 'pretrained.pth'
+    torch.save(dict(state_dict=backbone), path)
+    cfg.model.backbone.init_cfg = dict(type='Pretrained', checkpoint=str(path))
+    cfg.custom_hooks = [dict(type='ProgressiveNormHook', total=0),
+                        dict(type='RecalibrateFuseHook', recalibrate=False, num_images=2)]
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    state = load(Path(cfg.work_dir) / 'iter_2.pth')['state_dict']
+    for name, norm in named_offline_norms(pretrained.backbone.stages):
+        assert torch.equal(state[f'backbone.stages.{name}.repbn.running_var'], norm.statistics()[1]), name
+    fused_entry = read_report(Path(cfg.work_dir) / 'report.json').entries[1]
+    assert fused_entry.fusion['kept'] == 4 and fused_entry.recalibration is None
