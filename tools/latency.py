@@ -5,6 +5,7 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 import argparse
 from pathlib import Path
 
+import torch
 from mmengine.config import Config, DictAction
 from torch import nn
 
@@ -26,7 +27,8 @@ def parse_arguments() -> argparse.Namespace:
         help='one for each config, "none" for random weights; left out: random weights everywhere',
     )
     parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
-    parser.add_argument('--device', default='cpu', help='cpu, cuda or cuda:N (default %(default)s)')
+    default_device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    parser.add_argument('--device', default=default_device, help='cpu, cuda or cuda:N (here %(default)s)')
     parser.add_argument('--json', metavar='FILE', help='report to fill, read by tools/report.py')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE')
     add_latency_arguments(parser)

@@ -22,6 +22,7 @@ from slab_det.layers.attention import (
     LinearWindowAttention,
     ShiftedWindowAttention,
     SoftmaxWindowAttention,
+    use_sdpa,
 )
 from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.layers.patch_merging import PatchMerging
@@ -223,6 +224,9 @@ class SLABSwin(BaseModule):
         for i in self.out_indices:
             norm = build_norm_layer(out_norm_cfg, self.num_features[i])[1] if out_norm_cfg else nn.Identity()
             self.add_module(f'norm{i}', norm)
+        if not any(named_offline_norms(self)):
+            # Nothing will be fused: the backbone has its final form, and its fastest.
+            use_sdpa(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x, hw_shape = self.patch_embed(x)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 from uuid import uuid4
 
 import mmengine.runner.checkpoint
@@ -93,13 +94,19 @@ def load_from_http(filename: str, map_location: MapLocation = None, model_dir: s
     """Downloads a checkpoint once, into torch's cache or ``model_dir``, and reads it there.
 
     Raises:
-        CheckpointError: If it is not a whole checkpoint, or holds objects that are not allowed.
+        CheckpointError: If it cannot be downloaded, is not a whole checkpoint, or holds objects that are not allowed.
     """
     if get_rank() != 0:
         barrier()
-    with safe_globals(), checkpoint_errors(filename):
-        checkpoint = torch.hub.load_state_dict_from_url(
-            filename, model_dir, map_location=map_location, progress=progress, weights_only=True)
+    try:
+        with safe_globals(), checkpoint_errors(filename):
+            checkpoint = torch.hub.load_state_dict_from_url(
+                filename, model_dir, map_location=map_location, progress=progress, weights_only=True)
+    except URLError as error:
+        raise CheckpointError(
+            f'{filename} cannot be downloaded ({error.reason}). Download it elsewhere and name the file, for '
+            'a backbone with --cfg-options model.backbone.init_cfg.checkpoint=FILE; or train from scratch with '
+            '--cfg-options model.backbone.init_cfg=None') from error
     if get_rank() == 0:
         barrier()
     return checkpoint

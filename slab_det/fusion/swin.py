@@ -7,7 +7,6 @@ from mmdet.models.layers import PatchEmbed
 from torch import nn
 
 from slab_det.backbones.swin import SwinBlock
-from slab_det.layers.attention import SoftmaxWindowAttention
 from slab_det.layers.patch_merging import PatchMerging
 
 from .folds import Fold, folds_of
@@ -30,10 +29,3 @@ def patch_merging_folds(merging: PatchMerging) -> Iterator[Fold]:
 def patch_embed_folds(embed: PatchEmbed) -> Iterator[Fold]:
     is_conv = isinstance(embed.projection, nn.Conv2d)
     yield Fold('norm', 'projection', side='output', obstacle='' if is_conv else 'the projection is no Conv2d')
-
-
-def use_fused_attention(model: nn.Module) -> None:
-    """Lets softmax attention round as PyTorch's kernel does, which is what fusing is for: speed."""
-    for module in model.modules():
-        if isinstance(module, SoftmaxWindowAttention):
-            module.use_sdpa = True

@@ -171,6 +171,13 @@ class SoftmaxWindowAttention(WindowAttention):
         return super()._apply(*args, **kwargs)
 
 
+def use_sdpa(model: nn.Module) -> None:
+    """Lets every softmax attention of ``model`` round as PyTorch's kernel does, for speed."""
+    for module in model.modules():
+        if isinstance(module, SoftmaxWindowAttention):
+            module.use_sdpa = True
+
+
 class LinearWindowAttention(WindowAttention):
     """What SLA and focused linear attention share: position table, linear attention, depthwise convolution.
 

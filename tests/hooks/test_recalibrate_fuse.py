@@ -49,8 +49,8 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     states_equal(model.state_dict(), last['state_dict'])
 
     fused = load(work_dir / 'fused.pth')
-    assert fused['meta']['fused'] and fused['meta']['dataset_meta']['classes'] == runner.train_dataloader.dataset.metainfo[
-        'classes']
+    assert fused['meta']['fused']
+    assert fused['meta']['dataset_meta']['classes'] == runner.train_dataloader.dataset.metainfo['classes']
     expected = slab_det.fuse(model)
     states_equal(fused['state_dict'], expected.state_dict())
 
