@@ -49,6 +49,7 @@ def main() -> None:
                               device=args.device, threads=args.threads, progress=True)
     print(latency_table(list(results.values())))
     path = ROOT / 'benchmarks' / 'results' / f'backbone_latency_{args.device.replace(":", "")}.json'
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({name: result.to_dict() for name, result in results.items()}, indent=1) + '\n')
     print(f'Written to {path}')
 

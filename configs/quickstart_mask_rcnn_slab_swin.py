@@ -8,5 +8,5 @@ custom_hooks = [
 model = dict(backbone=dict(
     norm_cfg=dict(type='PRepBN'),
     attention=('sla', 'sla', 'softmax', 'softmax'),
-    # The papers' 56 and 28 are windows of 1/1 of a 224-pixel image; these images have 160 rows.
+    # The papers' 56 and 28 hold the whole map of a 224-pixel image; here a window holds half the rows of 160.
     window_sizes=(20, 20, 7, 7)))

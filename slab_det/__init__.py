@@ -1,15 +1,18 @@
-"""Fast Swin and PVT detectors for MMDetection: SLAB (Guo et al., ICML 2024) and the norms around it.
+"""Fast Swin detectors for MMDetection: SLAB (Guo et al., ICML 2024) and the norms around it.
 
 Importing this package registers its norms, backbones, hooks and datasets.
 """
 from slab_det import compat  # noqa: F401, I001 (first: mmdet's models need the operators it supplies)
 from slab_det import backbones, datasets, hooks  # noqa: F401 (register themselves)
 from slab_det.checkpoints import load_pretrained
+from slab_det.checkpoints.checked_loading import install_checked_loading
 from slab_det.fusion import fuse
 from slab_det.latency import measure_latency
 from slab_det.layers import set_gamma
 from slab_det.recalibration import recalibrate
 
 __version__ = '0.1.0'
+
+install_checked_loading()
 
 __all__ = ['fuse', 'load_pretrained', 'measure_latency', 'recalibrate', 'set_gamma']

@@ -78,7 +78,7 @@ def recalibrate(
     model: nn.Module,
     batches: Iterable,
     forward: Callable[[object], object] | None = None,
-    max_passes: int = 5,
+    max_passes: int = 8,
     tol: float = 0.01,
     progress: bool = True,
 ) -> RecalibrationReport:
@@ -209,7 +209,7 @@ def _default_forward(model: nn.Module, norms: dict[str, OfflineNorm]) -> Callabl
 
     def forward(batch: object) -> object:
         if isinstance(batch, Tensor):
-            return model(batch)
+            return model.extract_feat(batch) if hasattr(model, 'extract_feat') else model(batch)
         data = model.data_preprocessor(batch, False)
         if before_heads:
             return model.extract_feat(data['inputs'])

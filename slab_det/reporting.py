@@ -55,9 +55,9 @@ class ReportEntry:
     environment: dict | None = None
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> tuple[str, str, str, str]:
         """Entries with the same key describe the same detector, seen by different tools."""
-        return self.name, self.variant, Path(self.config).name
+        return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
 
     def merged_with(self, other: 'ReportEntry') -> 'ReportEntry':
         """This entry with everything that ``other`` knows; ``other`` wins."""
@@ -200,8 +200,9 @@ def markdown_table(entries: Sequence[ReportEntry], paper: bool = False) -> str:
         )
     if paper:
         header += ['paper: ms (V100)', 'paper: box AP', 'paper: mask AP']
-        for row in rows:
-            published = PAPER_ROWS.get(row[0])
+        for entry, row in zip(entries, rows, strict=True):
+            # Table 3 is Mask R-CNN.
+            published = PAPER_ROWS.get(entry.name) if entry.detector == 'MaskRCNN' else None
             row += (
                 [f'{published.ms:.1f}', f'{published.box[0]:.1f}', f'{published.mask[0]:.1f}']
                 if published

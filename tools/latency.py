@@ -61,6 +61,9 @@ def main() -> None:
         variant = 'fused' if is_fused(model) else 'unfused'
         name = f'{Path(config).stem} ({variant})'
         if name in models:
+            # Every run has a fused_config.py.
+            name = f'{config} ({variant})'
+        if name in models:
             raise SlabDetError(f'{config} is listed twice')
         models[name] = model
         entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)

@@ -10,7 +10,7 @@ from mmdet.evaluation import DumpDetResults
 from mmdet.utils import setup_cache_size_limit_of_dynamo
 from mmengine.config import Config
 from mmengine.dist import is_main_process
-from mmengine.model import is_model_wrapper
+from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import Runner
 from torch import nn
 
@@ -64,7 +64,10 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def plain_model(runner: Runner) -> nn.Module:
-    return runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = runner.model
+    while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+        model = model.module
+    return model
 
 
 def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
@@ -74,6 +77,9 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
         trigger_visualization_hook(cfg, args)
     if args.tta:
         enable_test_time_augmentation(cfg)
+    if args.fuse:
+        # EMAHook would swap parameters with those of an unfused copy; the checkpoint's are the averaged ones already.
+        cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if hook.type != 'EMAHook']
     runner = build_runner(cfg)
     if args.fuse:
         runner.load_or_resume()

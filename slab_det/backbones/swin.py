@@ -227,6 +227,8 @@ class SLABSwin(BaseModule):
         if not any(named_offline_norms(self)):
             # Nothing will be fused: the backbone has its final form, and its fastest.
             use_sdpa(self)
+        # Before a distributed wrapper counts which parameters train.
+        self._freeze()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x, hw_shape = self.patch_embed(x)
@@ -253,16 +255,19 @@ class SLABSwin(BaseModule):
     def train(self, mode: bool = True) -> SLABSwin:
         """Sets training mode, but for frozen stages and, with ``norm_eval``, loaded statistics."""
         super().train(mode)
-        for module in self._frozen_modules():
-            module.eval()
-            module.requires_grad_(False)
-        if self.frozen_stages >= 0 and self.absolute_pos_embed is not None:
-            self.absolute_pos_embed.requires_grad = False
+        self._freeze()
         if mode and self.norm_eval:
             for _, norm in named_offline_norms(self):
                 if norm.statistics_loaded:
                     norm.eval()
         return self
+
+    def _freeze(self) -> None:
+        for module in self._frozen_modules():
+            module.eval()
+            module.requires_grad_(False)
+        if self.frozen_stages >= 0 and self.absolute_pos_embed is not None:
+            self.absolute_pos_embed.requires_grad = False
 
     def _frozen_modules(self) -> list[nn.Module]:
         if self.frozen_stages < 0:

@@ -49,7 +49,8 @@ def check_detector_checkpoint(model: nn.Module, checkpoint: dict, name: str = 't
             f'{name}: {len(report.missing_unexpected)} weights of the model are missing: '
             f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with')
     log_report(report)
-    if report.format != 'native' or report.converted or dropped or 'state_dict' not in checkpoint:
+    if report.format != 'native' or report.converted or dropped or not values.keys() <= checkpoint.get(
+            'state_dict', {}).keys():
         checkpoint['state_dict'] = values
     return report
 

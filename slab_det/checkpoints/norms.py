@@ -99,6 +99,9 @@ def _fit_progressive(prefix: str, kind: str, given: Weights, report: LoadReport,
 def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, report: LoadReport,
                  notes: dict[str, int]) -> Weights:
     names = norm.state_dict().keys()
+    if given.keys() == names:
+        # Its own weights, whatever a norm of somebody else's calls them.
+        return given
     if kind == 'PRepBN':
         gamma = float(given['_gamma'].value) if '_gamma' in given else 1.0
         if gamma > 0:

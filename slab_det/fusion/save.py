@@ -26,8 +26,13 @@ def fused_config(cfg: Config) -> Config:
     """
     values = {key: value for key, value in copy.deepcopy(cfg).to_dict().items() if key not in TRAINING_KEYS}
     drop_pretrained(values['model'])
+    if 'data_preprocessor' in values:
+        # The runner would hand it to FusedDetector.
+        values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
     values['model'] = dict(type='FusedDetector', model=values['model'])
-    values['custom_imports'] = dict(imports=['slab_det'], allow_failed_imports=False)
+    imports = values.get('custom_imports', {}).get('imports', [])
+    imports = [imports] if isinstance(imports, str) else imports
+    values['custom_imports'] = dict(imports=list(dict.fromkeys(['slab_det', *imports])), allow_failed_imports=False)
     values['resume'] = False
     return Config(values)
 

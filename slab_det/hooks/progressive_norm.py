@@ -119,7 +119,8 @@ class ProgressiveNormHook(Hook):
     def _set_gamma(self, iteration: int) -> None:
         left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)
         for name, norm in self._norms.items():
-            norm.gamma = self._gamma_start[name] * left
+            # A finished run that is resumed with more iterations has a longer decay, but no way back.
+            norm.gamma = min(norm.gamma, self._gamma_start[name] * left)
 
     def _largest_gamma(self) -> float:
         return max((norm.gamma for norm in self._norms.values()), default=0.0)

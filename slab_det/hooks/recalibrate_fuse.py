@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from mmengine.dist import barrier, is_main_process
+from mmengine.dist import barrier, get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS
@@ -45,9 +45,10 @@ class RecalibrateFuseHook(Hook):
         num_verify_images: Images on which the fused model is compared with the unfused one.
     """
 
-    priority = 'LOWEST'
+    # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
+    priority = 85
 
-    def __init__(self, num_images: int = 500, max_passes: int = 5, tol: float = 0.01, recalibrate: bool = True,
+    def __init__(self, num_images: int = 500, max_passes: int = 8, tol: float = 0.01, recalibrate: bool = True,
                  num_verify_images: int = 2) -> None:
         self.num_images = num_images
         self.max_passes = max_passes
@@ -106,7 +107,8 @@ class RecalibrateFuseHook(Hook):
         shared = dict(
             **describe_model(runner.cfg.model),
             recalibration=recalibration and recalibration.to_dict(),
-            training=dict(seed=runner.seed, iterations=runner.iter, batch_size=runner.train_dataloader.batch_size),
+            training=dict(seed=runner.seed, iterations=runner.iter,
+                          batch_size=runner.cfg.train_dataloader.batch_size * get_world_size()),
             environment=describe_environment(next(unwrap(runner.model).parameters()).device))
         write_report(Path(runner.work_dir) / 'report.json', Report([
             ReportEntry(**shared, variant='unfused', config=str(runner.cfg.filename), checkpoint=str(path),
@@ -123,8 +125,8 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
         Its path and its content on the CPU.
     """
     saved = [hook.last_ckpt for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-    resumed_from = runner._load_from if runner._resume else None
-    for path in (*saved, resumed_from, find_latest_checkpoint(runner.work_dir)):
+    resumed_from = [runner._load_from, find_latest_checkpoint(runner.work_dir)] if runner._resume else []
+    for path in (*saved, *resumed_from):
         if path is None or not Path(path).is_file():
             continue
         checkpoint = CheckpointLoader.load_checkpoint(str(path), map_location='cpu')

@@ -147,7 +147,7 @@ class SoftmaxWindowAttention(WindowAttention):
         At inference the one of the last size is kept.
         """
         table = self.relative_position_bias_table
-        key = geometry, dtype, None if table.is_inference() else table._version
+        key = geometry, dtype, id(table), None if table.is_inference() else table._version
         keep = not (self.training or torch.is_grad_enabled())
         if keep and self._cached_bias is not None and self._cached_bias[0] == key:
             return self._cached_bias[1]
@@ -195,6 +195,8 @@ class LinearWindowAttention(WindowAttention):
             raise ValueError('linear attention has no attention weights to drop: attn_drop_rate must be 0')
         self.mask_padding = mask_padding
         self.positional_encoding = nn.Parameter(torch.zeros(1, self.window_size ** 2, self.embed_dims))
+        self.register_buffer('head_mask', torch.block_diag(
+            *[torch.ones(self.head_dims, self.head_dims)] * self.num_heads), persistent=False)
         # One kernel for all heads.
         self.dwc = nn.Conv2d(self.head_dims, self.head_dims, 5, padding=2, groups=self.head_dims)
 
@@ -215,10 +217,10 @@ class LinearWindowAttention(WindowAttention):
         """Makes queries and keys (B, N, C) non-negative."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + 1e-6)`` per head, at O(N C d) for (B, N, C)."""
-        # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself.
-        # That is h times the multiply-adds, still no more than the output projection's.
-        heads = torch.block_diag(*[v.new_ones(self.head_dims, self.head_dims)] * self.num_heads)
+        """``q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + 1e-6)`` per head for (B, N, C), linear in N."""
+        # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
+        # the two products has the multiply-adds of the output projection, h times what separate heads would have.
+        heads = self.head_mask.to(v.dtype)
         head_of_channel = heads[:, ::self.head_dims]
         context = torch.cat([
             (k.transpose(1, 2) @ v) * heads,

@@ -113,10 +113,11 @@ class PRepBN(OfflineNorm):
     def forward(self, x: Tensor) -> Tensor:
         gamma = self._gamma_value
         if gamma == 0.0:
-            if self.training and torch.is_grad_enabled():
+            # Also in eval mode, where norm_eval keeps norms while the model trains.
+            if torch.is_grad_enabled():
                 x = _KeepInGraph.apply(x, self.ln.weight, self.ln.bias)
             return self.repbn(x)
-        if gamma == 1.0 and not self.training and not self.calibrating:
+        if gamma == 1.0 and not (self.training or self.calibrating or torch.is_grad_enabled()):
             return self.ln(x)
         return gamma * self.ln(x) + (1.0 - gamma) * self.repbn(x)
 

@@ -119,6 +119,8 @@ def test_validation_sees_the_mixture_of_its_time_and_changes_nothing(tmp_path):
     without, _ = run(tmp_path / 'without')
     model = Regression()
     with_val, _ = run(tmp_path / 'with', model=model, val=True)
+    for key, value in without.model.state_dict().items():
+        assert torch.equal(with_val.model.state_dict()[key], value), key
     assert model.gammas_in_eval[::2] == pytest.approx([max(0, 1 - t / 8) for t in (2, 4, 6, 8, 10)], abs=1e-12)
 
 
@@ -164,6 +166,12 @@ def test_resuming_keeps_the_start_that_the_run_had(tmp_path):
     assert recorder.ran_with == pytest.approx([0.6 * max(0, 1 - t / 8) for t in range(5, NUM_ITERS)], abs=1e-12)
 
 
+def test_prolonging_a_finished_run_does_not_raise_gamma(tmp_path):
+    run(tmp_path)
+    runner, recorder = run(tmp_path, resume=True, max_iters=2 * NUM_ITERS)
+    assert len(recorder.ran_with) == NUM_ITERS and set(recorder.ran_with) == {0.0}
+
+
 @pytest.mark.parametrize('update_buffers', [False, True])
 def test_averaged_weights_carry_the_runners_gamma(tmp_path, update_buffers):
     from mmengine.hooks import EMAHook
@@ -184,8 +192,6 @@ def test_a_run_that_ends_with_layer_norm_left_says_so(tmp_path, caplog):
 def test_a_model_without_prepbn_gets_a_warning(tmp_path):
     model = Regression()
     model.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
-    model.norms[0].gamma = None
-    runner, _ = None, None
     hook = ProgressiveNormHook()
     torch.manual_seed(3)
     runner = Runner(model, str(tmp_path), train_dataloader=dict(

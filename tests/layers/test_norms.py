@@ -192,27 +192,30 @@ def test_norms_are_built_in_every_scope(kind):
         assert type(norm) is kind
 
 
-def _train_two_steps(rank: int, world_size: int, folder: str) -> None:
+def _train_two_steps(rank: int, world_size: int, folder: str, gammas: list[float], norm_eval: bool) -> None:
     dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(C, C), PRepBN(C), nn.Linear(C, 1))
-    set_gamma(model, 0.0)
+    if norm_eval:
+        model[1].eval()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
+    for step, gamma in enumerate(gammas):
+        set_gamma(model, gamma)
         torch.manual_seed(10 * step + rank)
         optimizer.zero_grad()
-        # Raises in the second step if DDP waits for the skipped LayerNorm's gradients.
+        # Raises in the second step if DDP waits for the gradients of a branch that was skipped.
         ddp(torch.randn(2, 4, C)).pow(2).sum().backward()
         optimizer.step()
     torch.save(model.state_dict(), os.path.join(folder, f'{rank}.pth'))
     dist.destroy_process_group()
 
 
-def test_ddp_trains_at_gamma_0_without_find_unused_parameters(tmp_path):
-    mp.spawn(_train_two_steps, (2, str(tmp_path)), nprocs=2)
+@pytest.mark.parametrize('norm_eval', [False, True])
+def test_ddp_trains_through_the_decay_without_find_unused_parameters(tmp_path, norm_eval):
+    mp.spawn(_train_two_steps, (2, str(tmp_path), [1.0, 1.0, 0.0, 0.0, 0.0], norm_eval), nprocs=2)
     first, second = (torch.load(tmp_path / f'{rank}.pth', weights_only=True) for rank in range(2))
     for key in ('0.weight', '1.repbn.eta', '1.repbn.weight', '1.ln.weight', '2.bias'):
         assert torch.equal(first[key], second[key]), key
-    assert torch.equal(first['1.ln.weight'], torch.ones(C))
+    assert not torch.equal(first['1.repbn.weight'], torch.ones(C))
