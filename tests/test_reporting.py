@@ -56,15 +56,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / 'new').iterdir()] == ['report.json']
 
 
-def test_update_fills_what_another_tool_left_open(tmp_path: Path) -> None:
+def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / 'report.json'
-    update_report(path, entry(config='/abs/configs/a.py', ap=AP, training={'seed': 0}))
-    report = update_report(path, entry(latency=latency(5.0)), entry(variant='unfused', latency=latency(6.0)))
+    # The hook knows the checkpoint by its absolute path.
+    update_report(path, entry(checkpoint=str(tmp_path / 'a.pth'), ap=AP, training={'seed': 0}))
+    report = update_report(path, entry(checkpoint='a.pth', latency=latency(5.0)),
+                           entry(checkpoint='a.pth', variant='unfused', latency=latency(6.0)))
     assert report == read_report(path)
     assert [found.variant for found in report.entries] == ['fused', 'unfused']
     assert (report.entries[0].ap, report.entries[0].training) == (AP, {'seed': 0})
     assert report.entries[0].latency == latency(5.0)
-    newer = update_report(path, entry(latency=latency(4.0)))
+    newer = update_report(path, entry(checkpoint='a.pth', latency=latency(4.0)))
     assert newer.entries[0].latency == latency(4.0)
 
 

@@ -117,6 +117,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_after):
 
 def test_validation_sees_the_mixture_of_its_time_and_changes_nothing(tmp_path):
     without, _ = run(tmp_path / 'without')
+    torch.manual_seed(3)
     model = Regression()
     with_val, _ = run(tmp_path / 'with', model=model, val=True)
     for key, value in without.model.state_dict().items():
