@@ -12,6 +12,7 @@ from mmengine.runner import Runner
 from torch import nn
 
 from slab_det.errors import SlabDetError
+from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.layers.repbn import PRepBN, named_progressive_norms
 
 # Share of gamma_start that is left when a fraction t of the decay is over (SLAB, eq. 4, is the linear one).
@@ -62,11 +63,13 @@ class ProgressiveNormHook(Hook):
         self.total = total
         self.unit = unit
         self._gamma_start: dict[str, float] | None = None
+        self._live: list[str] = []
         self._norms: dict[str, PRepBN] = {}
         self._num_iters = 0
 
     def before_train(self, runner: Runner) -> None:
-        self._norms = named_progressive_norms(unwrap(runner.model))
+        model = unwrap(runner.model)
+        self._norms = named_progressive_norms(model)
         if not self._norms:
             runner.logger.warning("ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') "
                                   'or remove the hook')
@@ -76,6 +79,8 @@ class ProgressiveNormHook(Hook):
         elif set(self._gamma_start) != set(self._norms):
             raise SlabDetError('the checkpoint to resume from was trained with other PRepBN layers than this config '
                                'has; resume with the config in its work_dir')
+        for name in self._live:
+            model.get_submodule(name).statistics_loaded = False
         self._set_gamma(runner.iter)
         runner.logger.info(f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after '
                            f'{self._num_iters} of {runner.max_iters} iterations; now gamma = {self._largest_gamma():g}')
@@ -97,7 +102,9 @@ class ProgressiveNormHook(Hook):
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         if self._gamma_start is None:
             return
-        checkpoint['slab_det'] = dict(gamma_start=self._gamma_start)
+        # norm_eval freezes statistics that were loaded. Resuming loads all of them, but must freeze no others.
+        live = [name for name, norm in named_offline_norms(unwrap(runner.model)) if not norm.statistics_loaded]
+        checkpoint['slab_det'] = dict(gamma_start=self._gamma_start, live=live)
         # EMAHook may have put an average of gamma there; gamma belongs to the runner.
         for state_dict, prefix in ((checkpoint['state_dict'], ''), (checkpoint.get('ema_state_dict', {}), 'module.')):
             for name, norm in self._norms.items():
@@ -107,7 +114,9 @@ class ProgressiveNormHook(Hook):
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         if runner._resume:
-            self._gamma_start = checkpoint.get('slab_det', {}).get('gamma_start')
+            state = checkpoint.get('slab_det', {})
+            self._gamma_start = state.get('gamma_start')
+            self._live = state.get('live', [])
 
     def _length_in_iters(self, runner: Runner) -> int:
         if self.unit == 'iter':

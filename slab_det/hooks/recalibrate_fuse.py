@@ -62,6 +62,8 @@ class RecalibrateFuseHook(Hook):
             runner.logger.error(f'RecalibrateFuseHook: nothing was recalibrated or fused, because {len(mixed)} norms '
                                 f'still contain LayerNorm (gamma > 0), {mixed[0]} for one')
             return
+        # Rank 0 may still be writing the checkpoint that all ranks read.
+        barrier()
         path, checkpoint = last_checkpoint(runner)
         model = copy.deepcopy(unwrap(runner.model))
         model.load_state_dict(checkpoint['state_dict'])

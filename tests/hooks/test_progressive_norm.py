@@ -111,6 +111,8 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_after):
     run(tmp_path / 'parts', stop_after=stop_after)
     resumed, recorder = run(tmp_path / 'parts', resume=True)
     assert recorder.ran_with[0] == pytest.approx(max(0, 1 - (NUM_ITERS - len(recorder.ran_with)) / 8), abs=1e-12)
+    # norm_eval would freeze norms whose statistics count as loaded: those of this run are its own.
+    assert not any(norm.statistics_loaded for norm in resumed.model.norms)
     for key, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[key], value), key
 

@@ -106,6 +106,29 @@ def test_resuming_a_finished_run_repeats_only_recalibration_and_fusion(finished_
         assert all(torch.equal(group[key], old_group[key]) for key in group)
 
 
+def test_an_epoch_based_run_ends_and_resumes_the_same_way(small_run_cfg):
+    def cfg(name, **changes):
+        cfg = small_run_cfg()
+        cfg.train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=2, val_interval=1)
+        cfg.train_dataloader.sampler = dict(type='DefaultSampler', shuffle=True)
+        cfg.default_hooks.checkpoint.update(by_epoch=True, interval=1)
+        cfg.log_processor.by_epoch = True
+        cfg.custom_hooks[0].update(total=1, unit='epoch')
+        cfg.experiment_name = name
+        cfg.update(changes)
+        return cfg
+
+    runner = Runner.from_cfg(cfg('epochs'))
+    runner.train()
+    work_dir = Path(runner.work_dir)
+    last, fused = load(work_dir / 'epoch_2.pth'), load(work_dir / 'fused.pth')
+    assert last['meta']['epoch'] == 2 and read_report(work_dir / 'report.json').entries[0].training['iterations'] == 10
+    assert load(work_dir / 'epoch_1.pth')['state_dict']['backbone.norm0._gamma'].item() == 0
+    Runner.from_cfg(cfg('epochs-resumed', resume=True)).train()
+    states_equal(load(work_dir / 'epoch_2.pth')['state_dict'], last['state_dict'])
+    states_equal(load(work_dir / 'fused.pth')['state_dict'], fused['state_dict'])
+
+
 def test_with_ema_the_averaged_weights_are_served(small_run_cfg):
     cfg = small_run_cfg()
     cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.3))
