@@ -210,7 +210,7 @@ class LinearWindowAttention(WindowAttention):
                 keep = ~geometry.padding_mask().repeat(q.shape[0] // geometry.num_windows, 1)
                 k = k * keep[..., None]
             out = self.attend(q, k, v)
-        return out.to(local.dtype) + local
+        return local.add_(out.to(local.dtype))
 
     @abstractmethod
     def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,8 @@ class SimplifiedLinearAttention(LinearWindowAttention):
     """
 
     def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q.relu(), k.relu()
+        # In place: q is a fresh copy, k a fresh sum, and on a CPU every large new tensor is paged in anew.
+        return q.relu_(), k.relu_()
 
 
 class FocusedLinearAttention(LinearWindowAttention):
