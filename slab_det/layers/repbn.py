@@ -6,6 +6,8 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .offline_norm import OfflineNorm
+from .precision import at_least_float32
+from .rep_norm_functions import MixedNormFunction, RepBNFunction
 from .token_bn import TokenBN
 
 
@@ -33,7 +35,12 @@ class RepBN(TokenBN):
         self.eta = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.eta * x
+        if not (self.training or self.calibrating):
+            return super().forward(x) + self.eta * x
+        self.check_channels(x)
+        tokens = at_least_float32(x).reshape(-1, self.num_features)
+        y = RepBNFunction.apply(tokens, self.weight, self.bias, self.eta, *self.batch_statistics(tokens), self.eps)
+        return y.view(x.shape)
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:
@@ -119,7 +126,17 @@ class PRepBN(OfflineNorm):
             return self.repbn(x)
         if gamma == 1.0 and not (self.training or self.calibrating or torch.is_grad_enabled()):
             return self.ln(x)
-        return gamma * self.ln(x) + (1.0 - gamma) * self.repbn(x)
+        if not (self.training or self.calibrating):
+            return gamma * self.ln(x) + (1.0 - gamma) * self.repbn(x)
+        return self._mix_in_training(x)
+
+    def _mix_in_training(self, x: Tensor) -> Tensor:
+        self.check_channels(x)
+        ln, repbn = self.ln, self.repbn
+        tokens = at_least_float32(x).reshape(-1, self.num_features)
+        y = MixedNormFunction.apply(tokens, ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta,
+                                    *repbn.batch_statistics(tokens), self._gamma_value, ln.eps, repbn.eps)
+        return y.view(x.shape)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The RepBN's affine.

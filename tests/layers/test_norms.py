@@ -86,6 +86,73 @@ def test_prepbn_mixes_both_norms(gamma, training):
     torch.testing.assert_close(norm(x), gamma * ln + (1 - gamma) * repbn)
 
 
+@pytest.mark.parametrize('gamma', [0.0, 0.25, 1.0])
+def test_prepbn_training_gradients_are_those_of_its_formula(gamma):
+    norm = make_norm(PRepBN, gamma, eps=1e-2, ln_eps=1e-3)
+    x = tokens(2, 7, requires_grad=True)
+    weight = torch.randn_like(x)
+    (norm(x) * weight).sum().backward()
+
+    p = {name: value.detach().clone().requires_grad_() for name, value in norm.named_parameters()}
+    other = x.detach().clone().requires_grad_()
+    flat = other.flatten(0, 1)
+    centred = flat - flat.mean(0)
+    repbn = centred / (centred.square().mean(0) + 1e-2).sqrt() * p['repbn.weight'] + p['repbn.bias']
+    repbn = repbn + p['repbn.eta'] * flat
+    centred = flat - flat.mean(1, keepdim=True)
+    ln = centred / (centred.square().mean(1, keepdim=True) + 1e-3).sqrt() * p['ln.weight'] + p['ln.bias']
+    ((gamma * ln + (1 - gamma) * repbn).view_as(x) * weight).sum().backward()
+
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-10, atol=1e-10)
+    for name, parameter in norm.named_parameters():
+        if gamma == 0 and name.startswith('ln.'):
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, p[name].grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_training_gradients_pass_gradcheck(kind):
+    norm = make_norm(kind, 0.5)
+    parameters = list(norm.parameters())
+
+    def forward(x, *values):
+        return torch.func.functional_call(norm, dict(zip(dict(norm.named_parameters()), values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(forward, (tokens(2, 4, requires_grad=True), *parameters))
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.5, 1.0])
+def test_training_keeps_nothing_of_the_input_s_size_but_the_input(gamma):
+    norm, x = make_norm(PRepBN, gamma), tokens(2, 50, requires_grad=True)
+    kept = set()
+
+    def remember(tensor):
+        if tensor.numel() >= x.numel():
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        norm(x)
+    assert kept == {x.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize('layout', ['channels first', 'a gradient of one value'])
+@pytest.mark.parametrize('gamma', [0.0, 0.5])
+def test_strides_do_not_matter(layout, gamma):
+    norm, reference = make_norm(PRepBN, gamma), make_norm(PRepBN, gamma)
+    reference.load_state_dict(norm.state_dict())
+    x = tokens(3, 4)
+    weight = torch.ones(()).double().expand_as(x) if layout == 'a gradient of one value' else torch.randn_like(x)
+    given, plain = x.requires_grad_(), x.detach().clone().requires_grad_()
+    moved = given.transpose(1, 2).contiguous().transpose(1, 2) if layout == 'channels first' else given
+    y, expected = norm(moved), reference(plain)
+    torch.testing.assert_close(y, expected)
+    y.backward(weight)
+    expected.backward(weight.contiguous())
+    torch.testing.assert_close(given.grad, plain.grad)
+
+
 @pytest.mark.parametrize('kind', NORMS)
 def test_inference_is_the_affine(kind):
     norm = make_norm(kind).eval()

@@ -1,0 +1,179 @@
+"""Time and peak memory of a training step with PRepBN over one with LayerNorm, interleaved in one process.
+
+    python benchmarks/training_cost.py --threads 2
+    python benchmarks/training_cost.py --device cuda --size 800 1333
+
+The model is Swin-T (and PVT-T), forward, backward and AdamW; the rows differ in the norm alone. The rows 'as a sum of
+layers' show what the same mixture costs without slab_det.layers.rep_norm_functions.
+"""
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+import argparse
+import gc
+import json
+import time
+import weakref
+from pathlib import Path
+
+import torch
+from mmdet.registry import MODELS
+from mmengine.registry import init_default_scope
+from mmengine.utils import ProgressBar
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from slab_det.environment import describe_environment
+from slab_det.layers import PRepBN, TokenBN, set_gamma
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKBONES = {
+    'Swin-T': dict(type='SLABSwin'),
+    #'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
+}
+LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)}
+
+
+class SumOfLayers(nn.Module):
+    """PRepBN from its formula: what a user would write."""
+
+    def __init__(self, norm: PRepBN) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        gamma, repbn = self.norm.gamma, self.norm.repbn
+        mixed = TokenBN.forward(repbn, x) + repbn.eta * x
+        return gamma * self.norm.ln(x) + (1.0 - gamma) * mixed if gamma else mixed
+
+
+class PeakMemory(TorchDispatchMode):
+    """The largest sum of all tensors' storages that were alive at one time, in bytes; the CPU keeps no such count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.current = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self._add(value.untyped_storage())
+        self.peak = max(self.peak, self.current)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.alive:
+            self.alive[key] = storage.nbytes()
+            self.current += storage.nbytes()
+            weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.current -= self.alive.pop(key)
+
+
+class Step:
+    """One training step of a backbone: its own model and optimizer, the batch of everybody."""
+
+    def __init__(self, backbone: dict, gamma: float | None, sum_of_layers: bool, device: str) -> None:
+        torch.manual_seed(0)
+        norm_cfg = LAYER_NORMS[backbone['type']]
+        if gamma is not None:
+            norm_cfg = dict(type='PRepBN', ln_eps=norm_cfg.get('eps', 1e-5))
+        self.model = MODELS.build(dict(**backbone, norm_cfg=norm_cfg, drop_path_rate=0.0)).to(device).train()
+        if gamma is not None:
+            set_gamma(self.model, gamma)
+        if sum_of_layers:
+            for name, norm in [(n, m) for n, m in self.model.named_modules() if isinstance(m, PRepBN)]:
+                self.model.set_submodule(name, SumOfLayers(norm))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, weight_decay=0.05)
+
+    def __call__(self, images: Tensor) -> None:
+        self.optimizer.zero_grad()
+        sum(out.square().mean() for out in self.model(images)).backward()
+        self.optimizer.step()
+
+
+def seconds(step: Step, images: Tensor) -> float:
+    """Wall time of one step."""
+    if images.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(images)
+    if images.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_bytes(step: Step, images: Tensor) -> int:
+    """Peak memory of one step on top of the model, its gradients and the optimizer's state."""
+    gc.collect()
+    if images.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(images)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with PeakMemory() as memory:
+        step(images)
+    return memory.peak
+
+
+def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, float]]:
+    """Median time of a step and its peak memory, over those with LayerNorm, for every row."""
+    device = str(images.device)
+    rows = {'LayerNorm': Step(backbone, None, False, device)}
+    for gamma in (0.5, 0.0):
+        rows[f'PRepBN, gamma {gamma:g}'] = Step(backbone, gamma, False, device)
+        rows[f'PRepBN, gamma {gamma:g}, as a sum of layers'] = Step(backbone, gamma, True, device)
+    for step in rows.values():
+        for _ in range(2):
+            step(images)
+    times = {name: [] for name in rows}
+    bar = ProgressBar(rounds)
+    for i in range(rounds):
+        # In turn forwards and backwards: nobody always runs after the same neighbour.
+        for name in (list(rows) if i % 2 else list(rows)[::-1]):
+            times[name].append(seconds(rows[name], images))
+        bar.update()
+    print()
+    memory = {name: peak_bytes(step, images) for name, step in rows.items()}
+    base = times['LayerNorm']
+    return {name: dict(
+        median_ms=1e3 * torch.tensor(times[name]).median().item(),
+        # The median of the ratios within a round: a slow minute of the machine is in both.
+        time_ratio=torch.tensor([t / b for t, b in zip(times[name], base, strict=True)]).median().item(),
+        peak_mib=memory[name] / 2 ** 20,
+        memory_ratio=memory[name] / memory['LayerNorm']) for name in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--size', type=int, nargs=2, default=(256, 320), metavar=('H', 'W'))
+    parser.add_argument('--batch-size', type=int, default=2)
+    parser.add_argument('--rounds', type=int, default=15)
+    parser.add_argument('--threads', type=int, default=torch.get_num_threads())
+    parser.add_argument('--device', default='cpu')
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    init_default_scope('mmdet')
+    images = torch.randn(args.batch_size, 3, *args.size, device=args.device)
+    results = {}
+    for name, backbone in BACKBONES.items():
+        results[name] = measure(backbone, images, args.rounds)
+        print(f'{name}\n| norm | ms | time | MiB | memory |\n|---|---:|---:|---:|---:|')
+        for row, r in results[name].items():
+            print(f'| {row} | {r["median_ms"]:.0f} | {r["time_ratio"]:.3f} | {r["peak_mib"]:.0f} '
+                  f'| {r["memory_ratio"]:.3f} |')
+    scope = dict(size=args.size, batch_size=args.batch_size, rounds=args.rounds, threads=args.threads, dtype='float32',
+                 timed='forward, backward and AdamW of the backbone')
+    path = ROOT / 'benchmarks' / 'results' / f'training_cost_{args.device.replace(":", "")}.json'
+    path.write_text(json.dumps(dict(scope=scope, environment=describe_environment(torch.device(args.device)),
+                                    results=results), indent=1) + '\n')
+    print(f'Written to {path}')
+
+
+if __name__ == '__main__':
+    main()
