@@ -113,17 +113,18 @@ def recalibrate(
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
-    forward = forward or _default_forward(model, norms)
-    old = {name: tuple(s.clone() for s in norm.statistics()) for name, norm in norms.items()}
+    forward = forward or default_forward(model, norms)
+    old = {name: _copy_statistics(norm) for name, norm in norms.items()}
     report = RecalibrationReport(len(norms), 0, tol)
     try:
-        with torch.no_grad(), _inference_mode_flags(model):
+        with torch.no_grad(), evaluating(model):
             for index in range(max_passes):
                 with _normalizing_by_batch(norms.values(), index == 0):
                     moments, report.num_batches = _collect(norms, batches, forward, f'{index + 1}', progress)
-                change = _largest_change(norms, moments)
+                previous = {name: _copy_statistics(norm) for name, norm in norms.items()}
                 for name, norm in norms.items():
                     norm.set_statistics(moments[name].mean, moments[name].var)
+                change = _largest_change(norms, previous)
                 if index > 0:
                     report.residuals.append(change)
                     if report.converged:
@@ -195,16 +196,23 @@ def _merge_ranks(moments: dict[str, Moments], norms: dict[str, OfflineNorm]) -> 
             pooled.merge(float(part[0]), *part[1:].chunk(2))
 
 
-def _largest_change(norms: dict[str, OfflineNorm], moments: dict[str, Moments]) -> float:
+def _copy_statistics(norm: OfflineNorm) -> tuple[Tensor, Tensor]:
+    mean, var = norm.statistics()
+    return mean.clone(), var.clone()
+
+
+def _largest_change(norms: dict[str, OfflineNorm], previous: dict[str, tuple[Tensor, Tensor]]) -> float:
+    # Of what the norm made of the moments: one without mean keeps no mean, and a var that is not the variance.
     changes = []
     for name, norm in norms.items():
-        mean, var = (s.double() for s in norm.statistics())
-        changes.append(((moments[name].mean - mean) / (var + norm.eps).sqrt()).abs().max())
-        changes.append(((moments[name].var + norm.eps) / (var + norm.eps)).log().abs().max())
+        old_mean, old_var, mean, var = (s.double() for s in (*previous[name], *norm.statistics()))
+        changes.append(((mean - old_mean) / (old_var + norm.eps).sqrt()).abs().max())
+        changes.append(((var + norm.eps) / (old_var + norm.eps)).log().abs().max())
     return torch.stack(changes).max().item() if changes else math.nan
 
 
-def _default_forward(model: nn.Module, norms: dict[str, OfflineNorm]) -> Callable[[object], object]:
+def default_forward(model: nn.Module, norms: Iterable[str]) -> Callable[[object], object]:
+    """Runs ``model`` on a batch of a data loader or of images, no further than needed to reach the modules named."""
     before_heads = all(name.startswith(('backbone.', 'neck.')) for name in norms)
 
     def forward(batch: object) -> object:
@@ -223,7 +231,7 @@ def _device(norms: dict[str, OfflineNorm]) -> torch.device:
 
 
 @contextmanager
-def _inference_mode_flags(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Everything in eval mode, and afterwards each module as it was."""
     training = {module: module.training for module in model.modules()}
     for module in training:

@@ -1,0 +1,242 @@
+"""Makes a LayerNorm model one whose LayerNorms can be trained away."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+import torch
+from mmcv.cnn import build_norm_layer
+from mmengine.dist import is_main_process
+from mmengine.utils import ProgressBar
+from torch import Tensor, nn
+
+from slab_det.errors import SlabDetError
+from slab_det.layers.offline_norm import OfflineNorm
+from slab_det.layers.repbn import PRepBN, named_progressive_norms
+from slab_det.recalibration import default_forward, evaluating
+
+
+class ConversionError(SlabDetError):
+    """Norms that cannot be converted or calibrated."""
+
+
+@dataclass
+class ConversionReport:
+    """What :func:`convert_norms` did.
+
+    Attributes:
+        converted: Names of the norms that were replaced.
+        kept: Name and reason of every LayerNorm that was not.
+        explained: For each calibrated norm the share of its LayerNorm's variance, over tokens and channels, that the
+            affine map reproduces: 1 is all of it.
+    """
+
+    converted: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    explained: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f'{len(self.converted)} norms converted, {len(self.kept)} kept']
+        lines += [f'  {name}: kept, {reason}' for name, reason in self.kept.items()]
+        if self.explained:
+            worst = min(self.explained, key=self.explained.get)
+            mean = sum(self.explained.values()) / len(self.explained)
+            lines.append(f'  an affine map explains {mean:.1%} of their variance on average, '
+                         f'least at {worst}: {self.explained[worst]:.1%}')
+        return '\n'.join(lines)
+
+
+def convert_norms(model: nn.Module, norm_cfg: dict | None = None, calibrate: Iterable | None = None,
+                  inplace: bool = False, skip: Iterable[str] = ()) -> nn.Module:
+    """Replaces every LayerNorm over the last dimension by an offline norm that keeps its weight and bias.
+
+    A PRepBN starts at gamma = 1 and computes what the LayerNorm did. Train it with
+    :class:`slab_det.hooks.ProgressiveNormHook` down to gamma = 0; then recalibrate and fuse.
+    ``model.conversion_report`` says what became of each norm.
+
+    Args:
+        model: Any model with ``nn.LayerNorm``: mmdet's, timm's, a whole detector.
+        norm_cfg: The new norm; None means ``dict(type='PRepBN')``. The LayerNorm's eps becomes its ``ln_eps``.
+        calibrate: Batches for :func:`calibrate_norms`, which brings the RepBN branch near the LayerNorm, so that the
+            mixture moves little while gamma falls. PRepBN only.
+        inplace: Change ``model`` itself instead of a copy.
+        skip: Names of norms, or of modules that hold them, that stay as they are.
+
+    Raises:
+        ConversionError: If no LayerNorm was converted, or ``calibrate`` is given for another norm than PRepBN.
+    """
+    norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
+    is_progressive = norm_cfg['type'] == 'PRepBN'
+    if calibrate is not None and not is_progressive:
+        raise ConversionError(f"only PRepBN holds a LayerNorm to calibrate by; {norm_cfg['type']} does not")
+    if not inplace:
+        model = copy.deepcopy(model)
+    report = ConversionReport()
+    skip = tuple(skip)
+    for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)]:
+        reason = _obstacle(model, name, norm, skip)
+        if reason is None:
+            continue
+        if reason:
+            report.kept[name] = reason
+            continue
+        parent, _, attribute = name.rpartition('.')
+        setattr(model.get_submodule(parent), attribute, _converted(norm, norm_cfg, is_progressive))
+        report.converted.append(name)
+    if not report.converted:
+        kept = '; '.join(f'{name}: {reason}' for name, reason in report.kept.items())
+        raise ConversionError(f'the model has no LayerNorm to convert{f" ({kept})" if kept else ""}')
+    if calibrate is not None:
+        report.explained = calibrate_norms(model, calibrate)
+    model.conversion_report = report
+    return model
+
+
+def calibrate_norms(model: nn.Module, batches: Iterable, forward: Callable[[object], object] | None = None,
+                    progress: bool = True) -> dict[str, float]:
+    """Starts the RepBN branch of every PRepBN as the best affine approximation of its LayerNorm on ``batches``.
+
+    For each channel, over all tokens x of the data and y = LN(x), the scale s and the shift t that minimise
+    ``E (s x + t - y)^2`` are, where the derivatives by t and s vanish,
+
+        t = E y - s E x,    s = Cov(x, y) / Var(x).
+
+    RepBN is ``alpha (x - mu) / sigma + beta + eta x`` with mu = E x and sigma^2 = Var(x) + eps, so it is this map for
+
+        alpha = (s - eta) sigma,    beta = E y - eta E x,
+
+    with any eta. Taken is the eta that makes the sum of alpha^2 smallest, ``eta = sum(sigma^2 s) / sum(sigma^2)``: what
+    is common to all channels passes through eta, which no later change of statistics disturbs. Moments are pooled in
+    float64. gamma does not change.
+
+    Args:
+        model: A model whose PRepBNs are at gamma = 1, so that every LayerNorm sees what it saw in training.
+        batches: What a data loader yields, or image tensors (B, 3, H, W); at least as many tokens as channels are wise.
+        forward: Runs the model on one batch; None as in :func:`slab_det.recalibrate`.
+        progress: Show a progress bar.
+
+    Returns:
+        For each norm the share of the variance of y that the affine map explains.
+
+    Raises:
+        ConversionError: If there is no PRepBN, one is below gamma = 1, or data are missing or not finite.
+    """
+    norms = named_progressive_norms(model)
+    if not norms:
+        raise ConversionError("the model has no PRepBN to calibrate; use norm_cfg=dict(type='PRepBN')")
+    mixed = next((name for name, norm in norms.items() if norm.gamma < 1), None)
+    if mixed:
+        raise ConversionError(f'{mixed} is at gamma = {norms[mixed].gamma:g}: its LayerNorm is partly gone; calibrate '
+                              'right after loading LayerNorm weights, at gamma = 1')
+    moments = {name: JointMoments() for name in norms}
+    forward = forward or default_forward(model, norms)
+    bar = None
+    if progress and is_main_process():
+        print('Calibration')
+        bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        for name, norm in norms.items():
+            stack.callback(norm.ln.register_forward_hook(
+                lambda _, args, y, m=moments[name]: m.add(args[0], y)).remove)
+        for batch in batches:
+            forward(batch)
+            if bar is not None:
+                bar.update()
+    if bar is not None:
+        print()
+    for name, m in moments.items():
+        if not m.count:
+            raise ConversionError(f'{name}: no batch reached this norm; check the dataset, or pass a forward')
+        if not torch.isfinite(m.values).all():
+            raise ConversionError(f'{name}: what passes it is not finite; check the checkpoint and the images')
+    return {name: start_as_affine(norm, moments[name]) for name, norm in norms.items()}
+
+
+class JointMoments:
+    """Count, means and centred second moments per channel of a norm's input x and output y, in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        # Rows: mean of x, mean of y, then sums of (x - E x)^2, (x - E x)(y - E y), (y - E y)^2.
+        self.values: Tensor | None = None
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Adds the tokens of ``x`` and ``y``, (..., C) each, by Chan's formula."""
+        x, y = (z.detach().flatten(0, -2).double() for z in (x, y))
+        n, mean_x, mean_y = x.shape[0], x.mean(0), y.mean(0)
+        x, y = x - mean_x, y - mean_y
+        new = torch.stack([mean_x, mean_y, (x * x).sum(0), (x * y).sum(0), (y * y).sum(0)])
+        if self.values is None:
+            self.values = new
+        else:
+            delta = new[:2] - self.values[:2]
+            total = self.count + n
+            cross = torch.stack([delta[0] * delta[0], delta[0] * delta[1], delta[1] * delta[1]])
+            self.values[2:] += new[2:] + cross * (self.count * n / total)
+            self.values[:2] += delta * (n / total)
+        self.count += n
+
+
+@torch.no_grad()
+def start_as_affine(norm: PRepBN, moments: JointMoments) -> float:
+    """Sets the RepBN branch as :func:`calibrate_norms` derives, and returns the share of variance it explains."""
+    mean_x, mean_y, sxx, sxy, syy = moments.values
+    repbn = norm.repbn
+    var = sxx / moments.count
+    sigma2 = var + repbn.eps
+    # A channel that does not vary on these data has no slope; rounding noise must not become one.
+    slope = sxy / moments.count / var.clamp(min=repbn.eps)
+    eta = (sigma2 * slope).sum() / sigma2.sum()
+    repbn.set_statistics(mean_x, var)
+    repbn.eta.fill_(eta)
+    repbn.weight.copy_((slope - eta) * sigma2.sqrt())
+    repbn.bias.copy_(mean_y - eta * mean_x)
+    residual = syy - 2 * slope * sxy + slope.square() * sxx
+    return 1.0 - float(residual.sum() / syy.sum().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _obstacle(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
+    """Why a LayerNorm stays: '' if it does not, None if it is part of an offline norm already."""
+    parents = list(_ancestors(model, name))
+    if any(isinstance(parent, OfflineNorm) for parent in parents):
+        return None
+    if any(name == part or name.startswith(f'{part}.') for part in skip):
+        return 'skipped'
+    if not name:
+        return 'it is the whole model'
+    if len(norm.normalized_shape) != 1:
+        return f'it normalizes over {len(norm.normalized_shape)} dimensions'
+    if type(norm).forward is not nn.LayerNorm.forward and type(norm).__name__.endswith('2d'):
+        return f'{type(norm).__name__} takes channels first'
+    return ''
+
+
+def _ancestors(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    parts = name.split('.')
+    for end in range(1, len(parts)):
+        yield model.get_submodule('.'.join(parts[:end]))
+
+
+@torch.no_grad()
+def _converted(norm: nn.LayerNorm, norm_cfg: dict, is_progressive: bool) -> OfflineNorm:
+    cfg = {'ln_eps': norm.eps, **norm_cfg} if is_progressive else dict(norm_cfg)
+    new = build_norm_layer(cfg, norm.normalized_shape[0])[1]
+    if not isinstance(new, OfflineNorm):
+        raise ConversionError(f"{norm_cfg['type']} is no offline norm of slab_det; choose PRepBN")
+    target = new.ln if is_progressive else new
+    for name in ('weight', 'bias'):
+        given = getattr(norm, name)
+        if given is not None:
+            getattr(target, name).copy_(given)
+            getattr(target, name).requires_grad_(given.requires_grad)
+    example = next(norm.parameters(), None)
+    if example is not None:
+        new.to(device=example.device, dtype=example.dtype)
+    return new.train(norm.training)

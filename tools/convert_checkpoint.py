@@ -1,0 +1,48 @@
+"""Makes a trained LayerNorm detector a PRepBN detector, ready for a short fine-tune that ends without norms."""
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+import argparse
+from pathlib import Path
+
+from mmengine.config import Config
+
+from slab_det.cli import run_cli
+from slab_det.datasets import check_data, set_data_root
+from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.finetune import convert_detector
+
+SCHEDULE = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'schedules' / 'finetune_prepbn.py'
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('source', help='checkpoint of the LayerNorm detector')
+    parser.add_argument('destination', metavar='FILE.pth', help='FILE_config.py, for the fine-tune, goes beside it')
+    parser.add_argument('--config', required=True, help='config that the LayerNorm detector was trained with')
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument('--num-images', type=int, default=100,
+                        help='training images to calibrate RepBN on; 0: none, RepBN starts at its default '
+                             '(default %(default)s)')
+    parser.add_argument('--schedule', default=str(SCHEDULE),
+                        help="config of the fine-tune's schedule and hooks (default configs/_base_/schedules/"
+                             'finetune_prepbn.py: 3 epochs)')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    cfg = Config.fromfile(args.config)
+    if args.data_root is not None:
+        set_data_root(cfg, args.data_root)
+    batches = None
+    if args.num_images > 0:
+        check_data(cfg, ('train',))
+        batches = recalibration_dataloader(cfg, args.num_images)
+    checkpoint, config, report = convert_detector(
+        cfg, args.source, args.destination, Config.fromfile(args.schedule), batches)
+    print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: python tools/train.py {config}')
+
+
+if __name__ == '__main__':
+    run_cli(main)
