@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mmengine.logging import MMLogger
 
 TOOLS = Path(__file__).parents[2] / 'tools'
 MAIN_CONFIG = TOOLS.parent / 'configs' / 'mask_rcnn_slab_swin_t.py'
@@ -31,6 +32,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def run(tool: str, *arguments: object) -> Outcome:
         monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
+        # A new process would have no logger yet; that of the last call writes to a stream that is closed.
+        monkeypatch.setattr(MMLogger, '_instance_dict', {})
         code: object = 0
         try:
             runpy.run_path(str(TOOLS / tool), run_name='__main__')
