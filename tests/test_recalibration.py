@@ -14,8 +14,8 @@ BATCHES = [(1, 3, 64, 80), (2, 3, 48, 40), (1, 3, 90, 33)]
 
 
 def build_backbone(**options):
-    model = MODELS.build(dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
-                              norm_cfg=dict(type='PRepBN'), drop_path_rate=0.5, **options)).double()
+    model = MODELS.build({**dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
+                                 norm_cfg=dict(type='PRepBN'), drop_path_rate=0.5), **options}).double()
     randomize(model, 0)
     slab_det.set_gamma(model, 0)
     return model
@@ -48,6 +48,21 @@ def test_statistics_are_those_that_inference_sees(options):
         mean, var = model.get_submodule(name).statistics()
         torch.testing.assert_close(mean, tokens.mean(0), rtol=1e-8, atol=1e-8, msg=name)
         torch.testing.assert_close(var, tokens.var(0, correction=0), rtol=1e-8, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize('norm', ['UN', 'MABN', 'PowerNorm'])
+def test_norms_without_mean_get_the_mean_of_x_squared(norm):
+    model, batches = build_backbone(norm_cfg=dict(type=norm)).eval(), build_batches()
+    before = copy.deepcopy(model.state_dict())
+    report = slab_det.recalibrate(model, batches, max_passes=60, tol=1e-10, progress=False)
+    assert report.converged and len(report.residuals) > 1, report
+    for name, tokens in inputs_of_norms(model, batches).items():
+        assert tokens.mean(0).abs().max() > 0.05, 'a mean that matters'
+        torch.testing.assert_close(model.get_submodule(name).running_var, tokens.square().mean(0), rtol=1e-8, atol=1e-8,
+                                   msg=name)
+    changed = {key.rpartition('.')[2] for key, value in model.state_dict().items()
+               if not torch.equal(value, before[key])}
+    assert changed == {'running_var'}
 
 
 def test_first_norm_is_exact_after_one_pass_whatever_the_batch_sizes():

@@ -7,8 +7,11 @@
 | RepBN or BatchNorm | PRepBN | its RepBN branch (eta = 0 for BatchNorm), gamma 0 |
 | PRepBN at gamma 0 | RepBN | the RepBN branch |
 | BatchNorm | RepBN | eta = 0 |
-| LayerNorm | TokenBN, RepBN | weight and bias, as a start for training; statistics stay those of the model |
+| LayerNorm | TokenBN, RepBN, UN, MABN, PowerNorm | weight and bias to start training; no statistics |
+| UN, MABN, PowerNorm | another of them, or another window | weight, bias and running_var; averages begin anew |
 | PRepBN, RepBN, BatchNorm | LayerNorm | an error: a LayerNorm cannot hold them |
+| UN, MABN, PowerNorm | any other norm | an error: their running_var is no variance but the mean of x^2 |
+| PRepBN, RepBN, BatchNorm | UN, MABN, PowerNorm | an error: they subtract no mean |
 | PRepBN at gamma > 0 | TokenBN, RepBN | an error: part of it is LayerNorm |
 | with eta | TokenBN | an error: eta has no place |
 """
@@ -21,10 +24,14 @@ from torch import nn
 
 from slab_det.errors import CheckpointError
 from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
+from slab_det.layers.quadratic_norm import QuadraticNorm
 from slab_det.layers.repbn import PRepBN
 
 from .report import LoadReport
 from .weight import Weight, Weights
+
+# What _kind calls UN, MABN and PowerNorm, whatever of their averages a checkpoint holds.
+QUADRATIC = 'norm without mean'
 
 
 def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
@@ -63,18 +70,21 @@ def _kind(given: Weights) -> str:
         return 'PRepBN'
     if 'eta' in given:
         return 'RepBN'
-    return 'BatchNorm' if 'running_var' in given else 'LayerNorm'
+    if 'running_var' in given:
+        return 'BatchNorm' if 'running_mean' in given else QUADRATIC
+    return 'LayerNorm'
 
 
 def _fit_norm(prefix: str, given: Weights, norm: nn.Module, report: LoadReport, notes: dict[str, int]) -> Weights:
     kind = _kind(given)
-    if isinstance(norm, PRepBN):
+    if isinstance(norm, PRepBN) and kind != QUADRATIC:
         return _fit_progressive(prefix, kind, given, report, notes)
+    if isinstance(norm, QuadraticNorm) and kind == QUADRATIC:
+        return _fit_quadratic(prefix, given, norm, report, notes)
     if isinstance(norm, OfflineNorm):
         return _fit_offline(prefix, kind, given, norm, report, notes)
     if kind != 'LayerNorm':
-        raise _misfit(prefix, kind, norm, 'set norm_cfg (and out_norm_cfg for output norms) of the backbone to '
-                      f"dict(type='{_norm_type(kind)}')")
+        raise _other_norm(prefix, kind, norm)
     return given
 
 
@@ -102,6 +112,8 @@ def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, repo
     if given.keys() == names:
         # Its own weights, whatever a norm of somebody else's calls them.
         return given
+    if kind != 'LayerNorm' and (kind == QUADRATIC or isinstance(norm, QuadraticNorm)):
+        raise _other_norm(prefix, kind, norm)
     if kind == 'PRepBN':
         gamma = float(given['_gamma'].value) if '_gamma' in given else 1.0
         if gamma > 0:
@@ -119,6 +131,19 @@ def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, repo
         return {key: weight.changed(weight.value, f'LayerNorm as a start for {type(norm).__name__}')
                 for key, weight in given.items()}
     return _with_eta(kind, given) if 'eta' in names else given
+
+
+def _fit_quadratic(prefix: str, given: Weights, norm: QuadraticNorm, report: LoadReport,
+                   notes: dict[str, int]) -> Weights:
+    targets = norm.state_dict()
+    if given.keys() == targets.keys() and all(given[key].value.shape == targets[key].shape for key in targets):
+        return given
+    reason = f'averages of training, begun anew by {type(norm).__name__}'
+    common = ('weight', 'bias', 'running_var')
+    report.unused_expected.update({weight.key: reason for key, weight in given.items() if key not in common})
+    _expect_missing(prefix, targets.keys() - set(common), reason, report)
+    _count(notes, f'{type(norm).__name__} takes weight, bias and running_var of another norm or window')
+    return {key: weight for key, weight in given.items() if key in common}
 
 
 def _with_eta(kind: str, given: Weights) -> Weights:
@@ -140,8 +165,10 @@ def _count(notes: dict[str, int], note: str) -> None:
     notes[note] = notes.get(note, 0) + 1
 
 
-def _norm_type(kind: str) -> str:
-    return 'TokenBN' if kind == 'BatchNorm' else kind
+def _other_norm(prefix: str, kind: str, norm: nn.Module) -> CheckpointError:
+    given = {'BatchNorm': "dict(type='TokenBN')", QUADRATIC: 'the UN, MABN or PowerNorm it was trained with'}
+    return _misfit(prefix, kind, norm, 'set norm_cfg (and out_norm_cfg for output norms) of the backbone to '
+                   + given.get(kind, f"dict(type='{kind}')"))
 
 
 def _misfit(prefix: str, kind: str, norm: nn.Module, remedy: str) -> CheckpointError:

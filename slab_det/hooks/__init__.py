@@ -2,5 +2,6 @@
 from .checked_load import CheckedLoadHook
 from .progressive_norm import ProgressiveNormHook
 from .recalibrate_fuse import RecalibrateFuseHook
+from .unified_norm import UnifiedNormHook
 
-__all__ = ['CheckedLoadHook', 'ProgressiveNormHook', 'RecalibrateFuseHook']
+__all__ = ['CheckedLoadHook', 'ProgressiveNormHook', 'RecalibrateFuseHook', 'UnifiedNormHook']

@@ -1,0 +1,219 @@
+"""What UN, MABN and PowerNorm share: a quadratic mean that is smoothed over iterations, and so is its gradient."""
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from mmengine.dist import get_world_size
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from slab_det.compat import is_recomputing
+
+from .offline_norm import OfflineNorm
+from .precision import at_least_float32
+
+
+class SmoothedSquare(NamedTuple):
+    """What a training forward divides by.
+
+    Attributes:
+        own: Sum of x^2 over the tokens of this process, (C,): by it a recomputed forward is recognised.
+        square: s^, (C,).
+        is_outlier: Whether this iteration is one that moving averages must not see, 0-d; None for norms that do
+            not ask.
+        num_tokens: Tokens of all processes, 0-d.
+    """
+
+    own: Tensor
+    square: Tensor
+    is_outlier: Tensor | None
+    num_tokens: Tensor
+
+
+class QuadraticNorm(OfflineNorm):
+    """``y = weight z + bias``, ``z = x / sqrt(s^ + eps)``: a norm without mean, s^ a moving average of mean x^2.
+
+    All tokens of all processes are pooled, per channel. The backward pass does not differentiate s^; a moving average
+    psi of ``gs = mean(g z)``, with ``g = weight dy``, stands for its part: ``dx = (g - z psi) / sqrt(s^ + eps)``. A
+    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. Statistics
+    are float32 at least, whatever the input. A mean x^2 or gs that is not finite, as mixed precision makes them now
+    and then, is not averaged: the average so far takes its place. Averages of gs have the scale of the loss: after a
+    gradient scaler has changed it they need as many iterations as they are long.
+
+    Args:
+        num_features: Channels C.
+        eps: Added to s^ inside the root.
+        momentum: Weight of the new value in running averages, 1 - a in the papers.
+        warmup_iters: So many iterations s^ is the batch's own mean x^2. The averages of the backward pass run from
+            the first iteration on.
+
+    Shape:
+        (..., C) -> (..., C), channels last; a single token will do.
+
+    Raises:
+        ValueError: If the last dimension is not ``num_features``.
+
+    Attributes:
+        running_var: Average of mean x^2, (C,): what inference divides by.
+        psi: Latest average of gs, (C,).
+        iteration: Training iterations t so far.
+    """
+
+    # Forwards of one norm that may wait for their recomputation at the same time.
+    MAX_PENDING = 8
+
+    def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int) -> None:
+        super().__init__(num_features, eps)
+        self.momentum = momentum
+        self.warmup_iters = warmup_iters
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer('running_var', torch.ones(num_features))
+        self.register_buffer('psi', torch.zeros(num_features))
+        self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
+        self._recent: deque[SmoothedSquare] = deque(maxlen=self.MAX_PENDING)
+
+    @abstractmethod
+    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Takes mean x^2 of iteration t into the forward averages.
+
+        Args:
+            square: (C,).
+
+        Returns:
+            s^, (C,), and whether the iteration is an outlier, 0-d or None.
+        """
+
+    @abstractmethod
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
+        """Takes gs of an iteration into the backward averages and returns the psi of this iteration, (C,).
+
+        Args:
+            gradient: (C,).
+            is_outlier: What :meth:`smooth_square` said of the same iteration.
+        """
+
+    @property
+    def is_warming_up(self) -> Tensor:
+        """Whether iteration t belongs to the warm-up, 0-d."""
+        return self.iteration <= self.warmup_iters
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_channels(x)
+        if self.training and not self.calibrating:
+            return _DivideBySmoothedSquare.apply(x, self.weight, self.bias, self)
+        values = at_least_float32(x)
+        square = _sum_over_tokens(values.square()) / _num_tokens(x) if self.calibrating else self.running_var
+        scale = self.weight * (at_least_float32(square) + self.eps).rsqrt()
+        return torch.addcmul(self.bias, values, scale).to(x.dtype)
+
+    def next_square(self, x: Tensor) -> SmoothedSquare:
+        """Begins a training iteration with the tokens ``x``, (..., C); a recomputed one gets what it had."""
+        own = _sum_over_tokens(x.square())
+        if is_recomputing():
+            return self._recall(own)
+        pooled = _sum_over_processes(torch.cat([own, own.new_full((1,), _num_tokens(x))]))
+        square, num_tokens = pooled[:-1] / pooled[-1], pooled[-1]
+        self.iteration += 1
+        smoothed = self.smooth_square(_finite_or(square, self.running_var))
+        self._recent.append(SmoothedSquare(own, *smoothed, num_tokens))
+        return self._recent[-1]
+
+    def next_psi(self, gradient_sum: Tensor, is_outlier: Tensor | None, num_tokens: Tensor) -> Tensor:
+        """psi of an iteration, from the sum of ``g z`` over the tokens of this process, (C,)."""
+        gradient = _sum_over_processes(gradient_sum) / num_tokens
+        return self.smooth_gradient(_finite_or(gradient, self.psi), is_outlier)
+
+    def _recall(self, own: Tensor) -> SmoothedSquare:
+        """The earlier forward that had the same sum of x^2, chosen without waiting for the device.
+
+        Several may be pending, as where two batches share one backward pass, and in any order.
+        """
+        # Of equal ones the latest, which argmin finds first.
+        recent = list(reversed(self._recent))
+        distances = (torch.stack([forward.own for forward in recent]) - own).abs().sum(1)
+        index = distances.argmin()[None]
+
+        def choose(*values: Tensor | None) -> Tensor | None:
+            return None if values[0] is None else torch.stack(values).index_select(0, index)[0]
+
+        return SmoothedSquare(*map(choose, *recent))
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        """Starts counters, windows and psi again, as for fine-tuning; ``running_var`` stays."""
+        for name, buffer in self.named_buffers():
+            if name != 'running_var':
+                buffer.zero_()
+
+    @torch.no_grad()
+    def inference_affine(self) -> tuple[Tensor, Tensor]:
+        return self.weight.double() / (self.running_var.double() + self.eps).sqrt(), self.bias.double()
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Zeros, since no mean is subtracted, and the mean of x^2."""
+        return torch.zeros_like(self.running_var), self.running_var
+
+    @torch.no_grad()
+    def set_statistics(self, mean: Tensor, var: Tensor) -> None:
+        self.running_var.copy_(var + mean.square())
+
+    def extra_repr(self) -> str:
+        return f'{super().extra_repr()}, momentum={self.momentum}, warmup_iters={self.warmup_iters}'
+
+
+class _DivideBySmoothedSquare(torch.autograd.Function):
+    """A training iteration of a QuadraticNorm. Keeps its input and vectors of C; z is computed again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, norm: QuadraticNorm) -> Tensor:
+        # x^2 overflows float16 from 256 on.
+        values = at_least_float32(x)
+        smoothed = norm.next_square(values)
+        inverse_root = (smoothed.square + norm.eps).rsqrt()
+        ctx.norm = norm
+        # The decision of this iteration, for its own backward pass, whatever other forwards come between.
+        ctx.save_for_backward(x, weight, inverse_root, smoothed.is_outlier, smoothed.num_tokens)
+        return torch.addcmul(bias, values, weight * inverse_root).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse_root, is_outlier, num_tokens = ctx.saved_tensors
+        grad = at_least_float32(grad)
+        grad_weight = _sum_over_tokens(grad * x) * inverse_root
+        psi = ctx.norm.next_psi(weight * grad_weight, is_outlier, num_tokens)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad * (weight * inverse_root)
+            grad_x = grad_x.addcmul_(x, psi * inverse_root.square(), value=-1).to(x.dtype)
+        return grad_x, grad_weight.to(weight.dtype), _sum_over_tokens(grad).to(weight.dtype), None
+
+
+def named_quadratic_norms(model: nn.Module) -> dict[str, QuadraticNorm]:
+    """Every UN, MABN and PowerNorm of ``model`` by its dotted name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuadraticNorm)}
+
+
+def _num_tokens(x: Tensor) -> int:
+    return x.shape[:-1].numel()
+
+
+def _sum_over_tokens(x: Tensor) -> Tensor:
+    """(..., C) -> (C,), without the copy that flattening a transposed map would make."""
+    return x.sum_to_size(x.shape[-1])
+
+
+def _sum_over_processes(values: Tensor) -> Tensor:
+    if get_world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def _finite_or(values: Tensor, otherwise: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values, otherwise.to(values.dtype))

@@ -1,0 +1,54 @@
+"""The window of a simple moving average, kept on the device."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RecentValues(nn.Module):
+    """A ring of the last M values of a vector. Before it is full it holds the values seen so far.
+
+    Counter and place are tensors: nothing here waits for the device, and a checkpoint holds all of it.
+
+    Args:
+        window_size: Values M.
+        num_features: Channels C of each.
+
+    Raises:
+        ValueError: If ``window_size`` is below 1.
+    """
+
+    def __init__(self, window_size: int, num_features: int) -> None:
+        super().__init__()
+        if window_size < 1:
+            raise ValueError(f'window_size must be at least 1, got {window_size}')
+        self.register_buffer('values', torch.zeros(window_size, num_features))
+        self.register_buffer('count', torch.zeros((), dtype=torch.int64))
+
+    @property
+    def is_full(self) -> Tensor:
+        """Whether M values have been seen."""
+        return self.count >= len(self.values)
+
+    def push(self, value: Tensor) -> None:
+        """Adds ``value``, (C,), in the place of the oldest."""
+        self.count += 1
+        self.replace_latest(value)
+
+    def replace_latest(self, value: Tensor) -> None:
+        """Puts ``value``, (C,), in the place of the one pushed last."""
+        place = (self.count - 1).remainder(len(self.values))
+        self.values.index_copy_(0, place[None], value.to(self.values.dtype)[None])
+
+    def mean(self, rows: Tensor | None = None) -> Tensor:
+        """Arithmetic mean over the window, (C,).
+
+        Args:
+            rows: A function of ``values``, row by row, to average instead of them.
+        """
+        rows = self.values if rows is None else rows
+        seen = torch.arange(len(rows), device=rows.device) < self.count
+        return torch.where(seen[:, None], rows, 0.0).sum(0) / seen.sum()
+
+    def extra_repr(self) -> str:
+        return 'window_size={}, num_features={}'.format(*self.values.shape)
