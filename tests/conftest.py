@@ -6,11 +6,14 @@ os.environ['OMP_NUM_THREADS'] = '1'
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
+from functools import cache
 from pathlib import Path
 
+import mmengine.config.utils
 import pytest
 import torch
 from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from torch import nn
@@ -19,6 +22,9 @@ CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
                   norm_cfg=dict(type='PRepBN'))
 SLA = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7))
+
+# Each `mmdet::` in a config reads all of mmdet's hundred metafiles, only to find out that it is none of theirs.
+mmengine.config.utils.load = cache(mmengine.config.utils.load)
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +100,21 @@ def randomize(model: nn.Module, seed: int) -> None:
             tensor.copy_(noise / tensor[0].numel() ** 0.5)
         else:
             tensor.copy_(noise * 0.5)
+
+
+def random_sizes(count: int, seed: int) -> list[list[int]]:
+    """Heights and widths of images, most of them no multiple of anything."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(32, 150, (count, 2), generator=generator).tolist()
+
+
+@torch.no_grad()
+def raw_outputs(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    """Everything that the detector computes before its last NMS: proposals, class scores, box deltas, mask logits."""
+    height, width = images.shape[-2:]
+    samples = [DetDataSample(metainfo=dict(
+        img_shape=(height, width), ori_shape=(height, width), batch_input_shape=(height, width),
+        pad_shape=(height, width), scale_factor=(1.0, 1.0))) for _ in images]
+    features = model.extract_feat(images)
+    proposals = model.rpn_head.predict(features, samples, rescale=False)
+    return [*(p.bboxes for p in proposals), *model.roi_head.forward(features, proposals, samples)]

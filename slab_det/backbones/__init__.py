@@ -1,4 +1,5 @@
 """Backbones, registered in mmdet's MODELS."""
+from .pvt import SLABPVT
 from .swin import SLABSwin
 
-__all__ = ['SLABSwin']
+__all__ = ['SLABPVT', 'SLABSwin']

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as cp
 from mmcv.cnn import build_norm_layer
-from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
-from mmengine.logging import MMLogger
 from mmengine.model import BaseModule, ModuleList
 from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
@@ -24,8 +22,11 @@ from slab_det.layers.attention import (
     SoftmaxWindowAttention,
     use_sdpa,
 )
+from slab_det.layers.ffn import build_ffn
 from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.layers.patch_merging import PatchMerging
+
+from .base import check_init_cfg, freeze_loaded_statistics, per_stage, warn_of_live_statistics
 
 
 class SwinBlock(BaseModule):
@@ -40,20 +41,23 @@ class SwinBlock(BaseModule):
         act_cfg: Activation of the FFN.
         norm_cfg: Both norms.
         with_cp: Recompute activations in the backward pass instead of keeping them.
+        ffn_norm: One more norm in the FFN, before ('pre_act') or after ('post_act') its activation.
 
     Shape:
         (B, H * W, C) -> (B, H * W, C).
     """
 
     def __init__(self, attn: ShiftedWindowAttention, embed_dims: int, feedforward_channels: int, drop_rate: float,
-                 drop_path_rate: float, act_cfg: dict, norm_cfg: dict, with_cp: bool) -> None:
+                 drop_path_rate: float, act_cfg: dict, norm_cfg: dict, with_cp: bool,
+                 ffn_norm: str | None) -> None:
         super().__init__()
         self.with_cp = with_cp
         self.norm1 = build_norm_layer(norm_cfg, embed_dims)[1]
         self.attn = attn
         self.norm2 = build_norm_layer(norm_cfg, embed_dims)[1]
-        self.ffn = FFN(embed_dims, feedforward_channels, num_fcs=2, act_cfg=act_cfg, ffn_drop=drop_rate,
-                       dropout_layer=dict(type='DropPath', drop_prob=drop_path_rate))
+        self.ffn = build_ffn(
+            ffn_norm, norm_cfg, embed_dims=embed_dims, feedforward_channels=feedforward_channels, act_cfg=act_cfg,
+            ffn_drop=drop_rate, dropout_layer=dict(type='DropPath', drop_prob=drop_path_rate))
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         if self.with_cp and x.requires_grad:
@@ -77,15 +81,6 @@ class SwinStage(BaseModule):
         for block in self.blocks:
             x = block(x, hw_shape)
         return x
-
-
-def _per_stage(name: str, value: object, num_stages: int) -> tuple:
-    """One value for every stage: a sequence as it is, anything else repeated."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return (value,) * num_stages
-    if len(value) != num_stages:
-        raise ValueError(f'{name}={tuple(value)} needs one entry for each of the {num_stages} stages')
-    return tuple(value)
 
 
 @MODELS.register_module()
@@ -128,14 +123,16 @@ class SLABSwin(BaseModule):
         out_norm_cfg: The output norms: 'same' takes ``norm_cfg``, a dict another norm, None none.
         norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
             whose statistics were not loaded stay live.
+        ffn_norm: One more norm of ``norm_cfg`` in each FFN, before ('pre_act') or after ('post_act') the activation
+            (BN+FFNBN); None for none.
 
     Shape:
         (B, in_channels, H, W) -> one (B, C * 2^i, H / 4 / 2^i, W / 4 / 2^i) per index i in ``out_indices``;
         sides are rounded up.
 
     Raises:
-        ValueError: If an attention is unknown, a per-stage argument has not one entry per stage, a window is not
-            positive, or heads do not divide channels.
+        ValueError: If an attention or ``ffn_norm`` is unknown, a per-stage argument has not one entry per stage, a
+            window is not positive, or heads do not divide channels.
     """
 
     def __init__(
@@ -169,6 +166,7 @@ class SLABSwin(BaseModule):
         mask_padding: bool = False,
         out_norm_cfg: str | dict | None = 'same',
         norm_eval: bool = False,
+        ffn_norm: str | None = None,
     ) -> None:
         if pretrained is not None:
             if init_cfg is not None:
@@ -176,10 +174,10 @@ class SLABSwin(BaseModule):
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
         num_stages = len(depths)
-        attention = _per_stage('attention', attention, num_stages)
-        window_sizes = _per_stage('window_sizes', window_size if window_sizes is None else window_sizes, num_stages)
-        num_heads = _per_stage('num_heads', num_heads, num_stages)
-        strides = _per_stage('strides', strides, num_stages)
+        attention = per_stage('attention', attention, num_stages)
+        window_sizes = per_stage('window_sizes', window_size if window_sizes is None else window_sizes, num_stages)
+        num_heads = per_stage('num_heads', num_heads, num_stages)
+        strides = per_stage('strides', strides, num_stages)
         unknown = set(attention) - set(ATTENTIONS)
         if unknown:
             raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(ATTENTIONS)}')
@@ -214,7 +212,7 @@ class SLABSwin(BaseModule):
                 shift_size = window_sizes[i] // 2 if depth % 2 else 0
                 blocks.append(SwinBlock(
                     ShiftedWindowAttention(w_msa, shift_size, rate), channels, int(mlp_ratio * channels),
-                    drop_rate, rate, act_cfg, norm_cfg, with_cp))
+                    drop_rate, rate, act_cfg, norm_cfg, with_cp, ffn_norm))
             downsample = None
             if i < num_stages - 1:
                 downsample = PatchMerging(channels, 2 * channels, strides[i + 1], norm_cfg if patch_norm else None)
@@ -257,9 +255,7 @@ class SLABSwin(BaseModule):
         super().train(mode)
         self._freeze()
         if mode and self.norm_eval:
-            for _, norm in named_offline_norms(self):
-                if norm.statistics_loaded:
-                    norm.eval()
+            freeze_loaded_statistics(self)
         return self
 
     def _freeze(self) -> None:
@@ -276,19 +272,12 @@ class SLABSwin(BaseModule):
         return frozen + [getattr(self, f'norm{i}') for i in self.out_indices if i < self.frozen_stages]
 
     def init_weights(self) -> None:
-        logger = MMLogger.get_current_instance()
-        if self.init_cfg is not None:
-            if self.init_cfg.get('type') != 'Pretrained' or 'checkpoint' not in self.init_cfg:
-                raise ValueError(
-                    "SLABSwin takes init_cfg=None or dict(type='Pretrained', checkpoint=...), "
-                    f'got {dict(self.init_cfg)}')
+        check_init_cfg(self)
         self._init_from_scratch()
         if self.init_cfg is not None:
             load_pretrained(self, self.init_cfg['checkpoint'])
         if self.norm_eval:
-            live = [name for name, norm in named_offline_norms(self) if not norm.statistics_loaded]
-            if live:
-                logger.warning(f'norm_eval: no statistics were loaded for {", ".join(live)}; they stay live')
+            warn_of_live_statistics(self)
         self._is_init = True
 
     def _init_from_scratch(self) -> None:

@@ -1,5 +1,5 @@
 """Exact fusion of offline norms into neighbouring linear layers."""
-from . import fpn, swin  # noqa: F401 (register their rules)
+from . import fpn, mmdet_swin, pvt, swin  # noqa: F401 (register their rules)
 from .detector import FusedDetector, drop_pretrained
 from .fuse import FusionError, fuse
 from .report import FusionReport, NormFate

@@ -25,7 +25,8 @@ def FusedDetector(model: dict) -> nn.Module:  # noqa: N802 (it stands in configs
     drop_pretrained(model)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
-    return fuse(detector.eval(), inplace=True)
+    detector.eval()  # mmdet's backbones return None from it
+    return fuse(detector, inplace=True)
 
 
 def drop_pretrained(model: dict) -> None:

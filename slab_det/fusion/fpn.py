@@ -4,24 +4,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmcv.cnn import ConvModule
+from mmdet.models.backbones import SwinTransformer
 from mmdet.models.detectors import FasterRCNN, MaskRCNN
 from mmdet.models.necks import FPN
 from torch import nn
 
 from slab_det.backbones.swin import SLABSwin
 
-from .folds import Fold, folds_of
+from .folds import OUTPUT_NORM_RULES, Fold, folds_of, output_norm_of
+
+
+@output_norm_of(SLABSwin, SwinTransformer)
+def swin_output_norm(backbone: nn.Module, stage: int) -> Fold:
+    """A norm that only outputs pass: the next stage reads what is before it."""
+    return Fold(f'norm{stage}', ())
 
 
 # Detectors that hand the backbone's outputs to the neck and to nothing else.
 @folds_of(MaskRCNN, FasterRCNN)
 def output_norm_folds(detector: nn.Module) -> Iterator[Fold]:
     backbone, neck = detector.backbone, getattr(detector, 'neck', None)
-    if type(backbone) is not SLABSwin:
+    if type(backbone) not in OUTPUT_NORM_RULES:
         return
-    for level, stage in enumerate(backbone.out_indices):
+    # Backbones return stages in their own order, whatever that of out_indices is.
+    for level, stage in enumerate(sorted(backbone.out_indices)):
+        fold = OUTPUT_NORM_RULES[type(backbone)](backbone, stage)
         lateral = level - getattr(neck, 'start_level', 0)
-        yield Fold(f'backbone.norm{stage}', f'neck.lateral_convs.{lateral}.conv', obstacle=_obstacle(neck, level))
+        yield Fold(f'backbone.{fold.norm}',
+                   (f'neck.lateral_convs.{lateral}.conv', *(f'backbone.{target}' for target in fold.targets)),
+                   obstacle=_obstacle(neck, level) or fold.obstacle)
 
 
 def _obstacle(neck: nn.Module | None, level: int) -> str:

@@ -12,9 +12,9 @@ from slab_det.layers.attention import use_sdpa
 from slab_det.layers.offline_norm import ChannelAffine, OfflineNorm, named_offline_norms
 from slab_det.layers.repbn import named_progressive_norms
 
-from .folds import FOLD_RULES, Fold
+from .folds import FOLD_RULES, Fold, split_part
 from .report import FusionReport, NormFate
-from .rules import fold_into_input, fold_into_output
+from .rules import find_obstacle, fold_into_input, fold_into_output
 
 
 class FusionError(SlabDetError):
@@ -49,10 +49,12 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
         norm = _get(model, norm_name)
         if not isinstance(norm, OfflineNorm):
             continue
-        if fold.obstacle:
-            fates[norm_name] = _leave_affine(model, norm_name, norm, fold.obstacle)
+        targets = [_join(name, target) for target in fold.targets]
+        obstacle = fold.obstacle or _obstacle(model, targets, fold)
+        if obstacle:
+            fates[norm_name] = _leave_affine(model, norm_name, norm, obstacle)
         else:
-            fates[norm_name] = _fold(model, norm_name, norm, _join(name, fold.layer), fold)
+            fates[norm_name] = _fold(model, norm_name, norm, targets, fold)
     for norm_name, norm in list(named_offline_norms(model)):
         fates[norm_name] = _leave_affine(model, norm_name, norm, 'no rule says which layer reads it')
     for name, module in model.named_modules():
@@ -87,13 +89,30 @@ def _named_folds(model: nn.Module) -> list[tuple[str, Fold]]:
             for fold in FOLD_RULES[type(module)](module)]
 
 
-def _fold(model: nn.Module, norm_name: str, norm: OfflineNorm, layer_name: str, fold: Fold) -> NormFate:
+def _obstacle(model: nn.Module, targets: list[str], fold: Fold) -> str:
+    """Why one of the layers cannot take the norm, and so none may; '' if all can."""
+    if not targets:
+        return 'no layer reads it'
+    for target in targets:
+        layer, part = split_part(target)
+        obstacle = find_obstacle(model.get_submodule(layer), fold.side, part)
+        if obstacle:
+            return f'{target}: {obstacle}'
+    return ''
+
+
+def _fold(model: nn.Module, norm_name: str, norm: OfflineNorm, targets: list[str], fold: Fold) -> NormFate:
     if fold.prepare is not None:
         fold.prepare()
-    fold_into = fold_into_input if fold.side == 'input' else fold_into_output
-    fold_into(model.get_submodule(layer_name), *norm.inference_affine())
+    affine = norm.inference_affine()
+    for target in targets:
+        layer, part = split_part(target)
+        if fold.side == 'input':
+            fold_into_input(model.get_submodule(layer), *affine, part)
+        else:
+            fold_into_output(model.get_submodule(layer), *affine)
     _replace(model, norm_name, nn.Identity())
-    return NormFate(norm_name, type(norm).__name__, 'folded', into=layer_name)
+    return NormFate(norm_name, type(norm).__name__, 'folded', into=', '.join(targets))
 
 
 def _leave_affine(model: nn.Module, norm_name: str, norm: OfflineNorm, reason: str) -> NormFate:

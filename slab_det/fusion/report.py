@@ -13,7 +13,7 @@ class NormFate:
         norm: Its dotted name in the model.
         kind: Its class.
         fate: 'folded' into a neighbour; left as one 'affine' multiply-add; or 'kept' as it was.
-        into: The layer it was folded into, or '' .
+        into: The layers it was folded into, separated by commas, or ''.
         reason: Why it was not folded, or ''.
     """
 

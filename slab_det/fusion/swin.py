@@ -7,6 +7,7 @@ from mmdet.models.layers import PatchEmbed
 from torch import nn
 
 from slab_det.backbones.swin import SwinBlock
+from slab_det.layers.ffn import PostActFFN, PreActFFN
 from slab_det.layers.patch_merging import PatchMerging
 
 from .folds import Fold, folds_of
@@ -17,6 +18,16 @@ def swin_block_folds(block: SwinBlock) -> Iterator[Fold]:
     # Windows are padded after the norm: their padding tokens keep the bias that qkv has now.
     yield Fold('norm1', 'attn.w_msa.qkv', prepare=block.attn.w_msa.keep_padding)
     yield Fold('norm2', 'ffn.layers.0.0')
+
+
+@folds_of(PreActFFN)
+def pre_act_ffn_folds(ffn: PreActFFN) -> Iterator[Fold]:
+    yield Fold('norm', 'layers.0.0', side='output')
+
+
+@folds_of(PostActFFN)
+def post_act_ffn_folds(ffn: PostActFFN) -> Iterator[Fold]:
+    yield Fold('norm', 'layers.1')
 
 
 @folds_of(PatchMerging)

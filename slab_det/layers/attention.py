@@ -10,6 +10,7 @@ from mmengine.model import BaseModule
 from mmengine.model.weight_init import trunc_normal_
 from torch import Tensor, nn
 
+from .linear_attention import FocusedFeatures, LinearAttention, SimplifiedFeatures
 from .window import WindowGeometry, window_geometry
 
 
@@ -18,11 +19,6 @@ def relative_position_index(window_size: int) -> Tensor:
     coordinates = torch.stack(torch.meshgrid(torch.arange(window_size), torch.arange(window_size), indexing='ij'))
     offset = coordinates.flatten(1)[:, :, None] - coordinates.flatten(1)[:, None, :] + window_size - 1
     return offset[0] * (2 * window_size - 1) + offset[1]
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Raises half precision to float32 and leaves float32 and float64 alone."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class WindowAttention(BaseModule):
@@ -178,10 +174,10 @@ def use_sdpa(model: nn.Module) -> None:
             module.use_sdpa = True
 
 
-class LinearWindowAttention(WindowAttention):
-    """What SLA and focused linear attention share: position table, linear attention, depthwise convolution.
+class LinearWindowAttention(LinearAttention, WindowAttention):
+    """Linear attention in a window, plus a depthwise convolution of the values.
 
-    Position is a learned addend P of the keys, one per slot, instead of a bias; the shift mask does not exist:
+    Position is a learned addend of the keys, one per slot, instead of a bias; the shift mask does not exist:
     after a shift, tokens of several regions share one sum, as in the released code. Windows include their
     padding tokens; with ``mask_padding`` those weigh nothing as keys.
 
@@ -189,88 +185,29 @@ class LinearWindowAttention(WindowAttention):
         mask_padding: Leave padding tokens out of the sums.
     """
 
-    def __init__(self, *args, mask_padding: bool = False, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        if self.attn_drop_rate:
-            raise ValueError('linear attention has no attention weights to drop: attn_drop_rate must be 0')
+    def __init__(self, embed_dims: int, num_heads: int, window_size: int, *args, mask_padding: bool = False,
+                 **kwargs) -> None:
+        super().__init__(embed_dims, num_heads, window_size, *args, num_positions=window_size ** 2, **kwargs)
         self.mask_padding = mask_padding
-        self.positional_encoding = nn.Parameter(torch.zeros(1, self.window_size ** 2, self.embed_dims))
-        self.register_buffer('head_mask', torch.block_diag(
-            *[torch.ones(self.head_dims, self.head_dims)] * self.num_heads), persistent=False)
-        # One kernel for all heads.
-        self.dwc = nn.Conv2d(self.head_dims, self.head_dims, 5, padding=2, groups=self.head_dims)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
-        local = self.convolve(v)
-        # Sums over thousands of tokens and a quotient of them: not for half precision.
-        q, k, v = (at_least_float32(x) for x in (q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
-            q, k = self.feature_maps(q, k + self.positional_encoding)
-            if self.mask_padding and geometry.padding_slots.numel():
-                keep = ~geometry.padding_mask().repeat(q.shape[0] // geometry.num_windows, 1)
-                k = k * keep[..., None]
-            out = self.attend(q, k, v)
+        local = self.convolve(v, (self.window_size, self.window_size))
+        keep = None
+        if self.mask_padding and geometry.padding_slots.numel():
+            keep = ~geometry.padding_mask().repeat(q.shape[0] // geometry.num_windows, 1)
+        out = self.attend(q, k, v, self.positional_encoding, keep)
         return local.add_(out.to(local.dtype))
 
-    @abstractmethod
-    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes queries and keys (B, N, C) non-negative."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + 1e-6)`` per head for (B, N, C), linear in N."""
-        # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
-        # the two products has the multiply-adds of the output projection, h times what separate heads would have.
-        heads = self.head_mask.to(v.dtype)
-        head_of_channel = heads[:, ::self.head_dims]
-        context = torch.cat([
-            (k.transpose(1, 2) @ v) * heads,
-            k.sum(1)[:, :, None] * head_of_channel], 2)
-        out, weight_sum = (q @ context).split([self.embed_dims, self.num_heads], 2)
-        return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
-
-    def convolve(self, v: Tensor) -> Tensor:
-        """The depthwise 5x5 convolution of values (B, N, C) laid out as their window."""
-        image = v.unflatten(1, (self.window_size, self.window_size)).permute(0, 3, 1, 2)
-        weight = self.dwc.weight.repeat(self.num_heads, 1, 1, 1)
-        bias = self.dwc.bias.repeat(self.num_heads)
-        return F.conv2d(image, weight, bias, padding=2, groups=self.embed_dims).permute(0, 2, 3, 1).flatten(1, 2)
-
-
-class SimplifiedLinearAttention(LinearWindowAttention):
+class SimplifiedLinearAttention(SimplifiedFeatures, LinearWindowAttention):
     """ReLU linear attention plus a depthwise convolution of the values (SLAB, Guo et al., ICML 2024, eq. 5-7).
 
     ``O_i = ReLU(q_i) (sum_j ReLU(k_j + P_j)^T v_j) / (ReLU(q_i) sum_j ReLU(k_j + P_j) + 1e-6) + DWC(v)_i``.
     """
 
-    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # In place: q is a fresh copy, k a fresh sum, and on a CPU every large new tensor is paged in anew.
-        return q.relu_(), k.relu_()
 
-
-class FocusedLinearAttention(LinearWindowAttention):
-    """Focused linear attention (FLatten Transformer, Han et al., ICCV 2023).
-
-    As SLA with ``f(x) = |x| x^3 / |x^3|`` on ``(ReLU(x) + 1e-6) / softplus(theta)``, norms over all C channels.
-    Sums are means over the N tokens, as in the authors' release since May 2024: finite in half precision.
-    """
-
-    focusing_factor = 3
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
-
-    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        scale = F.softplus(self.scale)
-        # The 1 / N of the keys reaches both sums, and turns them into means.
-        return self.focus((q.relu() + 1e-6) / scale), self.focus((k.relu() + 1e-6) / scale) / k.shape[1]
-
-    def focus(self, x: Tensor) -> Tensor:
-        """``|x| x^3 / |x^3|`` over the last dimension: same length, sharper direction."""
-        # Cubes of unit vectors: those of x itself leave the range of float32 from 1e6 on.
-        length = x.norm(dim=-1, keepdim=True)
-        powered = (x / length) ** self.focusing_factor
-        return powered * (length / powered.norm(dim=-1, keepdim=True))
+class FocusedLinearAttention(FocusedFeatures, LinearWindowAttention):
+    """Focused linear attention plus a depthwise convolution (FLatten Transformer, Han et al., ICCV 2023)."""
 
 
 ATTENTIONS: dict[str, type[WindowAttention]] = {

@@ -1,8 +1,8 @@
 """RepBN and the LayerNorm-RepBN mixture of training, with as few passes over the tokens as PyTorch's kernels allow.
 
-Written as a sum of layers, the mixture of SLAB's eq. 3 makes seven new tensors of the size of its input. Here factors per
-channel are multiplied with each other before they meet the tokens, and what is left adds in place. Only the input and
-statistics are kept; PyTorch's backward kernels compute the normalized values again.
+Written as a sum of layers, the mixture of SLAB's eq. 3 makes seven new tensors of the size of its input. Here factors
+per channel are multiplied with each other before they meet the tokens, and what is left adds in place. Only the input
+and statistics are kept; PyTorch's backward kernels compute the normalized values again.
 """
 from __future__ import annotations
 

@@ -4,7 +4,11 @@ import inspect
 import pytest
 import timm
 import torch
+from conftest import CONFIGS
+from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import SwinTransformer
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
 from torch import nn
 
 from slab_det.backbones import SLABSwin
@@ -131,6 +135,7 @@ def test_one_word_or_one_per_stage():
     (dict(num_heads=(1, 3, 4)), 'does not divide'),
     (dict(num_heads=(1, 2)), 'num_heads=.*3 stages'),
     (dict(strides=(2, 2, 2)), 'strides'),
+    (dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
     (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
 ])
 def test_wrong_arguments_are_named(config, message):
@@ -145,10 +150,11 @@ def test_output_norms(out_norm):
     assert all(type(getattr(model, f'norm{i}')) is kind for i in range(3))
 
 
-@pytest.mark.parametrize('gamma', [0.0, 0.5, 1.0])
-def test_with_cp_changes_nothing(gamma):
+@pytest.mark.parametrize(('gamma', 'ffn_norm'), [
+    (0.0, None), (0.5, None), (1.0, None), (0.0, 'pre_act'), (0.5, 'post_act')])
+def test_with_cp_changes_nothing(gamma, ffn_norm):
     # Dropout and drop-path included: the random state is replayed.
-    config = dict(**SMALL, **SLAB, norm_cfg=PREPBN, drop_path_rate=0.3, drop_rate=0.1)
+    config = dict(**SMALL, **SLAB, norm_cfg=PREPBN, drop_path_rate=0.3, drop_rate=0.1, ffn_norm=ffn_norm)
     plain = randomize(SLABSwin(**config).double())
     recomputed = SLABSwin(**config, with_cp=True).double()
     set_gamma(plain, gamma)
@@ -205,6 +211,49 @@ def test_train_and_eval_return_the_model_and_set_the_mode():
         assert model.train(mode) is model
         assert {module.training for module in model.modules()} == {mode}
     assert model.eval() is model
+
+
+def ffn_norm_keys(model: nn.Module) -> set[str]:
+    return {key for key in model.state_dict() if '.ffn.norm.' in key}
+
+
+def test_ffn_norm_adds_one_norm_per_block_and_no_other_key():
+    plain = SLABSwin(**SMALL, norm_cfg=PREPBN)
+    assert {type(block.ffn) for stage in plain.stages for block in stage.blocks} == {FFN}
+    for word in ('pre_act', 'post_act'):
+        model = SLABSwin(**SMALL, norm_cfg=PREPBN, ffn_norm=word)
+        added = ffn_norm_keys(model)
+        assert set(model.state_dict()) - added == set(plain.state_dict())
+        for i, channels in enumerate((8, 16, 32)):
+            norms = [block.ffn.norm for block in model.stages[i].blocks]
+            assert [(type(norm), norm.num_features) for norm in norms] == [(PRepBN, 4 * channels)] * 2
+    assert list(inspect.signature(SLABSwin).parameters)[-2:] == ['norm_eval', 'ffn_norm']
+
+
+def test_an_ffn_norm_that_the_checkpoint_lacks_is_reported():
+    """A LayerNorm Swin fills all but the norms that it does not have; those stay live under norm_eval."""
+    theirs = randomize(SwinTransformer(**SMALL))
+    ours = SLABSwin(**SMALL, norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act', norm_eval=True)
+    report = load_pretrained(ours, theirs.state_dict())
+    assert set(report.missing_unexpected) == ffn_norm_keys(ours)
+    assert not report.complete
+    for key in ('stages.1.blocks.1.ffn.layers.0.0.weight', 'stages.1.blocks.1.ffn.layers.1.bias'):
+        assert torch.equal(ours.state_dict()[key], theirs.state_dict()[key]), key
+    # With statistics of a checkpoint of its own they are frozen.
+    other = SLABSwin(**SMALL, norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act', norm_eval=True)
+    assert load_pretrained(other, ours.state_dict()).complete
+    assert ours.train().stages[0].blocks[0].ffn.norm.training
+    assert not other.train().stages[0].blocks[0].ffn.norm.training
+
+
+def test_the_schedules_put_no_weight_decay_on_ffn_norms():
+    model = SLABSwin(**SMALL, norm_cfg=dict(type='RepBN'), ffn_norm='post_act')
+    cfg = Config.fromfile(CONFIGS / '_base_/schedules/adamw_1x.py').optim_wrapper
+    groups = build_optim_wrapper(model, cfg).optimizer.param_groups
+    decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
+    decays = {name: decay[id(parameter)] for name, parameter in model.named_parameters()}
+    assert {decays[name] for name in decays if '.ffn.norm.' in name} == {0.0}
+    assert {decays[name] for name in decays if '.ffn.layers.' in name} == {0.05}
 
 
 @pytest.mark.parametrize('init_cfg', [dict(type='Normal'), dict(type='Pretrained')])

@@ -2,9 +2,8 @@ import copy
 
 import pytest
 import torch
-from conftest import SLA, randomize
+from conftest import SLA, random_sizes, randomize, raw_outputs
 from mmdet.registry import MODELS
-from mmdet.structures import DetDataSample
 from torch import nn
 
 import slab_det
@@ -15,22 +14,6 @@ from slab_det.layers.offline_norm import ChannelAffine
 
 ATTENTIONS = {'softmax': {}, 'sla': SLA, 'focused': dict(SLA, attention='focused'),
               'sla, mask_padding': dict(SLA, mask_padding=True)}
-
-
-def random_sizes(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(32, 150, (count, 2), generator=generator).tolist()
-
-
-def raw_outputs(model, images):
-    """Everything that the detector computes before its last NMS: proposals, class scores, box deltas, mask logits."""
-    height, width = images.shape[-2:]
-    samples = [DetDataSample(metainfo=dict(
-        img_shape=(height, width), ori_shape=(height, width), batch_input_shape=(height, width),
-        pad_shape=(height, width), scale_factor=(1.0, 1.0))) for _ in images]
-    with torch.no_grad():
-        proposals = model.rpn_head.predict(model.extract_feat(images), samples, rescale=False)
-        return [*(p.bboxes for p in proposals), *model.roi_head.forward(model.extract_feat(images), proposals, samples)]
 
 
 @pytest.mark.parametrize('detector, num_outputs', [('mask_rcnn', 3), ('faster_rcnn', 2)])
@@ -120,6 +103,22 @@ def test_other_norms_and_options_fuse_exactly(small_detector, norm, options):
     assert check.exact, check
 
 
+@pytest.mark.parametrize('norm', ['TokenBN', 'PRepBN', 'UN'])
+@pytest.mark.parametrize('ffn_norm, layer', [('pre_act', 'layers.0.0'), ('post_act', 'layers.1')])
+def test_the_norm_inside_the_ffn_folds_exactly(small_detector, norm, ffn_norm, layer):
+    model = small_detector(norm_cfg=dict(type=norm), ffn_norm=ffn_norm).double()
+    fused = slab_det.fuse(model)
+    into = {fate.norm: fate.into for fate in fused.fusion_report.norms}
+    # As without, and 1 per block
+    assert len(into) == 1 + 3 * 6 + 3 + 4 and all(into.values()), into
+    assert into['backbone.stages.1.blocks.1.ffn.norm'] == f'backbone.stages.1.blocks.1.ffn.{layer}'
+    for height, width in random_sizes(3, seed=4):
+        images = torch.randn(2, 3, height, width).double()
+        for output, reference in zip(raw_outputs(fused, images), raw_outputs(model, images), strict=True):
+            difference = (output - reference).abs().max() / reference.abs().max()
+            assert difference <= 1e-9, (height, width, difference)
+
+
 @pytest.mark.parametrize('neck, level, reason', [
     (dict(add_extra_convs='on_input', num_outs=5), 3, 'reads the same map'),
     (dict(start_level=1, num_outs=4), 0, 'does not read this level'),
@@ -182,10 +181,11 @@ def test_fuse_refuses_training_mode_gamma_and_broken_statistics(small_detector):
         slab_det.fuse(model)
 
 
-def test_fused_detector_config_rebuilds_the_structure(small_detector, small_detector_cfg):
-    cfg = small_detector_cfg(**SLA)
+@pytest.mark.parametrize('options', [SLA, dict(ffn_norm='pre_act')], ids=['sla', 'ffn_norm'])
+def test_fused_detector_config_rebuilds_the_structure(small_detector, small_detector_cfg, options):
+    cfg = small_detector_cfg(**options)
     cfg.backbone.init_cfg = dict(type='Pretrained', checkpoint='not/there.pth')
-    fused = slab_det.fuse(small_detector(**SLA))
+    fused = slab_det.fuse(small_detector(**options))
     rebuilt = MODELS.build(dict(type='FusedDetector', model=cfg)).eval()
     rebuilt.init_weights()
     rebuilt.load_state_dict(fused.state_dict())

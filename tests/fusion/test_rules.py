@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from slab_det.fusion.rules import fold_into_input, fold_into_output
+from slab_det.fusion.rules import PARTS, find_obstacle, fold_into_input, fold_into_output
 
 LAYERS = [
     lambda bias: nn.Linear(6, 4, bias=bias),
@@ -56,3 +56,56 @@ def test_folds_are_computed_in_float64():
     bias = reference.bias + (reference.weight * shift).sum(1)
     fold_into_input(layer, scale, shift)
     assert torch.equal(layer.bias, bias.float())
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('part', PARTS)
+def test_fold_into_some_projections_of_an_attention(part, bias):
+    """The attention of queries, keys and values of which only those named pass the affine map."""
+    layer = nn.MultiheadAttention(6, 2, bias=bias).double().eval()
+    nn.init.normal_(layer.in_proj_weight)
+    if bias:
+        nn.init.normal_(layer.in_proj_bias)
+    scale, shift = torch.randn(2, 6).double()
+    inputs = dict(zip('qkv', torch.randn(3, 5, 2, 6).double(), strict=True))
+    expected = layer(*[x * scale + shift if name in part else x for name, x in inputs.items()])
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    fold_into_input(layer, scale, shift, part)
+    for one, other in zip(layer(*inputs.values()), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for index, name in enumerate('qkv'):
+        rows = slice(6 * index, 6 * index + 6)
+        same = torch.equal(layer.in_proj_weight[rows], state['in_proj_weight'][rows])
+        assert same == (name not in part), name
+        if not bias:
+            assert layer.in_proj_bias[rows].any() == (name in part), name
+    assert layer.in_proj_bias.requires_grad and (layer.out_proj.bias is None) == (not bias)
+
+
+class OtherConv2d(nn.Conv2d):
+    """Computes its weight, perhaps."""
+
+
+@pytest.mark.parametrize(('layer', 'side', 'part', 'reason'), [
+    (nn.Linear(6, 4), 'input', '', ''),
+    (nn.Conv2d(6, 4, 3, padding=1), 'output', '', ''),
+    (nn.Conv2d(6, 4, 3, padding=1), 'input', '', 'padding=0'),
+    (OtherConv2d(6, 4, 1), 'input', '', 'OtherConv2d'),
+    (OtherConv2d(6, 4, 1), 'output', '', 'OtherConv2d'),
+    (nn.Identity(), 'input', '', 'Identity'),
+    (nn.Linear(6, 18), 'input', 'q', r'\[q\] of a Linear'),
+    (nn.MultiheadAttention(6, 2), 'input', 'kv', ''),
+    (nn.MultiheadAttention(6, 2), 'input', '', 'named as one of q, k, v'),
+    (nn.MultiheadAttention(6, 2), 'output', '', 'inputs of an attention'),
+    (nn.MultiheadAttention(6, 2, kdim=4), 'input', 'q', 'not packed'),
+])
+def test_obstacles_are_named_and_refuse_the_fold(layer, side, part, reason):
+    obstacle = find_obstacle(layer, side, part)
+    assert bool(obstacle) == bool(reason)
+    if reason:
+        before = {name: value.clone() for name, value in layer.state_dict().items()}
+        affine = torch.ones(6).double(), torch.ones(6).double()
+        with pytest.raises(ValueError, match=reason):
+            fold_into_input(layer, *affine, part) if side == 'input' else fold_into_output(layer, *affine)
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, before[name]), name

@@ -1,0 +1,46 @@
+"""What the backbones share: arguments per stage, pretrained weights and frozen statistics."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmengine.logging import MMLogger
+from mmengine.model import BaseModule
+from torch import nn
+
+from slab_det.layers.offline_norm import named_offline_norms
+
+
+def per_stage(name: str, value: object, num_stages: int) -> tuple:
+    """One value for every stage: a sequence as it is, anything else repeated.
+
+    Raises:
+        ValueError: If a sequence has another length.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return (value,) * num_stages
+    if len(value) != num_stages:
+        raise ValueError(f'{name}={tuple(value)} needs one entry for each of the {num_stages} stages')
+    return tuple(value)
+
+
+def check_init_cfg(backbone: BaseModule) -> None:
+    """Raises ValueError unless ``init_cfg`` is None or names a checkpoint."""
+    init_cfg = backbone.init_cfg
+    if init_cfg is not None and (init_cfg.get('type') != 'Pretrained' or 'checkpoint' not in init_cfg):
+        raise ValueError(f"{type(backbone).__name__} takes init_cfg=None or dict(type='Pretrained', checkpoint=...), "
+                         f'got {dict(init_cfg)}')
+
+
+def freeze_loaded_statistics(backbone: nn.Module) -> None:
+    """Puts every norm whose statistics came from a checkpoint into eval mode."""
+    for _, norm in named_offline_norms(backbone):
+        if norm.statistics_loaded:
+            norm.eval()
+
+
+def warn_of_live_statistics(backbone: nn.Module) -> None:
+    """Logs the norms that ``norm_eval`` could not freeze, for want of loaded statistics."""
+    live = [name for name, norm in named_offline_norms(backbone) if not norm.statistics_loaded]
+    if live:
+        MMLogger.get_current_instance().warning(
+            f'norm_eval: no statistics were loaded for {", ".join(live)}; they stay live')

@@ -1,0 +1,273 @@
+"""SLABPVT: Pyramid Vision Transformer (V1 and V2) with any norm and any attention."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from mmcv.cnn import build_norm_layer
+from mmdet.models.layers import PatchEmbed
+from mmdet.registry import MODELS
+from mmengine.model import BaseModule, ModuleList
+from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_init
+from mmengine.utils import to_2tuple
+from torch import Tensor, nn
+
+from slab_det.checkpoints import load_pretrained
+from slab_det.layers.linear_attention import LinearAttention
+from slab_det.layers.map_ffn import MapFFN, build_map_ffn
+from slab_det.layers.position_table import resize_table
+from slab_det.layers.spatial_reduction import MAP_ATTENTIONS, MapAttention
+
+from .base import check_init_cfg, freeze_loaded_statistics, per_stage, warn_of_live_statistics
+
+
+class PVTBlock(BaseModule):
+    """``x + attn(norm1(x))``, then ``x + ffn(norm2(x))``.
+
+    Args:
+        attn: The attention over the map.
+        ffn: The FFN.
+        norm_cfg: Both norms.
+
+    Shape:
+        (B, H * W, C) -> (B, H * W, C).
+    """
+
+    def __init__(self, attn: MapAttention, ffn: MapFFN, norm_cfg: dict) -> None:
+        super().__init__()
+        self.norm1 = build_norm_layer(norm_cfg, attn.embed_dims)[1]
+        self.attn = attn
+        self.norm2 = build_norm_layer(norm_cfg, attn.embed_dims)[1]
+        self.ffn = ffn
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        x = x + self.attn(self.norm1(x), hw_shape)
+        return x + self.ffn(self.norm2(x), hw_shape)
+
+
+class PositionEmbedding(BaseModule):
+    """Adds a learned embedding of each position, interpolated to the map at hand.
+
+    Args:
+        pos_shape: (H, W) of the embedding.
+        embed_dims: Channels C.
+        drop_rate: Dropout after the sum.
+
+    Shape:
+        (B, H * W, C) -> (B, H * W, C).
+    """
+
+    def __init__(self, pos_shape: tuple[int, int], embed_dims: int, drop_rate: float) -> None:
+        super().__init__()
+        self.pos_shape = pos_shape
+        self.pos_embed = nn.Parameter(torch.zeros(1, pos_shape[0] * pos_shape[1], embed_dims))
+        self.drop = nn.Dropout(drop_rate)
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        return self.drop(x + resize_table(self.pos_embed, self.pos_shape, hw_shape))
+
+
+@MODELS.register_module()
+class SLABPVT(BaseModule):
+    """Pyramid Vision Transformer whose norms and attention are chosen by a word (PVT, PVTv2, SLAB, FLatten).
+
+    Arguments, defaults and state-dict keys are those of mmdet's PyramidVisionTransformer, whose checkpoints load.
+    The rows of the papers: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M
+    ``(3, 4, 18, 3)``; PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-PVT adds
+    ``attention='sla'``. PVTv2, mmdet's PyramidVisionTransformerV2, is
+    ``patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True,
+    use_conv_ffn=True``.
+
+    Args:
+        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
+        in_channels: Channels of the image.
+        embed_dims: Channels C of one head; stage i has C * num_heads[i].
+        num_stages: Stages.
+        num_layers: Blocks per stage.
+        num_heads: Heads per stage.
+        patch_sizes: Kernel of each stage's patch embedding.
+        strides: Stride of each patch embedding.
+        paddings: Padding of each patch embedding.
+        sr_ratios: Spatial reduction of keys and values in the softmax stages.
+        out_indices: Stages whose output is returned.
+        mlp_ratios: Hidden channels of the FFN over the stage's channels.
+        qkv_bias: Whether the attention's projections have a bias: those of q, k, v and, as in mmdet, of the output.
+        drop_rate: Dropout.
+        attn_drop_rate: Dropout on softmax attention weights.
+        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
+        use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the map at hand.
+        norm_after_stage: Put a norm after each stage; the next stage reads it too.
+        use_conv_ffn: Put a depthwise 3x3 convolution into the FFN.
+        act_cfg: Activation of the FFN.
+        norm_cfg: Every norm.
+        pretrained: mmdet's older spelling of ``init_cfg=dict(type='Pretrained', checkpoint=pretrained)``.
+        convert_weights: Accepted for mmdet's configs; the format of a checkpoint is always detected.
+        init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
+            :func:`slab_det.load_pretrained` reads.
+        attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
+        la_sr_ratios: What the stages with 'sla' or 'focused' attention use in place of ``sr_ratios``.
+        norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
+            whose statistics were not loaded stay live.
+        ffn_norm: One more norm in each FFN, before ('pre_act') or after ('post_act') the activation (BN+FFNBN).
+
+    Shape:
+        (B, in_channels, H, W) -> one (B, C * num_heads[i], H_i, W_i) per index i in ``out_indices``; H_i is
+        H / 4 / 2^i rounded down, or up with the paddings of PVTv2.
+
+    Raises:
+        ValueError: If an attention or ``ffn_norm`` is unknown or does not go with another argument, a per-stage
+            argument has not one entry per stage, or a map is smaller than its reduction ratio.
+    """
+
+    def __init__(
+        self,
+        pretrain_img_size: int | tuple[int, int] = 224,
+        in_channels: int = 3,
+        embed_dims: int = 64,
+        num_stages: int = 4,
+        num_layers: Sequence[int] = [3, 4, 6, 3],  # noqa: B006 (lists, as in mmdet)
+        num_heads: Sequence[int] = [1, 2, 5, 8],  # noqa: B006
+        patch_sizes: Sequence[int] = [4, 2, 2, 2],  # noqa: B006
+        strides: Sequence[int] = [4, 2, 2, 2],  # noqa: B006
+        paddings: Sequence[int] = [0, 0, 0, 0],  # noqa: B006
+        sr_ratios: Sequence[int] = [8, 4, 2, 1],  # noqa: B006
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        mlp_ratios: Sequence[int] = [8, 8, 4, 4],  # noqa: B006
+        qkv_bias: bool = True,
+        drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.1,
+        use_abs_pos_embed: bool = True,
+        norm_after_stage: bool = False,
+        use_conv_ffn: bool = False,
+        act_cfg: dict = dict(type='GELU'),  # noqa: B006
+        norm_cfg: dict = dict(type='LN', eps=1e-6),  # noqa: B006
+        pretrained: str | None = None,
+        convert_weights: bool = True,
+        init_cfg: dict | None = None,
+        attention: str | Sequence[str] = 'softmax',
+        la_sr_ratios: Sequence[int] = (1, 1, 1, 1),
+        norm_eval: bool = False,
+        ffn_norm: str | None = None,
+    ) -> None:
+        if pretrained is not None:
+            if init_cfg is not None:
+                raise ValueError('init_cfg and pretrained name two sources of weights: give one')
+            init_cfg = dict(type='Pretrained', checkpoint=pretrained)
+        super().__init__(init_cfg=init_cfg)
+        num_layers = per_stage('num_layers', num_layers, num_stages)
+        num_heads = per_stage('num_heads', num_heads, num_stages)
+        attention = per_stage('attention', attention, num_stages)
+        self.patch_sizes = per_stage('patch_sizes', patch_sizes, num_stages)
+        self.strides = per_stage('strides', strides, num_stages)
+        sr_ratios = per_stage('sr_ratios', sr_ratios, num_stages)
+        # As in mmdet these may be longer than num_stages, so that fewer stages go with their defaults.
+        self.paddings = per_stage('paddings', _first(paddings, num_stages), num_stages)
+        mlp_ratios = per_stage('mlp_ratios', _first(mlp_ratios, num_stages), num_stages)
+        la_sr_ratios = per_stage('la_sr_ratios', _first(la_sr_ratios, num_stages), num_stages)
+        unknown = set(attention) - set(MAP_ATTENTIONS)
+        if unknown:
+            raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(MAP_ATTENTIONS)}')
+        if not set(out_indices) <= set(range(num_stages)):
+            raise ValueError(f'out_indices={tuple(out_indices)} names stages that {num_stages=} does not have')
+        self.sr_ratios = tuple(ratio if word == 'softmax' else la_ratio
+                               for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True))
+        if min(self.sr_ratios) < 1:
+            raise ValueError(f'reduction ratios must be positive, got {self.sr_ratios}')
+        self.out_indices = tuple(out_indices)
+        self.norm_eval = norm_eval
+        self.num_features = [embed_dims * heads for heads in num_heads]
+        pretrain_img_size = to_2tuple(pretrain_img_size)
+        pretrain_shapes = self._map_shapes(pretrain_img_size)
+
+        drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers)).tolist())
+        self.layers = ModuleList()
+        for i, channels in enumerate(self.num_features):
+            patch_embed = PatchEmbed(in_channels, channels, kernel_size=self.patch_sizes[i], stride=self.strides[i],
+                                     padding=self.paddings[i], norm_cfg=norm_cfg)
+            in_channels = channels
+            blocks = ModuleList()
+            if use_abs_pos_embed:
+                # mmdet's sizes: where patches do not overlap, those of the maps.
+                patch = math.prod(self.patch_sizes[:i + 1])
+                pos_shape = (pretrain_img_size[0] // patch, pretrain_img_size[1] // patch)
+                blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
+            ratio = self.sr_ratios[i]
+            special = (dict(attn_drop_rate=attn_drop_rate) if attention[i] == 'softmax'
+                       else dict(source_shape=tuple(side // ratio for side in pretrain_shapes[i])))
+            for _ in range(num_layers[i]):
+                rate = next(drop_path_rates)
+                attn = MAP_ATTENTIONS[attention[i]](
+                    channels, num_heads[i], sr_ratio=ratio, qkv_bias=qkv_bias, proj_drop_rate=drop_rate,
+                    drop_path_rate=rate, norm_cfg=norm_cfg, **special)
+                ffn = build_map_ffn(
+                    ffn_norm, norm_cfg, use_conv_ffn, embed_dims=channels, act_cfg=act_cfg, drop_rate=drop_rate,
+                    feedforward_channels=int(mlp_ratios[i] * channels), drop_path_rate=rate)
+                blocks.append(PVTBlock(attn, ffn, norm_cfg))
+            norm = build_norm_layer(norm_cfg, channels)[1] if norm_after_stage else nn.Identity()
+            self.layers.append(ModuleList([patch_embed, blocks, norm]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self._map_shapes(x.shape[2:])
+        outs = []
+        for i, (patch_embed, blocks, norm) in enumerate(self.layers):
+            x, hw_shape = patch_embed(x)
+            # An image is not stored channels last. Once is cheaper than in every layer that reads the tokens.
+            x = x.contiguous()
+            for block in blocks:
+                x = block(x, hw_shape)
+            x = norm(x).transpose(1, 2).unflatten(2, hw_shape)
+            if i in self.out_indices:
+                outs.append(x.contiguous())
+        return tuple(outs)
+
+    def _map_shapes(self, image_shape: Sequence[int]) -> list[tuple[int, int]]:
+        """(H, W) of each stage's map for an image of (H, W); ValueError if one is too small for its stage."""
+        shapes = []
+        shape = tuple(image_shape)
+        for i, ratio in enumerate(self.sr_ratios):
+            shape = tuple((side + 2 * self.paddings[i] - self.patch_sizes[i]) // self.strides[i] + 1 for side in shape)
+            if min(shape) < ratio:
+                raise ValueError(
+                    f'an image of {image_shape[0]}x{image_shape[1]} leaves stage {i} a map of '
+                    f'{max(shape[0], 0)}x{max(shape[1], 0)}, '
+                    f'smaller than its reduction ratio {ratio}; give larger images or lower the ratio')
+            shapes.append(shape)
+        return shapes
+
+    def train(self, mode: bool = True) -> SLABPVT:
+        """Sets training mode, but for loaded statistics with ``norm_eval``."""
+        super().train(mode)
+        if mode and self.norm_eval:
+            freeze_loaded_statistics(self)
+        return self
+
+    def init_weights(self) -> None:
+        check_init_cfg(self)
+        self._init_from_scratch()
+        if self.init_cfg is not None:
+            load_pretrained(self, self.init_cfg['checkpoint'])
+        if self.norm_eval:
+            warn_of_live_statistics(self)
+        self._is_init = True
+
+    def _init_from_scratch(self) -> None:
+        """mmdet's distributions; the convolution of the values in linear attention keeps PyTorch's, as released."""
+        linear_attentions = [module for module in self.modules() if isinstance(module, LinearAttention)]
+        local = {attention.dwc for attention in linear_attentions}
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_init(module, std=0.02, bias=0.0)
+            elif isinstance(module, nn.Conv2d) and module not in local:
+                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
+                normal_init(module, 0, math.sqrt(2.0 / fan_out))
+            elif isinstance(module, PositionEmbedding):
+                trunc_normal_(module.pos_embed, std=0.02)
+        for attention in linear_attentions:
+            nn.init.zeros_(attention.positional_encoding)
+
+
+def _first(value: object, num_stages: int) -> object:
+    """The entries of the first stages."""
+    return value[:num_stages] if isinstance(value, Sequence) else value
