@@ -19,3 +19,7 @@ class ReportError(SlabDetError):
 
 class CheckpointError(SlabDetError):
     """A checkpoint that cannot be read, or that does not fit the model it is loaded into."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint that is not there. mmengine expects a FileNotFoundError."""

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from slab_det.errors import CheckpointError
 
-from .load import check_fused, check_shapes, find_state_dict, fit_weights, log_report, nothing_matched
+from .formats import nothing_matched
+from .fused import check_fused
+from .load import check_shapes, find_state_dict, fit_weights, log_report
 from .report import LoadReport, name_some
 from .weight import Weight, Weights
 

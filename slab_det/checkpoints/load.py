@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from os import PathLike, fspath
 
 from mmengine.logging import MMLogger
@@ -11,49 +11,41 @@ from torch import Tensor, nn
 
 from slab_det.errors import CheckpointError
 
-from . import microsoft_swin, native, slab_official
+from .formats import find_format, nothing_matched
+from .fused import check_fused
 from .norms import fit_norms
+from .pvt_layout import check_pvt_options
 from .report import LoadReport, name_some
 from .tables import resize_tables
-from .weight import CheckpointFormat, Weight, Weights
-
-FORMATS: tuple[CheckpointFormat, ...] = (slab_official.FORMAT, microsoft_swin.FORMAT, native.FORMAT)
-
-# Families that share some key names with ours, by a key that only they have.
-OTHER_FAMILIES = (
-    (r'^layers\.\d+\.blocks\.\d+\.attn\.logit_scale$', 'Swin V2'),
-    (r'^layers\.\d+\.blocks\.\d+\.attn\.qkv\.weight$', 'timm Swin'),
-    (r'^stage1_conv_embed\.', 'CSwin'),
-    (r'^pos_embed1$|^patch_embed1\.', 'PVT'),
-    (r'^layers\.0\.0\.projection\.', 'mmdet PVT'),
-    (r'^stages\.\d+\.blocks\.\d+\.attn\.(q|kv)\.', 'timm PVT V2'),
-    (r'^cls_token$|^blocks\.0\.', 'DeiT or ViT'),
-    (r'^layer1\.0\.conv1\.', 'ResNet'),
-)
+from .weight import Weight, Weights
 
 EXPECTED_UNUSED = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
     (r'(^|\.)relative_coords_table$|\.attn_mask$|\.num_batches_tracked$|\.(warm|iter|total_step)$', 'bookkeeping'),
     (r'^head\.', 'classification head'),
     (r'^norm\.', 'final norm of the classifier'),
+    (r'^cls_token$', 'class token'),
 )
 EXPECTED_MISSING = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
     (r'\.num_batches_tracked$', 'bookkeeping'),
 )
-OUTPUT_NORM = re.compile(r'^norm\d+\.')
+OUTPUT_NORM = re.compile(r'^(norm\d+|layers\.\d+\.2)\.')
 
 
 def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping,
                     source: str | None = None) -> LoadReport:
     """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
 
-    Layouts: ``slab_official``, ``microsoft_swin``, ``native`` (mmdet's and our own, also a whole detector).
+    Layouts: ``slab_official`` (Swin, PVT), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
+    ``microsoft_swin``, ``native`` (mmdet's and our own); also the backbone of a whole detector in any of them.
     Everything is checked before the backbone is touched.
 
     Args:
-        backbone: SLABSwin, or mmdet's SwinTransformer with any of our norms.
-        path_or_state_dict: A file or URL that mmengine can load, or what such a file holds.
+        backbone: SLABSwin, SLABPVT, or mmdet's SwinTransformer, PyramidVisionTransformer or
+            PyramidVisionTransformerV2 with any of our norms.
+        path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
+            that timm has under that name, or what such a file holds.
         source: The layout; None detects it from the keys.
 
     Raises:
@@ -127,66 +119,28 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
     check_fused(weights.keys(), targets.keys(), report.source)
     layout = find_format(set(weights), set(targets), source, report.source)
     report.format = layout.name
-    weights = fit_norms(layout.convert(weights), model, report)
-    weights = resize_tables(weights, targets)
+    given = sorted(weights)
+    try:
+        weights = layout.convert(weights)
+        check_pvt_options(weights, targets, 'the checkpoint')
+        weights = resize_tables(fit_norms(weights, model, report), model)
+    except CheckpointError as error:
+        raise CheckpointError(f'{report.source}: {error}') from error
 
     # The index follows from the window, which may be another one than the checkpoint's.
     filled = {key: weight for key, weight in weights.items()
               if key in targets and not key.endswith('relative_position_index')}
     _report_unused({key: weight for key, weight in weights.items() if key not in filled}, report)
     if not filled:
-        raise nothing_matched(report.source, weights, targets)
+        raise nothing_matched(report.source, given, targets)
     check_shapes(filled, targets, report.source)
+    report.notes += layout.notes(model)
 
     report.matched = list(filled)
     report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
     is_classifier = any(key.startswith(('head.', 'norm.')) for key in weights)
     _report_missing(targets, filled, is_classifier, report)
     return {key: weight.value for key, weight in filled.items()}
-
-
-def find_format(keys: set[str], targets: set[str], source: str | None, name: str) -> CheckpointFormat:
-    """The layout called ``source``, or the one that ``keys`` have.
-
-    Raises:
-        CheckpointError: If they have none of those known.
-        ValueError: If ``source`` is unknown.
-    """
-    by_name = {layout.name: layout for layout in FORMATS}
-    if source is not None:
-        if source not in by_name:
-            raise ValueError(f'unknown source {source!r}: choose from {sorted(by_name)}')
-        return by_name[source]
-    for layout in FORMATS:
-        if layout.matches(keys):
-            return layout
-    family = next((family for pattern, family in OTHER_FAMILIES if any(re.search(pattern, key) for key in keys)), None)
-    # A part of a model, or another architecture in its own layout.
-    if keys & targets and (family is None or len(keys & targets) > len(targets) // 2):
-        return native.FORMAT
-    if family is not None:
-        raise CheckpointError(
-            f'{name} looks like {family} ({name_some(sorted(keys), 2)}), '
-            f'the model has {name_some(sorted(targets), 2)}; known layouts are {", ".join(by_name)}: '
-            'give a checkpoint in one of them')
-    raise nothing_matched(name, sorted(keys), sorted(targets))
-
-
-def check_fused(keys: Iterable[str], targets: Iterable[str], name: str) -> None:
-    """Refuses a fused checkpoint for an unfused model and the reverse.
-
-    Raises:
-        CheckpointError: If only one of them is fused.
-    """
-    fused_keys, fused_targets = (any(re.search(r'\.(downsample\.reduction\.bias|padding_qkv)$', key) for key in names)
-                                 for names in (keys, targets))
-    if fused_keys and not fused_targets:
-        raise CheckpointError(
-            f'{name} is fused: it has no norms, the model still has them; use the fused config that was written '
-            'beside it, or the unfused checkpoint')
-    if fused_targets and not fused_keys:
-        raise CheckpointError(
-            f'{name} is not fused, the model is; use the config it was trained with, or fuse it with tools/fuse.py')
 
 
 def check_shapes(weights: Weights, targets: Mapping[str, Tensor], name: str, or_else: str = '') -> None:
@@ -198,13 +152,6 @@ def check_shapes(weights: Weights, targets: Mapping[str, Tensor], name: str, or_
             f'{name}: {len(misfits)} shapes do not fit (checkpoint -> model): {"; ".join(misfits[:4])}'
             f'{"; …" if len(misfits) > 4 else ""}; make the config agree with the checkpoint'
             f'{" " if or_else else ""}{or_else}')
-
-
-def nothing_matched(name: str, keys: Iterable[str], targets: Iterable[str]) -> CheckpointError:
-    """The error of a checkpoint none of whose keys the model has."""
-    return CheckpointError(
-        f'{name}: nothing matches the model; the checkpoint has {name_some(keys)}, the model {name_some(targets)}; '
-        f'known layouts are {", ".join(layout.name for layout in FORMATS)}: give a checkpoint in one of them')
 
 
 def log_report(report: LoadReport) -> None:

@@ -1,11 +1,11 @@
-"""mmdet's SwinTransformer layout, which is our own."""
+"""mmdet's layouts of SwinTransformer, PyramidVisionTransformer and PyramidVisionTransformerV2, which are our own."""
 from __future__ import annotations
 
 from .weight import CheckpointFormat, Weights
 
 
 def matches(keys: set[str]) -> bool:
-    return 'stages.0.blocks.0.attn.w_msa.qkv.weight' in keys
+    return bool({'stages.0.blocks.0.attn.w_msa.qkv.weight', 'layers.0.0.projection.weight'} & keys)
 
 
 def convert(weights: Weights) -> Weights:

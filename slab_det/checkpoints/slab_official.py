@@ -1,22 +1,27 @@
-"""The SLAB authors' Swin layout (github.com/xinghaochen/SLAB), classification and detection.
+"""The SLAB authors' Swin and PVT layouts (github.com/xinghaochen/SLAB), classification and detection.
 
 A progressive norm ``n`` is stored as ``n.norm1.*`` (LayerNorm), ``n.norm2.bn.*`` and ``n.norm2.alpha`` (RepBN and its
 eta) and the counters ``n.warm``, ``n.iter``, ``n.total_step``; a plain RepBN as ``n.bn.*`` and ``n.alpha``.
+All else is as in Microsoft's Swin or the official PVT; linear attention adds ``attn.positional_encoding`` and
+``attn.dwc``, and their PVT has no class token.
 """
 from __future__ import annotations
 
 import torch
 
+from .pvt_layout import is_official_pvt, to_native_pvt
 from .swin_layout import is_foreign_swin, to_native_swin
 from .weight import CheckpointFormat, Weight, Weights
 
 
 def matches(keys: set[str]) -> bool:
-    return is_foreign_swin(keys) and any(key.endswith(('.total_step', '.alpha')) for key in keys)
+    return (is_foreign_swin(keys) or is_official_pvt(keys)) and any(
+        key.endswith(('.total_step', '.alpha')) for key in keys)
 
 
 def convert(weights: Weights) -> Weights:
-    return to_native_swin(_plain_repbn(_progressive_norms(weights)))
+    weights = _plain_repbn(_progressive_norms(weights))
+    return to_native_pvt(weights) if is_official_pvt(weights) else to_native_swin(weights)
 
 
 def _progressive_norms(weights: Weights) -> Weights:

@@ -18,12 +18,17 @@ _MERGED_CHANNELS = re.compile(
     r'\.downsample\.(reduction\.weight|norm\.(\w+\.)*(weight|bias|running_mean|running_var))$')
 
 
+def is_swin(keys: set[str]) -> bool:
+    """Whether the keys are those of a Swin in Microsoft's or timm's layout."""
+    # Swin V2 has the same names, but scales the cosine of queries and keys.
+    return 'layers.0.blocks.0.attn.qkv.weight' in keys and 'layers.0.blocks.0.attn.logit_scale' not in keys
+
+
 def is_foreign_swin(keys: set[str]) -> bool:
     """Whether the keys are those of a Swin whose patch merging ends a stage, as in Microsoft's code."""
-    has_blocks = 'layers.0.blocks.0.attn.qkv.weight' in keys
     # timm puts patch merging at the start of the next stage.
-    return has_blocks and ('layers.0.downsample.reduction.weight' in keys
-                           or not any('.downsample.' in key for key in keys))
+    return is_swin(keys) and ('layers.0.downsample.reduction.weight' in keys
+                              or not any('.downsample.' in key for key in keys))
 
 
 def to_unfold_order(merged: Tensor) -> Tensor:

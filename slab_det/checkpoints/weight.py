@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,10 @@ class CheckpointFormat(NamedTuple):
         name: What ``source`` and the report call it.
         matches: Whether a file with these keys has the layout.
         convert: Gives weights the names and the channel order of our own layout. Norms keep their kind.
+        notes: What to know about weights of this layout in a model.
     """
 
     name: str
     matches: Callable[[set[str]], bool]
     convert: Callable[[Weights], Weights]
+    notes: Callable[[nn.Module], list[str]] = lambda model: []

@@ -20,7 +20,9 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
-from slab_det.errors import CheckpointError
+from slab_det.errors import CheckpointError, CheckpointNotFoundError
+
+SAFETENSORS = '.safetensors'
 
 # What torch.load(map_location=...) takes.
 MapLocation = str | torch.device | dict | Callable | None
@@ -77,15 +79,24 @@ def load_from_local(filename: str, map_location: MapLocation = None) -> Any:
     """Reads a local checkpoint for mmengine's ``CheckpointLoader``.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        CheckpointNotFoundError: If there is no such file.
         CheckpointError: If it is not a whole checkpoint, or holds objects that are not allowed.
     """
     if not filename:
         # mmengine writes last_checkpoint in place: a run killed at that moment leaves it empty.
         raise CheckpointError('last_checkpoint in the work directory is empty: name the checkpoint to resume from.')
     path = os.path.expanduser(filename)
+    # mmengine knows the schemes that it has loaders for, and takes anything else for a file.
+    scheme, separator, _ = path.partition('://')
+    if separator:
+        raise CheckpointError(f'{path}: nothing here can read {scheme}://; give a file, or an address that begins with '
+                              'https://, timm://, torchvision:// or open-mmlab://.')
+    if os.path.isdir(path):
+        raise CheckpointError(f'{path} is a folder; name the checkpoint in it.')
     if not os.path.isfile(path):
-        raise FileNotFoundError(f'There is no checkpoint {path}.')
+        raise CheckpointNotFoundError(f'There is no checkpoint {path}; check its name.')
+    if path.endswith(SAFETENSORS):
+        return read_safetensors(path)
     return read_checkpoint(path, map_location)
 
 
@@ -96,6 +107,10 @@ def load_from_http(filename: str, map_location: MapLocation = None, model_dir: s
     Raises:
         CheckpointError: If it cannot be downloaded, is not a whole checkpoint, or holds objects that are not allowed.
     """
+    if filename.partition('?')[0].endswith(SAFETENSORS):
+        # torch names its copy after the last part of the address, and on model hubs that is the same for all models.
+        raise CheckpointError(f'{filename}: safetensors are read from files; download it and name the file, or use '
+                              'timm://NAME for weights that timm knows.')
     if get_rank() != 0:
         barrier()
     try:
@@ -124,6 +139,23 @@ def read_checkpoint(file: Any, map_location: MapLocation = None) -> Any:
     """
     with safe_globals(), checkpoint_errors(file):
         return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def read_safetensors(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, which holds nothing else.
+
+    Raises:
+        CheckpointError: If it is not a whole safetensors file, or the package is not installed.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(f'{path}: reading it needs the safetensors package: pip install safetensors') from error
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise broken(path, str(error)) from error
 
 
 @contextmanager

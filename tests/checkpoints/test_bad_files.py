@@ -1,0 +1,101 @@
+"""What is no checkpoint for the backbone at hand is refused in one line, and nothing is loaded."""
+import os
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from mmcv import imwrite
+
+from slab_det.backbones import SLABPVT, SLABSwin
+from slab_det.checkpoints import load_pretrained
+from slab_det.errors import CheckpointError
+
+SWIN = dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
+PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
+BACKBONES = {'swin': lambda **options: SLABSwin(**SWIN, **options), 'pvt': lambda **options: SLABPVT(**PVT, **options)}
+
+
+class RunsCode:
+    def __init__(self, *call) -> None:
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+def write_truncated(path, state) -> None:
+    torch.save(state, path)
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+def write_image(path, state) -> None:
+    imwrite(np.zeros((8, 8, 3), np.uint8), str(path.with_suffix('.png')))
+    path.with_suffix('.png').rename(path)
+
+
+def write_archive(path, state) -> None:
+    with zipfile.ZipFile(path, 'w') as archive:
+        archive.writestr('weights.txt', 'none')
+
+
+def wrong_size(state) -> dict:
+    key = next(key for key in state if key.endswith('norm1.weight'))
+    return {**state, key: torch.ones(11)}
+
+
+UNREADABLE = 'cannot be read as a checkpoint'
+BAD = {
+    'truncated': (write_truncated, UNREADABLE),
+    'empty': (lambda path, state: path.touch(), UNREADABLE),
+    'text': (lambda path, state: path.write_text('epoch,loss\n1,0.5\n'), UNREADABLE),
+    'image': (write_image, UNREADABLE),
+    'other archive': (write_archive, UNREADABLE),
+    'folder': (lambda path, state: path.mkdir(), 'is a folder'),
+    'missing': (lambda path, state: None, 'There is no checkpoint'),
+    'runs code': (lambda path, state: torch.save(RunsCode(os.mkdir, f'{path} ran'), path), r'posix\.mkdir.*Not loaded'),
+    'numbers': (lambda path, state: torch.save({'epoch': 3, 'lr': 0.1}, path), 'no weights.*epoch, lr'),
+    'no dict': (lambda path, state: torch.save([1, 2], path), 'no weights.*list'),
+    'a tensor': (lambda path, state: torch.save(torch.ones(2), path), 'no weights.*Tensor'),
+    'zero matches': (lambda path, state: torch.save({'encoder.weight': torch.ones(2)}, path), 'nothing matches'),
+    'wrong size': (lambda path, state: torch.save(wrong_size(state), path),
+                   r'1 shapes do not fit.*norm1\.weight \(11,\).*\(8,\)'),
+    'ResNet': (lambda path, state: torch.save({'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight':
+                                               torch.ones(64, 64, 1, 1)}, path), 'looks like ResNet'),
+    'ViT': (lambda path, state: torch.save({'cls_token': torch.ones(1, 1, 8), 'blocks.0.attn.qkv.weight':
+                                            torch.ones(24, 8)}, path), 'looks like DeiT or ViT'),
+}
+
+
+@pytest.mark.parametrize('backbone', BACKBONES)
+@pytest.mark.parametrize('kind', BAD)
+@pytest.mark.parametrize('way', ['load_pretrained', 'init_cfg'])
+def test_bad_files_are_refused_in_one_line(tmp_path, backbone, kind, way):
+    write, expected = BAD[kind]
+    path = tmp_path / 'weights.pth'
+    write(path, BACKBONES[backbone]().state_dict())
+    model = BACKBONES[backbone](init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=expected) as error:
+        load_pretrained(model, path) if way == 'load_pretrained' else model.init_weights()
+    message = str(error.value)
+    assert '\n' not in message and 'weights.pth' in message
+    assert not os.path.exists(f'{path} ran')
+    if way == 'load_pretrained':
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('address', ['ftp://somewhere/swin.pth', 'gs://bucket/swin.pth', 'tim://swin_tiny'])
+def test_unknown_schemes_are_named_with_the_known_ones(address):
+    with pytest.raises(CheckpointError, match=rf'{address}: nothing here can read .*://.*https://, timm://') as error:
+        load_pretrained(BACKBONES['swin'](), address)
+    assert '\n' not in str(error.value)
+
+
+def test_swin_v2_of_microsoft_is_no_swin():
+    block = 'layers.0.blocks.0.attn'
+    state = {f'{block}.qkv.weight': torch.ones(24, 8), f'{block}.logit_scale': torch.ones(1, 1, 1),
+             f'{block}.cpb_mlp.0.weight': torch.ones(512, 2), 'layers.0.blocks.0.norm1.weight': torch.ones(8),
+             'layers.0.downsample.reduction.weight': torch.ones(16, 32), 'patch_embed.norm.weight': torch.ones(8)}
+    with pytest.raises(CheckpointError, match='looks like Swin V2'):
+        load_pretrained(BACKBONES['swin'](), state)
