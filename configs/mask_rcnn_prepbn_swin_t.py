@@ -1,11 +1,6 @@
 # Swin-T-PRepBN, every norm progressive, the four output norms included.
-_base_ = ['./mask_rcnn_swin_t.py']
+_base_ = ['./mask_rcnn_swin_t.py', './_base_/prepbn.py']
 
-custom_hooks = [
-    # 4/5 of the run: with a shorter decay, users of the released code report NaN from a LayerNorm start.
-    dict(type='ProgressiveNormHook', decay='linear', total=0.8, unit='fraction'),
-    dict(type='RecalibrateFuseHook'),
-]
 model = dict(backbone=dict(
     norm_cfg=dict(_delete_=True, type='PRepBN'),
     # ImageNet-1K weights of the authors. Their decay is finished: those norms start at gamma = 0, while the output

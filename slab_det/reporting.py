@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slab_det.errors import ReportError
 from slab_det.latency import describe_scope
-from slab_det.paper import PAPER_ROWS
+from slab_det.paper import PaperRow, published_rows
 
 SCHEMA = 1
 VARIANTS = ('unfused', 'fused')
@@ -200,23 +200,17 @@ def markdown_table(entries: Sequence[ReportEntry], paper: bool = False) -> str:
         )
     if paper:
         header += ['paper: ms (V100)', 'paper: box AP', 'paper: mask AP']
-        for entry, row in zip(entries, rows, strict=True):
-            # Table 3 is Mask R-CNN.
-            published = PAPER_ROWS.get(entry.name) if entry.detector == 'MaskRCNN' else None
-            row += (
-                [f'{published.ms:.1f}', f'{published.box[0]:.1f}', f'{published.mask[0]:.1f}']
-                if published
-                else ['–'] * 3
-            )
+        published = [published_rows(entry.name, entry.detector) for entry in entries]
+        paper_notes = _Notes('P', [table.describe() for found in published for table, _ in found])
+        for found, row in zip(published, rows, strict=True):
+            marked = [(paper_row, paper_notes.mark(table.describe())) for table, paper_row in found]
+            row += _paper_cells(marked)
     lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
     lines += ['', *latency_notes.lines('ms: median latency, '), *ap_notes.lines('AP on ')]
     if len(latency_notes) > 1:
         lines.append('Latencies with different marks were measured differently: do not compare them.')
     if paper:
-        lines.append(
-            "Paper columns: SLAB (ICML 2024), Table 3: Mask R-CNN 1x on COCO val2017, the authors' V100 at "
-            'batch 1; not measured here.'
-        )
+        lines += paper_notes.lines("The authors' numbers, not measured here: ")
     return '\n'.join(lines) + '\n'
 
 
@@ -243,16 +237,41 @@ class _Notes:
         return [line for text in self._marks for line in (f'{self.mark(text).lstrip()} {prefix}{text}'.lstrip(), '')]
 
 
+def _paper_cells(rows: Sequence[tuple[PaperRow, str]]) -> list[str]:
+    """Latency, box AP and mask AP of one model's published rows, each followed by the mark of its table."""
+    columns = zip(*[((row.ms, mark), (row.box[0], mark), (row.mask and row.mask[0], mark)) for row, mark in rows],
+                  strict=True)
+    cells = ['; '.join(f'{value:.1f}{mark}' for value, mark in column if value is not None) for column in columns]
+    return [cell or '–' for cell in cells] or ['–'] * 3
+
+
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
-    kind = backbone['type'].removeprefix('SLAB').rpartition('.')[2]
-    family = {'SwinTransformer': 'Swin', 'PyramidVisionTransformer': 'PVT'}.get(kind, kind)
+    family = _family(backbone)
     label = family + _size_suffix(family, backbone)
+    # BatchNorm over tokens is what the papers mean by it.
+    norms = [] if norm == 'LN' else ['BN' if norm == 'TokenBN' else norm]
     if 'focused' in kinds:
         label = f'Flatten-{label}'
     elif 'sla' in kinds:
         # SLAB is both ideas together; linear attention with other norms is half of it.
-        return f'{"SLAB" if norm == "PRepBN" else "SLA"}-{label}' + ('' if norm in ('PRepBN', 'LN') else f'-{norm}')
-    return label if norm == 'LN' else f'{label}-{norm}'
+        label = f'{"SLAB" if norm == "PRepBN" else "SLA"}-{label}'
+        norms = [name for name in norms if name != 'PRepBN']
+    if backbone.get('ffn_norm'):
+        norms.append(f'FFN{"BN" if norm == "TokenBN" else norm}')
+    return '-'.join([label, '+'.join(norms)]) if norms else label
+
+
+def _family(backbone: Mapping) -> str:
+    kind = backbone['type'].rpartition('.')[2]
+    family = {
+        'SLABSwin': 'Swin',
+        'SwinTransformer': 'Swin',
+        'SLABPVT': 'PVT',
+        'PyramidVisionTransformer': 'PVT',
+        'PyramidVisionTransformerV2': 'PVTv2',
+    }.get(kind, kind)
+    # One class is both: only the second version has convolutions in its FFN.
+    return 'PVTv2' if family == 'PVT' and backbone.get('use_conv_ffn') else family
 
 
 def _size_suffix(family: str, backbone: Mapping) -> str:
@@ -264,12 +283,16 @@ def _size_suffix(family: str, backbone: Mapping) -> str:
         ('PVT', 64, (2, 2, 2, 2)): 'T',
         ('PVT', 64, (3, 4, 6, 3)): 'S',
         ('PVT', 64, (3, 4, 18, 3)): 'M',
+        ('PVTv2', 32, (2, 2, 2, 2)): 'B0',
+        ('PVTv2', 64, (2, 2, 2, 2)): 'B1',
+        ('PVTv2', 64, (3, 4, 6, 3)): 'B2',
+        ('PVTv2', 64, (3, 4, 18, 3)): 'B3',
     }
-    width, depths = {
-        'Swin': (backbone.get('embed_dims', 96), backbone.get('depths', (2, 2, 6, 2))),
-        'PVT': (backbone.get('embed_dims', 64), backbone.get('num_layers', (3, 4, 6, 3))),
-    }.get(family, (None, ()))
-    if width is None:
+    if family == 'Swin':
+        width, depths = backbone.get('embed_dims', 96), backbone.get('depths', (2, 2, 6, 2))
+    elif family in ('PVT', 'PVTv2'):
+        width, depths = backbone.get('embed_dims', 64), backbone.get('num_layers', (3, 4, 6, 3))
+    else:
         return ''
     return '-' + published.get((family, width, tuple(depths)), f'{width}x{"".join(map(str, depths))}')
 

@@ -1,64 +1,286 @@
-"""Every config builds the row it is named after, and ends with the norms that it says."""
+"""Every config builds the row it is named after, trains by that row's recipe, and ends with the norms that it says."""
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import CONFIGS
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import slab_det
+from slab_det.checkpoints import load_pretrained
 from slab_det.layers import OfflineNorm
 
-SWIN_T_NORMS = 1 + 2 * 12 + 3 + 4
-NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
+ROWS = [f'{norm}{family}_{size}' for norm in ('', 'prepbn_') for family, sizes in (('swin', 'tsb'), ('pvt', 'tsm'))
+        for size in sizes]
+ROWS += ['slab_swin_t', 'slab_swin_s', 'slab_pvt_t', 'flatten_swin_t', 'flatten_swin_s', 'un_swin_t',
+         'bn_ffnbn_swin_t']
+# The rows of UN's tables, and the one that stands beside them: 36 epochs.
+LONG = NO_LAYER_NORM = ('un_swin_t', 'bn_ffnbn_swin_t')
+OFFICIAL = ['prepbn_swin_t_official', 'slab_swin_t_official']
+COCO = [f'{detector}_rcnn_{row}' for detector in ('mask', 'faster') for row in ROWS]
+COCO += [f'mask_rcnn_{row}' for row in OFFICIAL]
+QUICKSTART = ['quickstart_mask_rcnn_swin', 'quickstart_mask_rcnn_slab_swin']
+
+# What the papers print for their classifiers at 224, in millions of parameters and G multiply-adds.
+PUBLISHED = {
+    'swin_t': ('28', '4.5'), 'swin_s': ('50', '8.7'), 'swin_b': ('88', '15.4'),
+    'pvt_t': ('13.2', '1.9'), 'pvt_s': ('24.5', '3.8'), 'pvt_m': ('44.2', '6.7'),
+}
+SWIN = 'https://github.com/SwinTransformer/storage/releases/download/v1.0.0'
+PVT = 'https://github.com/whai362/PVT/releases/download/v2'
+SLAB = 'https://github.com/xinghaochen/SLAB/releases/download/ckpts'
+# What the READMEs of the three repositories link to.
+RELEASED = {
+    **{f'{size}': f'{SWIN}/swin_{name}_patch4_window7_224.pth'
+       for size, name in (('swin_t', 'tiny'), ('swin_s', 'small'), ('swin_b', 'base'))},
+    **{f'pvt_{name[0]}': f'{PVT}/pvt_{name}.pth' for name in ('tiny', 'small', 'medium')},
+    **{f'prepbn_pvt_{name[0]}': f'{SLAB}/pvt_{name}_prepbn.pth' for name in ('tiny', 'small', 'medium')},
+    'prepbn_swin_t': f'{SLAB}/swin_tiny_prepbn.pth',
+    'slab_swin_t': f'{SLAB}/slab_swin_tiny.pth',
+    'slab_swin_s': f'{SLAB}/slab_swin_small.pth',
+    'slab_pvt_t': f'{SLAB}/slab_pvt_tiny.pth',
+}
+# Keys and shapes of those that we know.
+MANIFESTS = {
+    f'{SWIN}/swin_tiny_patch4_window7_224.pth': 'microsoft_swin_tiny',
+    f'{PVT}/pvt_tiny.pth': 'official_pvt_tiny',
+    f'{PVT}/pvt_small.pth': 'official_pvt_small',
+    f'{SLAB}/swin_tiny_prepbn.pth': 'swin_tiny_prepbn',
+    f'{SLAB}/slab_swin_tiny.pth': 'slab_swin_tiny',
+    f'{SLAB}/slab_pvt_tiny.pth': 'slab_pvt_tiny',
+}
 
 
-@pytest.mark.parametrize('name', NAMES)
+@cache
+def load(name: str) -> Config:
+    return Config.fromfile(CONFIGS / f'{name}.py')
+
+
+def row_of(name: str) -> str:
+    return name.partition('_rcnn_')[2]
+
+
+def size_of(row: str) -> str:
+    return '_'.join(row.removesuffix('_official').split('_')[-2:])
+
+
+def has_progressive_norms(name: str) -> bool:
+    return 'prepbn' in name or 'slab' in name
+
+
+def has_offline_norms(name: str) -> bool:
+    return has_progressive_norms(name) or row_of(name) in NO_LAYER_NORM
+
+
+def count_norms(backbone: dict) -> int:
+    """By hand: Swin has one norm after its patches, two per block, three of merging, four outputs; PVT one after each
+    stage's patches, two per block and one per block that reduces its keys."""
+    if backbone.type == 'SLABPVT':
+        reducing = 0 if backbone.get('attention') == 'sla' else sum(backbone.num_layers[:3])
+        return 4 + 2 * sum(backbone.num_layers) + reducing
+    return 1 + (3 if backbone.get('ffn_norm') else 2) * sum(backbone.depths) + 3 + 4
+
+
+def test_every_row_has_its_two_detectors():
+    assert sorted(path.stem for path in CONFIGS.glob('*.py')) == sorted(COCO + QUICKSTART)
+
+
+@pytest.mark.parametrize('name', COCO + QUICKSTART)
 def test_config_ends_with_the_norms_it_says(name):
-    cfg = Config.fromfile(CONFIGS / f'{name}.py')
+    cfg = load(name)
     model = MODELS.build(cfg.model).eval()
     assert type(model).__name__ == ('FasterRCNN' if name.startswith('faster') else 'MaskRCNN')
-    assert ('ProgressiveNormHook' in str(cfg.get('custom_hooks'))) == ('prepbn' in name or 'slab' in name)
+    hooks = [hook.type for hook in cfg.get('custom_hooks', [])]
+    assert ('ProgressiveNormHook' in hooks) == has_progressive_norms(name)
+    assert ('UnifiedNormHook' in hooks) == ('_un_' in name)
+    assert ('RecalibrateFuseHook' in hooks) == has_offline_norms(name)
+    eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    assert eps == (set() if row_of(name) in NO_LAYER_NORM else {1e-6} if 'pvt' in name else {1e-5})
     slab_det.set_gamma(model, 0)
-    fused = slab_det.fuse(model, inplace=True)
-    num_norms = 24 if name.startswith('quickstart') else SWIN_T_NORMS
-    report = fused.fusion_report
-    kept = len(report.select('kept'))
-    assert not report.select('affine') and len(report.norms) == num_norms
-    if 'prepbn' not in name and 'slab' not in name:
-        assert kept == num_norms
+    report = slab_det.fuse(model, inplace=True).fusion_report
+    assert not report.select('affine') and len(report.norms) == count_norms(cfg.model.backbone)
+    kept = [fate.norm for fate in report.select('kept')]
+    if not has_offline_norms(name):
+        assert len(kept) == len(report.norms)
     elif name.endswith('official'):
-        assert [fate.norm for fate in report.select('kept')] == [f'backbone.norm{i}' for i in range(4)]
+        assert kept == [f'backbone.norm{i}' for i in range(4)]
     else:
-        assert kept == 0
-        assert not [m for m in fused.modules() if isinstance(m, (OfflineNorm, nn.LayerNorm))]
+        assert not kept
+        assert not [m for m in model.modules() if isinstance(m, (OfflineNorm, nn.LayerNorm))]
 
 
-@pytest.mark.parametrize('name', [name for name in NAMES if not name.startswith('quickstart')])
+@pytest.mark.parametrize('name', COCO)
 def test_coco_configs_follow_the_papers_recipe(name):
-    cfg = Config.fromfile(CONFIGS / f'{name}.py')
+    cfg, row = load(name), row_of(name)
+    size, is_long, is_pvt = size_of(row), row in LONG, 'pvt' in row
     optimizer = cfg.optim_wrapper.optimizer
     assert (optimizer.type, optimizer.lr, optimizer.weight_decay) == ('AdamW', 1e-4, 0.05)
     assert 'momentum' not in optimizer
-    assert cfg.train_cfg.max_epochs == 12
-    assert cfg.param_scheduler[0].end == 500 and cfg.param_scheduler[1].milestones == [8, 11]
+    assert cfg.train_cfg.max_epochs == cfg.param_scheduler[1].end == (36 if is_long else 12)
+    assert cfg.param_scheduler[0].end == 500
+    assert cfg.param_scheduler[1].milestones == ([27, 33] if is_long else [8, 11])
     assert cfg.auto_scale_lr.base_batch_size == 16
     assert cfg.train_dataloader.dataset.data_root == 'data/coco/'
-    assert cfg.model.backbone.drop_path_rate == 0.1
-    backbone = MODELS.build(cfg.model.backbone)
-    # SLAB: one position per slot in four windows of 56 and 28, where softmax attention has 169 per head.
-    positions = 2 * 56 ** 2 * 96 + 2 * 28 ** 2 * 192 if 'slab' in name else 0
-    assert sum(p.numel() for p in backbone.parameters()) == pytest.approx(27.5e6 + positions, rel=0.01)
+    transforms = {transform.type: transform for transform in cfg.train_dataloader.dataset.pipeline}
+    assert transforms['LoadAnnotations'].get('with_mask', False) == name.startswith('mask')
+    assert cfg.val_evaluator.metric == (['bbox', 'segm'] if name.startswith('mask') else 'bbox')
+    if is_pvt:
+        assert tuple(transforms['Resize'].scale) == (1333, 800) and 'RandomChoice' not in transforms
+    else:
+        sides = [scale[0] for scale in transforms['RandomChoice'].transforms[0][0].scales]
+        assert sides == list(range(480, 801, 32)) and 'Resize' not in transforms
+        drop_path = {'swin_t': 0.2 if is_long else 0.1, 'swin_s': 0.2, 'swin_b': 0.3}[size]
+        assert cfg.model.backbone.drop_path_rate == drop_path
 
 
-def test_weight_decay_spares_norms_and_position_bias():
-    from mmengine.optim import build_optim_wrapper
-    cfg = Config.fromfile(CONFIGS / 'mask_rcnn_slab_swin_t.py')
+def test_progressive_configs_decay_over_four_fifths_of_the_run():
+    for name in COCO:
+        if has_progressive_norms(name) and not name.endswith('official'):
+            hook = load(name).custom_hooks[0]
+            assert (hook.type, hook.decay, hook.total, hook.unit) == ('ProgressiveNormHook', 'linear', 0.8, 'fraction')
+
+
+def test_un_has_the_window_and_the_warm_up_of_its_paper():
+    norm = MODELS.build(load('mask_rcnn_un_swin_t').model.backbone).norm0
+    assert (norm.window_size, norm.warmup_iters, norm.filter_outliers, norm.eps) == (4, 4000, True, 1e-5)
+
+
+@pytest.mark.parametrize('row', ROWS)
+def test_both_detectors_of_a_row_differ_in_nothing_but_masks(row):
+    mask, faster = load(f'mask_rcnn_{row}'), load(f'faster_rcnn_{row}')
+    for part in ('backbone', 'neck', 'rpn_head'):
+        assert mask.model[part] == faster.model[part]
+    for part in ('optim_wrapper', 'param_scheduler', 'train_cfg', 'default_hooks', 'custom_hooks', 'custom_imports'):
+        assert mask.get(part) == faster.get(part)
+    assert faster.model.roi_head.mask_head is None
+
+
+@pytest.mark.parametrize('row', ROWS + OFFICIAL)
+def test_config_names_weights_that_were_released_and_fit(row):
+    backbone_cfg = load(f'mask_rcnn_{row}').model.backbone
+    row = row.removesuffix('_official')
+    url = backbone_cfg.init_cfg.checkpoint
+    # Where a row has none of its own, LayerNorm weights of its size are its start.
+    assert url == RELEASED.get(row, RELEASED[size_of(row)])
+    if url not in MANIFESTS:
+        return
+    with gzip.open(Path(__file__).parent / 'data' / 'checkpoint_manifests.json.gz') as file:
+        shapes = json.load(file)[MANIFESTS[url]]
+    backbone = MODELS.build(backbone_cfg)
+    report = load_pretrained(backbone, {key: torch.zeros(shape) for key, shape in shapes.items()})
+    if row == 'flatten_swin_t':
+        # Softmax has no position table of keys, no scale and no convolution; its bias tables have no place.
+        assert {key.rpartition('attn.w_msa.')[2] for key in report.missing_unexpected} == {
+            'positional_encoding', 'scale', 'dwc.weight', 'dwc.bias'}
+        assert all(key.endswith('relative_position_bias_table') for key in report.unused_unexpected)
+    elif row == 'bn_ffnbn_swin_t':
+        assert all('.ffn.norm.' in key for key in report.missing_unexpected) and not report.unused_unexpected
+    else:
+        assert report.complete, str(report)
+
+
+@pytest.mark.parametrize('row', ROWS)
+def test_number_of_parameters_is_that_of_the_papers(row):
+    backbone = load(f'mask_rcnn_{row}').model.backbone
+    size = size_of(row)
+    count = count_parameters(row)
+    if row in PUBLISHED:
+        # They print classifiers: one more linear layer.
+        classifier = 1000 * ({'swin_b': 1024, 'pvt_t': 512, 'pvt_s': 512, 'pvt_m': 512}.get(size, 768) + 1)
+        printed = PUBLISHED[size][0]
+        decimals = len(printed.partition('.')[2])
+        assert f'{(count + classifier) / 1e6:.{decimals}f}' == printed
+        return
+    expected = count_parameters(size)
+    if 'slab' in row or 'flatten' in row:
+        if backbone.type == 'SLABPVT':
+            # A position per token of each stage in two blocks each, and no convolution that reduces the keys.
+            expected += 2 * sum(side ** 2 * dim for side, dim in ((56, 64), (28, 128), (14, 320), (7, 512)))
+            expected -= 2 * sum((dim * ratio) ** 2 for dim, ratio in ((64, 8), (128, 4), (320, 2)))
+        else:
+            # One per slot in four windows, where softmax attention has 169 per head.
+            expected += 2 * 56 ** 2 * 96 + 2 * 28 ** 2 * 192
+    # What is left are the parameters of the norms and of the 5x5 convolutions of values.
+    assert count == pytest.approx(expected, rel=0.003)
+
+
+@cache
+def count_parameters(row: str) -> int:
+    return sum(p.numel() for p in MODELS.build(load(f'mask_rcnn_{row}').model.backbone).parameters())
+
+
+@pytest.mark.parametrize('row', [row for row in ROWS if 'slab' not in row and 'flatten' not in row])
+def test_multiply_adds_at_224_round_to_what_the_papers_print(row):
+    backbone_cfg = load(f'mask_rcnn_{row}').model.backbone
+    backbone = MODELS.build(backbone_cfg).eval()
+    slab_det.set_gamma(backbone, 0)
+    # Only the plain kernel is made of products that the counter sees.
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        backbone(torch.zeros(1, 3, 224, 224))
+    count = counter.get_total_flops() // 2
+    assert count == (count_pvt(backbone_cfg) if backbone_cfg.type == 'SLABPVT' else count_swin(backbone_cfg))
+    if backbone_cfg.type == 'SLABPVT':
+        # They print classifiers: the class token is a 50th token in the last stage.
+        count += backbone_cfg.num_layers[3] * (12 * 512 ** 2 + 2 * 512 * (50 ** 2 - 49 ** 2)) + 512 * 1000
+    assert f'{count / 1e9:.1f}' == PUBLISHED[size_of(row)][1]
+
+
+def count_swin(backbone: dict) -> int:
+    """Multiply-adds at 224 by hand: projections and FFN 12 C^2 a token, 49 keys a query, merging 8 C^2 a new token."""
+    dims = [backbone.embed_dims * 2 ** i for i in range(4)]
+    count = 56 ** 2 * 48 * dims[0]
+    for i, (dim, depth) in enumerate(zip(dims, backbone.depths, strict=True)):
+        tokens = (56 >> i) ** 2
+        count += depth * tokens * (12 * dim ** 2 + 2 * 49 * dim)
+        count += tokens // 4 * 8 * dim ** 2 if i < 3 else 0
+    return count
+
+
+def count_pvt(backbone: dict) -> int:
+    """Multiply-adds at 224 by hand: a strided convolution makes 49 keys of each stage's tokens."""
+    dims, ratios, mlp_ratios = (64, 128, 320, 512), (8, 4, 2, 1), (8, 8, 4, 4)
+    count = 56 ** 2 * 48 * dims[0]
+    for i, (dim, depth) in enumerate(zip(dims, backbone.num_layers, strict=True)):
+        tokens = (56 >> i) ** 2
+        count += tokens * 4 * dims[i - 1] * dim if i else 0
+        reduction = tokens * dim ** 2 if ratios[i] > 1 else 0
+        query_and_output, keys_and_values = 2 * tokens * dim ** 2, 2 * 49 * dim ** 2
+        count += depth * (query_and_output + keys_and_values + reduction + 2 * tokens * 49 * dim
+                          + 2 * mlp_ratios[i] * tokens * dim ** 2)
+    return count
+
+
+def spared_from_decay(name: str) -> tuple[set[str], nn.Module]:
+    cfg = load(name)
     model = MODELS.build(cfg.model)
     wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    spared = {names[id(p)] for group in wrapper.optimizer.param_groups if group['weight_decay'] == 0
-              for p in group['params']}
-    norms = {name for name in names.values() if '.repbn.' in name or '.ln.' in name}
-    tables = {name for name in names.values() if name.endswith('relative_position_bias_table')}
+    return {names[id(p)] for group in wrapper.optimizer.param_groups if group['weight_decay'] == 0
+            for p in group['params']}, model
+
+
+def test_weight_decay_spares_norms_and_position_bias():
+    spared, model = spared_from_decay('mask_rcnn_slab_swin_t')
+    names = [name for name, _ in model.named_parameters()]
+    norms = {name for name in names if '.repbn.' in name or '.ln.' in name}
+    tables = {name for name in names if name.endswith('relative_position_bias_table')}
     assert spared == norms | tables and len(tables) == 8 and torch.is_tensor(model.backbone.norm0.repbn.eta)
+
+
+def test_weight_decay_spares_the_norms_in_ffns():
+    spared, _ = spared_from_decay('mask_rcnn_bn_ffnbn_swin_t')
+    assert len([name for name in spared if '.ffn.norm.' in name]) == 2 * 12
+
+
+def test_weight_decay_spares_nothing_in_pvt():
+    assert spared_from_decay('mask_rcnn_prepbn_pvt_t')[0] == set()

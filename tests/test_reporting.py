@@ -10,7 +10,7 @@ import pytest
 
 from slab_det.errors import ReportError
 from slab_det.figures import draw_ap_latency
-from slab_det.paper import PAPER_ROWS
+from slab_det.paper import PAPER_TABLES, SLAB_TABLE_3, UN_TABLE_3, UN_TABLE_4, published_rows
 from slab_det.reporting import (
     Report,
     ReportEntry,
@@ -137,6 +137,16 @@ SLAB_STAGES = ('sla', 'sla', 'softmax', 'softmax')
         ({'type': 'SLABSwin', 'attention': ['focused', 'softmax', 'softmax', 'softmax']}, 'Flatten-Swin-T'),
         ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}, 'embed_dims': 32}, 'Swin-32x2262-UN'),
         ({'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}}, 'PVT-T-PRepBN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}}, 'Swin-T-UN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'TokenBN'}}, 'Swin-T-BN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'TokenBN'}, 'ffn_norm': 'pre_act'}, 'Swin-T-BN+FFNBN'),
+        ({'type': 'SLABSwin', 'attention': SLAB_STAGES, 'norm_cfg': {'type': 'UN'}}, 'SLA-Swin-T-UN'),
+        ({'type': 'SLABSwin', 'embed_dims': 128, 'depths': [2, 2, 18, 2]}, 'Swin-B'),
+        ({'type': 'SLABPVT', 'num_layers': [3, 4, 18, 3]}, 'PVT-M'),
+        ({'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}, 'attention': 'sla'},
+         'SLAB-PVT-T'),
+        ({'type': 'SLABPVT', 'use_conv_ffn': True}, 'PVTv2-B2'),
+        ({'type': 'mmdet.PyramidVisionTransformerV2', 'num_layers': [2, 2, 2, 2]}, 'PVTv2-B1'),
         ({'type': 'PyramidVisionTransformer'}, 'PVT-S'),
         ({'type': 'ResNet', 'depth': 50}, 'ResNet'),
     ],
@@ -188,11 +198,36 @@ def test_paper_numbers_stand_in_columns_of_their_own() -> None:
     assert 'not measured here' in table
 
 
-def test_paper_rows_are_complete() -> None:
-    assert len(PAPER_ROWS) == 10
-    for row in PAPER_ROWS.values():
-        assert len(row.box) == len(row.mask) == 6
-        assert all(part < whole for part, whole in zip(row.mask[:1], row.box[:1], strict=True))
+def test_numbers_of_two_paper_tables_are_told_apart() -> None:
+    """Swin-T stands in SLAB's table after 12 epochs and in UN's after 36."""
+    swin = entry('Swin-T', 'unfused', norm='LN')
+    table = markdown_table([swin, entry('Swin-T-UN', norm='UN'), replace(swin, detector='FasterRCNN')], paper=True)
+    lines = table.splitlines()
+    assert lines[2].endswith('| 51.0 [P1] | 43.1 [P1]; 46.0 [P2] | 39.4 [P1]; 41.6 [P2] |')
+    assert lines[3].endswith('| – | 45.6 [P2] | 41.4 [P2] |')
+    assert lines[4].endswith('| – | 45.5 [P3] | – |')
+    notes = {line[:4]: line for line in lines if line.startswith('[P')}
+    assert 'SLAB (ICML 2024), Table 3: MaskRCNN, 12 epochs' in notes['[P1]'] and 'V100' in notes['[P1]']
+    assert 'UN (ACM MM 2022), Table 4: MaskRCNN, 36 epochs' in notes['[P2]']
+    assert 'UN (ACM MM 2022), Table 3: FasterRCNN, 36 epochs' in notes['[P3]']
+
+
+def test_paper_tables_are_complete() -> None:
+    assert len(SLAB_TABLE_3.rows) == 10 and len(UN_TABLE_3.rows) == len(UN_TABLE_4.rows) == 5
+    for row in SLAB_TABLE_3.rows.values():
+        assert row.ms > 0 and len(row.box) == len(row.mask) == 6
+        # SLAB prints no mask AP above its box AP.
+        assert row.mask[0] < row.box[0]
+    for table in (UN_TABLE_3, UN_TABLE_4):
+        assert all(row.ms is None and len(row.box) == 1 for row in table.rows.values())
+        assert all((row.mask is None) == (table.detector == 'FasterRCNN') for row in table.rows.values())
+    # UN's claim in both: behind LayerNorm, before every other offline norm.
+    for table in (UN_TABLE_3, UN_TABLE_4):
+        others = [row.box[0] for name, row in table.rows.items() if name not in ('Swin-T', 'Swin-T-UN')]
+        assert max(others) < table.rows['Swin-T-UN'].box[0] < table.rows['Swin-T'].box[0]
+    assert {table.epochs for table in PAPER_TABLES} == {12, 36}
+    assert published_rows('Swin-T-UN', 'FasterRCNN') == [(UN_TABLE_3, UN_TABLE_3.rows['Swin-T-UN'])]
+    assert published_rows('Swin-32x2222', 'MaskRCNN') == []
 
 
 def test_picture_is_drawn_with_a_panel_per_scope(tmp_path: Path) -> None:

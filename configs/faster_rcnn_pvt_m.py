@@ -1,0 +1,4 @@
+# PVT-M with LayerNorm.
+_base_ = ['./faster_rcnn_pvt_t.py', './_base_/sizes/pvt_m.py']
+
+model = {{_base_.size}}

@@ -1,0 +1,4 @@
+# PVT-S with LayerNorm.
+_base_ = ['./mask_rcnn_pvt_t.py', './_base_/sizes/pvt_s.py']
+
+model = {{_base_.size}}

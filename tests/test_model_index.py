@@ -1,0 +1,145 @@
+"""The model index and the README's table name every config, and give no number that is not the paper's or measured."""
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+from conftest import CONFIGS
+from mmengine.config import Config
+
+from slab_det.paper import PAPER_TABLES
+from slab_det.reporting import describe_model
+
+ROOT = CONFIGS.parent
+INDEX = yaml.safe_load((ROOT / 'model-index.yml').read_text())
+METAFILES = {path: yaml.safe_load((ROOT / path).read_text()) for path in INDEX['Import']}
+COLLECTIONS = [collection for metafile in METAFILES.values() for collection in metafile['Collections']]
+MODELS = {model['Name']: model for metafile in METAFILES.values() for model in metafile['Models']}
+NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
+README = (ROOT / 'README.md').read_text()
+TASKS = {'Object Detection': 'box AP', 'Instance Segmentation': 'mask AP'}
+
+
+def published(cfg: Config) -> dict[tuple[str, str], float]:
+    """{(table, metric): number} of the rows that were trained as ``cfg`` says."""
+    description = describe_model(cfg.model)
+    numbers = {}
+    for table in PAPER_TABLES:
+        row = table.rows.get(description['name'])
+        if row is None or (table.detector, table.epochs) != (description['detector'], cfg.train_cfg.get('max_epochs')):
+            continue
+        values = {'box AP': row.box[0], 'mask AP': row.mask and row.mask[0], 'V100 ms/image': row.ms}
+        numbers.update({(table.source, metric): value for metric, value in values.items() if value is not None})
+    return numbers
+
+
+def test_index_imports_every_metafile():
+    assert sorted(METAFILES) == sorted(f'configs/{path.name}' for path in CONFIGS.glob('metafile*.yml'))
+
+
+def test_every_config_has_exactly_one_entry():
+    entries = [model for metafile in METAFILES.values() for model in metafile['Models']]
+    assert sorted(model['Config'] for model in entries) == sorted(f'configs/{name}.py' for name in NAMES)
+    assert sorted(model['Name'] for model in entries) == NAMES
+
+
+def test_every_collection_has_a_paper_code_and_models():
+    names = [collection['Name'] for collection in COLLECTIONS]
+    assert len(names) == len(set(names))
+    assert set(names) == {model['In Collection'] for model in MODELS.values()}
+    for collection in COLLECTIONS:
+        assert collection['Paper']['URL'].startswith('https://') and collection['Paper']['Title']
+        assert (ROOT / collection['Code']['File']).is_file() and (ROOT / collection['README']).is_file()
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_entry_says_what_the_config_does(name):
+    entry, cfg = MODELS[name], Config.fromfile(CONFIGS / f'{name}.py')
+    metadata, description = entry['Metadata'], describe_model(cfg.model)
+    assert metadata['Row'] == description['name']
+    for key, length in (('Epochs', 'max_epochs'), ('Iterations', 'max_iters')):
+        assert metadata.get(key) == cfg.train_cfg.get(length)
+    assert ('Mask R-CNN' in metadata['Architecture']) == (description['detector'] == 'MaskRCNN')
+    assert ('Faster R-CNN' in metadata['Architecture']) == (description['detector'] == 'FasterRCNN')
+    assert metadata['Training Data'] == ('SyntheticShapes' if name.startswith('quickstart') else 'COCO')
+    hooks = {hook.type: hook for hook in cfg.get('custom_hooks', [])}
+    recalibrates = 'RecalibrateFuseHook' in hooks and hooks['RecalibrateFuseHook'].get('recalibrate', True)
+    assert ('Recalibration' in metadata['Training Techniques']) == recalibrates
+    crops = any(transform.type == 'RandomChoice' for transform in cfg.train_dataloader.dataset.pipeline)
+    assert ('Multi-scale' in metadata['Training Techniques']) == crops
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_papers_numbers_are_all_there_and_marked_as_the_papers(name):
+    numbers = {}
+    for result in MODELS[name].get('Paper Results', []):
+        assert result['Dataset'] == 'COCO val2017'
+        assert TASKS[result['Task']] in result['Metrics']
+        for metric, value in result['Metrics'].items():
+            assert (result['Reported By'], metric) not in numbers
+            numbers[result['Reported By'], metric] = value
+    assert numbers == published(Config.fromfile(CONFIGS / f'{name}.py'))
+
+
+def test_results_are_only_what_was_measured_here():
+    """Nothing was measured on COCO, and there are no weights of ours; the quick start's AP stands in the README."""
+    assert not [name for name, model in MODELS.items() if 'Weights' in model]
+    for name, model in MODELS.items():
+        for result in model.get('Results', []):
+            assert name == 'quickstart_mask_rcnn_slab_swin' and 'generated' in result['Dataset']
+            column = -2 if result['Task'] == 'Instance Segmentation' else -3
+            row = next(line for line in README.splitlines() if line.startswith('| SLAB-Swin-32x2222 | PRepBN | fused'))
+            printed = row.split('|')[column].split('/')[0]
+            assert float(printed) == result['Metrics'][TASKS[result['Task']]]
+
+
+def expand(pattern: str) -> list[str]:
+    """The names that a pattern with braces stands for, as a shell has it."""
+    match = re.search(r'\{([^}]*)\}', pattern)
+    if match is None:
+        return [pattern]
+    return [name for word in match[1].split(',') for name in expand(pattern.replace(match[0], word, 1))]
+
+
+def readme_rows() -> list[dict[str, str]]:
+    """The rows of the README's table of configs, by column."""
+    lines = README.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith('| row | config'))
+    cells = []
+    for line in lines[start:]:
+        if not line.startswith('|'):
+            break
+        cells.append([cell.strip() for cell in line.strip('|').split('|')])
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def test_readme_lists_every_config_once():
+    listed = [name for row in readme_rows() for name in expand(row['config in `configs/`'].strip('`'))]
+    quickstart = expand(re.search(r'`(quickstart_mask_rcnn_\{.*?)`', README)[1])
+    assert sorted(listed + quickstart) == sorted(f'{name}.py' for name in NAMES)
+
+
+def test_readme_gives_the_numbers_of_the_papers_and_ours_where_measured():
+    benchmark = json.loads((ROOT / 'benchmarks/results/backbone_latency_cpu.json').read_text())
+    measured = {'mask_rcnn_swin_t.py': 'Swin-T, ours', 'mask_rcnn_prepbn_swin_t.py': 'Swin-T-PRepBN, fused',
+                'mask_rcnn_slab_swin_t.py': 'SLAB-Swin-T, fused'}
+    for row in readme_rows():
+        names = expand(row['config in `configs/`'].strip('`'))
+        numbers = {}
+        for name in names:
+            cfg = Config.fromfile(CONFIGS / name)
+            assert row['row'] == describe_model(cfg.model)['name']
+            assert row['epochs'] == str(cfg.train_cfg.max_epochs)
+            fuses = any(hook.type == 'RecalibrateFuseHook' for hook in cfg.get('custom_hooks', []))
+            left = 'four LayerNorms' if 'out_norm_cfg' in cfg.model.backbone else 'none' if fuses else 'all'
+            assert row['norms left'] == left
+            numbers.update({(name.split('_')[0], metric): value for (_, metric), value in published(cfg).items()})
+        mask = [str(numbers[key]) for key in (('mask', 'box AP'), ('mask', 'mask AP')) if key in numbers]
+        assert row['paper: Mask R-CNN box / mask AP'] == (' / '.join(mask) or '–')
+        assert row['paper: Faster R-CNN box AP'] == str(numbers.get(('faster', 'box AP'), '–'))
+        assert row['paper: ms (V100)'] == str(numbers.get(('mask', 'V100 ms/image'), '–'))
+        assert row['ours: COCO AP'] == '–'
+        ours = benchmark[measured[names[0]]]['median_ms'] if names[0] in measured else None
+        assert row['ours: backbone ms (CPU)'] == ('–' if ours is None else f'{ours:.0f}')
