@@ -1,0 +1,203 @@
+"""From a LayerNorm detector to one without norms: ways of getting there, same budget, several seeds, on BCCD.
+
+    python benchmarks/finetune/run.py --data-root data/bccd --seeds 0 1 2
+    python benchmarks/finetune/run.py --table-only
+
+Every step is a command of tools/, printed before it runs; a step whose result is there is not run again. Results go
+into benchmarks/results/finetune.json, the table into docs/finetune.md and the curves into docs/finetune.png.
+"""
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from mmengine.config import Config
+from mmengine.runner import save_checkpoint
+
+from slab_det.datasets import set_data_root
+from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.detectors import build_detector
+from slab_det.environment import describe_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path('benchmarks/finetune')
+LAYERNORM = Path('benchmarks/bccd/faster_rcnn_swin_small.py')
+START = 'LayerNorm, 500 iterations'
+# Label in the table, and what the step does; in the order of the table.
+WAYS = {
+    'layernorm': 'LayerNorm, 150 more',
+    'token_bn_recalibrated': 'TokenBN in its place, recalibrated, no training',
+    'prepbn_recalibrated': 'PRepBN calibrated, gamma = 0, recalibrated, no training',
+    'token_bn': 'TokenBN in its place, 150 more',
+    'prepbn': 'PRepBN, default start, 150 more',
+    'prepbn_calibrated': 'PRepBN, calibrated start, 150 more',
+}
+
+
+class Experiment:
+    """One seed: the LayerNorm detector and everything made of it, below ``folder``."""
+
+    def __init__(self, seed: int, folder: Path, data_root: str) -> None:
+        self.seed, self.folder, self.data_root = seed, folder / f'seed{seed}', data_root
+        self.trained = self.folder / 'start' / 'iter_500.pth'
+
+    def run(self) -> None:
+        """Runs what has no result yet."""
+        if not self.trained.exists():
+            self._train(LAYERNORM, 'start')
+        for way in WAYS:
+            if not (self.folder / way / 'done').exists():
+                getattr(self, f'run_{way}')(way)
+                (self.folder / way / 'done').touch()
+
+    def run_layernorm(self, way: str) -> None:
+        self._train(HERE / 'layernorm.py', way, f'load_from={self.trained}')
+
+    def run_token_bn(self, way: str) -> None:
+        self._train(HERE / 'token_bn.py', way, f'load_from={self.trained}')
+
+    def run_prepbn(self, way: str) -> None:
+        self._train(self._convert(way, num_images=0), way)
+
+    def run_prepbn_calibrated(self, way: str) -> None:
+        self._train(self._convert(way, num_images=100), way)
+
+    def run_token_bn_recalibrated(self, way: str) -> None:
+        self._recalibrate_and_test(HERE / 'token_bn.py', self.trained, way)
+
+    def run_prepbn_recalibrated(self, way: str) -> None:
+        config = self._convert(way, num_images=100)
+        self._recalibrate_and_test(config, config.with_name('converted.pth'), way)
+
+    def _train(self, config: Path, way: str, *options: str) -> None:
+        self._call('train.py', config, '--work-dir', self.folder / way, '--data-root', self.data_root,
+                   '--cfg-options', f'randomness.seed={self.seed}', *options)
+
+    def _convert(self, way: str, num_images: int) -> Path:
+        target = self.folder / way / 'converted.pth'
+        self._call('convert_checkpoint.py', self.trained, target, '--config', LAYERNORM, '--data-root', self.data_root,
+                   '--num-images', num_images, '--schedule', HERE / 'schedule.py')
+        return target.with_name('converted_config.py')
+
+    def _recalibrate_and_test(self, config: Path, checkpoint: Path, way: str) -> None:
+        cfg = Config.fromfile(config)
+        set_data_root(cfg, self.data_root)
+        model = build_detector(cfg, str(checkpoint))
+        slab_det.set_gamma(model, 0)
+        slab_det.recalibrate(model, recalibration_dataloader(cfg, 100))
+        target = self.folder / way / 'recalibrated.pth'
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(dict(state_dict=model.state_dict()), str(target))
+        self._call('test.py', config, target, '--work-dir', target.parent, '--data-root', self.data_root)
+
+    def _call(self, tool: str, *arguments: object) -> None:
+        command = [sys.executable, f'tools/{tool}', *map(str, arguments)]
+        print('$', shlex.join(command), flush=True)
+        subprocess.run(command, check=True, cwd=ROOT)
+
+    def curve(self, way: str) -> list[tuple[int, float]]:
+        """(iteration, box AP) of every validation of a run; (0, AP) where nothing was trained."""
+        scalars = sorted(self.folder.joinpath(way).glob('*/vis_data/scalars.json'))
+        points = {}
+        for file in scalars:
+            for line in file.read_text().splitlines():
+                record = json.loads(line)
+                if 'coco/bbox_mAP' in record:
+                    points[record['step']] = record['coco/bbox_mAP']
+        return sorted(points.items())
+
+    def final(self, way: str) -> float:
+        """The box AP that is left: after recalibration, where there is one."""
+        report = self.folder / way / 'report.json'
+        if report.exists():
+            return json.loads(report.read_text())['entries'][0]['ap']['bbox']['AP']
+        return self.curve(way)[-1][1]
+
+
+def summarize(experiments: list[Experiment]) -> dict:
+    """AP per way and seed, and the differences to the LayerNorm control, seed by seed."""
+    ways = {'start': START, **WAYS}
+    ap = {way: [e.final(way) for e in experiments] for way in ways}
+    return dict(
+        dataset='BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222, batch 4',
+        seeds=[e.seed for e in experiments], labels=ways, ap=ap,
+        curves={way: [e.curve(way) for e in experiments] for way in WAYS},
+        environment=describe_environment())
+
+
+def table(results: dict) -> str:
+    """Mean and std over seeds, and the paired difference to the control."""
+    lines = ['| way | box AP per seed | mean ± std | minus control, per seed | mean ± std |', '|---|---|---:|---|---:|']
+    control = results['ap']['layernorm']
+    for way, label in results['labels'].items():
+        ap = results['ap'][way]
+        difference = [a - b for a, b in zip(ap, control, strict=True)]
+        lines.append(f'| {label} | {_list(ap, "{:.3f}")} | {_spread(ap, "{:.3f}")} '
+                     f'| {_list(difference, "{:+.3f}")} | {_spread(difference, "{:+.3f}")} |')
+    return '\n'.join(lines)
+
+
+def _list(values: list[float], form: str) -> str:
+    return ', '.join(form.format(value) for value in values)
+
+
+def _spread(values: list[float], form: str) -> str:
+    std = statistics.stdev(values) if len(values) > 1 else float('nan')
+    return f'{form.format(statistics.mean(values))} ± {std:.3f}'
+
+
+def draw(results: dict, path: Path) -> None:
+    """AP over fine-tuning iterations, one line per way, one thin line per seed; crosses where nothing was trained."""
+    import matplotlib
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout='constrained')
+    for i, (way, label) in enumerate(WAYS.items()):
+        finals = results['ap'][way]
+        if way.endswith('_recalibrated'):
+            axes.plot([0] * len(finals), finals, 'x', color=f'C{i}', label=label)
+            continue
+        curves = [[*dict(curve).items()] for curve in results['curves'][way]]
+        for curve, final in zip(curves, finals, strict=True):
+            # The last point is the final AP: where statistics were recalibrated, of that model.
+            steps, ap = zip(*[*curve[:-1], (curve[-1][0], final)], strict=True)
+            axes.plot(steps, ap, color=f'C{i}', linewidth=0.8, alpha=0.5)
+        steps = [step for step, _ in curves[0]]
+        means = [statistics.mean(curve[k][1] for curve in curves) for k in range(len(steps) - 1)]
+        axes.plot(steps, [*means, statistics.mean(finals)], 'o-', color=f'C{i}', label=label)
+    start = statistics.mean(results['ap']['start'])
+    axes.axhline(start, color='gray', linestyle=':', label=f'{START}: {start:.3f}')
+    axes.set(xlabel='fine-tuning iteration', ylabel='box AP, BCCD validation')
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--data-root', default='data/bccd')
+    parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/finetune'))
+    parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+    parser.add_argument('--table-only', action='store_true', help='run nothing: write table and curves again')
+    args = parser.parse_args()
+    results_file = ROOT / 'benchmarks' / 'results' / 'finetune.json'
+    if args.table_only:
+        results = json.loads(results_file.read_text())
+    else:
+        experiments = [Experiment(seed, args.work_dir, args.data_root) for seed in args.seeds]
+        for experiment in experiments:
+            experiment.run()
+        results = summarize(experiments)
+        results_file.write_text(json.dumps(results, indent=1) + '\n')
+    text = table(results)
+    print(text)
+    (ROOT / 'docs' / 'finetune_table.md').write_text(text + '\n')
+    draw(results, ROOT / 'docs' / 'finetune.png')
+
+
+if __name__ == '__main__':
+    main()
