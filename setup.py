@@ -16,7 +16,7 @@ def read_version() -> str:
 setup(
     name='slab_det',
     version=read_version(),
-    description='Fast Swin detectors for MMDetection, with every norm folded away at inference',
+    description='Fast Swin and PVT detectors for MMDetection, with every norm folded away at inference',
     packages=find_packages(include=['slab_det', 'slab_det.*']),
     python_requires='>=3.10,<3.14',
     install_requires=[

@@ -29,7 +29,7 @@ from slab_det.layers import PRepBN, TokenBN, set_gamma
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONES = {
     'Swin-T': dict(type='SLABSwin'),
-    #'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
+    'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
 }
 LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)}
 

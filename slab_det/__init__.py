@@ -1,4 +1,4 @@
-"""Fast Swin detectors for MMDetection: SLAB (Guo et al., ICML 2024) and the norms around it.
+"""Fast Swin and PVT detectors for MMDetection: SLAB (Guo et al., ICML 2024) and the norms around it.
 
 Importing this package registers its norms, backbones, hooks and datasets.
 """

@@ -5,6 +5,7 @@ import copy
 
 from mmdet.registry import DATASETS
 from mmengine.config import Config
+from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Subset
 
@@ -24,6 +25,8 @@ def recalibration_dataloader(cfg: Config, num_images: int) -> DataLoader:
     test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
     if not test_loader:
         raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
+    # Outside a runner nobody has set it, and transforms are found by it.
+    init_default_scope(cfg.get('default_scope', 'mmdet'))
     dataset_cfg = _with_pipeline(copy.deepcopy(cfg.train_dataloader.dataset), _innermost(test_loader.dataset).pipeline)
     dataset = DATASETS.build(dataset_cfg)
     if hasattr(dataset, 'full_init'):

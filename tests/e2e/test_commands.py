@@ -49,3 +49,20 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, tmp_path):
     assert 'small (unfused)' in output and 'fused_config (fused)' in output
     call('report.py', 'run/report.json', '--out', 'table', '--paper', cwd=tmp_path)
     assert (tmp_path / 'table' / 'table.md').is_file() and (tmp_path / 'table' / 'ap_latency.png').is_file()
+
+
+def test_convert_and_finetune_a_layernorm_detector(small_run_cfg, tmp_path):
+    cfg = small_run_cfg('unused', max_iters=2)
+    cfg.pop('work_dir')
+    cfg.pop('experiment_name')
+    cfg.dump(tmp_path / 'schedule.py')
+    cfg.model.backbone.norm_cfg = dict(type='LN')
+    cfg.custom_hooks = []
+    cfg.dump(tmp_path / 'layernorm.py')
+    call('train.py', 'layernorm.py', '--work-dir', 'run', cwd=tmp_path)
+    output = call('convert_checkpoint.py', 'run/iter_2.pth', 'prepbn.pth', '--config', 'layernorm.py',
+                  '--num-images', 4, '--schedule', 'schedule.py', cwd=tmp_path)
+    assert re.search(r'2\d norms converted, 0 kept\n  an affine map explains \d', output)
+    call('train.py', 'prepbn_config.py', '--work-dir', 'tuned', cwd=tmp_path)
+    fused, = (entry for entry in read_report(tmp_path / 'tuned' / 'report.json').entries if entry.variant == 'fused')
+    assert fused.fusion['kept'] == fused.fusion['affine'] == 0 < fused.fusion['folded']
