@@ -13,13 +13,12 @@ from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
-from slab_det.checkpoints import load_pretrained
 from slab_det.layers.linear_attention import LinearAttention
 from slab_det.layers.map_ffn import MapFFN, build_map_ffn
 from slab_det.layers.position_table import resize_table
 from slab_det.layers.spatial_reduction import MAP_ATTENTIONS, MapAttention
 
-from .base import check_init_cfg, freeze_loaded_statistics, per_stage, warn_of_live_statistics
+from .base import check_init_cfg, freeze_loaded_statistics, load_init_cfg, per_stage, warn_of_live_statistics
 
 
 class PVTBlock(BaseModule):
@@ -88,7 +87,8 @@ class SLABPVT(BaseModule):
         num_heads: Heads per stage.
         patch_sizes: Kernel of each stage's patch embedding.
         strides: Stride of each patch embedding.
-        paddings: Padding of each patch embedding.
+        paddings: Padding of each patch embedding: zeros on every side, or 'corner' or 'same', which add as few as
+            cover the map with patches.
         sr_ratios: Spatial reduction of keys and values in the softmax stages.
         out_indices: Stages whose output is returned.
         mlp_ratios: Hidden channels of the FFN over the stage's channels.
@@ -113,7 +113,7 @@ class SLABPVT(BaseModule):
 
     Shape:
         (B, in_channels, H, W) -> one (B, C * num_heads[i], H_i, W_i) per index i in ``out_indices``; H_i is
-        H / 4 / 2^i rounded down, or up with the paddings of PVTv2.
+        H / 4 / 2^i rounded down, or up with the paddings of PVTv2, 'corner' or 'same'.
 
     Raises:
         ValueError: If an attention or ``ffn_norm`` is unknown or does not go with another argument, a per-stage
@@ -130,7 +130,7 @@ class SLABPVT(BaseModule):
         num_heads: Sequence[int] = [1, 2, 5, 8],  # noqa: B006
         patch_sizes: Sequence[int] = [4, 2, 2, 2],  # noqa: B006
         strides: Sequence[int] = [4, 2, 2, 2],  # noqa: B006
-        paddings: Sequence[int] = [0, 0, 0, 0],  # noqa: B006
+        paddings: Sequence[int | str] = [0, 0, 0, 0],  # noqa: B006
         sr_ratios: Sequence[int] = [8, 4, 2, 1],  # noqa: B006
         out_indices: Sequence[int] = (0, 1, 2, 3),
         mlp_ratios: Sequence[int] = [8, 8, 4, 4],  # noqa: B006
@@ -166,6 +166,9 @@ class SLABPVT(BaseModule):
         self.paddings = per_stage('paddings', _first(paddings, num_stages), num_stages)
         mlp_ratios = per_stage('mlp_ratios', _first(mlp_ratios, num_stages), num_stages)
         la_sr_ratios = per_stage('la_sr_ratios', _first(la_sr_ratios, num_stages), num_stages)
+        unknown = {padding for padding in self.paddings if isinstance(padding, str)} - {'corner', 'same'}
+        if unknown:
+            raise ValueError(f"unknown padding {sorted(unknown)}: give numbers, 'corner' or 'same'")
         unknown = set(attention) - set(MAP_ATTENTIONS)
         if unknown:
             raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(MAP_ATTENTIONS)}')
@@ -209,7 +212,9 @@ class SLABPVT(BaseModule):
             self.layers.append(ModuleList([patch_embed, blocks, norm]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        self._map_shapes(x.shape[2:])
+        if not torch.compiler.is_compiling():
+            # In an exported model the check would forbid other sizes.
+            self._map_shapes(x.shape[2:])
         outs = []
         for i, (patch_embed, blocks, norm) in enumerate(self.layers):
             x, hw_shape = patch_embed(x)
@@ -227,7 +232,7 @@ class SLABPVT(BaseModule):
         shapes = []
         shape = tuple(image_shape)
         for i, ratio in enumerate(self.sr_ratios):
-            shape = tuple((side + 2 * self.paddings[i] - self.patch_sizes[i]) // self.strides[i] + 1 for side in shape)
+            shape = self._patch_map_shape(i, shape)
             if min(shape) < ratio:
                 raise ValueError(
                     f'an image of {image_shape[0]}x{image_shape[1]} leaves stage {i} a map of '
@@ -235,6 +240,14 @@ class SLABPVT(BaseModule):
                     f'smaller than its reduction ratio {ratio}; give larger images or lower the ratio')
             shapes.append(shape)
         return shapes
+
+    def _patch_map_shape(self, stage: int, shape: tuple[int, int]) -> tuple[int, int]:
+        """(H, W) of the map that a stage's patch embedding makes of one of (H, W)."""
+        stride, padding = self.strides[stage], self.paddings[stage]
+        if isinstance(padding, str):
+            return tuple(math.ceil(side / stride) for side in shape)
+        return tuple((side + 2 * pad - self.patch_sizes[stage]) // stride + 1
+                     for side, pad in zip(shape, to_2tuple(padding), strict=True))
 
     def train(self, mode: bool = True) -> SLABPVT:
         """Sets training mode, but for loaded statistics with ``norm_eval``."""
@@ -246,8 +259,7 @@ class SLABPVT(BaseModule):
     def init_weights(self) -> None:
         check_init_cfg(self)
         self._init_from_scratch()
-        if self.init_cfg is not None:
-            load_pretrained(self, self.init_cfg['checkpoint'])
+        load_init_cfg(self)
         if self.norm_eval:
             warn_of_live_statistics(self)
         self._is_init = True
@@ -270,4 +282,4 @@ class SLABPVT(BaseModule):
 
 def _first(value: object, num_stages: int) -> object:
     """The entries of the first stages."""
-    return value[:num_stages] if isinstance(value, Sequence) else value
+    return value[:num_stages] if isinstance(value, Sequence) and not isinstance(value, str) else value

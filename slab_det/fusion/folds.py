@@ -1,7 +1,7 @@
 """Where norms can go: registries of functions, one per kind of module, that name the layers for each norm."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +41,7 @@ def split_part(target: str) -> tuple[str, str]:
 
 FoldRule = Callable[[nn.Module], Iterator[Fold]]
 FOLD_RULES: dict[type[nn.Module], FoldRule] = {}
+SUBCLASS_FOLD_RULES: dict[type[nn.Module], FoldRule] = {}
 
 
 def folds_of(*module_types: type[nn.Module]) -> Callable[[FoldRule], FoldRule]:
@@ -52,6 +53,29 @@ def folds_of(*module_types: type[nn.Module]) -> Callable[[FoldRule], FoldRule]:
         FOLD_RULES.update(dict.fromkeys(module_types, rule))
         return rule
     return register
+
+
+def folds_of_subclasses(*module_types: type[nn.Module]) -> Callable[[FoldRule], FoldRule]:
+    """As :func:`folds_of`, for subclasses too: the rule looks itself at what they override."""
+    def register(rule: FoldRule) -> FoldRule:
+        SUBCLASS_FOLD_RULES.update(dict.fromkeys(module_types, rule))
+        return rule
+    return register
+
+
+def find_folds(module: nn.Module) -> Iterator[Fold]:
+    """The folds inside a module; none if no rule is for it."""
+    rule = FOLD_RULES.get(type(module))
+    if rule is None:
+        rule = next((rule for kind, rule in SUBCLASS_FOLD_RULES.items() if isinstance(module, kind)), None)
+    return iter(()) if rule is None else rule(module)
+
+
+def find_unknown(name: str, module: nn.Module, known: Collection[type[nn.Module]]) -> str:
+    """Why nothing can be said about what reads the input of the module called ``name``; '' if its type is known."""
+    if type(module) in known:
+        return ''
+    return f'{name} is a {type(module).__name__}, which no rule knows: it may do more to its input'
 
 
 OutputNormRule = Callable[[nn.Module, int], Fold]

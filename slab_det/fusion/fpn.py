@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import unwrap
+from types import CodeType
 
 from mmcv.cnn import ConvModule
 from mmdet.models.backbones import SwinTransformer
-from mmdet.models.detectors import FasterRCNN, MaskRCNN
+from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
 from mmdet.models.necks import FPN
 from torch import nn
 
 from slab_det.backbones.swin import SLABSwin
 
-from .folds import OUTPUT_NORM_RULES, Fold, folds_of, output_norm_of
+from .folds import OUTPUT_NORM_RULES, Fold, folds_of_subclasses, output_norm_of
 
 
 @output_norm_of(SLABSwin, SwinTransformer)
@@ -20,22 +22,49 @@ def swin_output_norm(backbone: nn.Module, stage: int) -> Fold:
     return Fold(f'norm{stage}', ())
 
 
-# Detectors that hand the backbone's outputs to the neck and to nothing else.
-@folds_of(MaskRCNN, FasterRCNN)
-def output_norm_folds(detector: nn.Module) -> Iterator[Fold]:
+# Their extract_feat hands the backbone's outputs to the neck and to nothing else.
+BASES = (SingleStageDetector, TwoStageDetector)
+
+
+@folds_of_subclasses(*BASES)
+def output_norm_folds(detector: SingleStageDetector | TwoStageDetector) -> Iterator[Fold]:
     backbone, neck = detector.backbone, getattr(detector, 'neck', None)
     if type(backbone) not in OUTPUT_NORM_RULES:
         return
+    other_reader = _find_other_reader(detector)
     # Backbones return stages in their own order, whatever that of out_indices is.
     for level, stage in enumerate(sorted(backbone.out_indices)):
         fold = OUTPUT_NORM_RULES[type(backbone)](backbone, stage)
         lateral = level - getattr(neck, 'start_level', 0)
         yield Fold(f'backbone.{fold.norm}',
                    (f'neck.lateral_convs.{lateral}.conv', *(f'backbone.{target}' for target in fold.targets)),
-                   obstacle=_obstacle(neck, level) or fold.obstacle)
+                   obstacle=other_reader or _find_obstacle(neck, level) or fold.obstacle)
 
 
-def _obstacle(neck: nn.Module | None, level: int) -> str:
+def _find_other_reader(detector: nn.Module) -> str:
+    """What may read the backbone's outputs besides the neck; '' if nothing does."""
+    kind = type(detector)
+    if 'extract_feat' in vars(detector) or kind.extract_feat not in [base.extract_feat for base in BASES]:
+        return f'{kind.__name__} has an extract_feat of its own'
+    known = {ancestor for base in BASES for ancestor in base.__mro__}
+    for added in (ancestor for ancestor in kind.__mro__ if ancestor not in known):
+        for name, attribute in vars(added).items():
+            function = getattr(attribute, 'fget', None) or getattr(attribute, '__func__', attribute)
+            # A constructor only builds the backbone.
+            if name != '__init__' and _names_backbone(getattr(unwrap(function), '__code__', None)):
+                return f'{added.__name__}.{name} may read the backbone too'
+    return ''
+
+
+def _names_backbone(code: CodeType | None) -> bool:
+    """Whether a function, or one defined in it, has an attribute or a string 'backbone'."""
+    if code is None:
+        return False
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return 'backbone' in (*code.co_names, *code.co_consts) or any(map(_names_backbone, inner))
+
+
+def _find_obstacle(neck: nn.Module | None, level: int) -> str:
     """Why the output norm of this level cannot move into the neck; '' if it can."""
     if type(neck) is not FPN:
         return f'the neck is {type(neck).__name__}, not FPN'
@@ -52,6 +81,8 @@ def _obstacle(neck: nn.Module | None, level: int) -> str:
 
 
 def _is_plain_conv(module: ConvModule) -> bool:
+    if type(module) is not ConvModule or module.order[0] != 'conv':
+        return False
     conv = module.conv
-    return (module.order[0] == 'conv' and not module.with_explicit_padding and not module.with_spectral_norm
+    return (not module.with_explicit_padding and not module.with_spectral_norm
             and type(conv) is nn.Conv2d and conv.groups == 1 and not any(conv.padding))

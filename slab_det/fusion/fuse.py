@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from slab_det.layers.attention import use_sdpa
 from slab_det.layers.offline_norm import ChannelAffine, OfflineNorm, named_offline_norms
 from slab_det.layers.repbn import named_progressive_norms
 
-from .folds import FOLD_RULES, Fold, split_part
+from .folds import Fold, find_folds, split_part
+from .interference import find_hooks, names_of_norms, other_owners
 from .report import FusionReport, NormFate
 from .rules import find_obstacle, fold_into_input, fold_into_output
 
@@ -37,31 +39,31 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
         The fused model.
 
     Raises:
-        FusionError: If the model is in training mode, still has gamma > 0, or has statistics that are not finite.
-            The model is then unchanged.
+        FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, or
+            hooks on a norm. The model is then unchanged.
     """
     _check(model)
     if not inplace:
         model = copy.deepcopy(model)
+    names, others = names_of_norms(model), other_owners(model)
     fates = {}
-    for name, fold in _named_folds(model):
-        norm_name = _join(name, fold.norm)
-        norm = _get(model, norm_name)
+    for prefix, fold in _prefixed_folds(model):
+        norm = _get(model, _join(prefix, fold.norm))
         if not isinstance(norm, OfflineNorm):
             continue
-        targets = [_join(name, target) for target in fold.targets]
-        obstacle = fold.obstacle or _obstacle(model, targets, fold)
+        obstacle = _find_shared_norm(names[norm]) or fold.obstacle or _find_obstacle(model, prefix, fold, others)
         if obstacle:
-            fates[norm_name] = _leave_affine(model, norm_name, norm, obstacle)
+            fates |= _leave_affine(model, names[norm], norm, obstacle)
         else:
-            fates[norm_name] = _fold(model, norm_name, norm, targets, fold)
-    for norm_name, norm in list(named_offline_norms(model)):
-        fates[norm_name] = _leave_affine(model, norm_name, norm, 'no rule says which layer reads it')
+            fates |= _fold(model, prefix, fold, norm)
+    for norm, norm_names in names_of_norms(model).items():
+        obstacle = _find_shared_norm(norm_names) or 'no rule says which layer reads it'
+        fates |= _leave_affine(model, norm_names, norm, obstacle)
     for name, module in model.named_modules():
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)):
             fates[name] = NormFate(name, type(module).__name__, 'kept', reason='not an offline norm of slab_det')
     use_sdpa(model)
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     model.fusion_report = FusionReport(sorted(fates.values(), key=lambda fate: order[fate.norm]))
     return model
 
@@ -82,47 +84,75 @@ def _check(model: nn.Module) -> None:
         if not (torch.isfinite(scale).all() and torch.isfinite(shift).all()):
             raise FusionError(f'{name}: its inference scale or shift is not finite; its statistics or weights '
                               'are damaged, take an earlier checkpoint or recalibrate')
+        hooks = next(filter(None, map(find_hooks, norm.modules())), '')
+        if hooks:
+            raise FusionError(f'{name}: it has {hooks}, which would be lost together with the norm; remove them before '
+                              'slab_det.fuse')
 
 
-def _named_folds(model: nn.Module) -> list[tuple[str, Fold]]:
-    return [(name, fold) for name, module in model.named_modules() if type(module) in FOLD_RULES
-            for fold in FOLD_RULES[type(module)](module)]
+def _prefixed_folds(model: nn.Module) -> list[tuple[str, Fold]]:
+    """Every fold, with the name of the module that its own names are relative to."""
+    return [(name, fold) for name, module in model.named_modules() for fold in find_folds(module)]
 
 
-def _obstacle(model: nn.Module, targets: list[str], fold: Fold) -> str:
+def _find_shared_norm(names: list[str]) -> str:
+    """Why a norm with these names cannot be folded anywhere; '' if it has one."""
+    return f'it is one norm in several places: {", ".join(names)}' if len(names) > 1 else ''
+
+
+def _find_obstacle(model: nn.Module, prefix: str, fold: Fold, others: dict[str, list[str]]) -> str:
     """Why one of the layers cannot take the norm, and so none may; '' if all can."""
-    if not targets:
+    if not fold.targets:
         return 'no layer reads it'
-    for target in targets:
-        layer, part = split_part(target)
-        obstacle = find_obstacle(model.get_submodule(layer), fold.side, part)
+    for target in fold.targets:
+        name, part = split_part(_join(prefix, target))
+        layer = model.get_submodule(name)
+        obstacle = find_obstacle(layer, fold.side, part) or _find_shared_weight(name, layer, others)
         if obstacle:
-            return f'{target}: {obstacle}'
+            return f'{_join(prefix, target)}: {obstacle}'
+    for name in (fold.norm, *fold.targets):
+        # A hook on what contains the norm or the layer stands between the two.
+        for container in accumulate(name.split('.')[:-1], _join):
+            hooks = find_hooks(model.get_submodule(_join(prefix, container)))
+            if hooks:
+                return f'{_join(prefix, container)} has {hooks}'
     return ''
 
 
-def _fold(model: nn.Module, norm_name: str, norm: OfflineNorm, targets: list[str], fold: Fold) -> NormFate:
+def _find_shared_weight(name: str, layer: nn.Module, others: dict[str, list[str]]) -> str:
+    for parameter in layer._parameters:
+        owners = others.get(_join(name, parameter))
+        if owners:
+            return f'its {parameter} is also {", ".join(owners)}'
+    return ''
+
+
+def _fold(model: nn.Module, prefix: str, fold: Fold, norm: OfflineNorm) -> dict[str, NormFate]:
     if fold.prepare is not None:
         fold.prepare()
     affine = norm.inference_affine()
+    targets = [_join(prefix, target) for target in fold.targets]
     for target in targets:
         layer, part = split_part(target)
         if fold.side == 'input':
             fold_into_input(model.get_submodule(layer), *affine, part)
         else:
             fold_into_output(model.get_submodule(layer), *affine)
-    _replace(model, norm_name, nn.Identity())
-    return NormFate(norm_name, type(norm).__name__, 'folded', into=', '.join(targets))
+    name = _join(prefix, fold.norm)
+    _replace(model, name, nn.Identity())
+    return {name: NormFate(name, type(norm).__name__, 'folded', into=', '.join(targets))}
 
 
-def _leave_affine(model: nn.Module, norm_name: str, norm: OfflineNorm, reason: str) -> NormFate:
+def _leave_affine(model: nn.Module, names: list[str], norm: OfflineNorm, reason: str) -> dict[str, NormFate]:
     scale, shift = norm.inference_affine()
-    affine = ChannelAffine(norm.num_features).to(norm.statistics()[1]).eval()
+    # Of a parameter: statistics may have a higher precision than the layers around.
+    affine = ChannelAffine(norm.num_features).to(next(norm.parameters())).eval()
     with torch.no_grad():
         affine.scale.copy_(scale)
         affine.shift.copy_(shift)
-    _replace(model, norm_name, affine)
-    return NormFate(norm_name, type(norm).__name__, 'affine', reason=reason)
+    for name in names:
+        _replace(model, name, affine)
+    return {name: NormFate(name, type(norm).__name__, 'affine', reason=reason) for name in names}
 
 
 def _join(prefix: str, name: str) -> str:

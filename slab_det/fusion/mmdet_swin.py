@@ -8,11 +8,10 @@ import torch
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
 from mmdet.models.layers import PatchMerging
-from torch import nn
 
 from slab_det.layers.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 
-from .folds import Fold, folds_of
+from .folds import Fold, find_unknown, folds_of
 
 
 @folds_of(SwinBlock)
@@ -20,8 +19,9 @@ def mmdet_swin_block_folds(block: SwinBlock) -> Iterator[Fold]:
     # mmdet pads windows with zeros after norm1 and before qkv, so padding tokens have the bias of qkv, which the fold
     # changes. Our attention computes the same and can keep theirs apart.
     yield Fold('norm1', 'attn.w_msa.qkv', prepare=partial(_replace_attention, block),
-               obstacle=_attention_obstacle(block.attn))
-    yield Fold('norm2', 'ffn.layers.0.0', obstacle='' if type(block.ffn) is FFN else _unknown('ffn', block.ffn))
+               obstacle=(find_unknown('attn', block.attn, [ShiftWindowMSA])
+                         or find_unknown('attn.w_msa', block.attn.w_msa, [WindowMSA])))
+    yield Fold('norm2', 'ffn.layers.0.0', obstacle=find_unknown('ffn', block.ffn, [FFN]))
 
 
 @folds_of(PatchMerging)
@@ -55,14 +55,3 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
 def _replace_attention(block: SwinBlock) -> None:
     block.attn = own_attention(block.attn)
     block.attn.w_msa.keep_padding()
-
-
-def _attention_obstacle(attn: nn.Module) -> str:
-    """Why norm1 cannot move into this attention; '' if it can."""
-    if type(attn) is not ShiftWindowMSA:
-        return _unknown('attn', attn)
-    return '' if type(attn.w_msa) is WindowMSA else _unknown('attn.w_msa', attn.w_msa)
-
-
-def _unknown(name: str, module: nn.Module) -> str:
-    return f"{name} is {type(module).__name__}, not the one of mmdet's SwinTransformer: it may do more to its input"

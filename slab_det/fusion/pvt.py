@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2
 from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
+from mmdet.models.layers import PatchEmbed
 from torch import nn
 
 from slab_det.backbones.pvt import SLABPVT, PVTBlock
@@ -16,7 +17,7 @@ from slab_det.layers.spatial_reduction import (
     SoftmaxMapAttention,
 )
 
-from .folds import Fold, folds_of, output_norm_of
+from .folds import Fold, find_unknown, folds_of, output_norm_of
 
 ATTENTIONS = (SoftmaxMapAttention, SimplifiedMapAttention, FocusedMapAttention, SpatialReductionAttention)
 FFNS = (MapFFN, PreActMapFFN, PostActMapFFN, MixFFN)
@@ -27,9 +28,9 @@ def block_folds(block: PVTBlock | PVTEncoderLayer) -> Iterator[Fold]:
     # Queries come from every token, keys and values from the strided convolution where there is one.
     reduces = getattr(block.attn, 'sr_ratio', 1) > 1
     yield Fold('norm1', ('attn.attn[q]', 'attn.sr') if reduces else 'attn.attn[qkv]',
-               obstacle=_unknown(block.attn, ATTENTIONS))
+               obstacle=find_unknown('attn', block.attn, ATTENTIONS))
     # The padding of PVTv2's depthwise convolution comes behind this layer.
-    yield Fold('norm2', 'ffn.layers.0', obstacle=_unknown(block.ffn, FFNS))
+    yield Fold('norm2', 'ffn.layers.0', obstacle=find_unknown('ffn', block.ffn, FFNS))
 
 
 @folds_of(*ATTENTIONS)
@@ -54,8 +55,11 @@ def stage_norm(backbone: nn.Module, stage: int) -> Fold:
     norm = f'layers.{stage}.2'
     if stage + 1 == len(backbone.layers):
         return Fold(norm, ())
-    # 'same' and 'corner' pad before the convolution.
-    obstacle = ('the next patch embedding pads the map' if backbone.layers[stage + 1][0].adap_padding else '')
+    patch_embed = backbone.layers[stage + 1][0]
+    obstacle = find_unknown(f'layers.{stage + 1}.0', patch_embed, [PatchEmbed])
+    if not obstacle and patch_embed.adap_padding:
+        # 'same' and 'corner' pad before the convolution.
+        obstacle = 'the next patch embedding pads the map'
     return Fold(norm, f'layers.{stage + 1}.0.projection', obstacle=obstacle)
 
 
@@ -64,8 +68,3 @@ def inner_stage_folds(backbone: nn.Module) -> Iterator[Fold]:
     # Stages that are outputs are read outside too: see fpn.py.
     for stage in set(range(len(backbone.layers) - 1)) - set(backbone.out_indices):
         yield stage_norm(backbone, stage)
-
-
-def _unknown(module: nn.Module, known: tuple[type[nn.Module], ...]) -> str:
-    """Why nothing can be said about what reads this module's input; '' if its type is known."""
-    return '' if type(module) in known else f'{type(module).__name__} is unknown: it may do more to its input'

@@ -7,6 +7,8 @@ import torch
 from mmcv.cnn import Conv2d, Linear
 from torch import Tensor, nn
 
+from .interference import find_hooks
+
 FoldableLayer: TypeAlias = nn.Linear | nn.Conv2d | nn.MultiheadAttention
 
 # Exact types: a subclass, or a parametrization, may compute its weight. mmcv's only differ on empty inputs.
@@ -23,16 +25,21 @@ def find_obstacle(layer: nn.Module, side: Literal['input', 'output'], part: str 
         side: Whether the map stands before the layer or after it.
         part: For nn.MultiheadAttention the projections that read the map: 'q', 'k', 'v', 'kv' or 'qkv'.
     """
+    hooks = find_hooks(layer)
+    if hooks:
+        return f'it has {hooks}'
     if type(layer) is nn.MultiheadAttention:
         if side == 'output' or part not in PARTS:
             return f'an affine map folds only into the inputs of an attention, named as one of {", ".join(PARTS)}'
-        return '' if layer.in_proj_weight is not None else 'its projections are not packed in one weight'
+        if layer.in_proj_weight is None:
+            return 'its projections are not packed in one weight'
+        return _find_computed(layer)
     if type(layer) not in PLAIN_LAYERS or part:
         return f'an affine map does not fold into {f"[{part}] of " if part else ""}a {type(layer).__name__}'
     if side == 'input' and isinstance(layer, nn.Conv2d) and (layer.groups != 1 or layer.padding != (0, 0)):
         # Its padding would have to be -shift / scale.
         return 'an affine map folds only into a convolution with groups=1 and padding=0'
-    return ''
+    return _find_computed(layer)
 
 
 @torch.no_grad()
@@ -79,6 +86,14 @@ def fold_into_output(layer: nn.Linear | nn.Conv2d, scale: Tensor, shift: Tensor)
     bias.copy_(bias.double() * scale + shift)
 
 
+def _find_computed(layer: FoldableLayer) -> str:
+    """Which of weight and bias is no parameter, as torch.nn.utils.weight_norm leaves it; '' if both are."""
+    for name in _parameter_names(layer):
+        if name not in layer._parameters:
+            return f'its {name} is no parameter: something computes it'
+    return ''
+
+
 def _check(layer: nn.Module, side: Literal['input', 'output'], part: str) -> None:
     obstacle = find_obstacle(layer, side, part)
     if obstacle:
@@ -87,12 +102,17 @@ def _check(layer: nn.Module, side: Literal['input', 'output'], part: str) -> Non
 
 def _parameters(layer: FoldableLayer) -> tuple[nn.Parameter, nn.Parameter]:
     """Weight and bias; a layer without bias gets one of zeros."""
-    prefix = 'in_proj_' if isinstance(layer, nn.MultiheadAttention) else ''
-    weight = getattr(layer, f'{prefix}weight')
-    if getattr(layer, f'{prefix}bias') is None:
+    weight_name, bias_name = _parameter_names(layer)
+    weight = getattr(layer, weight_name)
+    if getattr(layer, bias_name) is None:
         zeros = weight.new_zeros(weight.shape[0])
-        setattr(layer, f'{prefix}bias', nn.Parameter(zeros, requires_grad=weight.requires_grad))
-    return weight, getattr(layer, f'{prefix}bias')
+        setattr(layer, bias_name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
+    return weight, getattr(layer, bias_name)
+
+
+def _parameter_names(layer: FoldableLayer) -> tuple[str, str]:
+    prefix = 'in_proj_' if isinstance(layer, nn.MultiheadAttention) else ''
+    return f'{prefix}weight', f'{prefix}bias'
 
 
 def _rows(parameter: nn.Parameter, part: str) -> Tensor:

@@ -3,21 +3,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.layers import PatchEmbed
 from torch import nn
 
 from slab_det.backbones.swin import SwinBlock
+from slab_det.layers.attention import ATTENTIONS, ShiftedWindowAttention
 from slab_det.layers.ffn import PostActFFN, PreActFFN
 from slab_det.layers.patch_merging import PatchMerging
 
-from .folds import Fold, folds_of
+from .folds import Fold, find_unknown, folds_of
 
 
 @folds_of(SwinBlock)
 def swin_block_folds(block: SwinBlock) -> Iterator[Fold]:
     # Windows are padded after the norm: their padding tokens keep the bias that qkv has now.
-    yield Fold('norm1', 'attn.w_msa.qkv', prepare=block.attn.w_msa.keep_padding)
-    yield Fold('norm2', 'ffn.layers.0.0')
+    obstacle = (find_unknown('attn', block.attn, [ShiftedWindowAttention])
+                or find_unknown('attn.w_msa', block.attn.w_msa, ATTENTIONS.values()))
+    prepare = None if obstacle else block.attn.w_msa.keep_padding
+    yield Fold('norm1', 'attn.w_msa.qkv', prepare=prepare, obstacle=obstacle)
+    yield Fold('norm2', 'ffn.layers.0.0', obstacle=find_unknown('ffn', block.ffn, [FFN, PreActFFN, PostActFFN]))
 
 
 @folds_of(PreActFFN)

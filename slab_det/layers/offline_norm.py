@@ -24,8 +24,13 @@ class OfflineNorm(nn.Module, ABC):
     Attributes:
         calibrating: Normalise with each batch's own statistics, as in training, and leave every state as it
             is. Set by :func:`slab_det.recalibrate` during its first pass.
-        statistics_loaded: Whether the running statistics came from a checkpoint. ``norm_eval`` freezes only those.
+        statistics_loaded: Whether a checkpoint brought running statistics of data. ``norm_eval`` freezes only those.
+            A checkpoint from before any training, or of a LayerNorm model converted without calibration, has the
+            initial ones, mean 0 and variance 1 in every channel: freezing them would switch the norm off.
     """
+
+    # What stands before running_mean and running_var in the norm's own state dict.
+    STATISTICS_PREFIX = ''
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -55,11 +60,18 @@ class OfflineNorm(nn.Module, ABC):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        prefix += self.STATISTICS_PREFIX
         if f'{prefix}running_var' in state_dict:
-            self.statistics_loaded = True
+            self.statistics_loaded = _are_estimated(
+                state_dict.get(f'{prefix}running_mean'), state_dict[f'{prefix}running_var'])
 
     def extra_repr(self) -> str:
         return f'{self.num_features}, eps={self.eps}'
+
+
+def _are_estimated(mean: Tensor | None, var: Tensor) -> bool:
+    """Whether these are anything but the initial statistics. Waits for their device, mostly the CPU."""
+    return bool((var != 1).any()) or (mean is not None and bool(mean.any()))
 
 
 def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:

@@ -1,6 +1,7 @@
 """Learned tables with one row per position of a map, at any size of the map."""
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,7 +16,8 @@ def resize_table(table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[in
         table_shape: Its (H0, W0).
         hw_shape: The map's (H, W).
     """
-    if tuple(hw_shape) == table_shape:
+    # A comparison of sizes would tie an exported model to them, and interpolation to the same size changes nothing.
+    if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
         return table
     image = table.unflatten(1, table_shape).permute(0, 3, 1, 2)
     return F.interpolate(image, hw_shape, mode='bilinear', align_corners=False).flatten(2).transpose(1, 2)

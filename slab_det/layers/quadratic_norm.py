@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from slab_det.compat import is_recomputing
+from slab_det.errors import SlabDetError
 
 from .offline_norm import OfflineNorm
-from .precision import at_least_float32
+from .precision import HALF, at_least_float32
 
 
 class SmoothedSquare(NamedTuple):
@@ -40,9 +42,9 @@ class QuadraticNorm(OfflineNorm):
     All tokens of all processes are pooled, per channel. The backward pass does not differentiate s^; a moving average
     psi of ``gs = mean(g z)``, with ``g = weight dy``, stands for its part: ``dx = (g - z psi) / sqrt(s^ + eps)``. A
     subclass says which averages; all that they remember are buffers, so that a run resumes where it was. Statistics
-    are float32 at least, whatever the input. A mean x^2 or gs that is not finite, as mixed precision makes them now
-    and then, is not averaged: the average so far takes its place. Averages of gs have the scale of the loss: after a
-    gradient scaler has changed it they need as many iterations as they are long.
+    are float32 at least, whatever the input, also after ``half()`` or ``bfloat16()``. A mean x^2 or gs that is not
+    finite, as mixed precision makes them now and then, is not averaged: the average so far takes its place. Averages of
+    gs have the scale of the loss: after a gradient scaler has changed it they need as many iterations as they are long.
 
     Args:
         num_features: Channels C.
@@ -56,6 +58,8 @@ class QuadraticNorm(OfflineNorm):
 
     Raises:
         ValueError: If the last dimension is not ``num_features``.
+        RuntimeError: If activation checkpointing recomputes a forward that is none of the last ``MAX_PENDING``. On
+            an accelerator, whose answer no forward waits for, it is an assertion there.
 
     Attributes:
         running_var: Average of mean x^2, (C,): what inference divides by.
@@ -63,8 +67,12 @@ class QuadraticNorm(OfflineNorm):
         iteration: Training iterations t so far.
     """
 
-    # Forwards of one norm that may wait for their recomputation at the same time.
-    MAX_PENDING = 8
+    # Training forwards of one norm after which an earlier one can no longer be recomputed. Forwards under no_grad count
+    # too: the first pass of reentrant checkpointing is one, and nothing tells it from others. Each keeps 3 C floats.
+    MAX_PENDING = 64
+    # Distance between a recomputed forward and its first run, as a share of the sum of x^2. 0 but for layers before
+    # the norm that do not repeat themselves to the last bit; other batches are further away.
+    SAME_BATCH = 1e-3
 
     def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int) -> None:
         super().__init__(num_features, eps)
@@ -105,11 +113,16 @@ class QuadraticNorm(OfflineNorm):
     def forward(self, x: Tensor) -> Tensor:
         self.check_channels(x)
         if self.training and not self.calibrating:
-            return _DivideBySmoothedSquare.apply(x, self.weight, self.bias, self)
+            return self._iterate(x)
         values = at_least_float32(x)
         square = _sum_over_tokens(values.square()) / _num_tokens(x) if self.calibrating else self.running_var
         scale = self.weight * (at_least_float32(square) + self.eps).rsqrt()
         return torch.addcmul(self.bias, values, scale).to(x.dtype)
+
+    # What a forward leaves for its recomputation and for backward are Python objects, which no graph can return.
+    @torch.compiler.disable
+    def _iterate(self, x: Tensor) -> Tensor:
+        return _DivideBySmoothedSquare.apply(x, self.weight, self.bias, self)
 
     def next_square(self, x: Tensor) -> SmoothedSquare:
         """Begins a training iteration with the tokens ``x``, (..., C); a recomputed one gets what it had."""
@@ -132,16 +145,48 @@ class QuadraticNorm(OfflineNorm):
         """The earlier forward that had the same sum of x^2, chosen without waiting for the device.
 
         Several may be pending, as where two batches share one backward pass, and in any order.
+
+        Raises:
+            RuntimeError: If there is none; see the class.
         """
-        # Of equal ones the latest, which argmin finds first.
+        kind = f'{type(self).__name__}({self.num_features})'
+        if not self._recent:
+            raise SlabDetError(
+                f'{kind}: a training forward inside a backward pass recomputes none that went before; run '
+                'forwards of your own, as in gradient hooks, in eval mode, or before backward')
+        # Of equal ones the latest, which min finds first.
         recent = list(reversed(self._recent))
-        distances = (torch.stack([forward.own for forward in recent]) - own).abs().sum(1)
-        index = distances.argmin()[None]
+        # Overflows of mixed precision: in this batch the other channels decide, in another one they make it another.
+        finite = own.isfinite()
+        differences = (torch.stack([forward.own for forward in recent]) - own).abs()
+        distances = torch.where(finite, differences, 0.0).sum(1).nan_to_num(nan=torch.inf)
+        distance, index = distances.min(0, keepdim=True)
+        is_same = distance <= self.SAME_BATCH * torch.where(finite, own, 0.0).sum()
+        torch._assert_async(is_same, (
+            f'{kind}: the forward to recompute is none of the last {self.MAX_PENDING} in training mode; call backward '
+            'after fewer forwards, keep forwards that are not trained on in eval mode, and let checkpointing preserve '
+            f'the random state; or raise {type(self).__name__}.MAX_PENDING before building the model'))
 
         def choose(*values: Tensor | None) -> Tensor | None:
             return None if values[0] is None else torch.stack(values).index_select(0, index)[0]
 
         return SmoothedSquare(*map(choose, *recent))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuadraticNorm:
+        """Moves and casts, but keeps the averages at float32 where ``fn`` lowers them to half precision.
+
+        float16 ends at 65504, a mean x^2 of 256^2, and an average of bfloat16 stands still once its steps are small.
+        """
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        # They are of the old device, and no backward pass outlives a move.
+        self._recent.clear()
+        for name, buffer in list(self.named_buffers()):
+            if buffer.dtype in HALF:
+                owner, _, key = name.rpartition('.')
+                # From what it was: through half precision it may have become infinite.
+                setattr(self.get_submodule(owner), key, before[name].to(buffer.device, torch.float32))
+        return self
 
     @torch.no_grad()
     def reset_state(self) -> None:

@@ -6,7 +6,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .offline_norm import OfflineNorm
-from .precision import at_least_float32
+from .precision import as_half_parameter, at_least_float32
 from .rep_norm_functions import MixedNormFunction, RepBNFunction
 from .token_bn import TokenBN
 
@@ -39,8 +39,10 @@ class RepBN(TokenBN):
             return super().forward(x) + self.eta * x
         self.check_channels(x)
         tokens = at_least_float32(x).reshape(-1, self.num_features)
-        y = RepBNFunction.apply(tokens, self.weight, self.bias, self.eta, *self.batch_statistics(tokens), self.eps)
-        return y.view(x.shape)
+        # The kernels take no parameters in half precision beside such tokens, and raise.
+        parameters = map(at_least_float32, (self.weight, self.bias, self.eta))
+        y = RepBNFunction.apply(tokens, *parameters, *self.batch_statistics(tokens), self.eps)
+        return as_half_parameter(y.view(x.shape), self.weight)
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:
@@ -85,6 +87,8 @@ class PRepBN(OfflineNorm):
     Raises:
         ValueError: If the last dimension is not ``num_features``, or on a single token in training.
     """
+
+    STATISTICS_PREFIX = 'repbn.'
 
     def __init__(self, num_features: int, eps: float = 1e-5, ln_eps: float | None = None,
                  momentum: float = 0.1) -> None:
@@ -134,9 +138,10 @@ class PRepBN(OfflineNorm):
         self.check_channels(x)
         ln, repbn = self.ln, self.repbn
         tokens = at_least_float32(x).reshape(-1, self.num_features)
-        y = MixedNormFunction.apply(tokens, ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta,
-                                    *repbn.batch_statistics(tokens), self._gamma_value, ln.eps, repbn.eps)
-        return y.view(x.shape)
+        parameters = map(at_least_float32, (ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta))
+        y = MixedNormFunction.apply(
+            tokens, *parameters, *repbn.batch_statistics(tokens), self._gamma_value, ln.eps, repbn.eps)
+        return as_half_parameter(y.view(x.shape), repbn.weight)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The RepBN's affine.
@@ -157,8 +162,6 @@ class PRepBN(OfflineNorm):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._gamma_value = float(self._gamma)
-        if f'{prefix}repbn.running_var' in state_dict:
-            self.statistics_loaded = True
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, ln_eps={self.ln.eps}, gamma={self._gamma_value:g}'

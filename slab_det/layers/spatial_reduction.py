@@ -118,7 +118,8 @@ class LinearMapAttention(LinearAttention, MapAttention):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int],
             source_shape: tuple[int, int]) -> Tensor:
-        local = self.convolve(resize_table(v, source_shape, hw_shape), hw_shape)
+        values = v if self.sr_ratio == 1 else resize_table(v, source_shape, hw_shape)
+        local = self.convolve(values, hw_shape)
         out = self.attend(q, k, v, resize_table(self.positional_encoding, self.source_shape, source_shape))
         return local.add_(out.to(local.dtype))
 

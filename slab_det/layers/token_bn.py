@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from slab_det.compat import is_recomputing
 
 from .offline_norm import OfflineNorm
+from .precision import at_least_float32
 from .rep_norm_functions import as_image
 
 
@@ -64,13 +65,21 @@ class TokenBN(OfflineNorm):
     def batch_statistics(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of the batch, tokens (N, C), and the running statistics brought up to date.
 
+        Both are float32 at least, as ``tokens`` must be; running statistics in half precision are rounded once.
+
         Raises:
             ValueError: On a single token.
         """
         if tokens.shape[0] < 2:
             raise ValueError(f'{type(self).__name__} in training needs more than 1 token in a batch; '
                              'take larger images or batches, or set norm_eval=True')
-        return torch.batch_norm_update_stats(as_image(tokens), *self.statistics_to_update(), self.momentum)
+        statistics = self.statistics_to_update()
+        updated = tuple(map(at_least_float32, statistics))
+        batch = torch.batch_norm_update_stats(as_image(tokens), *updated, self.momentum)
+        for value, new in zip(statistics, updated, strict=True):
+            if new is not value:
+                value.copy_(new)
+        return batch
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:

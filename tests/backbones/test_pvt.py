@@ -7,7 +7,9 @@ import torch
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2
 from mmdet.registry import MODELS
 from torch import nn
+from torch.export import Dim, export
 
+import slab_det
 from slab_det.backbones import SLABPVT
 from slab_det.layers import PRepBN, set_gamma
 from slab_det.layers.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention, SoftmaxMapAttention
@@ -49,7 +51,8 @@ def assert_same(ours, theirs, tolerance=1e-10):
 @pytest.mark.parametrize('config', [
     dict(version='V1'), dict(version='V2'),
     dict(version='V1', qkv_bias=False, norm_after_stage=True, out_indices=(1, 3), pretrain_img_size=(96, 160)),
-    dict(version='V2', sr_ratios=(4, 2, 1, 1), qkv_bias=False)], ids=str)
+    dict(version='V2', sr_ratios=(4, 2, 1, 1), qkv_bias=False),
+    dict(version='V1', paddings=[0, 'corner', 'same', (1, 1)], patch_sizes=[4, 2, 3, 2])], ids=str)
 @torch.no_grad()
 def test_equals_mmdet_given_the_same_state_dict(size, config):
     ours, theirs = (model.eval() for model in twins(**config))
@@ -202,6 +205,7 @@ def test_ffn_norm_stands_between_the_layers(place):
     (dict(out_indices=(3, 4)), 'out_indices'),
     (dict(pretrain_img_size=16), '16x16 leaves stage 0 a map of 4x4.*ratio 8'),
     (dict(attention='sla', la_sr_ratios=(1, 1, 1, 8)), 'stage 3 a map of 7x7.*ratio 8'),
+    (dict(paddings=(0, 'corners', 0, 0)), r"unknown padding \['corners'\].*'same'"),
     (dict(ffn_norm='act'), "unknown ffn_norm 'act'"),
     (dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),
     (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
@@ -211,9 +215,32 @@ def test_wrong_arguments_are_named(config, message):
         SLABPVT(**{**SMALL, **config})
 
 
+@pytest.mark.parametrize('strict', [False, True])
+@pytest.mark.parametrize('config', [{}, MIXED, V2], ids=['V1', 'mixed', 'V2'])
+@torch.no_grad()
+def test_a_fused_model_exports_once_for_all_sizes(config, strict):
+    model = randomize(SLABPVT(**SMALL, **config, norm_cfg=PREPBN)).eval()
+    set_gamma(model, 0)
+    fused = slab_det.fuse(model)
+    side = {'min': 64, 'max': 2048}
+    exported = export(fused, (torch.randn(1, 3, 230, 310),), strict=strict,
+                      dynamic_shapes=({2: Dim('h', **side), 3: Dim('w', **side)},)).module()
+    # The size of the position tables, and one where nothing divides.
+    for size in ((224, 224), (97, 131)):
+        x = torch.randn(1, 3, *size)
+        assert_same(exported(x), fused(x), tolerance=1e-5)
+
+
+@torch.no_grad()
+def test_one_word_pads_every_stage():
+    model = SLABPVT(**SMALL, paddings='corner')
+    assert [tuple(out.shape[2:]) for out in model(torch.randn(1, 3, 65, 97))] == [(17, 25), (9, 13), (5, 7), (3, 4)]
+
+
 @pytest.mark.parametrize(('config', 'size', 'message'), [
     ({}, (64, 31), '64x31 leaves stage 0 a map of 16x7, smaller than its reduction ratio 8'),
     (dict(attention='sla'), (40, 20), 'stage 3 a map of 1x0'),
+    (dict(paddings='corner'), (64, 28), '64x28 leaves stage 0 a map of 16x7'),
 ])
 def test_an_image_that_leaves_too_small_a_map_is_refused(config, size, message):
     with pytest.raises(ValueError, match=message):
@@ -248,7 +275,8 @@ def test_pretrained_weights_are_loaded(tmp_path, spelling):
 
 def test_norm_eval_freezes_loaded_statistics_only():
     source, model = (SLABPVT(**SMALL, norm_cfg=PREPBN, norm_eval=True, norm_after_stage=True) for _ in range(2))
-    state = {key: value for key, value in source.state_dict().items() if not key.startswith('layers.3.2.')}
+    # Initial statistics do not count as loaded.
+    state = {key: value for key, value in randomize(source).state_dict().items() if not key.startswith('layers.3.2.')}
     model.load_state_dict(state, strict=False)
     set_gamma(model, 0.0)
     assert model.train() is model

@@ -193,7 +193,7 @@ def test_frozen_stages_stay_as_they_are():
 
 def test_norm_eval_freezes_loaded_statistics_only():
     source, model = (SLABSwin(**SMALL, norm_cfg=PREPBN, norm_eval=True) for _ in range(2))
-    gamma_zero(source)
+    gamma_zero(randomize(source))
     state = {key: value for key, value in source.state_dict().items() if not key.startswith('norm2.')}
     model.load_state_dict(state, strict=False)
     gamma_zero(model)
@@ -203,6 +203,24 @@ def test_norm_eval_freezes_loaded_statistics_only():
     moved = {key.split('.')[0] for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
     assert moved == {'norm2'}
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm'])
+def test_norm_eval_freezes_no_statistics_that_were_never_estimated(norm):
+    """A LayerNorm model converted without calibration saves mean 0 and variance 1, which is no norm at all."""
+    model = SLABSwin(**SMALL, norm_cfg=dict(type=norm), norm_eval=True)
+    model.load_state_dict(gamma_zero(SLABSwin(**SMALL, norm_cfg=dict(type=norm))).state_dict())
+    assert model.train().norm1.training
+    # One channel of one of them is enough.
+    for name in ('running_mean', 'running_var'):
+        state = SLABSwin(**SMALL, norm_cfg=dict(type=norm)).state_dict()
+        key = next((key for key in state if key.startswith('norm1.') and key.endswith(name)), None)
+        if key is None:
+            continue
+        state[key][3] += 0.25
+        model.load_state_dict(state)
+        assert not model.train().norm1.training, name
+        assert model.norm0.training, name
 
 
 def test_train_and_eval_return_the_model_and_set_the_mode():
@@ -240,6 +258,7 @@ def test_an_ffn_norm_that_the_checkpoint_lacks_is_reported():
     for key in ('stages.1.blocks.1.ffn.layers.0.0.weight', 'stages.1.blocks.1.ffn.layers.1.bias'):
         assert torch.equal(ours.state_dict()[key], theirs.state_dict()[key]), key
     # With statistics of a checkpoint of its own they are frozen.
+    randomize(ours)
     other = SLABSwin(**SMALL, norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act', norm_eval=True)
     assert load_pretrained(other, ours.state_dict()).complete
     assert ours.train().stages[0].blocks[0].ffn.norm.training

@@ -86,6 +86,19 @@ class OtherConv2d(nn.Conv2d):
     """Computes its weight, perhaps."""
 
 
+def computed_linear():
+    layer = nn.Linear(6, 4)
+    weight = layer.weight
+    del layer.weight
+    layer.weight = 2 * weight.detach()
+    return layer
+
+
+def hooked(layer):
+    layer.register_forward_pre_hook(lambda _, args: args[0] + 1)
+    return layer
+
+
 @pytest.mark.parametrize(('layer', 'side', 'part', 'reason'), [
     (nn.Linear(6, 4), 'input', '', ''),
     (nn.Conv2d(6, 4, 3, padding=1), 'output', '', ''),
@@ -98,6 +111,9 @@ class OtherConv2d(nn.Conv2d):
     (nn.MultiheadAttention(6, 2), 'input', '', 'named as one of q, k, v'),
     (nn.MultiheadAttention(6, 2), 'output', '', 'inputs of an attention'),
     (nn.MultiheadAttention(6, 2, kdim=4), 'input', 'q', 'not packed'),
+    (computed_linear(), 'input', '', 'its weight is no parameter'),
+    (hooked(nn.Conv2d(6, 4, 1)), 'output', '', 'it has forward hooks'),
+    (hooked(nn.MultiheadAttention(6, 2)), 'input', 'q', 'it has forward hooks'),
 ])
 def test_obstacles_are_named_and_refuse_the_fold(layer, side, part, reason):
     obstacle = find_obstacle(layer, side, part)

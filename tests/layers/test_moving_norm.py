@@ -377,3 +377,96 @@ def test_two_processes_are_one_with_all_tokens(tmp_path):
                 assert result['calls'] == [C + 1, C] * 13, result['calls']
         if kind is UN:
             assert norm.num_filtered >= 2
+
+
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_many_forwards_may_wait_and_others_without_gradient_come_between(kind, reentrant):
+    grads = []
+    norms = make_norm(kind), make_norm(kind)
+    for norm, run in zip(norms, (lambda norm, x: norm(x), lambda norm, x: checkpoint(norm, x, use_reentrant=reentrant)),
+                         strict=True):
+        xs = [batch(t).requires_grad_() for t in range(1, 13)]
+        ys = [run(norm, x) for x in xs]
+        with torch.no_grad():
+            for t in range(20, 40):
+                norm(batch(t))
+        sum(y.sin().sum() for y in ys).backward()
+        grads.append([x.grad for x in xs])
+    assert all(map(torch.equal, *grads))
+    states_equal(*norms)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_forward_that_is_no_longer_remembered_is_an_error(kind, reentrant):
+    norm = make_norm(kind)
+    y = checkpoint(norm, batch(1).requires_grad_(), use_reentrant=reentrant)
+    for t in range(norm.MAX_PENDING - 1):
+        norm(batch(2 + t))
+    y.sum().backward(retain_graph=True)
+    norm(batch(1000))
+    with pytest.raises(RuntimeError, match=rf'{kind.__name__}\({C}\): .* none of the last 64 .* eval mode'):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_training_forward_inside_a_backward_without_an_earlier_one_is_an_error(kind):
+    norm, x = make_norm(kind), torch.zeros(3, C, dtype=torch.double, requires_grad=True)
+    x.register_hook(lambda grad: norm(grad))
+    with pytest.raises(RuntimeError, match=rf'{kind.__name__}\({C}\): .*inside a backward pass.*eval mode'):
+        x.sum().backward()
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_recomputed_forward_need_not_repeat_its_last_bit(kind):
+    """As after layers whose sums have no fixed order."""
+    norm, plain = make_norm(kind), make_norm(kind)
+    noise = [1.0, 1.0 + 1e-7]
+    x, same = batch(3).requires_grad_(), batch(3).requires_grad_()
+    checkpoint(lambda x: norm(x * noise.pop(0)), x, use_reentrant=True).sin().sum().backward()
+    assert not noise
+    plain(same).sin().sum().backward()
+    torch.testing.assert_close(x.grad, same.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_an_overflow_may_be_recomputed_and_zeros_too(kind, reentrant):
+    norm = make_norm(kind)
+    for value in (float('inf'), float('nan'), 0.0):
+        x = batch(1)
+        x[0, 0, 1] = value
+        x = (x if value else 0 * batch(1)).requires_grad_()
+        checkpoint(norm, x, use_reentrant=reentrant).sum().backward()
+        assert x.grad.isfinite().all() == (value == 0), value
+
+
+def test_forwards_of_before_a_move_are_forgotten():
+    """They would be tensors of another device or dtype."""
+    norm = make_norm(UN)
+    step(norm, 1)
+    norm.float()
+    x = batch(2).float().requires_grad_()
+    checkpoint(norm, x, use_reentrant=False).sum().backward()
+    assert len(norm._recent) == 1
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_compiled_models_train_as_others_do(kind):
+    """With a graph break around the norm."""
+    plain, compiled = (torch.nn.Sequential(torch.nn.Linear(C, C), make_norm(kind)).double() for _ in range(2))
+    compiled.load_state_dict(plain.state_dict())
+    run = torch.compile(compiled, backend='eager')
+    for t in range(1, 9):
+        grads = []
+        for model in (plain, run):
+            x = batch(t).requires_grad_()
+            (model(x).sin() * (1 + t)).sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-12, atol=1e-12, msg=key)
+    assert compiled[1].iteration == 8

@@ -1,0 +1,216 @@
+"""Layers and norms that cannot be changed alone: unknown classes around them, hooks on them, several owners."""
+import pytest
+import torch
+from conftest import randomize, raw_outputs
+from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models.layers import PatchEmbed
+from mmdet.registry import MODELS
+from torch import nn
+
+import slab_det
+from slab_det.fusion import FusionError
+from slab_det.layers import OfflineNorm
+from slab_det.layers.attention import ShiftedWindowAttention, SoftmaxWindowAttention
+
+BLOCK = 'backbone.stages.0.blocks.1'
+PVT = dict(type='SLABPVT', embed_dims=8, num_layers=(2, 1, 1, 1), num_heads=(1, 2, 3, 4), mlp_ratios=(2, 2, 2, 2),
+           sr_ratios=(4, 2, 2, 1), norm_cfg=dict(type='PRepBN'), norm_after_stage=True)
+SIZE = (75, 102)
+
+
+def left_affine(fused):
+    assert not [m for m in fused.modules() if isinstance(m, OfflineNorm)]
+    return {fate.norm: fate.reason for fate in fused.fusion_report.select('affine')}
+
+
+@torch.no_grad()
+def assert_same(outputs, references):
+    for output, reference in zip(outputs, references, strict=True):
+        difference = ((output - reference).abs().max() / reference.abs().max()).item()
+        assert difference <= 1e-9, difference
+
+
+def assert_fused_equals(fused, model):
+    images = torch.randn(1, 3, *SIZE).double()
+    assert_same(raw_outputs(fused, images), raw_outputs(model, images))
+
+
+@pytest.fixture
+def pvt():
+    model = MODELS.build(PVT)
+    randomize(model, 0)
+    slab_det.set_gamma(model, 0)
+    return model.eval().double()
+
+
+@torch.no_grad()
+def assert_fused_pvt_equals(fused, model):
+    images = torch.randn(1, 3, *SIZE).double()
+    assert_same(fused(images), model(images))
+
+
+class NosyFFN(FFN):
+    def forward(self, x, identity=None):
+        return super().forward(x, identity) + x
+
+
+class NosyAttention(ShiftedWindowAttention):
+    def forward(self, x, hw_shape):
+        return super().forward(x, hw_shape) + x
+
+
+class OtherWindowAttention(SoftmaxWindowAttention):
+    """May do anything."""
+
+
+@pytest.mark.parametrize(('part', 'kind', 'norm'), [
+    ('attn', NosyAttention, 'norm1'), ('attn.w_msa', OtherWindowAttention, 'norm1'), ('ffn', NosyFFN, 'norm2')])
+def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(small_detector, part, kind, norm):
+    model = small_detector().double()
+    model.get_submodule(f'{BLOCK}.{part}').__class__ = kind
+    fused = slab_det.fuse(model)
+    left = left_affine(fused)
+    assert left.keys() == {f'{BLOCK}.{norm}'}
+    assert f'{part} is a {kind.__name__}' in left.popitem()[1]
+    assert_fused_equals(fused, model)
+
+
+class NosyPatchEmbed(PatchEmbed):
+    def forward(self, x):
+        tokens, hw_shape = super().forward(x)
+        return tokens + x.mean(), hw_shape
+
+
+def test_an_unknown_patch_embedding_keeps_the_norm_of_the_stage_before(pvt):
+    pvt.out_indices = (3,)
+    pvt.layers[1][0].__class__ = NosyPatchEmbed
+    fused = slab_det.fuse(pvt)
+    left = left_affine(fused)
+    assert {'layers.0.2', 'layers.1.0.norm'} <= left.keys() and 'layers.1.2' not in left
+    assert 'layers.1.0 is a NosyPatchEmbed' in left['layers.0.2']
+    assert_fused_pvt_equals(fused, pvt)
+
+
+def add_pre_hook(module):
+    module.register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
+
+
+def add_hook(module):
+    module.register_forward_hook(lambda _, args, out: out + args[0].mean())
+
+
+def add_norm_hook(module):
+    nn.utils.spectral_norm(module).eval()
+
+
+def replace_forward(module):
+    forward = module.forward
+    module.forward = lambda x, *args: forward(x * 0.5, *args)
+
+
+@pytest.mark.filterwarnings('ignore::FutureWarning')
+@pytest.mark.parametrize(('change', 'layer', 'norm', 'reason'), [
+    (nn.utils.weight_norm, 'attn.w_msa.qkv', 'norm1', 'hooks'),
+    (nn.utils.parametrizations.weight_norm, 'attn.w_msa.qkv', 'norm1', 'ParametrizedLinear'),
+    (add_norm_hook, 'ffn.layers.0.0', 'norm2', 'hooks'),
+    (add_pre_hook, 'attn.w_msa.qkv', 'norm1', 'hooks'),
+    (add_hook, 'ffn.layers.0.0', 'norm2', 'hooks'),
+    (add_pre_hook, 'attn', 'norm1', f'{BLOCK}.attn has forward hooks'),
+    (add_pre_hook, 'ffn.layers.0', 'norm2', f'{BLOCK}.ffn.layers.0 has forward hooks'),
+    (replace_forward, 'attn.w_msa.qkv', 'norm1', 'a forward of its own'),
+])
+def test_what_runs_beside_a_layer_keeps_the_norm_out_of_it(small_detector, change, layer, norm, reason):
+    model = small_detector().double()
+    change(model.get_submodule(f'{BLOCK}.{layer}'))
+    # A replaced forward stays bound to the layer it came from: a copy would run the original.
+    inplace = change is replace_forward
+    images = torch.randn(1, 3, *SIZE).double()
+    references = raw_outputs(model, images)
+    fused = slab_det.fuse(model, inplace)
+    left = left_affine(fused)
+    assert left.keys() == {f'{BLOCK}.{norm}'}
+    assert reason in left.popitem()[1]
+    assert_same(raw_outputs(fused, images), references)
+
+
+def test_hooks_on_what_reads_the_outputs_keep_their_norms(small_detector):
+    model = small_detector().double()
+    model.neck.register_forward_pre_hook(lambda _, args: (tuple(x.relu() for x in args[0]),))
+    fused = slab_det.fuse(model)
+    assert left_affine(fused) == {f'backbone.norm{i}': 'neck has forward hooks' for i in range(4)}
+    assert_fused_equals(fused, model)
+
+
+@pytest.mark.parametrize('add', [add_hook, add_pre_hook])
+@pytest.mark.parametrize('part', ['', '.repbn'])
+def test_hooks_on_a_norm_are_not_lost_in_silence(small_detector, add, part):
+    model = small_detector()
+    add(model.get_submodule(f'{BLOCK}.norm2{part}'))
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(FusionError, match=rf'{BLOCK}\.norm2: it has forward hooks.*remove them'):
+        slab_det.fuse(model, inplace=True)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_layer_that_two_blocks_share_takes_no_norm(small_detector):
+    model = small_detector().double()
+    one, other = (model.get_submodule(f'backbone.stages.0.blocks.{i}').attn.w_msa for i in range(2))
+    other.qkv = one.qkv
+    fused = slab_det.fuse(model)
+    left = left_affine(fused)
+    assert left.keys() == {f'backbone.stages.0.blocks.{i}.norm1' for i in range(2)}
+    assert 'its weight is also backbone.stages.0.blocks.1.attn.w_msa.qkv.weight' in left[
+        'backbone.stages.0.blocks.0.norm1']
+    assert_fused_equals(fused, model)
+
+
+def tie(one, other):
+    other.weight = one.weight
+
+
+def tie_bias(one, other):
+    other.bias = one.bias
+
+
+def tie_memory(one, other):
+    other.weight.data = one.weight.data
+
+
+@pytest.mark.parametrize('tie_layers', [tie, tie_bias, tie_memory])
+def test_a_tied_weight_takes_no_norm(pvt, tie_layers):
+    one, other = (pvt.layers[0][1][i].ffn.layers[0] for i in (1, 2))
+    tie_layers(one, other)
+    images = torch.randn(1, 3, *SIZE).double()
+    with torch.no_grad():
+        references = pvt(images)
+    # A copy does not share the memory of two parameters any more.
+    fused = slab_det.fuse(pvt, inplace=True)
+    left = left_affine(fused)
+    assert {'layers.0.1.1.norm2', 'layers.0.1.2.norm2'} <= left.keys() and 'layers.1.1.1.norm2' not in left
+    assert 'is also layers.0.1.2.ffn.layers.0' in left['layers.0.1.1.norm2']
+    with torch.no_grad():
+        assert_same(fused(images), references)
+
+
+@pytest.mark.parametrize('elsewhere', ['backbone.stages.0.blocks.1.norm1', 'extra'])
+def test_a_norm_in_two_places_is_affine_in_both(small_detector, elsewhere):
+    """The second place is one that a rule knows, or one that none does."""
+    model = small_detector().double()
+    first = 'backbone.stages.0.blocks.0.norm1'
+    parent, _, attribute = elsewhere.rpartition('.')
+    setattr(model.get_submodule(parent), attribute, model.get_submodule(first))
+    fused = slab_det.fuse(model)
+    left = left_affine(fused)
+    assert left.keys() == {first, elsewhere}
+    assert all(f'{first}, {elsewhere}' in reason for reason in left.values())
+    assert fused.get_submodule(elsewhere) is fused.get_submodule(first)
+    assert_fused_equals(fused, model)
+
+
+def test_a_block_in_two_places_computes_the_same(small_detector):
+    model = small_detector().double()
+    blocks = model.backbone.stages[0].blocks
+    blocks[1] = blocks[0]
+    fused = slab_det.fuse(model)
+    assert len(left_affine(fused)) == 4
+    assert_fused_equals(fused, model)
