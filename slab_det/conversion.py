@@ -5,10 +5,12 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
+import timm.layers
 import torch
 from mmcv.cnn import build_norm_layer
-from mmengine.dist import is_main_process
+from mmengine.dist import all_gather, get_world_size, is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
@@ -16,6 +18,12 @@ from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm
 from slab_det.layers.repbn import PRepBN, named_progressive_norms
 from slab_det.recalibration import default_forward, evaluating
+
+# These forwards normalize the last dimension and do no more. Any other may permute or apply an activation.
+LAST_DIMENSION = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward, timm.layers.LayerNormFp32.forward)
+
+# Their fused kernels read weight and bias of the norms past the norms' forward.
+READS_NORM_WEIGHTS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class ConversionError(SlabDetError):
@@ -25,6 +33,8 @@ class ConversionError(SlabDetError):
 @dataclass
 class ConversionReport:
     """What :func:`convert_norms` did.
+
+    A norm that a model holds under several names counts once, under the first.
 
     Attributes:
         converted: Names of the norms that were replaced.
@@ -68,31 +78,29 @@ def convert_norms(model: nn.Module, norm_cfg: dict | None = None, calibrate: Ite
         skip: Names of norms, or of modules that hold them, that stay as they are.
 
     Raises:
-        ConversionError: If no LayerNorm was converted, or ``calibrate`` is given for another norm than PRepBN.
+        ConversionError: If no LayerNorm was converted, the new norm is none of ours, or calibration fails or is asked
+            for another norm than PRepBN. ``model`` is then as it was.
     """
     norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
-    is_progressive = norm_cfg['type'] == 'PRepBN'
-    if calibrate is not None and not is_progressive:
-        raise ConversionError(f"only PRepBN holds a LayerNorm to calibrate by; {norm_cfg['type']} does not")
     if not inplace:
         model = copy.deepcopy(model)
     report = ConversionReport()
-    skip = tuple(skip)
-    for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)]:
-        reason = _obstacle(model, name, norm, skip)
-        if reason is None:
-            continue
-        if reason:
-            report.kept[name] = reason
-            continue
-        parent, _, attribute = name.rpartition('.')
-        setattr(model.get_submodule(parent), attribute, _converted(norm, norm_cfg, is_progressive))
-        report.converted.append(name)
-    if not report.converted:
+    names = _convertible(model, tuple(skip), report)
+    if not names:
         kept = '; '.join(f'{name}: {reason}' for name, reason in report.kept.items())
         raise ConversionError(f'the model has no LayerNorm to convert{f" ({kept})" if kept else ""}')
+    new_norms = {norm: _converted(norm, norm_cfg, model) for norm in names}
+    other = next((new for new in new_norms.values() if not isinstance(new, PRepBN)), None)
+    if calibrate is not None and other is not None:
+        raise ConversionError(f'only PRepBN holds a LayerNorm to calibrate by; {type(other).__name__} does not')
+    _replace(model, names, new_norms)
+    report.converted = [aliases[0] for aliases in names.values()]
     if calibrate is not None:
-        report.explained = calibrate_norms(model, calibrate)
+        try:
+            report.explained = calibrate_norms(model, calibrate)
+        except BaseException:
+            _replace(model, names, {norm: norm for norm in names})
+            raise
     model.conversion_report = report
     return model
 
@@ -111,8 +119,11 @@ def calibrate_norms(model: nn.Module, batches: Iterable, forward: Callable[[obje
         alpha = (s - eta) sigma,    beta = E y - eta E x,
 
     with any eta. Taken is the eta that makes the sum of alpha^2 smallest, ``eta = sum(sigma^2 s) / sum(sigma^2)``: what
-    is common to all channels passes through eta, which no later change of statistics disturbs. Moments are pooled in
-    float64. gamma does not change.
+    is common to all channels passes through eta, which no later change of statistics disturbs. A channel that is
+    constant but for rounding, ``Var(x) <= 1e-12 ((E x)^2 + Var(x))``, has no slope: s = 0.
+
+    Moments are pooled in float64. gamma does not change. In a distributed run each rank gives its own batches, and all
+    end with the same start.
 
     Args:
         model: A model whose PRepBNs are at gamma = 1, so that every LayerNorm sees what it saw in training.
@@ -151,6 +162,7 @@ def calibrate_norms(model: nn.Module, batches: Iterable, forward: Callable[[obje
                 bar.update()
     if bar is not None:
         print()
+    _merge_ranks(moments, norms)
     for name, m in moments.items():
         if not m.count:
             raise ConversionError(f'{name}: no batch reached this norm; check the dataset, or pass a forward')
@@ -172,16 +184,35 @@ class JointMoments:
         x, y = (z.detach().flatten(0, -2).double() for z in (x, y))
         n, mean_x, mean_y = x.shape[0], x.mean(0), y.mean(0)
         x, y = x - mean_x, y - mean_y
-        new = torch.stack([mean_x, mean_y, (x * x).sum(0), (x * y).sum(0), (y * y).sum(0)])
+        self.merge(n, torch.stack([mean_x, mean_y, (x * x).sum(0), (x * y).sum(0), (y * y).sum(0)]))
+
+    def merge(self, count: int, values: Tensor) -> None:
+        """Adds ``count`` tokens with these moments, laid out as ``self.values``."""
+        if count == 0:
+            return
         if self.values is None:
-            self.values = new
-        else:
-            delta = new[:2] - self.values[:2]
-            total = self.count + n
-            cross = torch.stack([delta[0] * delta[0], delta[0] * delta[1], delta[1] * delta[1]])
-            self.values[2:] += new[2:] + cross * (self.count * n / total)
-            self.values[:2] += delta * (n / total)
-        self.count += n
+            self.count, self.values = count, values.clone()
+            return
+        delta = values[:2] - self.values[:2]
+        total = self.count + count
+        cross = torch.stack([delta[0] * delta[0], delta[0] * delta[1], delta[1] * delta[1]])
+        self.values[2:] += values[2:] + cross * (self.count * count / total)
+        self.values[:2] += delta * (count / total)
+        self.count = total
+
+
+def _merge_ranks(moments: dict[str, JointMoments], norms: dict[str, PRepBN]) -> None:
+    if get_world_size() == 1:
+        return
+    for name, norm in norms.items():
+        own = moments[name]
+        values = own.values
+        if values is None:
+            values = norm.ln.weight.new_zeros(5, norm.num_features, dtype=torch.float64)
+        packed = torch.cat([torch.full_like(values[:1], own.count), values])
+        pooled = moments[name] = JointMoments()
+        for part in all_gather(packed):
+            pooled.merge(int(part[0, 0]), part[1:])
 
 
 @torch.no_grad()
@@ -191,8 +222,10 @@ def start_as_affine(norm: PRepBN, moments: JointMoments) -> float:
     repbn = norm.repbn
     var = sxx / moments.count
     sigma2 = var + repbn.eps
-    # A channel that does not vary on these data has no slope; rounding noise must not become one.
-    slope = sxy / moments.count / var.clamp(min=repbn.eps)
+    # Rounding noise of a constant channel must not become a slope. Any larger variance has its true one: alpha / sigma
+    # holds it, because sigma^2 contains eps already.
+    varies = var > 1e-12 * (mean_x.square() + var)
+    slope = torch.where(varies, sxy / sxx.where(varies, 1.0), 0.0)
     eta = (sigma2 * slope).sum() / sigma2.sum()
     repbn.set_statistics(mean_x, var)
     repbn.eta.fill_(eta)
@@ -200,6 +233,24 @@ def start_as_affine(norm: PRepBN, moments: JointMoments) -> float:
     repbn.bias.copy_(mean_y - eta * mean_x)
     residual = syy - 2 * slope * sxy + slope.square() * sxx
     return 1.0 - float(residual.sum() / syy.sum().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _convertible(model: nn.Module, skip: tuple[str, ...],
+                 report: ConversionReport) -> dict[nn.LayerNorm, list[str]]:
+    """Each LayerNorm to convert with all its names. Those that stay go into ``report``."""
+    names: dict[nn.LayerNorm, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.LayerNorm):
+            names.setdefault(module, []).append(name)
+    for norm, aliases in list(names.items()):
+        # One name that must stay keeps them all: the norm remains one.
+        reasons = [reason for name in aliases if (reason := _obstacle(model, name, norm, skip)) != '']
+        if reasons:
+            del names[norm]
+            reason = next(filter(None, reasons), None)
+            if reason is not None:
+                report.kept[aliases[0]] = reason
+    return names
 
 
 def _obstacle(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
@@ -213,30 +264,47 @@ def _obstacle(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, 
         return 'it is the whole model'
     if len(norm.normalized_shape) != 1:
         return f'it normalizes over {len(norm.normalized_shape)} dimensions'
-    if type(norm).forward is not nn.LayerNorm.forward and type(norm).__name__.endswith('2d'):
-        return f'{type(norm).__name__} takes channels first'
+    if type(norm).forward not in LAST_DIMENSION:
+        return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
+    if isinstance(parents[-1], READS_NORM_WEIGHTS):
+        return f'{type(parents[-1]).__name__} of torch may read its weights past its forward'
     return ''
 
 
 def _ancestors(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules around the one called ``name``, from ``model`` to its parent."""
     parts = name.split('.')
-    for end in range(1, len(parts)):
+    for end in range(len(parts)):
         yield model.get_submodule('.'.join(parts[:end]))
 
 
+def _replace(model: nn.Module, names: dict[nn.LayerNorm, list[str]],
+             new_norms: dict[nn.LayerNorm, nn.Module]) -> None:
+    for norm, aliases in names.items():
+        for name in aliases:
+            parent, _, attribute = name.rpartition('.')
+            setattr(model.get_submodule(parent), attribute, new_norms[norm])
+
+
 @torch.no_grad()
-def _converted(norm: nn.LayerNorm, norm_cfg: dict, is_progressive: bool) -> OfflineNorm:
-    cfg = {'ln_eps': norm.eps, **norm_cfg} if is_progressive else dict(norm_cfg)
-    new = build_norm_layer(cfg, norm.normalized_shape[0])[1]
+def _converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
+    new = build_norm_layer(norm_cfg, norm.normalized_shape[0])[1]
     if not isinstance(new, OfflineNorm):
-        raise ConversionError(f"{norm_cfg['type']} is no offline norm of slab_det; choose PRepBN")
-    target = new.ln if is_progressive else new
-    for name in ('weight', 'bias'):
-        given = getattr(norm, name)
-        if given is not None:
-            getattr(target, name).copy_(given)
-            getattr(target, name).requires_grad_(given.requires_grad)
-    example = next(norm.parameters(), None)
+        raise ConversionError(f'{type(new).__name__} is no offline norm of slab_det; choose PRepBN')
+    target = new
+    if isinstance(new, PRepBN):
+        target = new.ln
+        if norm_cfg.get('ln_eps') is None:
+            target.eps = norm.eps
+    for name, given in norm.named_parameters():
+        getattr(target, name).copy_(given)
+        if not given.requires_grad:
+            getattr(target, name).requires_grad_(False)
+    given = list(norm.parameters())
+    if given and not any(parameter.requires_grad for parameter in given):
+        # A frozen stage gives no gradient to what only the new norm has, and DDP would wait for it.
+        new.requires_grad_(False)
+    example = next(chain(given, model.parameters()), None)
     if example is not None:
         new.to(device=example.device, dtype=example.dtype)
     return new.train(norm.training)

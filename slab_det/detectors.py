@@ -19,7 +19,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
             is not run.
 
     Returns:
-        The detector, with ``dataset_meta`` (class names and palette) where the checkpoint has it.
+        The detector, with ``dataset_meta`` (class names and palette), None where the checkpoint has none.
 
     Raises:
         CheckpointError: If the checkpoint is missing or does not fit the model.
@@ -35,8 +35,16 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
         raise CheckpointError(f'checkpoint {checkpoint} not found') from error
     check_detector_checkpoint(model, loaded, checkpoint, complete=True)
     load_state_dict(model, loaded['state_dict'])
-    model.dataset_meta = loaded.get('meta', {}).get('dataset_meta')
+    model.dataset_meta = _dataset_meta(loaded.get('meta') or {})
     return model
+
+
+def _dataset_meta(meta: dict) -> dict | None:
+    """Class names and palette as mmdet 3 stores them; mmdet 2 had them in capitals, at the top."""
+    if meta.get('dataset_meta'):
+        return meta['dataset_meta']
+    found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
+    return found if 'classes' in found else None
 
 
 def is_fused(model: nn.Module) -> bool:

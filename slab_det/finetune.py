@@ -32,7 +32,7 @@ def convert_detector(cfg: Config, checkpoint: str, out: str | Path, schedule: Co
         calibrate: Batches for :func:`slab_det.conversion.calibrate_norms`; None leaves RepBN at its default start.
 
     Returns:
-        The checkpoint's path, the config's path, and what became of each norm.
+        The checkpoint's path, the config's path, and what became of each norm, by its name in the detector.
 
     Raises:
         ConversionError: If the backbone has no LayerNorm, or cannot be built with PRepBN by its config.
@@ -40,14 +40,15 @@ def convert_detector(cfg: Config, checkpoint: str, out: str | Path, schedule: Co
     """
     out = Path(out)
     model = build_detector(cfg, checkpoint)
-    convert_norms(model.backbone, inplace=True)
-    report = model.backbone.conversion_report
-    if calibrate is not None:
-        report.explained = slab_det.conversion.calibrate_norms(model, calibrate)
+    others = [name for name, _ in model.named_children() if name != 'backbone']
+    report = convert_norms(model, calibrate=calibrate, inplace=True, skip=others).conversion_report
     new_cfg = finetune_config(cfg, schedule, _norm_cfg(model), out)
     _check_rebuilt(new_cfg, model)
     out.parent.mkdir(parents=True, exist_ok=True)
-    meta = dict(dataset_meta=model.dataset_meta, slab_det_version=slab_det.__version__)
+    meta = dict(slab_det_version=slab_det.__version__)
+    if model.dataset_meta is not None:
+        # Absent is what DetInferencer understands.
+        meta['dataset_meta'] = model.dataset_meta
     config_path = out.with_name(f'{out.stem}_config.py')
     new_cfg.dump(config_path)
     save_checkpoint(dict(meta=meta, state_dict=model.state_dict()), str(out))
@@ -55,7 +56,10 @@ def convert_detector(cfg: Config, checkpoint: str, out: str | Path, schedule: Co
 
 
 def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: Path) -> Config:
-    """The config of the fine-tune: detector and data of ``cfg``, the rest from ``schedule``.
+    """The config of the fine-tune: ``SCHEDULE_KEYS`` are those of ``schedule``, everything else is as in ``cfg``.
+
+    Custom hooks of ``cfg`` stay unless ``schedule`` brings one of their type. Where one of both counts epochs and the
+    other iterations, checkpoints, logs and the sampler count as ``schedule`` does.
 
     Args:
         cfg: The config of the LayerNorm detector.
@@ -69,24 +73,51 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
     backbone['norm_cfg'] = norm_cfg
     if backbone.get('out_norm_cfg'):
         backbone['out_norm_cfg'] = 'same'
+    own_hooks = values.get('custom_hooks') or []
+    was_by_epoch = _is_by_epoch(values)
     values.update({key: value for key, value in schedule.to_dict().items() if key in SCHEDULE_KEYS})
-    by_epoch = values['train_cfg'].get('type') == 'EpochBasedTrainLoop' or values['train_cfg'].get('by_epoch', False)
-    sampler = values['train_dataloader'].get('sampler', {})
-    if by_epoch and sampler.get('type') == 'InfiniteSampler':
-        # An epoch of it would never end.
-        sampler['type'] = 'DefaultSampler'
-    hooks = values.setdefault('default_hooks', {})
-    hooks.setdefault('checked_load', dict(type='CheckedLoadHook'))
-    if by_epoch:
-        hooks['checkpoint'] = dict(type='CheckpointHook', interval=1)
-        values['log_processor'] = dict(type='LogProcessor', window_size=50, by_epoch=True)
+    hooks = schedule.to_dict().get('custom_hooks') or []
+    brought = {_type_name(hook) for hook in hooks}
+    values['custom_hooks'] = [hook for hook in own_hooks if _type_name(hook) not in brought] + hooks
+    values.setdefault('default_hooks', {}).setdefault('checked_load', dict(type='CheckedLoadHook'))
+    if _is_by_epoch(values) != was_by_epoch:
+        _count_anew(values)
     imports = values.get('custom_imports', {}).get('imports', [])
     imports = [imports] if isinstance(imports, str) else imports
     values['custom_imports'] = dict(imports=list(dict.fromkeys(['slab_det', *imports])), allow_failed_imports=False)
-    values['load_from'] = str(checkpoint)
+    # Found from wherever the fine-tune is started.
+    values['load_from'] = str(checkpoint.resolve())
     values['resume'] = False
     values.pop('work_dir', None)
     return Config(values)
+
+
+def _is_by_epoch(values: dict) -> bool:
+    """Whether the run counts epochs."""
+    return 'max_epochs' in (values.get('train_cfg') or {})
+
+
+def _type_name(cfg: dict) -> str:
+    """The name of the class that ``cfg`` builds, without its scope."""
+    kind = cfg['type']
+    return (kind if isinstance(kind, str) else kind.__name__).rpartition('.')[2]
+
+
+def _count_anew(values: dict) -> None:
+    """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
+    by_epoch = _is_by_epoch(values)
+    checkpoint = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
+    checkpoint.update(by_epoch=by_epoch, interval=1 if by_epoch else values['train_cfg'].get('val_interval', 1000))
+    checkpoint.pop('save_begin', None)
+    values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
+    sampler = values['train_dataloader'].get('sampler')
+    if sampler and by_epoch and _type_name(sampler) == 'InfiniteSampler':
+        # An epoch of it would never end.
+        sampler['type'] = 'DefaultSampler'
+    elif sampler and not by_epoch and _type_name(sampler) == 'DefaultSampler':
+        # An iteration-based loop would start the workers anew after every pass.
+        sampler['type'] = 'InfiniteSampler'
+        sampler.pop('round_up', None)
 
 
 def _norm_cfg(model: nn.Module) -> dict:

@@ -3,8 +3,11 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.multiprocessing as mp
 from conftest import randomize
 from mmdet.registry import MODELS
+from timm.layers.norm_act import LayerNormAct
+from timm.models.metaformer import LayerNormNoBias
 from torch import nn
 
 import slab_det
@@ -72,6 +75,96 @@ def test_skip_and_what_cannot_be_converted_are_reported():
     assert '1 norms converted, 3 kept' in str(report)
 
 
+class CenteredNorm(nn.LayerNorm):
+    """Its name does not tell that it is another map."""
+
+    def forward(self, x):
+        return super().forward(x) - x.mean(-2, keepdim=True)
+
+
+@pytest.mark.parametrize('norm', [LayerNormAct(4), CenteredNorm(4), timm.layers.LayerNorm2dFp32(4)])
+def test_a_norm_with_a_forward_of_its_own_is_kept(norm):
+    model = nn.Sequential(nn.LayerNorm(4), norm)
+    converted = slab_det.convert_norms(model)
+    assert type(converted[1]) is type(norm)
+    assert type(norm).__name__ in converted.conversion_report.kept['1']
+
+
+@pytest.mark.parametrize('norm', [timm.layers.LayerNorm(4), timm.layers.LayerNormFp32(4), LayerNormNoBias(4)])
+def test_norms_of_timm_over_the_last_dimension_are_converted(norm):
+    model = nn.Sequential(norm).double().eval()
+    randomize(model, 4)
+    x = torch.randn(2, 3, 4, dtype=torch.double)
+    with torch.no_grad():
+        # LayerNormFp32 rounds to what its name says.
+        torch.testing.assert_close(slab_det.convert_norms(model)(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_norms_whose_owner_reads_their_weights_are_kept():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8)), nn.LayerNorm(8)).eval()
+    randomize(model, 5)
+    converted = slab_det.convert_norms(model)
+    assert converted.conversion_report.converted == ['0.norm', '1']
+    assert len(converted.conversion_report.kept) == 4
+    assert all('TransformerEncoderLayer' in reason for reason in converted.conversion_report.kept.values())
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        assert torch.equal(converted(x), model(x))
+
+
+def test_a_shared_norm_stays_shared():
+    norm, block = nn.LayerNorm(4), nn.Sequential(nn.LayerNorm(4))
+    model = nn.ModuleDict(dict(a=norm, b=norm, c=block, d=block))
+    converted = slab_det.convert_norms(model)
+    assert converted.conversion_report.converted == ['a', 'c.0']
+    assert isinstance(converted.a, PRepBN) and converted.a is converted.b
+    assert isinstance(converted.c[0], PRepBN) and converted.c is converted.d
+    kept = slab_det.convert_norms(model, skip=['b'])
+    assert kept.conversion_report.kept == {'a': 'skipped'} and kept.a is kept.b and not isinstance(kept.a, PRepBN)
+
+
+@pytest.mark.parametrize('gamma', [1.0, 0.5, 0.0])
+def test_frozen_norms_are_frozen_whole(gamma):
+    """DDP waits for the gradient of each parameter that asks for one."""
+    model = slab_det.convert_norms(swin(kind='SLABSwin', frozen_stages=1))
+    frozen = {name for name, norm in model.named_modules() if isinstance(norm, PRepBN)
+              and not any(parameter.requires_grad for parameter in norm.parameters())}
+    assert frozen == {'patch_embed.norm', 'norm0', 'stages.0.downsample.norm',
+                      *(f'stages.0.blocks.{i}.norm{j}' for i in range(2) for j in (1, 2))}
+    set_gamma(model, gamma)
+    # As before conversion: eval mode for what is frozen, and what it outputs takes no gradient.
+    sum(output.square().sum() for output in model.train()(images())).backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not [name for name in without if gamma > 0 or '.ln.' not in name]
+
+
+@pytest.mark.parametrize('kind', ['mmengine.PRepBN', PRepBN, 'PRepBN'])
+def test_prepbn_is_known_however_it_is_named(kind):
+    model = nn.Sequential(nn.LayerNorm(3, eps=1e-3)).double()
+    randomize(model, 6)
+    converted = slab_det.convert_norms(model, dict(type=kind), calibrate=[torch.randn(4, 5, 3, dtype=torch.double)])
+    assert torch.equal(converted[0].ln.weight, model[0].weight) and converted[0].ln.eps == 1e-3
+    assert set(converted.conversion_report.explained) == {'0'}
+
+
+@pytest.mark.parametrize(('norm_cfg', 'calibrate'), [
+    (dict(type='PRepBN'), []),
+    (dict(type='PRepBN'), [torch.full((2, 5, 3), torch.nan)]),
+    (dict(type='TokenBN'), [torch.randn(2, 5, 3)]),
+    (dict(type='GN', num_groups=1), None),
+])
+def test_a_failed_conversion_in_place_leaves_the_model(norm_cfg, calibrate):
+    norm = nn.LayerNorm(3)
+    model = nn.Sequential(nn.Sequential(norm, nn.LayerNorm(3)), norm)
+    before = dict(model.named_modules(remove_duplicate=False))
+    with pytest.raises(ConversionError):
+        slab_det.convert_norms(model, norm_cfg, calibrate=calibrate, inplace=True)
+    after = dict(model.named_modules(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    assert not hasattr(model, 'conversion_report')
+
+
 def test_layernorm_weights_start_a_token_bn():
     converted = slab_det.convert_norms(swin(), dict(type='TokenBN'))
     assert sum(isinstance(m, TokenBN) for m in converted.modules()) == len(converted.conversion_report.converted)
@@ -98,6 +191,55 @@ def test_repbn_branch_is_the_least_squares_line_of_each_channel():
     for other in (repbn.eta + 1e-3, repbn.eta - 1e-3):
         alpha = (scale - other) * (repbn.running_var + repbn.eps).sqrt()
         assert alpha.square().sum() > repbn.weight.square().sum(), 'eta leaves the smallest alpha'
+
+
+@pytest.mark.parametrize('std', [1e-1, 1e-3, 1e-5])
+def test_channels_that_hardly_vary_have_their_least_squares_line_too(std):
+    """Variances far below eps; a channel that does not vary at all has no line but its mean."""
+    norm = nn.Sequential(nn.LayerNorm(4)).double()
+    randomize(norm, 7)
+    x = torch.randn(3, 50, 4, dtype=torch.double)
+    x[..., 0] = 0.5 + std * x[..., 0] + 0.3 * std * x[..., 1]
+    x[..., 3] = 0.1
+    y = norm(x).detach()
+    repbn = slab_det.convert_norms(norm, calibrate=list(x[:, None]))[0].repbn
+    scale, shift = repbn.inference_affine()
+    for c in range(3):
+        slope, intercept = np.polyfit(x[..., c].flatten().numpy(), y[..., c].flatten().numpy(), 1)
+        best = np.square(slope * x[..., c].numpy() + intercept - y[..., c].numpy()).mean()
+        mine = float((scale[c] * x[..., c] + shift[c] - y[..., c]).square().mean())
+        assert mine == pytest.approx(best, rel=1e-9), (c, mine, best)
+        assert float(scale[c]) == pytest.approx(slope, rel=1e-6)
+    assert float(scale[3]) == pytest.approx(0, abs=1e-12)
+    assert float(shift[3]) == pytest.approx(float(y[..., 3].mean()), rel=1e-9)
+
+
+def line(seed=8):
+    model = nn.Sequential(nn.LayerNorm(3)).double()
+    randomize(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    return slab_det.convert_norms(model), [torch.randn(2, n, 3, generator=generator).double() + n for n in (4, 9, 2)]
+
+
+def _calibrate_on_rank(rank, world_size, folder):
+    torch.distributed.init_process_group(
+        'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size)
+    for case, first in (('shared', 2), ('one_idle', 3)):
+        model, batches = line()
+        calibrate_norms(model, batches[:first] if rank == 0 else batches[first:], progress=False)
+        torch.save(model.state_dict(), f'{folder}/{case}{rank}.pt')
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_calibrate_as_one_would(tmp_path):
+    mp.spawn(_calibrate_on_rank, (2, str(tmp_path)), nprocs=2)
+    alone, batches = line()
+    calibrate_norms(alone, batches, progress=False)
+    for case in ('shared', 'one_idle'):
+        ranks = [torch.load(tmp_path / f'{case}{rank}.pt') for rank in range(2)]
+        for key, value in alone.state_dict().items():
+            assert torch.equal(ranks[0][key], ranks[1][key]), (case, key)
+            torch.testing.assert_close(ranks[0][key], value, rtol=1e-9, atol=1e-9)
 
 
 def test_calibrated_mixture_moves_less_than_the_default_start():

@@ -1,4 +1,5 @@
-"""Makes a trained LayerNorm detector a PRepBN detector, ready for a short fine-tune that ends without norms."""
+"""Makes a trained LayerNorm detector a PRepBN detector, ready for a short fine-tune that ends without norms, or brings
+pretrained weights of a backbone into mmdet's layout (``--to native``)."""
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
+from slab_det.checkpoints.rewrite import rewrite_as_native
 from slab_det.cli import run_cli
 from slab_det.datasets import check_data, set_data_root
 from slab_det.datasets.recalibration import recalibration_dataloader
@@ -17,15 +19,22 @@ SCHEDULE = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'schedul
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('source', help='checkpoint of the LayerNorm detector')
-    parser.add_argument('destination', metavar='FILE.pth', help='FILE_config.py, for the fine-tune, goes beside it')
-    parser.add_argument('--config', required=True, help='config that the LayerNorm detector was trained with')
-    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument('source', help='checkpoint of the LayerNorm detector; for native, weights of a backbone in any '
+                                       'layout that slab_det.load_pretrained knows, or timm://NAME')
+    parser.add_argument('destination', metavar='FILE.pth',
+                        help='what is written; for prepbn, FILE_config.py for the fine-tune goes beside it')
+    parser.add_argument('--to', choices=('prepbn', 'native'), default='prepbn',
+                        help="prepbn: a PRepBN detector; native: mmdet's layout of a backbone, for "
+                             "init_cfg=dict(type='Pretrained', checkpoint=FILE.pth) (default %(default)s)")
+    parser.add_argument('--config', required=True,
+                        help='prepbn: what the LayerNorm detector was trained with; native: a config with the backbone '
+                             'that the weights are for. Weights alone tell neither windows, heads, eps nor norms')
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
     parser.add_argument('--num-images', type=int, default=100,
                         help='training images to calibrate RepBN on; 0: none, RepBN starts at its default '
-                             '(default %(default)s)')
+                             '(prepbn; default %(default)s)')
     parser.add_argument('--schedule', default=str(SCHEDULE),
-                        help="config of the fine-tune's schedule and hooks (default configs/_base_/schedules/"
+                        help="config of the fine-tune's schedule and hooks (prepbn; default configs/_base_/schedules/"
                              'finetune_prepbn.py: 3 epochs)')
     return parser.parse_args()
 
@@ -33,6 +42,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     cfg = Config.fromfile(args.config)
+    if args.to == 'native':
+        # The loader logs its report.
+        rewrite_as_native(cfg, args.source, args.destination)
+        print(f'Written to {args.destination}')
+        return
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)
     batches = None

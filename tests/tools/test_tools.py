@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -10,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import timm
+import torch
+from conftest import randomize
+from mmdet.registry import MODELS
+from mmengine.config import Config
 from mmengine.logging import MMLogger
+from torch.nn import functional
+
+from slab_det.fusion.rules import fold_into_output
 
 TOOLS = Path(__file__).parents[2] / 'tools'
 MAIN_CONFIG = TOOLS.parent / 'configs' / 'mask_rcnn_slab_swin_t.py'
@@ -50,8 +59,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ('train.py', '--work-dir --amp --resume --auto-scale-lr --cfg-options --launcher --data-root'),
         ('test.py', '--work-dir --out --show --show-dir --wait-time --tta --latency --size --rounds --fuse --report'),
         ('latency.py', '--checkpoint --fuse --rounds --warmup --size --scope --device --dtype --compile --json'),
-        ('fuse.py', '--out'),
-        ('convert_checkpoint.py', '--config --data-root --num-images --schedule'),
+        ('fuse.py', '--out --size'),
+        ('convert_checkpoint.py', '--to --config --data-root --num-images --schedule native prepbn'),
         ('report.py', '--out --paper'),
         ('quickstart.py', '--work-dir'),
     ],
@@ -83,6 +92,8 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
         (['fuse.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
         (['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--num-images', 0],
          'checkpoint nowhere.pth not found'),
+        (['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--to', 'native'],
+         'checkpoint nowhere.pth not found'),
         (['latency.py', MAIN_CONFIG, '--checkpoint', 'a', 'b'], '1 configs but 2 checkpoints'),
         (['report.py', 'nowhere.json', '--out', 'x'], 'nowhere.json not found'),
     ],
@@ -93,6 +104,35 @@ def test_expected_errors_are_one_line(command: list, message: str, call) -> None
     assert result.err.splitlines()[-1].startswith('error: ')
     assert message in result.err
     assert 'Traceback' not in result.err
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, small_detector_cfg, small_detector) -> Path:
+    """A finished checkpoint, beside its config small.py."""
+    Config(dict(model=small_detector_cfg())).dump(tmp_path / 'small.py')
+    torch.save(dict(state_dict=small_detector().state_dict()), tmp_path / 'small.pth')
+    return tmp_path / 'small.pth'
+
+
+def test_fuse_prints_how_far_the_fused_model_is_from_the_original(tmp_path: Path, checkpoint: Path, call) -> None:
+    result = call('fuse.py', 'small.py', checkpoint, '--out', 'fused.pth', '--size', 65, 91)
+    assert result.code == 0, result.err
+    difference = re.search(r'random 65x91 image: (\S+) in float64, \S+ in float32', result.out)
+    assert float(difference[1]) <= 1e-9
+    assert (tmp_path / 'fused.pth').is_file()
+
+
+def test_fuse_writes_nothing_that_differs(tmp_path: Path, checkpoint: Path, call, monkeypatch) -> None:
+    def fold_wrongly(layer: torch.nn.Module, scale: torch.Tensor, shift: torch.Tensor) -> None:
+        fold_into_output(layer, scale * (1 + 1e-7), shift)
+
+    # The package's own name `fuse` is the function.
+    monkeypatch.setattr(sys.modules['slab_det.fusion.fuse'], 'fold_into_output', fold_wrongly)
+    result = call('fuse.py', 'small.py', checkpoint, '--out', 'fused.pth', '--size', 65, 91)
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith('error: the fused model differs from the unfused one')
+    assert 'report this' in result.err
+    assert {path.name for path in tmp_path.iterdir()} == {'small.py', 'small.pth'}
 
 
 def test_report_writes_table_and_picture(tmp_path: Path, call) -> None:
@@ -122,3 +162,55 @@ def test_report_writes_table_and_picture(tmp_path: Path, call) -> None:
     assert result.code == 0, result.err
     assert '| SLAB-Swin-T | PRepBN | fused | 5.0 | 50.0 /' in (tmp_path / 'out' / 'table.md').read_text()
     assert (tmp_path / 'out' / 'ap_latency.png').read_bytes().startswith(b'\x89PNG')
+
+
+SMALL = {'embed_dims': 8, 'depths': (2, 1, 1, 1), 'num_heads': (1, 2, 2, 4)}
+
+
+def timm_swin() -> torch.nn.Module:
+    model = timm.models.SwinTransformer(embed_dim=8, depths=SMALL['depths'], num_heads=SMALL['num_heads'])
+    randomize(model, 0)
+    return model.eval()
+
+
+def write_config(path: Path, **backbone: object) -> None:
+    Config({'model': {'type': 'MaskRCNN', 'backbone': {**SMALL, **backbone}}}).dump(path)
+
+
+def test_foreign_weights_become_those_of_mmdet(tmp_path: Path, call) -> None:
+    theirs = timm_swin()
+    torch.save(theirs.state_dict(), tmp_path / 'timm.pth')
+    write_config(tmp_path / 'swin.py', type='SwinTransformer')
+    result = call('convert_checkpoint.py', 'timm.pth', 'out/native.pth', '--config', 'swin.py', '--to', 'native')
+    assert result.code == 0, result.err
+    assert result.out.count('timm.pth (timm_swin)') == 1 and 'Written to out/native.pth' in result.out
+    ours = MODELS.build({'type': 'SwinTransformer', **SMALL})
+    # As mmdet does, by key: nothing is left to convert.
+    ours.load_state_dict(torch.load(tmp_path / 'out' / 'native.pth', weights_only=True)['state_dict'])
+    ours.eval()
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        features = theirs.forward_intermediates(x, output_fmt='NCHW', intermediates_only=True)
+        for output, feature in zip(ours(x), features, strict=True):
+            # Detection has a norm after each stage, which starts as the plain one.
+            feature = feature.permute(0, 2, 3, 1)
+            plain = functional.layer_norm(feature, feature.shape[-1:]).permute(0, 3, 1, 2)
+            torch.testing.assert_close(output, plain, rtol=1e-3, atol=1e-3)
+
+
+def test_native_weights_of_a_prepbn_backbone_claim_no_statistics(tmp_path: Path, call) -> None:
+    torch.save(timm_swin().state_dict(), tmp_path / 'timm.pth')
+    write_config(tmp_path / 'prepbn.py', type='SLABSwin', norm_cfg={'type': 'PRepBN'})
+    result = call('convert_checkpoint.py', 'timm.pth', 'native.pth', '--config', 'prepbn.py', '--to', 'native')
+    assert result.code == 0, result.err
+    ours = MODELS.build({'type': 'SLABSwin', 'norm_cfg': {'type': 'PRepBN'}, **SMALL})
+    ours.load_state_dict(torch.load(tmp_path / 'native.pth', weights_only=True)['state_dict'])
+    assert (ours.norm0.gamma, ours.norm0.statistics_loaded) == (1.0, False)
+
+
+def test_random_weights_are_not_written_as_native(tmp_path: Path, call) -> None:
+    torch.save(timm_swin().state_dict(), tmp_path / 'timm.pth')
+    write_config(tmp_path / 'flatten.py', type='SLABSwin', attention='focused')
+    result = call('convert_checkpoint.py', 'timm.pth', 'native.pth', '--config', 'flatten.py', '--to', 'native')
+    assert result.code == 1 and 'random ones are not written' in result.err.splitlines()[-1]
+    assert not (tmp_path / 'native.pth').exists()
