@@ -3,8 +3,8 @@
     python benchmarks/training_cost.py --threads 2
     python benchmarks/training_cost.py --device cuda --size 800 1333
 
-The model is Swin-T (and PVT-T), forward, backward and AdamW; the rows differ in the norm alone. The rows 'as a sum of
-layers' show what the same mixture costs without slab_det.layers.rep_norm_functions.
+The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone. The rows
+'as a sum of layers' show what the same mixture costs without slab_det.layers.rep_norm_functions.
 """
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
@@ -77,14 +77,11 @@ class PeakMemory(TorchDispatchMode):
 class Step:
     """One training step of a backbone: its own model and optimizer, the batch of everybody."""
 
-    def __init__(self, backbone: dict, gamma: float | None, sum_of_layers: bool, device: str) -> None:
+    def __init__(self, backbone: dict, norm_cfg: dict, device: str, gamma: float = 0.0,
+                 sum_of_layers: bool = False) -> None:
         torch.manual_seed(0)
-        norm_cfg = LAYER_NORMS[backbone['type']]
-        if gamma is not None:
-            norm_cfg = dict(type='PRepBN', ln_eps=norm_cfg.get('eps', 1e-5))
         self.model = MODELS.build(dict(**backbone, norm_cfg=norm_cfg, drop_path_rate=0.0)).to(device).train()
-        if gamma is not None:
-            set_gamma(self.model, gamma)
+        set_gamma(self.model, gamma)
         if sum_of_layers:
             for name, norm in [(n, m) for n, m in self.model.named_modules() if isinstance(m, PRepBN)]:
                 self.model.set_submodule(name, SumOfLayers(norm))
@@ -124,10 +121,13 @@ def peak_bytes(step: Step, images: Tensor) -> int:
 def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, float]]:
     """Median time of a step and its peak memory, over those with LayerNorm, for every row."""
     device = str(images.device)
-    rows = {'LayerNorm': Step(backbone, None, False, device)}
+    layer_norm = LAYER_NORMS[backbone['type']]
+    progressive = dict(type='PRepBN', ln_eps=layer_norm.get('eps', 1e-5))
+    rows = {'LayerNorm': Step(backbone, layer_norm, device)}
     for gamma in (0.5, 0.0):
-        rows[f'PRepBN, gamma {gamma:g}'] = Step(backbone, gamma, False, device)
-        rows[f'PRepBN, gamma {gamma:g}, as a sum of layers'] = Step(backbone, gamma, True, device)
+        rows[f'PRepBN, gamma {gamma:g}'] = Step(backbone, progressive, device, gamma)
+        rows[f'PRepBN, gamma {gamma:g}, as a sum of layers'] = Step(backbone, progressive, device, gamma, True)
+    rows['UN'] = Step(backbone, dict(type='UN', warmup_iters=0), device)
     for step in rows.values():
         for _ in range(2):
             step(images)

@@ -3,13 +3,16 @@
     python benchmarks/finetune/run.py --data-root data/bccd --seeds 0 1 2
     python benchmarks/finetune/run.py --table-only
 
-Every step is a command of tools/, printed before it runs; a step whose result is there is not run again. Results go
-into benchmarks/results/finetune.json, the table into docs/finetune.md and the curves into docs/finetune.png.
+Every step is a command of tools/, printed before it runs; a step whose result is there is not run again. Paths are
+relative to the repository. Results go into benchmarks/results/finetune.json, the table into docs/finetune.md and the
+curves into docs/finetune.png.
 """
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import json
+import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -37,6 +40,9 @@ WAYS = {
     'prepbn': 'PRepBN, default start, 150 more',
     'prepbn_calibrated': 'PRepBN, calibrated start, 150 more',
 }
+
+
+TRAINED = [way for way in WAYS if not way.endswith('_recalibrated')]
 
 
 class Experiment:
@@ -98,25 +104,21 @@ class Experiment:
     def _call(self, tool: str, *arguments: object) -> None:
         command = [sys.executable, f'tools/{tool}', *map(str, arguments)]
         print('$', shlex.join(command), flush=True)
-        subprocess.run(command, check=True, cwd=ROOT)
+        subprocess.run(command, check=True)
 
-    def curve(self, way: str) -> list[tuple[int, float]]:
-        """(iteration, box AP) of every validation of a run; (0, AP) where nothing was trained."""
-        scalars = sorted(self.folder.joinpath(way).glob('*/vis_data/scalars.json'))
-        points = {}
-        for file in scalars:
-            for line in file.read_text().splitlines():
-                record = json.loads(line)
-                if 'coco/bbox_mAP' in record:
-                    points[record['step']] = record['coco/bbox_mAP']
-        return sorted(points.items())
+    def curve(self, way: str) -> list[float]:
+        """Box AP of the validations during a run, in their order."""
+        # Of the last attempt. mmengine logs no iteration beside them.
+        *_, file = sorted(self.folder.joinpath(way).glob('*/vis_data/scalars.json'))
+        records = map(json.loads, file.read_text().splitlines())
+        return [record['coco/bbox_mAP'] for record in records if 'coco/bbox_mAP' in record]
 
     def final(self, way: str) -> float:
         """The box AP that is left: after recalibration, where there is one."""
         report = self.folder / way / 'report.json'
         if report.exists():
             return json.loads(report.read_text())['entries'][0]['ap']['bbox']['AP']
-        return self.curve(way)[-1][1]
+        return self.curve(way)[-1]
 
 
 def summarize(experiments: list[Experiment]) -> dict:
@@ -126,7 +128,8 @@ def summarize(experiments: list[Experiment]) -> dict:
     return dict(
         dataset='BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222, batch 4',
         seeds=[e.seed for e in experiments], labels=ways, ap=ap,
-        curves={way: [e.curve(way) for e in experiments] for way in WAYS},
+        iterations_between_validations=Config.fromfile(HERE / 'schedule.py').train_cfg.val_interval,
+        curves={way: [e.curve(way) for e in experiments] for way in TRAINED},
         environment=describe_environment())
 
 
@@ -159,21 +162,20 @@ def draw(results: dict, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout='constrained')
     for i, (way, label) in enumerate(WAYS.items()):
         finals = results['ap'][way]
-        if way.endswith('_recalibrated'):
+        if way not in TRAINED:
             axes.plot([0] * len(finals), finals, 'x', color=f'C{i}', label=label)
             continue
-        curves = [[*dict(curve).items()] for curve in results['curves'][way]]
-        for curve, final in zip(curves, finals, strict=True):
-            # The last point is the final AP: where statistics were recalibrated, of that model.
-            steps, ap = zip(*[*curve[:-1], (curve[-1][0], final)], strict=True)
-            axes.plot(steps, ap, color=f'C{i}', linewidth=0.8, alpha=0.5)
-        steps = [step for step, _ in curves[0]]
-        means = [statistics.mean(curve[k][1] for curve in curves) for k in range(len(steps) - 1)]
-        axes.plot(steps, [*means, statistics.mean(finals)], 'o-', color=f'C{i}', label=label)
+        # The last point is the final AP: where statistics were recalibrated, of that model.
+        curves = [[*curve[:-1], final] for curve, final in zip(results['curves'][way], finals, strict=True)]
+        steps = [results['iterations_between_validations'] * (k + 1) for k in range(len(curves[0]))]
+        for curve in curves:
+            axes.plot(steps, curve, color=f'C{i}', linewidth=0.8, alpha=0.5)
+        axes.plot(steps, [statistics.mean(points) for points in zip(*curves, strict=True)], 'o-', color=f'C{i}',
+                  label=label)
     start = statistics.mean(results['ap']['start'])
     axes.axhline(start, color='gray', linestyle=':', label=f'{START}: {start:.3f}')
     axes.set(xlabel='fine-tuning iteration', ylabel='box AP, BCCD validation')
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7, loc='lower right')
     figure.savefig(path, dpi=150)
 
 
@@ -184,7 +186,8 @@ def main() -> None:
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     parser.add_argument('--table-only', action='store_true', help='run nothing: write table and curves again')
     args = parser.parse_args()
-    results_file = ROOT / 'benchmarks' / 'results' / 'finetune.json'
+    os.chdir(ROOT)
+    results_file = Path('benchmarks/results/finetune.json')
     if args.table_only:
         results = json.loads(results_file.read_text())
     else:
@@ -193,10 +196,11 @@ def main() -> None:
             experiment.run()
         results = summarize(experiments)
         results_file.write_text(json.dumps(results, indent=1) + '\n')
-    text = table(results)
-    print(text)
-    (ROOT / 'docs' / 'finetune_table.md').write_text(text + '\n')
-    draw(results, ROOT / 'docs' / 'finetune.png')
+    print(table(results))
+    page = Path('docs/finetune.md')
+    # The rows between header and the next blank line are the table; the words around it are written by hand.
+    page.write_text(re.sub(r'\| way \|.*?(?=\n\n)', lambda _: table(results), page.read_text(), flags=re.DOTALL))
+    draw(results, Path('docs/finetune.png'))
 
 
 if __name__ == '__main__':
