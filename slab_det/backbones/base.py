@@ -7,6 +7,7 @@ from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from torch import nn
 
+from slab_det.checkpoints import load_pretrained
 from slab_det.layers.offline_norm import named_offline_norms
 
 
@@ -24,11 +25,23 @@ def per_stage(name: str, value: object, num_stages: int) -> tuple:
 
 
 def check_init_cfg(backbone: BaseModule) -> None:
-    """Raises ValueError unless ``init_cfg`` is None or names a checkpoint."""
+    """Raises ValueError unless ``init_cfg`` is None or names a checkpoint, and nothing that would be ignored."""
     init_cfg = backbone.init_cfg
-    if init_cfg is not None and (init_cfg.get('type') != 'Pretrained' or 'checkpoint' not in init_cfg):
-        raise ValueError(f"{type(backbone).__name__} takes init_cfg=None or dict(type='Pretrained', checkpoint=...), "
-                         f'got {dict(init_cfg)}')
+    if init_cfg is None:
+        return
+    takes = f"{type(backbone).__name__} takes init_cfg=None or dict(type='Pretrained', checkpoint=..., prefix=...)"
+    if not isinstance(init_cfg, dict) or init_cfg.get('type') != 'Pretrained' or 'checkpoint' not in init_cfg:
+        raise ValueError(f'{takes}, got {init_cfg}')
+    unknown = sorted(init_cfg.keys() - {'type', 'checkpoint', 'prefix'})
+    if unknown:
+        raise ValueError(f'{takes}; remove {", ".join(unknown)}')
+
+
+def load_init_cfg(backbone: BaseModule) -> None:
+    """Loads the checkpoint that ``init_cfg`` names, if it names one."""
+    init_cfg = backbone.init_cfg
+    if init_cfg is not None:
+        load_pretrained(backbone, init_cfg['checkpoint'], prefix=init_cfg.get('prefix') or '')
 
 
 def freeze_loaded_statistics(backbone: nn.Module) -> None:

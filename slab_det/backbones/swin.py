@@ -14,7 +14,6 @@ from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
-from slab_det.checkpoints import load_pretrained
 from slab_det.layers.attention import (
     ATTENTIONS,
     LinearWindowAttention,
@@ -26,7 +25,7 @@ from slab_det.layers.ffn import build_ffn
 from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.layers.patch_merging import PatchMerging
 
-from .base import check_init_cfg, freeze_loaded_statistics, per_stage, warn_of_live_statistics
+from .base import check_init_cfg, freeze_loaded_statistics, load_init_cfg, per_stage, warn_of_live_statistics
 
 
 class SwinBlock(BaseModule):
@@ -274,8 +273,7 @@ class SLABSwin(BaseModule):
     def init_weights(self) -> None:
         check_init_cfg(self)
         self._init_from_scratch()
-        if self.init_cfg is not None:
-            load_pretrained(self, self.init_cfg['checkpoint'])
+        load_init_cfg(self)
         if self.norm_eval:
             warn_of_live_statistics(self)
         self._is_init = True

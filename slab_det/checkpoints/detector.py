@@ -1,6 +1,7 @@
 """Checks a whole detector's checkpoint before a runner or an inferencer loads it."""
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -51,9 +52,14 @@ def check_detector_checkpoint(model: nn.Module, checkpoint: dict, name: str = 't
             f'{name}: {len(report.missing_unexpected)} weights of the model are missing: '
             f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with')
     log_report(report)
-    if report.format != 'native' or report.converted or dropped or not values.keys() <= checkpoint.get(
+    own_index = {key: value for key, value in targets.items() if key.endswith('relative_position_index')}
+    # mmengine fills whatever it finds a place for, also what was left out on purpose.
+    left_out = (state.keys() & targets.keys()) - values.keys() - own_index.keys()
+    if report.format != 'native' or report.converted or left_out or not values.keys() <= checkpoint.get(
             'state_dict', {}).keys():
-        checkpoint['state_dict'] = values
+        # The index is the model's own whatever the file has, and strict loading misses it.
+        # mmengine sets an attribute on it, which a plain dict has not.
+        checkpoint['state_dict'] = OrderedDict({**values, **own_index})
     return report
 
 

@@ -44,8 +44,8 @@ def find_format(keys: set[str], targets: set[str], source: str | None, name: str
     for layout in FORMATS:
         if layout.matches(keys):
             return layout
-    # A part of a model, or another architecture in its own layout.
-    if keys & targets and (family_of(keys) is None or len(keys & targets) > len(targets) // 2):
+    # A part of a model, or another architecture in its own layout. A key in common may be a coincidence.
+    if 2 * len(keys & targets) > min(len(keys), len(targets)):
         return native.FORMAT
     raise nothing_matched(name, sorted(keys), sorted(targets))
 

@@ -34,12 +34,13 @@ OUTPUT_NORM = re.compile(r'^(norm\d+|layers\.\d+\.2)\.')
 
 
 def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping,
-                    source: str | None = None) -> LoadReport:
+                    source: str | None = None, prefix: str = '') -> LoadReport:
     """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
 
     Layouts: ``slab_official`` (Swin, PVT), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
     ``microsoft_swin``, ``native`` (mmdet's and our own); also the backbone of a whole detector in any of them.
-    Everything is checked before the backbone is touched.
+    Everything is checked before the backbone is touched. A training starts here: counters, windows and psi of UN,
+    MABN and PowerNorm, which belong to another training, are not loaded. Resuming loads the whole detector.
 
     Args:
         backbone: SLABSwin, SLABPVT, or mmdet's SwinTransformer, PyramidVisionTransformer or
@@ -47,6 +48,8 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
         path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
             that timm has under that name, or what such a file holds.
         source: The layout; None detects it from the keys.
+        prefix: What stands before the names of the backbone's weights, such as ``ema.backbone.``; all others are
+            left out. Without it ``backbone.`` is found.
 
     Raises:
         CheckpointError: If nothing matches, a shape does not fit, norms cannot hold what the checkpoint has for
@@ -59,8 +62,8 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
         name = fspath(path_or_state_dict)
         checkpoint = CheckpointLoader.load_checkpoint(name, map_location='cpu')
     report = LoadReport(name)
-    state = backbone_weights(find_state_dict(checkpoint, name), report)
-    values = fit_weights(state, backbone, report, source)
+    state = backbone_weights(find_state_dict(checkpoint, name), report, prefix)
+    values = fit_weights(state, backbone, report, source, keep_averages=False)
     backbone.load_state_dict(values, strict=False)
     log_report(report)
     return report
@@ -91,18 +94,25 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def backbone_weights(state: Mapping[str, Tensor], report: LoadReport) -> Weights:
-    """The weights of the backbone, without their prefix, if ``state`` is a whole detector's."""
-    if not any(key.startswith('backbone.') for key in state):
+def backbone_weights(state: Mapping[str, Tensor], report: LoadReport, prefix: str = '') -> Weights:
+    """The weights of the backbone, without their prefix, if ``state`` is a whole detector's.
+
+    Raises:
+        CheckpointError: If a prefix is given and nothing has it.
+    """
+    # mmengine's Pretrained takes it with and without the dot; find_state_dict has dropped `module.`.
+    wanted = f'{prefix.removesuffix(".")}.'.removeprefix('module.') if prefix else 'backbone.'
+    if not any(key.startswith(wanted) for key in state):
+        if prefix:
+            raise CheckpointError(f'{report.source} has no weights under the prefix {prefix!r}, but '
+                                  f'{name_some(sorted(state))}; correct the prefix or leave it out')
         return {key: Weight(value, key) for key, value in state.items()}
-    report.unused_expected.update(
-        {key: 'not of the backbone' for key in state if not key.startswith('backbone.')})
-    return {key.removeprefix('backbone.'): Weight(value, key)
-            for key, value in state.items() if key.startswith('backbone.')}
+    report.unused_expected.update({key: 'not of the backbone' for key in state if not key.startswith(wanted)})
+    return {key.removeprefix(wanted): Weight(value, key) for key, value in state.items() if key.startswith(wanted)}
 
 
 def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
-                source: str | None = None) -> dict[str, Tensor]:
+                source: str | None = None, keep_averages: bool = True) -> dict[str, Tensor]:
     """What ``model.load_state_dict`` should get: converted, complete in the report, and checked.
 
     Args:
@@ -110,6 +120,7 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
         model: The model they are for; left as it is.
         report: Filled with what was found.
         source: The layout; None detects it.
+        keep_averages: Whether what UN, MABN and PowerNorm remember of their training belongs to the weights.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`.
@@ -122,8 +133,9 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
     given = sorted(weights)
     try:
         weights = layout.convert(weights)
+        report.notes += layout.notes(model, weights)
         check_pvt_options(weights, targets, 'the checkpoint')
-        weights = resize_tables(fit_norms(weights, model, report), model)
+        weights = resize_tables(fit_norms(weights, model, report, keep_averages), model)
     except CheckpointError as error:
         raise CheckpointError(f'{report.source}: {error}') from error
 
@@ -134,7 +146,6 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
     if not filled:
         raise nothing_matched(report.source, given, targets)
     check_shapes(filled, targets, report.source)
-    report.notes += layout.notes(model)
 
     report.matched = list(filled)
     report.converted = {key: weight.change for key, weight in filled.items() if weight.change}

@@ -9,6 +9,7 @@
 | BatchNorm | RepBN | eta = 0 |
 | LayerNorm | TokenBN, RepBN, UN, MABN, PowerNorm | weight and bias to start training; no statistics |
 | UN, MABN, PowerNorm | another of them, or another window | weight, bias and running_var; averages begin anew |
+| UN, MABN, PowerNorm | same, but at the start of a training | the same three |
 | PRepBN, RepBN, BatchNorm | LayerNorm | an error: a LayerNorm cannot hold them |
 | UN, MABN, PowerNorm | any other norm | an error: their running_var is no variance but the mean of x^2 |
 | PRepBN, RepBN, BatchNorm | UN, MABN, PowerNorm | an error: they subtract no mean |
@@ -27,20 +28,32 @@ from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
 from slab_det.layers.quadratic_norm import QuadraticNorm
 from slab_det.layers.repbn import PRepBN
 
-from .report import LoadReport
+from .report import LoadReport, name_some
 from .weight import Weight, Weights
 
 # What _kind calls UN, MABN and PowerNorm, whatever of their averages a checkpoint holds.
 QUADRATIC = 'norm without mean'
+STATE_OF_TRAINING = 'state of another training'
+
+_AFFINE = ('weight', 'bias')
+_BATCH_NORM = (*_AFFINE, 'running_mean', 'running_var', 'num_batches_tracked')
+KEYS_OF_KIND = {
+    'LayerNorm': _AFFINE,
+    'BatchNorm': _BATCH_NORM,
+    'RepBN': (*_BATCH_NORM, 'eta'),
+    'PRepBN': ('_gamma', *(f'ln.{name}' for name in _AFFINE), *(f'repbn.{name}' for name in (*_BATCH_NORM, 'eta'))),
+}
 
 
-def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
+def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_averages: bool = True) -> Weights:
     """Turns every norm of ``weights`` into what the norm of that name in ``model`` can load.
 
     Args:
         weights: Weights in the layout of ``model`` but for the kinds of norms.
         model: Where they will go; left as it is.
         report: Receives gammas, expected gaps and notes.
+        keep_averages: Whether counters, windows and psi of UN, MABN and PowerNorm belong to the weights. They do in
+            resuming and testing; another training starts its own.
 
     Raises:
         CheckpointError: If a norm cannot hold what the checkpoint has for it.
@@ -51,7 +64,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
         prefix = f'{name}.'
         given = {key[len(prefix):]: fitted.pop(key) for key in weights if key.startswith(prefix)}
         if given:
-            for key, weight in _fit_norm(prefix, given, norm, report, notes).items():
+            for key, weight in _fit_norm(prefix, given, norm, report, notes, keep_averages).items():
                 fitted[prefix + key] = weight
     report.notes += [f'{note} ({count} norms)' for note, count in notes.items()]
     return fitted
@@ -70,17 +83,43 @@ def _kind(given: Weights) -> str:
         return 'PRepBN'
     if 'eta' in given:
         return 'RepBN'
-    if 'running_var' in given:
-        return 'BatchNorm' if 'running_mean' in given else QUADRATIC
-    return 'LayerNorm'
+    if 'running_mean' in given or 'num_batches_tracked' in given:
+        return 'BatchNorm'
+    return QUADRATIC if 'running_var' in given else 'LayerNorm'
 
 
-def _fit_norm(prefix: str, given: Weights, norm: nn.Module, report: LoadReport, notes: dict[str, int]) -> Weights:
+def _check_keys(prefix: str, kind: str, given: Weights) -> None:
+    """Refuses a norm with more than its kind has, or whose statistics were lost: it would be half of another norm."""
+    if kind == QUADRATIC:
+        # The authors' code has buffers of its own.
+        return
+    unknown = [given[key].key for key in given if key not in KEYS_OF_KIND[kind]]
+    if unknown:
+        raise CheckpointError(
+            f'{prefix[:-1]}: the checkpoint holds {name_some(unknown)} beside what a {kind} has: it is of a norm that '
+            f'is not known here; give a checkpoint with one of {", ".join(KEYS_OF_KIND)}, UN, MABN and PowerNorm')
+    branch = 'repbn.' if kind == 'PRepBN' else ''
+    is_needed = kind in ('BatchNorm', 'RepBN') or (
+        kind == 'PRepBN' and '_gamma' in given and float(given['_gamma'].value) < 1)
+    lost = [name for name in ('running_mean', 'running_var') if branch + name not in given]
+    if is_needed and lost:
+        raise CheckpointError(
+            f'{prefix[:-1]}: the checkpoint holds a {kind} without {" and ".join(lost)} (it has '
+            f'{name_some(weight.key for weight in given.values())}): its inference would run on statistics of no data; '
+            'get the whole checkpoint, buffers included')
+
+
+def _fit_norm(prefix: str, given: Weights, norm: nn.Module, report: LoadReport, notes: dict[str, int],
+              keep_averages: bool) -> Weights:
     kind = _kind(given)
+    # Its own weights, whatever a norm of somebody else's calls them.
+    is_own = isinstance(norm, OfflineNorm) and given.keys() == norm.state_dict().keys()
+    if not is_own:
+        _check_keys(prefix, kind, given)
     if isinstance(norm, PRepBN) and kind != QUADRATIC:
         return _fit_progressive(prefix, kind, given, report, notes)
     if isinstance(norm, QuadraticNorm) and kind == QUADRATIC:
-        return _fit_quadratic(prefix, given, norm, report, notes)
+        return _fit_quadratic(prefix, given, norm, report, notes, keep_averages)
     if isinstance(norm, OfflineNorm):
         return _fit_offline(prefix, kind, given, norm, report, notes)
     if kind != 'LayerNorm':
@@ -110,7 +149,6 @@ def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, repo
                  notes: dict[str, int]) -> Weights:
     names = norm.state_dict().keys()
     if given.keys() == names:
-        # Its own weights, whatever a norm of somebody else's calls them.
         return given
     if kind != 'LayerNorm' and (kind == QUADRATIC or isinstance(norm, QuadraticNorm)):
         raise _other_norm(prefix, kind, norm)
@@ -133,16 +171,19 @@ def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, repo
     return _with_eta(kind, given) if 'eta' in names else given
 
 
-def _fit_quadratic(prefix: str, given: Weights, norm: QuadraticNorm, report: LoadReport,
-                   notes: dict[str, int]) -> Weights:
+def _fit_quadratic(prefix: str, given: Weights, norm: QuadraticNorm, report: LoadReport, notes: dict[str, int],
+                   keep_averages: bool) -> Weights:
     targets = norm.state_dict()
-    if given.keys() == targets.keys() and all(given[key].value.shape == targets[key].shape for key in targets):
+    is_same = given.keys() == targets.keys() and all(
+        given[key].value.shape == targets[key].shape for key in targets)
+    if is_same and keep_averages:
         return given
-    reason = f'averages of training, begun anew by {type(norm).__name__}'
+    reason = f'averages of training, begun anew by {type(norm).__name__}' if keep_averages else STATE_OF_TRAINING
     common = ('weight', 'bias', 'running_var')
     report.unused_expected.update({weight.key: reason for key, weight in given.items() if key not in common})
     _expect_missing(prefix, targets.keys() - set(common), reason, report)
-    _count(notes, f'{type(norm).__name__} takes weight, bias and running_var of another norm or window')
+    if not is_same:
+        _count(notes, f'{type(norm).__name__} takes weight, bias and running_var of another norm or window')
     return {key: weight for key, weight in given.items() if key in common}
 
 

@@ -52,7 +52,7 @@ def to_native_pvt(weights: Weights) -> Weights:
     return native
 
 
-def note_norm_eps(model: nn.Module) -> list[str]:
+def note_norm_eps(model: nn.Module, weights: Weights) -> list[str]:
     """Says so if norms of patch embeddings and reductions have another eps than where PVT's weights were trained."""
     found = [getattr(module, 'ln', module) for name, module in model.named_modules()
              if _PATCH_OR_REDUCTION_NORM.fullmatch(name)]
@@ -106,10 +106,18 @@ def _drop_class_position(weights: Weights) -> Weights:
         return weights
     last = max(tables, key=lambda key: int(key.removeprefix('pos_embed')))
     value = weights[last].value
-    # Official detectors keep the row but not the token; the SLAB authors' PVT has neither.
-    has_row = 'cls_token' in weights or (not _is_square(value.shape[1]) and _is_square(value.shape[1] - 1))
-    if not has_row:
-        return weights
+    # Official detectors keep the row but not the token; the SLAB authors' PVT has neither. Of both, the stage before
+    # has four times as many positions as this one.
+    if 'cls_token' not in weights:
+        before = weights.get(f'pos_embed{int(last.removeprefix("pos_embed")) - 1}')
+        length, quarter = value.shape[1], before.value.shape[1] / 4 if before is not None else None
+        if length == quarter:
+            return weights
+        if length - 1 != quarter:
+            raise CheckpointError(
+                f"{weights[last].key} has {length} positions, neither a quarter of the stage before's nor one more: "
+                'whether its first row is that of a class token cannot be known; give a checkpoint with cls_token, or '
+                'one in the native layout')
     return {**weights, last: weights[last].changed(value[:, 1:], "class token's position dropped")}
 
 
@@ -140,7 +148,3 @@ def _refuse_pooling(weights: Weights) -> None:
 
 def _any_matches(pattern: str, keys: Iterable[str]) -> bool:
     return any(re.search(pattern, key) for key in keys)
-
-
-def _is_square(length: int) -> bool:
-    return round(length ** 0.5) ** 2 == length

@@ -52,13 +52,12 @@ def load_from_timm(filename: str, map_location: MapLocation = None) -> dict[str,
 @contextmanager
 def weights_only() -> Iterator[None]:
     """Has torch refuse to run what a file holds, whatever the timm at hand asks it for."""
-    name = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
-    before = os.environ.get(name)
-    os.environ[name] = '1'
+    # torch refuses to load anything with both of them set.
+    force, forbid = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'
+    before = {name: os.environ.pop(name, None) for name in (force, forbid)}
+    os.environ[force] = '1'
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        del os.environ[force]
+        os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -37,10 +37,10 @@ class CheckpointFormat(NamedTuple):
         name: What ``source`` and the report call it.
         matches: Whether a file with these keys has the layout.
         convert: Gives weights the names and the channel order of our own layout. Norms keep their kind.
-        notes: What to know about weights of this layout in a model.
+        notes: What to know about converted weights of this layout in a model.
     """
 
     name: str
     matches: Callable[[set[str]], bool]
     convert: Callable[[Weights], Weights]
-    notes: Callable[[nn.Module], list[str]] = lambda model: []
+    notes: Callable[[nn.Module, Weights], list[str]] = lambda model, weights: []

@@ -44,6 +44,18 @@ def wrong_size(state) -> dict:
     return {**state, key: torch.ones(11)}
 
 
+def dyt(state) -> dict:
+    """A Swin or PVT with DyT for its norms, in the authors' names: tanh(alpha x), weight and bias."""
+    names = ('layers.0.blocks.0.attn.qkv.weight', 'layers.0.downsample.reduction.weight') if any(
+        'w_msa' in key for key in state) else (
+        'patch_embed1.proj.weight', 'block1.0.attn.q.weight', 'block1.0.attn.kv.weight')
+    blocks = 'layers.0.blocks.0' if len(names) == 2 else 'block1.0'
+    return {name: torch.ones(8, 3, 4, 4) if 'proj' in name else torch.ones(8, 8) for name in names} | {
+        'cls_token': torch.ones(1, 1, 8), 'pos_embed1': torch.ones(1, 3137, 8)} | {
+        f'{blocks}.{norm}.{name}': torch.ones(1 if name == 'alpha' else 8)
+        for norm in ('norm1', 'norm2') for name in ('alpha', 'weight', 'bias')}
+
+
 UNREADABLE = 'cannot be read as a checkpoint'
 BAD = {
     'truncated': (write_truncated, UNREADABLE),
@@ -60,6 +72,10 @@ BAD = {
     'zero matches': (lambda path, state: torch.save({'encoder.weight': torch.ones(2)}, path), 'nothing matches'),
     'wrong size': (lambda path, state: torch.save(wrong_size(state), path),
                    r'1 shapes do not fit.*norm1\.weight \(11,\).*\(8,\)'),
+    'one name in common': (lambda path, state: torch.save({
+        next(key for key in state if key.endswith('norm1.weight')): torch.ones(8), 'foo.bar': torch.ones(1)}, path),
+        'nothing matches'),
+    'DyT': (lambda path, state: torch.save(dyt(state), path), r'norm\d\.alpha beside what a LayerNorm has'),
     'ResNet': (lambda path, state: torch.save({'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight':
                                                torch.ones(64, 64, 1, 1)}, path), 'looks like ResNet'),
     'ViT': (lambda path, state: torch.save({'cls_token': torch.ones(1, 1, 8), 'blocks.0.attn.qkv.weight':

@@ -1,11 +1,14 @@
 """Whole detectors: what load_from, --resume and testing may load."""
 from types import SimpleNamespace
 
+import mmdet.apis  # noqa: F401 (binds what loads checkpoints)
+import mmengine.infer.infer
+import mmengine.runner.checkpoint
 import pytest
 import torch
 from mmengine.model import BaseModel
-from mmengine.runner import BaseLoop, Runner
-from mmengine.runner.checkpoint import _load_checkpoint_to_model
+from mmengine.runner import BaseLoop, Runner, load_checkpoint
+from mmengine.runner.runner import _load_checkpoint_to_model  # mmengine's own: the runner's hook has checked
 from torch import nn
 
 from slab_det.backbones import SLABSwin
@@ -155,9 +158,89 @@ def test_surplus_keys_are_reported():
     assert 'mask_head.weight' in str(report)
 
 
+QUADRATIC = dict(UN=dict(type='UN'), PowerNorm=dict(type='PowerNorm'), wide=dict(type='UN', window_size=8))
+
+
+@pytest.mark.parametrize(('source', 'target'), [('UN', 'wide'), ('UN', 'PowerNorm'), ('PowerNorm', 'UN')])
+@pytest.mark.parametrize('prefix', ['', 'module.'])
+def test_what_the_check_leaves_out_is_not_loaded_after_it(source, target, prefix):
+    source, target = (Detector(norm_cfg=QUADRATIC[name]) for name in (source, target))
+    fresh = {key: value.clone() for key, value in target.state_dict().items()}
+    checkpoint = checkpoint_of(source, prefix)
+    for key, value in checkpoint['state_dict'].items():
+        if not value.is_floating_point() and 'norm' in key:
+            checkpoint['state_dict'][key] = torch.full_like(value, 7)
+    given = dict(checkpoint['state_dict'])
+    report = check_detector_checkpoint(target, checkpoint)
+    _load_checkpoint_to_model(target, checkpoint)
+    norm_keys = [key for key in fresh if key.startswith('backbone.norm0.')]
+    assert any(key in report.missing_expected for key in norm_keys)
+    for key in norm_keys:
+        taken = key.endswith(('.weight', '.bias', '.running_var'))
+        assert torch.equal(target.state_dict()[key], given[prefix + key] if taken else fresh[key]), key
+
+
+@pytest.mark.parametrize('norm', ['LN', 'PRepBN', 'UN'])
+def test_a_checkpoint_of_the_same_model_stays_as_it_is(norm):
+    # EMAHook swaps its weights with these by name.
+    model = Detector(norm_cfg=dict(type=norm))
+    checkpoint = checkpoint_of(model)
+    state = checkpoint['state_dict']
+    check_detector_checkpoint(model, checkpoint)
+    assert checkpoint['state_dict'] is state
+
+
+def saved(tmp_path, model: nn.Module, rename=lambda key: key, lost: tuple[str, ...] = ()) -> tuple[str, dict]:
+    state = checkpoint_of(model)['state_dict']
+    path = tmp_path / 'saved.pth'
+    torch.save(dict(state_dict={rename(key): value for key, value in state.items() if not key.startswith(lost)}), path)
+    return str(path), state
+
+
+@pytest.mark.parametrize('lost', ['neck.', 'bbox_head.', 'backbone.norm1.'])
+def test_loading_outside_a_runner_needs_every_weight(tmp_path, lost):
+    path, _ = saved(tmp_path, Detector(), lost=(lost,))
+    # As init_detector and DetInferencer load.
+    with pytest.raises(CheckpointError, match=rf'weights of the model are missing: {lost}'):
+        load_checkpoint(Detector(), path, map_location='cpu')
+    checkpoint = torch.load(path, weights_only=True)
+    with pytest.raises(CheckpointError, match=rf'weights of the model are missing: {lost}'):
+        mmengine.runner.checkpoint._load_checkpoint_to_model(Detector(), checkpoint)
+    assert mmengine.infer.infer._load_checkpoint_to_model is mmengine.runner.checkpoint._load_checkpoint_to_model
+
+
+def test_a_pretrained_detector_may_be_a_part(tmp_path):
+    path, state = saved(tmp_path, Detector(), lost=('bbox_head.',))
+    model = Trainable(Detector(), init_cfg=dict(type='Pretrained', checkpoint=path))
+    head = model.bbox_head.weight.detach().clone()
+    model.init_weights()
+    assert torch.equal(model.neck.weight, state['neck.weight'])
+    assert torch.equal(model.bbox_head.weight, head)
+    with pytest.raises(CheckpointError, match='bbox_head'):
+        load_checkpoint(model, path)
+
+
+@pytest.mark.parametrize(('rename', 'options'), [
+    (lambda key: f'module.{key}', {}),
+    (lambda key: f'ema.{key}', dict(revise_keys=[(r'^ema\.', '')])),
+    (lambda key: key.removeprefix('backbone.'), dict(revise_keys=[(r'^(?!neck|bbox_head)', 'backbone.')])),
+    (lambda key: f'module.student.{key}', dict(revise_keys=[(r'^module\.student\.', '')])),
+    (lambda key: f'a.b.{key}', dict(revise_keys=[(r'^a\.', ''), (r'^b\.', '')])),
+], ids=['module', 'ema', 'added', 'module.student', 'two'])
+@pytest.mark.parametrize('holder', ['state_dict', 'model', None])
+def test_keys_are_revised_before_they_are_checked(tmp_path, rename, options, holder):
+    path, state = saved(tmp_path, Detector(norm_cfg=dict(type='PRepBN')), rename)
+    renamed = torch.load(path, weights_only=True)['state_dict']
+    torch.save({holder: renamed} if holder else renamed, path)
+    model = Detector(norm_cfg=dict(type='PRepBN'))
+    load_checkpoint(model, path, **options)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[key].to(value.dtype), msg=key)
+
+
 class Trainable(BaseModel):
-    def __init__(self, detector: Detector) -> None:
-        super().__init__()
+    def __init__(self, detector: Detector, init_cfg: dict | None = None) -> None:
+        super().__init__(init_cfg=init_cfg)
         self.backbone, self.neck, self.bbox_head = detector.backbone, detector.neck, detector.bbox_head
 
     def forward(self, x: torch.Tensor, mode: str = 'tensor'):

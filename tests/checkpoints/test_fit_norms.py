@@ -2,9 +2,11 @@
 import pytest
 import torch
 from conftest import randomize
+from torch import nn
 
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
+from slab_det.checkpoints.detector import check_detector_checkpoint
 from slab_det.errors import CheckpointError
 
 SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
@@ -41,13 +43,43 @@ def outputs(model):
 
 
 @pytest.mark.parametrize('norm', QUADRATIC)
-def test_the_same_norm_gets_its_averages_back(norm):
+def test_a_training_starts_without_the_averages_of_another(norm):
     source, target = trained(norm), build(norm)
-    report = load_pretrained(target, copy_state(source))
-    assert report.complete and not report.notes and not norm_keys(report.missing_expected), str(report)
+    fresh = copy_state(target)
+    report = load_pretrained(target, {f'backbone.{key}': value for key, value in copy_state(source).items()})
+    assert report.complete and not report.notes, str(report)
+    for key in (f'norm0.{key}' for key in norm_keys(fresh) - COMMON):
+        assert report.missing_expected[key] == report.unused_expected[f'backbone.{key}'] == 'state of another training'
+    for key, value in target.norm0.state_dict().items():
+        expected = source.norm0.state_dict()[key] if key in COMMON else fresh[f'norm0.{key}']
+        assert torch.equal(value, expected), key
+    assert target.norm0.statistics_loaded
+
+
+@pytest.mark.parametrize('complete', [True, False])
+@pytest.mark.parametrize('norm', QUADRATIC)
+def test_a_detector_that_goes_on_gets_its_averages_back(norm, complete):
+    """In a run that starts from a detector they are UnifiedNormHook's to reset."""
+    class Detector(nn.Module):
+        def __init__(self, backbone):
+            super().__init__()
+            self.backbone = backbone
+
+    source, target = Detector(trained(norm)), Detector(build(norm))
+    checkpoint = dict(state_dict=copy_state(source))
+    report = check_detector_checkpoint(target, checkpoint, complete=complete)
+    assert report.complete and not report.notes, str(report)
+    target.load_state_dict(checkpoint['state_dict'])
     for key, value in source.state_dict().items():
         assert torch.equal(target.state_dict()[key], value), key
-    assert target.norm0.statistics_loaded
+    assert target.backbone.norm0.statistics_loaded
+
+
+@pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', *QUADRATIC])
+def test_a_checkpoint_from_before_training_holds_no_statistics(norm):
+    target = build(norm)
+    assert load_pretrained(target, copy_state(build(norm))).complete
+    assert not target.norm0.statistics_loaded
 
 
 @pytest.mark.parametrize('source, target, options', [

@@ -9,6 +9,7 @@ import torch
 from mmdet.models.backbones import SwinTransformer
 from torch import nn
 
+import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.slab_official import gamma_of_counters
@@ -165,6 +166,70 @@ def test_gamma_of_counters(remaining, total, warm, gamma):
     assert gamma_of_counters(remaining, total, warm) == gamma
 
 
+@pytest.mark.parametrize(('source', 'target', 'lost'), [
+    ('RepBN', 'PRepBN', 'running_var'), ('RepBN', 'RepBN', 'running_mean'), ('TokenBN', 'PRepBN', 'running_var'),
+    ('TokenBN', 'TokenBN', 'running_var'), ('PRepBN', 'PRepBN', 'running_mean'), ('PRepBN', 'RepBN', 'running_var')])
+def test_own_norms_without_statistics_are_named(source, target, lost):
+    kind = source.replace('Token', 'Batch').replace('BatchBN', 'BatchNorm')
+    source, target = (SLABSwin(norm_cfg=dict(type=name), **SMALL) for name in (source, target))
+    slab_det.set_gamma(source, 0.0)
+    state = {key: value for key, value in copy_state(source).items() if not key.endswith(lost)}
+    with pytest.raises(CheckpointError, match=rf'norm: the checkpoint holds a {kind} without {lost} '):
+        load_pretrained(target, state)
+
+
+COUNTERS = ('.warm', '.iter', '.total_step')
+
+
+def test_a_wrapped_file_without_counters_is_a_finished_decay():
+    state = random_state(MANIFESTS['swin_tiny_prepbn_wrapped'])
+    stripped = {key: value for key, value in state.items() if not key.endswith(COUNTERS)}
+    expected, backbone, plain = SLABSwin(norm_cfg=PREPBN), SLABSwin(norm_cfg=PREPBN), SLABSwin(
+        norm_cfg=dict(type='RepBN'))
+    load_pretrained(expected, state)
+    report = load_pretrained(backbone, stripped)
+    assert report.complete and report.format == 'slab_official', str(report)
+    assert set(report.gammas.values()) == {0.0}
+    count = sum(key.endswith('.total_step') for key in state)
+    assert any(note.startswith(f'{count} progressive norms have no counters') for note in report.notes), str(report)
+    norms = [key for key in expected.state_dict() if 'norm' in key and not re.match(r'norm\d', key)]
+    assert any(key.endswith('ln.weight') for key in norms)
+    for key in norms:
+        assert torch.equal(backbone.state_dict()[key], expected.state_dict()[key]), key
+    assert load_pretrained(plain, stripped).complete
+
+
+def test_a_block_of_layernorm_and_plain_repbn_is_not_one_progressive_norm():
+    state = random_state(MANIFESTS['swin_tiny_prepbn'])
+    for key in [key for key in state if key.startswith('layers.0.blocks.0.norm1.')]:
+        del state[key]
+    state.update({f'layers.0.blocks.0.norm1.{name}': torch.rand(96) for name in ('weight', 'bias')})
+    report = load_pretrained(SLABSwin(norm_cfg=PREPBN), state)
+    assert report.complete, str(report)
+    assert report.gammas['stages.0.blocks.0.norm1'] == 1.0
+    assert report.gammas['stages.0.blocks.0.norm2'] == 0.0
+
+
+def test_a_running_decay_without_its_length_is_an_error():
+    state = random_state(MANIFESTS['swin_tiny_prepbn_wrapped'])
+    state = {key: torch.tensor(5) if key.endswith('.iter') else value
+             for key, value in state.items() if not key.endswith('.total_step')}
+    with pytest.raises(CheckpointError, match=r'norm\d?\.total_step is missing.*iter 5'):
+        load_pretrained(SLABSwin(norm_cfg=PREPBN), state)
+
+
+@pytest.mark.parametrize('name', ['swin_tiny_prepbn', 'swin_tiny_prepbn_wrapped'])
+@pytest.mark.parametrize('lost', [('running_mean',), ('running_var',), ('running_mean', 'running_var')], ids=str)
+@pytest.mark.parametrize('target', ['PRepBN', 'RepBN'])
+def test_official_norms_without_statistics_are_named(name, lost, target):
+    state = {key: value for key, value in random_state(MANIFESTS[name]).items() if not key.endswith(lost)}
+    backbone = SLABSwin(norm_cfg=dict(type=target))
+    before = copy_state(backbone)
+    with pytest.raises(CheckpointError, match=rf'norm: .*RepBN without {" and ".join(lost)} \(it has patch_embed'):
+        load_pretrained(backbone, state)
+    assert unchanged(backbone, before)
+
+
 def test_unfinished_decay_keeps_its_gamma():
     fixture = torch.load(DATA / 'prepbn_swin_official.pt', weights_only=True)
     state = {key: torch.tensor(75000) if key.endswith('.iter') else value
@@ -249,6 +314,32 @@ def test_tables_of_another_window_are_interpolated():
     torch.testing.assert_close(table, torch.full_like(table, 0.25))
     changes = set(report.converted.values())
     assert changes == {'position table interpolated'}
+
+
+@pytest.mark.parametrize(('size', 'shape'), [((32, 128), (8, 32)), ((128, 32), (32, 8)), ((48, 80), (12, 20))])
+def test_absolute_position_embeddings_take_the_shape_of_the_image(size, shape):
+    options = dict(SMALL, use_abs_pos_embed=True)
+    small = SLABSwin(**options, pretrain_img_size=32)
+    large = SLABSwin(**options, pretrain_img_size=size)
+    rows, columns = torch.meshgrid(torch.arange(8.0), torch.arange(8.0), indexing='ij')
+    table = torch.stack([rows, columns] * 4, -1)
+    small.absolute_pos_embed.data.copy_(table.reshape(1, 64, 8))
+    report = load_pretrained(large, copy_state(small))
+    assert report.converted == {'absolute_pos_embed': 'position table interpolated'}
+    got = large.absolute_pos_embed.detach().reshape(*shape, 8)
+    for axis, channel in ((0, 0), (1, 1)):
+        assert (got[..., channel].diff(dim=axis) > 0).all(), 'it grows along its own axis'
+        torch.testing.assert_close(got[..., channel].diff(dim=1 - axis), torch.zeros_like(
+            got[..., channel].diff(dim=1 - axis)), atol=1e-5, rtol=0)
+
+
+def test_position_embeddings_of_unknown_shape_are_refused():
+    source = SLABSwin(**dict(SMALL, use_abs_pos_embed=True), pretrain_img_size=32)
+    options = dict(SMALL, use_abs_pos_embed=True)
+    with pytest.raises(CheckpointError, match='absolute_pos_embed: .*SwinTransformer does not keep.*pretrain_img_size'):
+        load_pretrained(SwinTransformer(**options, pretrain_img_size=64), copy_state(source))
+    target = SwinTransformer(**options, pretrain_img_size=32)
+    assert load_pretrained(target, copy_state(source)).complete
 
 
 def test_interpolated_tables_keep_rows_and_columns_apart():
@@ -341,6 +432,41 @@ def test_files_load_and_the_report_prints(tmp_path):
     report = load_pretrained(SLABSwin(**SMALL), path)
     assert 'swin.pth' in str(report)
     assert 'native' in str(report)
+
+
+EMA = 'ema.backbone.'
+
+
+@pytest.mark.parametrize('prefix', [EMA, 'ema.backbone', 'module.ema.backbone.'])
+@pytest.mark.parametrize('way', ['load_pretrained', 'init_cfg'])
+def test_a_prefix_chooses_among_several_backbones(tmp_path, prefix, way):
+    path = tmp_path / 'both.pth'
+    wanted, other = copy_state(randomised(SLABSwin(**SMALL))), copy_state(randomised(SLABSwin(**SMALL)))
+    torch.save({f'module.{EMA}{key}': value for key, value in wanted.items()} | {
+        f'module.backbone.{key}': value for key, value in other.items()}, path)
+    init_cfg = dict(type='Pretrained', checkpoint=str(path), prefix=prefix)
+    target = SLABSwin(**SMALL, init_cfg=init_cfg if way == 'init_cfg' else None)
+    if way == 'init_cfg':
+        target.init_weights()
+    else:
+        report = load_pretrained(target, path, prefix=prefix)
+        assert report.complete and len(report.unused_expected) > len(other)
+    assert unchanged(target, wanted)
+    load_pretrained(target, path)
+    assert unchanged(target, other)
+
+
+def test_a_prefix_that_nothing_has_is_an_error():
+    with pytest.raises(CheckpointError, match="no weights under the prefix 'ema.backbone.', but norm0.bias"):
+        load_pretrained(SLABSwin(**SMALL), copy_state(SLABSwin(**SMALL)), prefix=EMA)
+
+
+@pytest.mark.parametrize(('init_cfg', 'named'), [
+    (dict(type='Pretrained', checkpoint='x.pth', strict=True, map_location='cpu'), 'remove map_location, strict'),
+    (dict(type='Pretrained'), 'takes init_cfg=None'), ([dict(type='Pretrained', checkpoint='x.pth')], 'got')])
+def test_options_of_init_cfg_that_nothing_would_read_are_refused(init_cfg, named):
+    with pytest.raises(ValueError, match=named):
+        SLABSwin(**SMALL, init_cfg=init_cfg).init_weights()
 
 
 def test_init_cfg_loads_through_the_converter(tmp_path):

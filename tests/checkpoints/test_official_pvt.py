@@ -297,6 +297,34 @@ def test_class_position_is_dropped_with_and_without_the_token(lost):
     assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, 1:])
 
 
+def pvt_of_size(height: int, width: int, has_row: bool) -> dict:
+    state = {key: value for key, value in random_state(official_shapes()).items() if key != 'cls_token'}
+    for stage in range(4):
+        length = (height // 2 ** (stage + 2)) * (width // 2 ** (stage + 2)) + (has_row and stage == 3)
+        state[f'pos_embed{stage + 1}'] = torch.randn(1, length, DIMS[stage], dtype=torch.float64)
+    return state
+
+
+@pytest.mark.parametrize('has_row', [False, True])
+@pytest.mark.parametrize('size', [(64, 160), (96, 96), (160, 32)])
+def test_maps_that_are_no_square_keep_their_first_position(size, has_row):
+    # A map of 2x5 has one position more than one of 3x3.
+    state = pvt_of_size(*size, has_row)
+    model = build('ours', pretrain_img_size=size)
+    assert load_pretrained(model, state).complete
+    assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, int(has_row):])
+
+
+@pytest.mark.parametrize('lost', [(), ('pos_embed3',)])
+def test_a_class_position_that_cannot_be_known_is_an_error(lost):
+    # 5x5 before 2x2: neither 4 nor 3 is a quarter of 25.
+    state = {key: value for key, value in pvt_of_size(80, 80, False).items() if key not in lost}
+    with pytest.raises(CheckpointError, match=r'pos_embed4 has 4 positions.*class token cannot be known'):
+        load_pretrained(build('ours', pretrain_img_size=80), state)
+    state = pvt_of_size(80, 80, True) | {'cls_token': torch.zeros(1, 1, 32)}
+    assert load_pretrained(build('ours', pretrain_img_size=80), state).complete
+
+
 def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
     state = random_state(official_shapes(img_size=64))
     same, other = build('ours'), build('ours', pretrain_img_size=(96, 160))

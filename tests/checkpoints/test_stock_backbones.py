@@ -4,6 +4,7 @@ import torch
 from conftest import randomize
 from mmdet.registry import MODELS
 from mmengine.config import ConfigDict
+from mmengine.logging import MMLogger
 
 from slab_det.errors import CheckpointError
 from slab_det.layers import PRepBN
@@ -43,6 +44,32 @@ def test_weights_of_another_model_are_an_error(backbone, tmp_path):
     _, init_cfg = saved_layernorm(dict(backbone, embed_dims=16), tmp_path)
     model = MODELS.build(dict(**backbone, norm_cfg=dict(type='TokenBN'), convert_weights=False, init_cfg=init_cfg))
     with pytest.raises(CheckpointError, match='do not fit'):
+        model.init_weights()
+
+
+@pytest.mark.parametrize('backbone', [SWIN, PVT], ids=lambda cfg: cfg['type'])
+def test_a_prefix_is_honoured_and_nothing_is_said_of_random_weights(backbone, tmp_path, monkeypatch):
+    source, init_cfg = saved_layernorm(backbone, tmp_path)
+    torch.save({f'ema.backbone.{key}': value for key, value in source.state_dict().items()} | {
+        f'backbone.{key}': torch.zeros_like(value) for key, value in source.state_dict().items()}, init_cfg.checkpoint)
+    model = MODELS.build(dict(**backbone, norm_cfg=dict(type='TokenBN'), convert_weights=False,
+                              init_cfg=dict(init_cfg, prefix='ema.backbone.')))
+    printed = []
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'callHandlers',
+                        lambda record: printed.append(record.getMessage()))
+    model.init_weights()
+    name = next(key for key in source.state_dict() if key.endswith('projection.weight'))
+    assert torch.equal(model.state_dict()[name], source.state_dict()[name])
+    assert 'scratch' not in ''.join(printed) and printed[-1].startswith('Loaded')
+    model.init_cfg = None
+    model.init_weights()
+    assert 'from scratch' in printed[-1]
+
+
+def test_options_of_init_cfg_that_nothing_would_read_are_refused(tmp_path):
+    _, init_cfg = saved_layernorm(SWIN, tmp_path)
+    model = MODELS.build(dict(**SWIN, norm_cfg=dict(type='TokenBN'), init_cfg=dict(init_cfg, map_location='cpu')))
+    with pytest.raises(ValueError, match='SwinTransformer takes.*remove map_location'):
         model.init_weights()
 
 

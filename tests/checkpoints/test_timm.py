@@ -248,7 +248,14 @@ class RunsCode:
         return self.call[0], self.call[1:]
 
 
-def test_downloads_of_timm_run_no_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize('variables', [
+    {}, {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}, {'TORCH_FORCE_WEIGHTS_ONLY_LOAD': '0'}], ids=str)
+def test_downloads_of_timm_run_no_code(tmp_path, monkeypatch, variables):
+    for name in ('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
     path, proof = tmp_path / 'evil.bin', tmp_path / 'it ran'
     torch.save({'head.bias': RunsCode(os.mkdir, str(proof))}, path)
     serve(monkeypatch, path)
@@ -257,4 +264,7 @@ def test_downloads_of_timm_run_no_code(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match='timm cannot get the weights'):
         CheckpointLoader.load_checkpoint('timm://pvt_v2_b0')
     assert not proof.exists()
-    assert 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
+    assert {key: value for key, value in os.environ.items() if key.startswith('TORCH')} == {
+        key: value for key, value in before.items() if key.startswith('TORCH')}
+    torch.save(timm.create_model('pvt_v2_b0').state_dict(), path)
+    assert CheckpointLoader.load_checkpoint('timm://pvt_v2_b0')

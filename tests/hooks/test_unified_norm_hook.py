@@ -111,3 +111,32 @@ def test_the_share_counts_iterations_after_the_warm_up():
         norm.iteration.fill_(20)
         norm.num_filtered.fill_(fired)
     assert filtered_share(norms).item() == pytest.approx((0.5 + 0.2 + 0) / 3)
+
+
+def test_a_backbone_of_another_training_starts_with_a_warm_up_without_the_hook_too(run, small_run_cfg, tmp_path):
+    """Its running variance comes along; resuming brings the state of this training back."""
+    pretrained, _, _ = run('pretrained')
+    path = tmp_path / 'backbone.pth'
+    torch.save(dict(state_dict=pretrained.model.state_dict()), path)
+
+    class Start(Hook):
+        def before_train(self, runner):
+            norm = runner.model.backbone.norm0
+            self.iteration, self.running_var = int(norm.iteration), norm.running_var.clone()
+
+    def go_on(**changes):
+        cfg = small_run_cfg('tuned', 4, norm_cfg=NORM)
+        cfg.model.backbone.init_cfg = dict(type='Pretrained', checkpoint=str(path))
+        cfg.custom_hooks = [dict(type='CheckedLoadHook')]
+        cfg.update(val_dataloader=None, val_cfg=None, val_evaluator=None, **changes)
+        cfg.experiment_name += f'-{len(changes)}'
+        runner, start = Runner.from_cfg(cfg), Start()
+        runner.register_hook(start)
+        runner.train()
+        return runner, start
+
+    _, start = go_on()
+    assert start.iteration == 0
+    assert torch.equal(start.running_var, pretrained.model.backbone.norm0.running_var)
+    runner, start = go_on(resume=True)
+    assert start.iteration == 4 == runner.model.backbone.norm0.iteration
