@@ -1,9 +1,4 @@
-# Flatten-Swin-S: LayerNorm, and focused linear attention in the first two stages, windows as in SLAB-Swin.
-# It starts from Microsoft's Swin-S, whose softmax stages fit. The authors' own weights are linked in the README of
-# github.com/LeapLabTHU/FLatten-Transformer, to be downloaded by hand; then give
-# --cfg-options model.backbone.init_cfg.checkpoint=FILE.
-_base_ = ['./mask_rcnn_swin_s.py']
+# Flatten-Swin-S; _base_/rows/flatten_swin.py says where it starts.
+_base_ = ['./mask_rcnn_swin_s.py', './_base_/rows/flatten_swin.py']
 
-model = dict(backbone=dict(
-    attention=('focused', 'focused', 'softmax', 'softmax'),
-    window_sizes=(56, 28, 7, 7)))
+model = {{_base_.row}}

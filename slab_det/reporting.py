@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -74,18 +74,22 @@ class Report:
 
 
 def describe_model(model_cfg: Mapping) -> dict[str, str]:
-    """``name``, ``norm``, ``attention`` and ``detector`` of a model config, fused or not."""
-    if model_cfg['type'] == 'FusedDetector':
+    """``name``, ``norm``, ``attention`` and ``detector`` of a model config, fused or not.
+
+    Types may be written in any way that mmengine builds: 'MaskRCNN', 'mmdet.MaskRCNN', or the class itself.
+    """
+    if _type_name(model_cfg['type']) == 'FusedDetector':
         model_cfg = model_cfg['model']
     backbone = model_cfg['backbone']
     stages = backbone.get('attention', 'softmax')
     kinds = [stages] if isinstance(stages, str) else list(stages)
-    norm = (backbone.get('norm_cfg') or {'type': 'LN'})['type']
+    norm = _type_name((backbone.get('norm_cfg') or {'type': 'LN'})['type'])
+    norm = 'LN' if norm == 'LayerNorm' else norm  # as a class it has torch's name, in the registry mmcv's
     return {
         'name': _row_label(backbone, kinds, norm),
         'norm': norm,
         'attention': kinds[0] if len(set(kinds)) == 1 else '/'.join(kinds),
-        'detector': model_cfg['type'],
+        'detector': _type_name(model_cfg['type']),
     }
 
 
@@ -199,7 +203,7 @@ def markdown_table(entries: Sequence[ReportEntry], paper: bool = False) -> str:
             ]
         )
     if paper:
-        header += ['paper: ms (V100)', 'paper: box AP', 'paper: mask AP']
+        header += ['paper: ms (V100)', *(f'paper: {title} {suffixes}' for title in AP_KINDS.values())]
         published = [published_rows(entry.name, entry.detector) for entry in entries]
         paper_notes = _Notes('P', [table.describe() for found in published for table, _ in found])
         for found, row in zip(published, rows, strict=True):
@@ -239,10 +243,14 @@ class _Notes:
 
 def _paper_cells(rows: Sequence[tuple[PaperRow, str]]) -> list[str]:
     """Latency, box AP and mask AP of one model's published rows, each followed by the mark of its table."""
-    columns = zip(*[((row.ms, mark), (row.box[0], mark), (row.mask and row.mask[0], mark)) for row, mark in rows],
-                  strict=True)
-    cells = ['; '.join(f'{value:.1f}{mark}' for value, mark in column if value is not None) for column in columns]
-    return [cell or '–' for cell in cells] or ['–'] * 3
+    columns = [
+        [(row.ms and (row.ms,), mark) for row, mark in rows],
+        [(row.box, mark) for row, mark in rows],
+        [(row.mask, mark) for row, mark in rows],
+    ]
+    # UN prints AP alone: its cells are one number, those of SLAB six.
+    return ['; '.join(' / '.join(f'{value:.1f}' for value in values) + mark for values, mark in column if values) or '–'
+            for column in columns]
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
@@ -261,8 +269,13 @@ def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
     return '-'.join([label, '+'.join(norms)]) if norms else label
 
 
+def _type_name(kind: str | Callable) -> str:
+    """The name alone: without scope or module of a string, and of a class or function as lazy configs hold it."""
+    return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
+
+
 def _family(backbone: Mapping) -> str:
-    kind = backbone['type'].rpartition('.')[2]
+    kind = _type_name(backbone['type'])
     family = {
         'SLABSwin': 'Swin',
         'SwinTransformer': 'Swin',
@@ -280,13 +293,17 @@ def _size_suffix(family: str, backbone: Mapping) -> str:
         ('Swin', 96, (2, 2, 6, 2)): 'T',
         ('Swin', 96, (2, 2, 18, 2)): 'S',
         ('Swin', 128, (2, 2, 18, 2)): 'B',
+        ('Swin', 192, (2, 2, 18, 2)): 'L',
         ('PVT', 64, (2, 2, 2, 2)): 'T',
         ('PVT', 64, (3, 4, 6, 3)): 'S',
         ('PVT', 64, (3, 4, 18, 3)): 'M',
+        ('PVT', 64, (3, 8, 27, 3)): 'L',
         ('PVTv2', 32, (2, 2, 2, 2)): 'B0',
         ('PVTv2', 64, (2, 2, 2, 2)): 'B1',
         ('PVTv2', 64, (3, 4, 6, 3)): 'B2',
         ('PVTv2', 64, (3, 4, 18, 3)): 'B3',
+        ('PVTv2', 64, (3, 8, 27, 3)): 'B4',
+        ('PVTv2', 64, (3, 6, 40, 3)): 'B5',
     }
     if family == 'Swin':
         width, depths = backbone.get('embed_dims', 96), backbone.get('depths', (2, 2, 6, 2))

@@ -22,10 +22,14 @@ from slab_det.layers import OfflineNorm
 
 ROWS = [f'{norm}{family}_{size}' for norm in ('', 'prepbn_') for family, sizes in (('swin', 'tsb'), ('pvt', 'tsm'))
         for size in sizes]
-ROWS += ['slab_swin_t', 'slab_swin_s', 'slab_pvt_t', 'flatten_swin_t', 'flatten_swin_s', 'un_swin_t',
-         'bn_ffnbn_swin_t']
+ROWS += ['slab_swin_t', 'slab_swin_s', 'slab_pvt_t', 'flatten_swin_t', 'flatten_swin_s']
 # The rows of UN's tables, and the one that stands beside them: 36 epochs.
-LONG = NO_LAYER_NORM = ('un_swin_t', 'bn_ffnbn_swin_t')
+NO_LAYER_NORM = {'bn_swin_t': 'TokenBN', 'mabn_swin_t': 'MABN', 'powernorm_swin_t': 'PowerNorm', 'un_swin_t': 'UN',
+                 'bn_ffnbn_swin_t': 'TokenBN'}
+LONG = ['swin_t_3x', *NO_LAYER_NORM]
+ROWS += LONG
+# Norms whose averages start with the training.
+MOVING_AVERAGE = ('MABN', 'PowerNorm', 'UN')
 OFFICIAL = ['prepbn_swin_t_official', 'slab_swin_t_official']
 COCO = [f'{detector}_rcnn_{row}' for detector in ('mask', 'faster') for row in ROWS]
 COCO += [f'mask_rcnn_{row}' for row in OFFICIAL]
@@ -71,7 +75,7 @@ def row_of(name: str) -> str:
 
 
 def size_of(row: str) -> str:
-    return '_'.join(row.removesuffix('_official').split('_')[-2:])
+    return '_'.join(row.removesuffix('_official').removesuffix('_3x').split('_')[-2:])
 
 
 def has_progressive_norms(name: str) -> bool:
@@ -102,7 +106,7 @@ def test_config_ends_with_the_norms_it_says(name):
     assert type(model).__name__ == ('FasterRCNN' if name.startswith('faster') else 'MaskRCNN')
     hooks = [hook.type for hook in cfg.get('custom_hooks', [])]
     assert ('ProgressiveNormHook' in hooks) == has_progressive_norms(name)
-    assert ('UnifiedNormHook' in hooks) == ('_un_' in name)
+    assert ('UnifiedNormHook' in hooks) == (NO_LAYER_NORM.get(row_of(name)) in MOVING_AVERAGE)
     assert ('RecalibrateFuseHook' in hooks) == has_offline_norms(name)
     eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     assert eps == (set() if row_of(name) in NO_LAYER_NORM else {1e-6} if 'pvt' in name else {1e-5})
@@ -148,6 +152,22 @@ def test_progressive_configs_decay_over_four_fifths_of_the_run():
         if has_progressive_norms(name) and not name.endswith('official'):
             hook = load(name).custom_hooks[0]
             assert (hook.type, hook.decay, hook.total, hook.unit) == ('ProgressiveNormHook', 'linear', 0.8, 'fraction')
+
+
+@pytest.mark.parametrize(('row', 'norm'), NO_LAYER_NORM.items())
+def test_rows_of_un_differ_from_layer_norm_in_nothing_but_the_norm(row, norm):
+    changed, baseline = load(f'mask_rcnn_{row}').to_dict(), load('mask_rcnn_swin_t_3x').to_dict()
+    backbone = changed['model']['backbone']
+    # BN+FFNBN has one more norm in each FFN.
+    assert backbone.pop('ffn_norm', None) == ('pre_act' if row.startswith('bn_ffnbn') else None)
+    assert (backbone.pop('norm_cfg')['type'], baseline['model']['backbone'].pop('norm_cfg')) == (norm, {'type': 'LN'})
+    # All its norms, those of the outputs too.
+    assert {type(module).__name__ for module in MODELS.build(load(f'mask_rcnn_{row}').model.backbone).modules()
+            if isinstance(module, OfflineNorm)} == {norm}
+    for key in baseline:
+        assert changed[key] == baseline[key], key
+    # What the files share, and the hooks that the norm needs.
+    assert set(changed) - set(baseline) == {'row', 'custom_hooks'}
 
 
 def test_un_has_the_window_and_the_warm_up_of_its_paper():
@@ -275,6 +295,30 @@ def test_weight_decay_spares_norms_and_position_bias():
     norms = {name for name in names if '.repbn.' in name or '.ln.' in name}
     tables = {name for name in names if name.endswith('relative_position_bias_table')}
     assert spared == norms | tables and len(tables) == 8 and torch.is_tensor(model.backbone.norm0.repbn.eta)
+
+
+SMALL_SWIN = dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
+SMALL_PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_after_stage=True)
+SMALL_PVT_V2 = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
+
+
+@pytest.mark.parametrize('schedule', ['adamw_1x', 'finetune_prepbn'])
+@pytest.mark.parametrize('norm', ['LN', 'PRepBN', 'TokenBN'])
+@pytest.mark.parametrize(('kind', 'options'), [
+    ('SLABSwin', SMALL_SWIN), ('SwinTransformer', SMALL_SWIN), ('SLABPVT', SMALL_PVT),
+    ('PyramidVisionTransformer', SMALL_PVT), ('PyramidVisionTransformerV2', SMALL_PVT_V2)])
+def test_weight_decay_spares_all_norms_of_every_backbone_and_no_other_weight(kind, options, norm, schedule):
+    backbone = MODELS.build(dict(type=kind, norm_cfg=dict(type=norm), **options))
+    model = nn.ModuleDict(dict(backbone=backbone))
+    optim_wrapper = Config.fromfile(CONFIGS / '_base_' / 'schedules' / f'{schedule}.py').optim_wrapper
+    optimizer = build_optim_wrapper(model, optim_wrapper).optimizer
+    spared = {id(p) for group in optimizer.param_groups if group['weight_decay'] == 0 for p in group['params']}
+    expected = {id(p) for module in model.modules() if isinstance(module, (nn.LayerNorm, OfflineNorm))
+                for p in module.parameters()}
+    expected |= {id(p) for name, p in model.named_parameters()
+                 if name.endswith(('relative_position_bias_table', 'absolute_pos_embed'))}
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[key] for key in spared} == {names[key] for key in expected}
 
 
 def test_weight_decay_spares_the_norms_in_ffns():

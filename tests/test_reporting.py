@@ -7,9 +7,14 @@ from pathlib import Path
 
 import cv2
 import pytest
+from mmdet.models import MaskRCNN
+from torch import nn
 
+from slab_det.backbones import SLABSwin
 from slab_det.errors import ReportError
 from slab_det.figures import draw_ap_latency
+from slab_det.fusion import FusedDetector
+from slab_det.layers import PRepBN, TokenBN
 from slab_det.paper import PAPER_TABLES, SLAB_TABLE_3, UN_TABLE_3, UN_TABLE_4, published_rows
 from slab_det.reporting import (
     Report,
@@ -142,11 +147,19 @@ SLAB_STAGES = ('sla', 'sla', 'softmax', 'softmax')
         ({'type': 'SLABSwin', 'norm_cfg': {'type': 'TokenBN'}, 'ffn_norm': 'pre_act'}, 'Swin-T-BN+FFNBN'),
         ({'type': 'SLABSwin', 'attention': SLAB_STAGES, 'norm_cfg': {'type': 'UN'}}, 'SLA-Swin-T-UN'),
         ({'type': 'SLABSwin', 'embed_dims': 128, 'depths': [2, 2, 18, 2]}, 'Swin-B'),
+        ({'type': 'SLABSwin', 'embed_dims': 192, 'depths': [2, 2, 18, 2]}, 'Swin-L'),
         ({'type': 'SLABPVT', 'num_layers': [3, 4, 18, 3]}, 'PVT-M'),
+        ({'type': 'SLABPVT', 'num_layers': [3, 8, 27, 3]}, 'PVT-L'),
         ({'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}, 'attention': 'sla'},
          'SLAB-PVT-T'),
         ({'type': 'SLABPVT', 'use_conv_ffn': True}, 'PVTv2-B2'),
         ({'type': 'mmdet.PyramidVisionTransformerV2', 'num_layers': [2, 2, 2, 2]}, 'PVTv2-B1'),
+        ({'type': 'PyramidVisionTransformerV2', 'embed_dims': 32, 'num_layers': [2, 2, 2, 2]}, 'PVTv2-B0'),
+        ({'type': 'PyramidVisionTransformerV2', 'num_layers': [3, 8, 27, 3]}, 'PVTv2-B4'),
+        ({'type': 'PyramidVisionTransformerV2', 'num_layers': [3, 6, 40, 3]}, 'PVTv2-B5'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'mmengine.PRepBN'}, 'attention': SLAB_STAGES}, 'SLAB-Swin-T'),
+        ({'type': SLABSwin, 'norm_cfg': {'type': TokenBN}, 'ffn_norm': 'pre_act'}, 'Swin-T-BN+FFNBN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': nn.LayerNorm}}, 'Swin-T'),
         ({'type': 'PyramidVisionTransformer'}, 'PVT-S'),
         ({'type': 'ResNet', 'depth': 50}, 'ResNet'),
     ],
@@ -155,6 +168,22 @@ def test_rows_are_named_as_in_the_papers(backbone: dict, name: str) -> None:
     model = {'type': 'MaskRCNN', 'backbone': backbone}
     assert describe_model(model)['name'] == name
     assert describe_model({'type': 'FusedDetector', 'model': model}) == describe_model(model)
+
+
+@pytest.mark.parametrize(
+    ('detector', 'norm', 'fused'),
+    [
+        ('mmdet.MaskRCNN', 'mmengine.PRepBN', 'mmdet.FusedDetector'),
+        ('mmdet.models.detectors.mask_rcnn.MaskRCNN', 'slab_det.layers.repbn.PRepBN', 'FusedDetector'),
+        (MaskRCNN, PRepBN, FusedDetector),
+    ],
+)
+def test_scopes_and_classes_are_described_as_plain_names(detector: object, norm: object, fused: object) -> None:
+    model = {'type': detector, 'backbone': {'type': 'SLABSwin', 'norm_cfg': {'type': norm}}}
+    plain = {'name': 'Swin-T-PRepBN', 'norm': 'PRepBN', 'attention': 'softmax', 'detector': 'MaskRCNN'}
+    assert describe_model(model) == plain
+    assert describe_model({'type': fused, 'model': model}) == plain
+    assert [table for table, _ in published_rows(plain['name'], plain['detector'])] == [SLAB_TABLE_3]
 
 
 def test_dataset_is_described_through_wrappers() -> None:
@@ -192,8 +221,11 @@ def test_different_scopes_are_marked() -> None:
 
 def test_paper_numbers_stand_in_columns_of_their_own() -> None:
     table = markdown_table([entry(latency=latency(5.0)), entry('Swin-32x2222')], paper=True)
-    assert 'paper: ms (V100) | paper: box AP | paper: mask AP |' in table
-    assert '| 54.1 | 43.9 | 40.1 |' in table
+    header, _, row, *_ = table.splitlines()
+    assert header.endswith('| paper: ms (V100) | paper: box AP / 50 / 75 / s / m / l | '
+                           'paper: mask AP / 50 / 75 / s / m / l |')
+    # Row SLAB-Swin-T of Table 3, in the order of its columns.
+    assert row.endswith('| 54.1 | 43.9 / 66.5 / 48.1 / 28.6 / 47.4 / 56.7 | 40.1 / 63.3 / 43.1 / 24.3 / 43.8 / 54.2 |')
     assert '| Swin-32x2222 | PRepBN | fused | – | – | – | – | – | – |' in table
     assert 'not measured here' in table
 
@@ -203,7 +235,8 @@ def test_numbers_of_two_paper_tables_are_told_apart() -> None:
     swin = entry('Swin-T', 'unfused', norm='LN')
     table = markdown_table([swin, entry('Swin-T-UN', norm='UN'), replace(swin, detector='FasterRCNN')], paper=True)
     lines = table.splitlines()
-    assert lines[2].endswith('| 51.0 [P1] | 43.1 [P1]; 46.0 [P2] | 39.4 [P1]; 41.6 [P2] |')
+    assert lines[2].endswith('| 51.0 [P1] | 43.1 / 66.0 / 47.0 / 27.3 / 46.4 / 56.0 [P1]; 46.0 [P2] '
+                             '| 39.4 / 62.8 / 42.0 / 23.0 / 42.9 / 53.7 [P1]; 41.6 [P2] |')
     assert lines[3].endswith('| – | 45.6 [P2] | 41.4 [P2] |')
     assert lines[4].endswith('| – | 45.5 [P3] | – |')
     notes = {line[:4]: line for line in lines if line.startswith('[P')}
