@@ -134,8 +134,9 @@ def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, 
     times = {name: [] for name in rows}
     bar = ProgressBar(rounds)
     for i in range(rounds):
-        # In turn forwards and backwards: nobody always runs after the same neighbour.
-        for name in (list(rows) if i % 2 else list(rows)[::-1]):
+        # Another one begins each round: the first and the last would run twice in a row otherwise.
+        first = i % len(rows)
+        for name in [*list(rows)[first:], *list(rows)[:first]]:
             times[name].append(seconds(rows[name], images))
         bar.update()
     print()
