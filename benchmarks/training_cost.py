@@ -152,9 +152,9 @@ def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--size', type=int, nargs=2, default=(256, 320), metavar=('H', 'W'))
+    parser.add_argument('--size', type=int, nargs=2, default=(320, 416), metavar=('H', 'W'))
     parser.add_argument('--batch-size', type=int, default=2)
-    parser.add_argument('--rounds', type=int, default=15)
+    parser.add_argument('--rounds', type=int, default=12)
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--device', default='cpu')
     args = parser.parse_args()
