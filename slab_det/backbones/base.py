@@ -1,7 +1,7 @@
 """What the backbones share: arguments per stage, pretrained weights and frozen statistics."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
@@ -42,6 +42,25 @@ def load_init_cfg(backbone: BaseModule) -> None:
     init_cfg = backbone.init_cfg
     if init_cfg is not None:
         load_pretrained(backbone, init_cfg['checkpoint'], prefix=init_cfg.get('prefix') or '')
+
+
+def init_backbone(backbone: BaseModule, init_from_scratch: Callable[[], None]) -> None:
+    """The ``init_weights`` of a backbone with ``norm_eval``.
+
+    Args:
+        backbone: SLABSwin or SLABPVT.
+        init_from_scratch: Gives its weights the values that they have before any training.
+
+    Raises:
+        ValueError: If ``init_cfg`` names no checkpoint, or something that would be ignored.
+        CheckpointError: If the checkpoint does not fit.
+    """
+    check_init_cfg(backbone)
+    init_from_scratch()
+    load_init_cfg(backbone)
+    if backbone.norm_eval:
+        warn_of_live_statistics(backbone)
+    backbone._is_init = True
 
 
 def freeze_loaded_statistics(backbone: nn.Module) -> None:

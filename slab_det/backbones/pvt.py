@@ -18,7 +18,7 @@ from slab_det.layers.map_ffn import MapFFN, build_map_ffn
 from slab_det.layers.position_table import resize_table
 from slab_det.layers.spatial_reduction import MAP_ATTENTIONS, MapAttention
 
-from .base import check_init_cfg, freeze_loaded_statistics, load_init_cfg, per_stage, warn_of_live_statistics
+from .base import freeze_loaded_statistics, init_backbone, per_stage
 
 
 class PVTBlock(BaseModule):
@@ -257,12 +257,7 @@ class SLABPVT(BaseModule):
         return self
 
     def init_weights(self) -> None:
-        check_init_cfg(self)
-        self._init_from_scratch()
-        load_init_cfg(self)
-        if self.norm_eval:
-            warn_of_live_statistics(self)
-        self._is_init = True
+        init_backbone(self, self._init_from_scratch)
 
     def _init_from_scratch(self) -> None:
         """mmdet's distributions; the convolution of the values in linear attention keeps PyTorch's, as released."""

@@ -25,7 +25,7 @@ from slab_det.layers.ffn import build_ffn
 from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.layers.patch_merging import PatchMerging
 
-from .base import check_init_cfg, freeze_loaded_statistics, load_init_cfg, per_stage, warn_of_live_statistics
+from .base import freeze_loaded_statistics, init_backbone, per_stage
 
 
 class SwinBlock(BaseModule):
@@ -271,12 +271,7 @@ class SLABSwin(BaseModule):
         return frozen + [getattr(self, f'norm{i}') for i in self.out_indices if i < self.frozen_stages]
 
     def init_weights(self) -> None:
-        check_init_cfg(self)
-        self._init_from_scratch()
-        load_init_cfg(self)
-        if self.norm_eval:
-            warn_of_live_statistics(self)
-        self._is_init = True
+        init_backbone(self, self._init_from_scratch)
 
     def _init_from_scratch(self) -> None:
         for module in self.modules():
