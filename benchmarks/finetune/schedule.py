@@ -1,5 +1,5 @@
-# 150 iterations after the 500 that trained the LayerNorm detector of ../bccd: half its learning rate, decay over 65 %.
-_base_ = ['../bccd/faster_rcnn_swin_small.py']
+# 150 iterations after the 500 that trained the LayerNorm detector: half its learning rate, decay over 65 %.
+_base_ = ['../../configs/_base_/schedules/adamw_scratch.py']
 
 max_iters = 150
 train_cfg = dict(max_iters=max_iters, val_interval=50)
