@@ -7,6 +7,7 @@ from slab_det import backbones, datasets, hooks  # noqa: F401 (register themselv
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.checked_loading import install_checked_loading
 from slab_det.conversion import convert_norms
+from slab_det.deployment import deploy
 from slab_det.fusion import fuse
 from slab_det.latency import measure_latency
 from slab_det.layers import set_gamma
@@ -16,4 +17,4 @@ __version__ = '0.1.0'
 
 install_checked_loading()
 
-__all__ = ['convert_norms', 'fuse', 'load_pretrained', 'measure_latency', 'recalibrate', 'set_gamma']
+__all__ = ['convert_norms', 'deploy', 'fuse', 'load_pretrained', 'measure_latency', 'recalibrate', 'set_gamma']

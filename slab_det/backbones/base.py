@@ -1,7 +1,7 @@
-"""What the backbones share: arguments per stage, pretrained weights and frozen statistics."""
+"""What the backbones share: pretrained weights and frozen statistics."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
@@ -9,19 +9,6 @@ from torch import nn
 
 from slab_det.checkpoints import load_pretrained
 from slab_det.layers.offline_norm import named_offline_norms
-
-
-def per_stage(name: str, value: object, num_stages: int) -> tuple:
-    """One value for every stage: a sequence as it is, anything else repeated.
-
-    Raises:
-        ValueError: If a sequence has another length.
-    """
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return (value,) * num_stages
-    if len(value) != num_stages:
-        raise ValueError(f'{name}={tuple(value)} needs one entry for each of the {num_stages} stages')
-    return tuple(value)
 
 
 def check_init_cfg(backbone: BaseModule) -> None:

@@ -18,7 +18,8 @@ from slab_det.layers.map_ffn import MapFFN, build_map_ffn
 from slab_det.layers.position_table import resize_table
 from slab_det.layers.spatial_reduction import MAP_ATTENTIONS, MapAttention
 
-from .base import freeze_loaded_statistics, init_backbone, per_stage
+from .arguments import check_mlp_ratio, check_norm_cfg, check_out_indices, check_whole_numbers, per_stage
+from .base import freeze_loaded_statistics, init_backbone
 
 
 class PVTBlock(BaseModule):
@@ -116,8 +117,9 @@ class SLABPVT(BaseModule):
         H / 4 / 2^i rounded down, or up with the paddings of PVTv2, 'corner' or 'same'.
 
     Raises:
-        ValueError: If an attention or ``ffn_norm`` is unknown or does not go with another argument, a per-stage
-            argument has not one entry per stage, or a map is smaller than its reduction ratio.
+        ValueError: If an attention, norm or ``ffn_norm`` is unknown or does not go with another argument, a per-stage
+            argument has not one entry per stage, a number is not positive or not whole, there is no such output, or a
+            map is smaller than its reduction ratio.
     """
 
     def __init__(
@@ -172,12 +174,13 @@ class SLABPVT(BaseModule):
         unknown = set(attention) - set(MAP_ATTENTIONS)
         if unknown:
             raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(MAP_ATTENTIONS)}')
-        if not set(out_indices) <= set(range(num_stages)):
-            raise ValueError(f'out_indices={tuple(out_indices)} names stages that {num_stages=} does not have')
         self.sr_ratios = tuple(ratio if word == 'softmax' else la_ratio
                                for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True))
-        if min(self.sr_ratios) < 1:
-            raise ValueError(f'reduction ratios must be positive, got {self.sr_ratios}')
+        check_whole_numbers(embed_dims=embed_dims, num_heads=num_heads, patch_sizes=self.patch_sizes,
+                            strides=self.strides, sr_ratios=sr_ratios, la_sr_ratios=la_sr_ratios)
+        check_whole_numbers(0, num_layers=num_layers)
+        check_out_indices(out_indices, num_stages)
+        check_norm_cfg('norm_cfg', norm_cfg)
         self.out_indices = tuple(out_indices)
         self.norm_eval = norm_eval
         self.num_features = [embed_dims * heads for heads in num_heads]
@@ -187,6 +190,7 @@ class SLABPVT(BaseModule):
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers)).tolist())
         self.layers = ModuleList()
         for i, channels in enumerate(self.num_features):
+            check_mlp_ratio('mlp_ratios', mlp_ratios[i], channels)
             patch_embed = PatchEmbed(in_channels, channels, kernel_size=self.patch_sizes[i], stride=self.strides[i],
                                      padding=self.paddings[i], norm_cfg=norm_cfg)
             in_channels = channels
@@ -195,6 +199,10 @@ class SLABPVT(BaseModule):
                 # mmdet's sizes: where patches do not overlap, those of the maps.
                 patch = math.prod(self.patch_sizes[:i + 1])
                 pos_shape = (pretrain_img_size[0] // patch, pretrain_img_size[1] // patch)
+                if min(pos_shape) < 1:
+                    raise ValueError(
+                        f'pretrain_img_size={pretrain_img_size[0]}x{pretrain_img_size[1]} leaves stage {i} no learned '
+                        f'position, at patches of {patch}x{patch}; give a larger one or use_abs_pos_embed=False')
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             ratio = self.sr_ratios[i]
             special = (dict(attn_drop_rate=attn_drop_rate) if attention[i] == 'softmax'
@@ -210,6 +218,8 @@ class SLABPVT(BaseModule):
                 blocks.append(PVTBlock(attn, ffn, norm_cfg))
             norm = build_norm_layer(norm_cfg, channels)[1] if norm_after_stage else nn.Identity()
             self.layers.append(ModuleList([patch_embed, blocks, norm]))
+        # Of the maps returned.
+        self.memory_format = torch.contiguous_format
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         if not torch.compiler.is_compiling():
@@ -224,7 +234,7 @@ class SLABPVT(BaseModule):
                 x = block(x, hw_shape)
             x = norm(x).transpose(1, 2).unflatten(2, hw_shape)
             if i in self.out_indices:
-                outs.append(x.contiguous())
+                outs.append(x.contiguous(memory_format=self.memory_format))
         return tuple(outs)
 
     def _map_shapes(self, image_shape: Sequence[int]) -> list[tuple[int, int]]:

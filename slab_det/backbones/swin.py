@@ -25,7 +25,8 @@ from slab_det.layers.ffn import build_ffn
 from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.layers.patch_merging import PatchMerging
 
-from .base import freeze_loaded_statistics, init_backbone, per_stage
+from .arguments import check_mlp_ratio, check_norm_cfg, check_out_indices, check_whole_numbers, per_stage
+from .base import freeze_loaded_statistics, init_backbone
 
 
 class SwinBlock(BaseModule):
@@ -130,8 +131,8 @@ class SLABSwin(BaseModule):
         sides are rounded up.
 
     Raises:
-        ValueError: If an attention or ``ffn_norm`` is unknown, a per-stage argument has not one entry per stage, a
-            window is not positive, or heads do not divide channels.
+        ValueError: If an attention, norm or ``ffn_norm`` is unknown, a per-stage argument has not one entry per stage,
+            a number is not positive or not whole, heads do not divide channels, or there is no such output.
     """
 
     def __init__(
@@ -180,8 +181,11 @@ class SLABSwin(BaseModule):
         unknown = set(attention) - set(ATTENTIONS)
         if unknown:
             raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(ATTENTIONS)}')
-        if min(window_sizes) < 1:
-            raise ValueError(f'window sizes must be positive, got {window_sizes}')
+        check_whole_numbers(embed_dims=embed_dims, num_heads=num_heads, window_sizes=window_sizes, strides=strides,
+                            patch_size=patch_size)
+        check_whole_numbers(0, depths=depths)
+        check_out_indices(out_indices, num_stages)
+        check_norm_cfg('norm_cfg', norm_cfg)
         if strides[0] != patch_size:
             raise ValueError(f'patches must not overlap: strides[0]={strides[0]} differs from {patch_size=}')
         self.out_indices = tuple(out_indices)
@@ -201,6 +205,7 @@ class SLABSwin(BaseModule):
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         self.stages = ModuleList()
         for i, channels in enumerate(self.num_features):
+            check_mlp_ratio('mlp_ratio', mlp_ratio, channels)
             special = (dict(qk_scale=qk_scale, attn_drop_rate=attn_drop_rate) if attention[i] == 'softmax'
                        else dict(mask_padding=mask_padding))
             blocks = []
@@ -218,9 +223,13 @@ class SLABSwin(BaseModule):
             self.stages.append(SwinStage(blocks, downsample))
 
         out_norm_cfg = norm_cfg if out_norm_cfg == 'same' else out_norm_cfg
+        if out_norm_cfg:
+            check_norm_cfg('out_norm_cfg', out_norm_cfg)
         for i in self.out_indices:
             norm = build_norm_layer(out_norm_cfg, self.num_features[i])[1] if out_norm_cfg else nn.Identity()
             self.add_module(f'norm{i}', norm)
+        # Of the maps returned.
+        self.memory_format = torch.contiguous_format
         if not any(named_offline_norms(self)):
             # Nothing will be fused: the backbone has its final form, and its fastest.
             use_sdpa(self)
@@ -237,7 +246,8 @@ class SLABSwin(BaseModule):
             x = stage(x, hw_shape)
             if i in self.out_indices:
                 out = getattr(self, f'norm{i}')(x)
-                outs.append(out.transpose(1, 2).unflatten(2, hw_shape).contiguous())
+                image = out.transpose(1, 2).unflatten(2, hw_shape)
+                outs.append(image.contiguous(memory_format=self.memory_format))
             if stage.downsample is not None:
                 x, hw_shape = stage.downsample(x, hw_shape)
         return tuple(outs)

@@ -52,10 +52,14 @@ class WindowAttention(BaseModule):
         # What padding tokens have for q, k, v once a norm is folded into qkv; see slab_det.fusion.
         self.register_buffer('padding_qkv', None)
 
-    def padding(self) -> tuple[Tensor | None, ...]:
-        """q, k and v of a padding token, (C,) each: it is zero before qkv, so it has qkv's bias."""
+    def padding_row(self) -> Tensor | None:
+        """What a padding token has behind qkv, (3C,), None for zero: it is zero before, so it has qkv's bias."""
         # Padding tokens never passed the norm: they must keep the unfused bias.
-        row = self.qkv.bias if self.padding_qkv is None else self.padding_qkv
+        return self.qkv.bias if self.padding_qkv is None else self.padding_qkv
+
+    def padding(self) -> tuple[Tensor | None, ...]:
+        """q, k and v of a padding token, (C,) each."""
+        row = self.padding_row()
         return (None,) * 3 if row is None else row.chunk(3)
 
     @torch.no_grad()
@@ -125,13 +129,13 @@ class SoftmaxWindowAttention(WindowAttention):
 
     def _mix_in_released_order(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry,
                                shifted: bool) -> Tensor:
-        logits = (q * self.scale) @ k.transpose(-1, -2) + self._position_bias(q.dtype)
+        logits = (q * self.scale) @ k.transpose(-1, -2) + self.position_bias(q.dtype)
         if shifted:
             mask = geometry.attention_mask(q.dtype)[:, None]
             logits = (logits.unflatten(0, (-1, geometry.num_windows)) + mask).flatten(0, 1)
         return logits.softmax(-1) @ v
 
-    def _position_bias(self, dtype: torch.dtype) -> Tensor:
+    def position_bias(self, dtype: torch.dtype) -> Tensor:
         """The position bias of each pair of slots, (1, h, N, N)."""
         num_slots = self.window_size ** 2
         bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
@@ -147,7 +151,7 @@ class SoftmaxWindowAttention(WindowAttention):
         keep = not (self.training or torch.is_grad_enabled())
         if keep and self._cached_bias is not None and self._cached_bias[0] == key:
             return self._cached_bias[1]
-        bias = self._position_bias(dtype)
+        bias = self.position_bias(dtype)
         if shifted:
             bias = bias + geometry.attention_mask(dtype)[:, None]
         bias = bias.contiguous()
@@ -191,10 +195,14 @@ class LinearWindowAttention(LinearAttention, WindowAttention):
         self.mask_padding = mask_padding
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
-        local = self.convolve(v, (self.window_size, self.window_size))
         keep = None
         if self.mask_padding and geometry.padding_slots.numel():
             keep = ~geometry.padding_mask().repeat(q.shape[0] // geometry.num_windows, 1)
+        return self.mix(q, k, v, keep)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+        """Attention and convolution; arguments as for :meth:`LinearAttention.attend`."""
+        local = self.convolve(v, (self.window_size, self.window_size))
         out = self.attend(q, k, v, self.positional_encoding, keep)
         return local.add_(out.to(local.dtype))
 

@@ -34,8 +34,12 @@ class LinearAttention(nn.Module):
         self.dwc = nn.Conv2d(self.head_dims, self.head_dims, 5, padding=2, groups=self.head_dims)
 
     @abstractmethod
-    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes queries and keys (B, N, C) non-negative; may write into both."""
+    def query_features(self, q: Tensor) -> Tensor:
+        """f(q), non-negative, (B, N, C); may write into q."""
+
+    @abstractmethod
+    def key_features(self, k: Tensor) -> Tensor:
+        """f(k), non-negative, (B, M, C); may write into k."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, keep: Tensor | None = None) -> Tensor:
         """``f(q_i) (sum_j f(k_j + P_j)^T v_j) / (f(q_i) sum_j f(k_j + P_j) + 1e-6)`` per head, linear in N.
@@ -50,24 +54,28 @@ class LinearAttention(nn.Module):
         Returns:
             (B, N, C), in float32 at least.
         """
+        return self.read(q, self.summarize(k, v, position, keep))
+
+    def summarize(self, k: Tensor, v: Tensor, position: Tensor, keep: Tensor | None = None) -> Tensor:
+        """All that queries see of keys and values, (B, C, C + h): the first sum, block by block, beside the second."""
         # Sums over thousands of tokens and a quotient of them: not for half precision.
-        q, k, v = (at_least_float32(x) for x in (q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
-            q, k = self.feature_maps(q, k + position)
+        k, v = at_least_float32(k), at_least_float32(v)
+        with torch.autocast(k.device.type, enabled=False):
+            k = self.key_features(k + position)
             if keep is not None:
                 k = k * keep[..., None]
-            return self._weighted_mean(q, k, v)
+            # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
+            # the two products has the multiply-adds of the output projection, h times what separate heads would have.
+            heads = self.head_mask.to(v.dtype)
+            return torch.cat([(k.transpose(1, 2) @ v) * heads,
+                              k.sum(1)[:, :, None] * heads[:, ::self.head_dims]], 2)
 
-    def _weighted_mean(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
-        # the two products has the multiply-adds of the output projection, h times what separate heads would have.
-        heads = self.head_mask.to(v.dtype)
-        head_of_channel = heads[:, ::self.head_dims]
-        context = torch.cat([
-            (k.transpose(1, 2) @ v) * heads,
-            k.sum(1)[:, :, None] * head_of_channel], 2)
-        out, weight_sum = (q @ context).split([self.embed_dims, self.num_heads], 2)
-        return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
+    def read(self, q: Tensor, summary: Tensor) -> Tensor:
+        """What the queries (B, N, C) get from a summary: the quotient of the sums, (B, N, C)."""
+        q = at_least_float32(q)
+        with torch.autocast(q.device.type, enabled=False):
+            out, weight_sum = (self.query_features(q) @ summary).split([self.embed_dims, self.num_heads], 2)
+            return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
 
     def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """The depthwise 5x5 convolution of values (B, H * W, C) laid out as their map or window."""
@@ -80,9 +88,13 @@ class LinearAttention(nn.Module):
 class SimplifiedFeatures(LinearAttention):
     """ReLU as the feature map (SLAB, Guo et al., ICML 2024, eq. 5-7)."""
 
-    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # In place: q is a fresh copy, k a fresh sum, and on a CPU every large new tensor is paged in anew.
-        return q.relu_(), k.relu_()
+    # In place: q is a fresh copy, k a fresh sum, and on a CPU every large new tensor is paged in anew.
+
+    def query_features(self, q: Tensor) -> Tensor:
+        return q.relu_()
+
+    def key_features(self, k: Tensor) -> Tensor:
+        return k.relu_()
 
 
 class FocusedFeatures(LinearAttention):
@@ -98,10 +110,12 @@ class FocusedFeatures(LinearAttention):
         super().__init__(*args, **kwargs)
         self.scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
 
-    def feature_maps(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        scale = F.softplus(self.scale)
+    def query_features(self, q: Tensor) -> Tensor:
+        return self.focus((q.relu() + 1e-6) / F.softplus(self.scale))
+
+    def key_features(self, k: Tensor) -> Tensor:
         # The 1 / N of the keys reaches both sums, and turns them into means.
-        return self.focus((q.relu() + 1e-6) / scale), self.focus((k.relu() + 1e-6) / scale) / k.shape[1]
+        return self.query_features(k) / k.shape[1]
 
     def focus(self, x: Tensor) -> Tensor:
         """``|x| x^3 / |x^3|`` over the last dimension: same length, sharper direction."""

@@ -43,7 +43,10 @@ class PatchMerging(BaseModule):
             x = x.unflatten(2, (self.in_channels, stride, stride)).permute(0, 1, 4, 3, 2)
         else:
             x = x.flatten(1, 2).transpose(2, 3)
-        # The product sums over the slices of the map, column by column, as the released code does.
-        weight = self.reduction.weight.unflatten(1, (self.in_channels, stride, stride)).permute(0, 3, 2, 1)
-        x = F.linear(x.flatten(2), weight.flatten(1), self.reduction.bias)
-        return x, out_shape
+        return F.linear(x.flatten(2), self.token_weight(), self.reduction.bias), out_shape
+
+    def token_weight(self) -> Tensor:
+        """The reduction's weight for blocks that lie token by token, column by column: (C_out, s * s * C)."""
+        # The order in which the released code sums.
+        weight = self.reduction.weight.unflatten(1, (self.in_channels, self.stride, self.stride))
+        return weight.permute(0, 3, 2, 1).flatten(1)

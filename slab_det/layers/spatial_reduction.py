@@ -57,16 +57,20 @@ class MapAttention(BaseModule):
             self.norm = build_norm_layer(norm_cfg, embed_dims)[1]
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        source, source_shape = self._reduce(x, hw_shape)
-        sizes = [self.embed_dims, 2 * self.embed_dims]
-        weight_q, weight_kv = self.attn.in_proj_weight.split(sizes)
-        bias_q, bias_kv = (None, None) if self.attn.in_proj_bias is None else self.attn.in_proj_bias.split(sizes)
-        q = F.linear(x, weight_q, bias_q)
-        k, v = F.linear(source, weight_kv, bias_kv).chunk(2, dim=-1)
+        source, source_shape = self.reduce(x, hw_shape)
+        to_q, to_kv = self.projections()
+        q = F.linear(x, *to_q)
+        k, v = F.linear(source, *to_kv).chunk(2, dim=-1)
         out = self.attn.out_proj(self.mix(q, k, v, hw_shape, source_shape))
         return self.drop(self.proj_drop(out))
 
-    def _reduce(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    def projections(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """Weight and bias that make q, and those that make k and v."""
+        sizes = [self.embed_dims, 2 * self.embed_dims]
+        biases = (None, None) if self.attn.in_proj_bias is None else self.attn.in_proj_bias.split(sizes)
+        return tuple(zip(self.attn.in_proj_weight.split(sizes), biases, strict=True))
+
+    def reduce(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
         """The tokens that keys and values come from, and the (H, W) of their map."""
         if self.sr_ratio == 1:
             return x, hw_shape
@@ -118,10 +122,13 @@ class LinearMapAttention(LinearAttention, MapAttention):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int],
             source_shape: tuple[int, int]) -> Tensor:
-        values = v if self.sr_ratio == 1 else resize_table(v, source_shape, hw_shape)
-        local = self.convolve(values, hw_shape)
+        local = self.convolve_source(v, hw_shape, source_shape)
         out = self.attend(q, k, v, resize_table(self.positional_encoding, self.source_shape, source_shape))
         return local.add_(out.to(local.dtype))
+
+    def convolve_source(self, v: Tensor, hw_shape: tuple[int, int], source_shape: tuple[int, int]) -> Tensor:
+        """The convolution of the values at the places of the queries, (B, N, C)."""
+        return self.convolve(v if self.sr_ratio == 1 else resize_table(v, source_shape, hw_shape), hw_shape)
 
 
 class SimplifiedMapAttention(SimplifiedFeatures, LinearMapAttention):

@@ -1,0 +1,4 @@
+"""The form of a detector that ships: fused weights, everything that depends on size kept, no copies."""
+from .deploy import deploy
+
+__all__ = ['deploy']

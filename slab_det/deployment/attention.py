@@ -1,0 +1,106 @@
+"""Window attention of a deployed Swin: norm, qkv, attention, projection and residual, tile by tile."""
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slab_det.layers.attention import LinearWindowAttention, ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.layers.window import window_geometry
+
+from .linear import linear, linear_add
+from .size_cache import SizeCached
+from .tiles import WindowTile, tile_tokens, window_tiles
+
+
+class DeployedWindowAttention(SizeCached):
+    """``x + attention(norm(x))`` in the windows of a map, written into x.
+
+    Args:
+        norm: The norm before the attention; an identity once it is fused.
+        attention: What to deploy; its parameters are shared.
+
+    Shape:
+        (B, H * W, C), contiguous; changed in place.
+    """
+
+    def __init__(self, norm: nn.Module, attention: ShiftedWindowAttention) -> None:
+        super().__init__()
+        self.norm = norm
+        self.w_msa = attention.w_msa
+        self.shift_size = attention.shift_size
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> None:
+        tiles = self.cached((*hw_shape, x.device, x.dtype), lambda: self._prepare_tiles(hw_shape, x))
+        for image in x:
+            for tile, prepared in tiles:
+                self._attend(image, tile, prepared)
+
+    def _attend(self, image: Tensor, tile: WindowTile, prepared: Tensor | None) -> None:
+        msa = self.w_msa
+        rows = image.index_select(0, tile.tokens)
+        qkv = tile.spread(linear(self.norm(rows), msa.qkv.weight, msa.qkv.bias), msa.padding_row())
+        mixed = self.mix(qkv.view(tile.num_windows, -1, 3 * msa.embed_dims), prepared)
+        rows = linear_add(tile.collect(mixed.flatten(0, 1)), msa.proj.weight, msa.proj.bias, rows)
+        # Every token is in one tile: nothing reads it after this.
+        image.index_copy_(0, tile.tokens, rows)
+
+    def _prepare_tiles(self, hw_shape: tuple[int, int], x: Tensor) -> list[tuple[WindowTile, Tensor | None]]:
+        geometry = window_geometry(*hw_shape, self.w_msa.window_size, self.shift_size, x.device)
+        tiles = window_tiles(geometry, self.has_mask and self.shift_size > 0, tile_tokens(x.device))
+        return [(tile, self.prepare(tile, x.dtype)) for tile in tiles]
+
+    # Whether tokens of different regions must not see each other.
+    has_mask: bool
+
+    @abstractmethod
+    def prepare(self, tile: WindowTile, dtype: torch.dtype) -> Tensor | None:
+        """What :meth:`mix` needs that depends on the tile only."""
+
+    @abstractmethod
+    def mix(self, qkv: Tensor, prepared: Tensor | None) -> Tensor:
+        """Attention in each window: (m, N, 3C) -> (m, N, C)."""
+
+
+class DeployedSoftmaxAttention(DeployedWindowAttention):
+    """Softmax attention whose position bias and shift mask are one additive term, kept per size."""
+
+    has_mask = True
+
+    def prepare(self, tile: WindowTile, dtype: torch.dtype) -> Tensor:
+        if tile.regions is None:
+            # One for all such tiles.
+            return self.cached(('position', tile.tokens.device, dtype),
+                               lambda: self.w_msa.position_bias(dtype).contiguous())
+        return (self.w_msa.position_bias(dtype) + tile.attention_mask(dtype)[:, None]).contiguous()
+
+    def mix(self, qkv: Tensor, prepared: Tensor) -> Tensor:
+        msa = self.w_msa
+        q, k, v = qkv.unflatten(-1, (3, msa.num_heads, msa.head_dims)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, prepared, scale=msa.scale)
+        return out.transpose(1, 2).flatten(2)
+
+
+class DeployedLinearAttention(DeployedWindowAttention):
+    """Simplified or focused linear attention."""
+
+    has_mask = False
+
+    def prepare(self, tile: WindowTile, dtype: torch.dtype) -> Tensor | None:
+        if not self.w_msa.mask_padding or tile.slots is None:
+            return None
+        return ~tile.padding_mask()
+
+    def mix(self, qkv: Tensor, prepared: Tensor | None) -> Tensor:
+        return self.w_msa.mix(*qkv.chunk(3, dim=-1), prepared)
+
+
+DEPLOYED = {SoftmaxWindowAttention: DeployedSoftmaxAttention, LinearWindowAttention: DeployedLinearAttention}
+
+
+def deploy_attention(norm: nn.Module, attention: ShiftedWindowAttention) -> DeployedWindowAttention:
+    """The deployed form of a norm and the window attention behind it."""
+    kind = next(kind for kind in DEPLOYED if isinstance(attention.w_msa, kind))
+    return DEPLOYED[kind](norm, attention)

@@ -1,0 +1,90 @@
+"""A map cut into tiles of whole windows, small enough that a tile's intermediate results stay in the cache."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slab_det.layers.window import MASKED_LOGIT, WindowGeometry
+
+# benchmarks/deploy_cpu.py: from 1,000 to 8,000 tokens the time is level; smaller tiles cost more calls than they save,
+# and of whole maps every intermediate result is a new allocation, to be paged in anew.
+CPU_TILE_TOKENS = 2048
+
+
+def tile_tokens(device: torch.device) -> int | None:
+    """Tokens of a tile; None for the whole map: other devices wait for launches, and tiles are more of them."""
+    return CPU_TILE_TOKENS if device.type == 'cpu' else None
+
+
+@dataclass(frozen=True, eq=False)
+class WindowTile:
+    """m windows of a map, N slots each.
+
+    Attributes:
+        num_windows: m.
+        num_slots: m * N.
+        tokens: The map's token in each slot that holds one, (n,).
+        slots: Which slots of the tile those are, (n,); None for all.
+        regions: (m, N), see :class:`~slab_det.layers.window.WindowGeometry`; None where each window lies in one region.
+    """
+
+    num_windows: int
+    num_slots: int
+    tokens: Tensor
+    slots: Tensor | None
+    regions: Tensor | None
+
+    def spread(self, rows: Tensor, padding: Tensor | None) -> Tensor:
+        """Rows of the tokens (n, C) in their slots (m * N, C); the others hold ``padding`` (C,), None for zero."""
+        if self.slots is None:
+            return rows
+        row = rows.new_zeros(rows.shape[1]) if padding is None else padding.to(rows.dtype)
+        return row.repeat(self.num_slots, 1).index_copy_(0, self.slots, rows)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """What :meth:`spread` had: the rows of the tokens, out of the slots (m * N, C)."""
+        return rows if self.slots is None else rows.index_select(0, self.slots)
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor:
+        """The additive mask (m, N, N): 0 within a region, -100 across."""
+        apart = self.regions[:, :, None] != self.regions[:, None, :]
+        return apart.to(dtype) * MASKED_LOGIT
+
+    def padding_mask(self) -> Tensor:
+        """True in slots that hold padding, (m, N)."""
+        mask = torch.ones(self.num_slots, dtype=torch.bool, device=self.tokens.device)
+        return mask.index_fill_(0, self.slots, False).view(self.num_windows, -1)
+
+
+def window_tiles(geometry: WindowGeometry, shifted: bool, max_tokens: int | None) -> list[WindowTile]:
+    """All windows of a map in tiles of at most ``max_tokens`` slots, but at least one window; None for one tile.
+
+    In tiles, windows of one region come first, by themselves: they need no mask.
+    """
+    windows = torch.arange(geometry.num_windows, device=geometry.index.device)
+    if max_tokens is None:
+        return [_tile(geometry, windows, masked=shifted)]
+    mixed = torch.zeros_like(windows, dtype=torch.bool)
+    if shifted:
+        mixed = (geometry.regions != geometry.regions[:, :1]).any(1)
+    size = max(1, max_tokens // geometry.window_size ** 2)
+    return [_tile(geometry, part, masked)
+            for masked in (False, True)
+            for part in windows[mixed == masked].split(size) if part.numel()]
+
+
+def _tile(geometry: WindowGeometry, windows: Tensor, masked: bool) -> WindowTile:
+    is_token = torch.ones_like(geometry.index, dtype=torch.bool).index_fill_(0, geometry.padding_slots, False)
+    index, is_token = (x.view(geometry.num_windows, -1)[windows].flatten() for x in (geometry.index, is_token))
+    slots = None if is_token.all() else is_token.nonzero().flatten()
+    return WindowTile(windows.numel(), index.numel(), index if slots is None else index[slots], slots,
+                      geometry.regions[windows] if masked else None)
+
+
+def row_tiles(num_rows: int, max_rows: int | None) -> Iterator[slice]:
+    """Slices of at most ``max_rows`` that cover ``num_rows``; None for one."""
+    step = max_rows or max(num_rows, 1)
+    return (slice(start, start + step) for start in range(0, num_rows, step))

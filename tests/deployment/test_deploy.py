@@ -1,0 +1,236 @@
+import copy
+
+import pytest
+import torch
+from conftest import SLA, random_sizes, randomize, raw_outputs
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from torch import nn
+
+import slab_det
+from slab_det.deployment import tiles
+from slab_det.deployment.attention import DeployedWindowAttention
+from slab_det.deployment.ffn import DeployedFFN
+from slab_det.deployment.linear import DeployedLinear
+from slab_det.deployment.size_cache import MAX_SIZES, SizeCached
+from slab_det.errors import DeploymentError
+
+PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
+SWIN = dict(type='SLABSwin', embed_dims=16, depths=(2, 2), num_heads=(2, 4), strides=(4, 2), out_indices=(0, 1))
+PVT = dict(type='SLABPVT', embed_dims=8, num_stages=2, num_layers=(2, 1), num_heads=(1, 2), patch_sizes=(4, 2),
+           strides=(4, 2), paddings=(0, 0), sr_ratios=(4, 1), mlp_ratios=(4, 4), out_indices=(0, 1),
+           pretrain_img_size=64)
+PVT_V2 = dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True)
+BACKBONES = {
+    'swin': {**SWIN, **PREPBN},
+    'swin, LayerNorm': {**SWIN, **LN},
+    'swin, no qkv bias': {**SWIN, **PREPBN, 'qkv_bias': False},
+    'swin, position embedding': {**SWIN, **PREPBN, 'use_abs_pos_embed': True, 'pretrain_img_size': 64},
+    'swin, windows larger than the map': {**SWIN, **PREPBN, 'window_size': 40},
+    'swin, sla': {**SWIN, **PREPBN, 'attention': 'sla'},
+    'swin, sla, padding masked': {**SWIN, **PREPBN, 'attention': 'sla', 'mask_padding': True},
+    'swin, focused, LayerNorm': {**SWIN, **LN, 'attention': 'focused'},
+    'swin, BN+FFNBN': {**SWIN, 'norm_cfg': dict(type='TokenBN'), 'ffn_norm': 'post_act'},
+    'swin, LayerNorm in the FFN': {**SWIN, **LN, 'ffn_norm': 'pre_act'},
+    'swin, ReLU': {**SWIN, **PREPBN, 'act_cfg': dict(type='ReLU')},
+    'swin, tanh GELU': {**SWIN, **PREPBN, 'act_cfg': dict(type='GELU', approximate='tanh')},
+    'pvt': {**PVT, **PREPBN},
+    'pvt, LayerNorm': {**PVT, **LN},
+    'pvt, sla': {**PVT, **PREPBN, 'attention': 'sla'},
+    'pvt, focused, reduced': {**PVT, **PREPBN, 'attention': 'focused', 'la_sr_ratios': (4, 1)},
+    'pvt, no bias': {**PVT, **PREPBN, 'qkv_bias': False},
+    'pvt v2': {**PVT, **PREPBN, **PVT_V2},
+}
+
+
+@pytest.fixture
+def fused_backbone():
+    """A function: a fused backbone with every weight and statistic random."""
+    def build(name: str) -> nn.Module:
+        model = MODELS.build(copy.deepcopy(BACKBONES[name]))
+        randomize(model, seed=0)
+        slab_det.set_gamma(model, 0.0)
+        return slab_det.fuse(model.eval(), inplace=True)
+    return build
+
+
+def relative_difference(outputs, references):
+    return max(float((out.double() - ref.double()).abs().max() / ref.double().abs().max())
+               for out, ref in zip(outputs, references, strict=True))
+
+
+@pytest.mark.parametrize('tile', [3 * 49, 2048], ids=['many tiles', 'few tiles'])
+@pytest.mark.parametrize('name', BACKBONES)
+@torch.no_grad()
+def test_deployed_backbone_computes_the_same(fused_backbone, monkeypatch, name, tile):
+    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', tile)
+    model = fused_backbone(name)
+    deployed = slab_det.deploy(model)
+    double = slab_det.deploy(copy.deepcopy(model).double())
+    for i, size in enumerate([(64, 64), *random_sizes(3, seed=3)]):
+        images = torch.randn(1 + i % 2, 3, *size)
+        reference = copy.deepcopy(model).double()(images.double())
+        difference = relative_difference(double(images.double()), reference)
+        assert difference <= 1e-9, (name, size, difference)
+        own = relative_difference(model(images), reference)
+        difference = relative_difference(deployed(images), reference)
+        assert difference <= 10 * own, (name, size, difference, own)
+
+
+@pytest.mark.parametrize('detector', ['mask_rcnn', 'faster_rcnn'])
+def test_deployed_detector_computes_the_same(small_detector, detector):
+    model = slab_det.fuse(small_detector(detector, **SLA).double())
+    deployed = slab_det.deploy(model)
+    for size in random_sizes(4, seed=4):
+        images = torch.randn(1, 3, *size).double()
+        difference = relative_difference(raw_outputs(deployed, images), raw_outputs(model, images))
+        assert difference <= 1e-9, (size, difference)
+
+
+def test_every_block_and_linear_layer_is_deployed(small_detector):
+    deployed = slab_det.deploy(slab_det.fuse(small_detector()))
+    kinds = [type(module) for module in deployed.modules()]
+    assert sum(issubclass(kind, DeployedWindowAttention) for kind in kinds) == kinds.count(DeployedFFN) == 6
+    assert not [m for m in deployed.roi_head.modules() if type(m) is nn.Linear]
+    assert DeployedLinear in kinds
+
+
+def test_the_model_is_left_alone(small_detector):
+    model = slab_det.fuse(small_detector())
+    images = torch.randn(1, 3, 70, 90)
+    with torch.no_grad():
+        before = model.extract_feat(images)
+        deployed = slab_det.deploy(model)
+        deployed.extract_feat(images)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.extract_feat(images), strict=True))
+    assert all(p.requires_grad for p in model.parameters())
+    assert slab_det.deploy(model, inplace=True) is model
+
+
+@torch.no_grad()
+def test_sizes_are_computed_once_and_few_are_kept(fused_backbone, monkeypatch):
+    deployed = slab_det.deploy(fused_backbone('swin'))
+    made = []
+    make = DeployedWindowAttention._prepare_tiles
+    monkeypatch.setattr(DeployedWindowAttention, '_prepare_tiles',
+                        lambda self, *args: made.append(self) or make(self, *args))
+    images = torch.randn(1, 3, 64, 80)
+    first = deployed(images)
+    assert len(made) == len(set(made)) == 4
+    assert all(torch.equal(a, b) for a, b in zip(first, deployed(images), strict=True)) and len(made) == 4
+    for i in range(MAX_SIZES + 2):
+        deployed(torch.randn(1, 3, 32, 32 + 8 * i))
+    assert max(len(m._kept) for m in deployed.modules() if isinstance(m, SizeCached)) == MAX_SIZES
+
+
+@torch.no_grad()
+def test_new_weights_are_seen(fused_backbone):
+    deployed, images = slab_det.deploy(fused_backbone('swin')), torch.randn(1, 3, 64, 80)
+    before = deployed(images)
+    state = deployed.state_dict()
+    for key in state:
+        if key.endswith('bias_table'):
+            state[key] = state[key] + torch.randn_like(state[key])
+    deployed.load_state_dict(state)
+    assert not any(torch.equal(a, b) for a, b in zip(before, deployed(images), strict=True))
+
+
+@pytest.mark.parametrize('name', ['swin', 'pvt', 'swin, sla', 'pvt, sla'])
+@torch.no_grad()
+def test_bfloat16_stays_near(fused_backbone, name):
+    """8 significant bits, rounded in every one of a few dozen layers."""
+    model, images = fused_backbone(name), torch.randn(2, 3, 90, 110)
+    reference = model(images)
+    for ours, ref in zip(slab_det.deploy(model, torch.bfloat16)(images), reference, strict=True):
+        assert ours.dtype == torch.bfloat16
+        rms = ((ours.float() - ref).square().mean() / ref.square().mean()).sqrt()
+        assert rms < 0.05, (name, rms)
+
+
+def test_low_precision_keeps_coordinates_in_float32(small_detector):
+    model = slab_det.fuse(small_detector())
+    model.test_cfg.rcnn.score_thr = 0.0
+    seen = []
+    model.roi_head.bbox_roi_extractor.register_forward_hook(
+        lambda module, inputs, out: seen.append((inputs[1].dtype, out.dtype)))
+    deployed = slab_det.deploy(model, torch.bfloat16)
+    assert {p.dtype for p in deployed.parameters()} == {torch.bfloat16}
+    sample = DetDataSample(metainfo=dict(img_shape=(96, 128), ori_shape=(96, 128), batch_input_shape=(96, 128),
+                                         pad_shape=(96, 128), scale_factor=(1.0, 1.0)))
+    with torch.no_grad():
+        instances = deployed.predict(torch.randn(1, 3, 96, 128), [sample])[0].pred_instances
+    assert len(instances) and instances.bboxes.dtype == instances.scores.dtype == torch.float32
+    # Two in a thousand of 128 pixels: bfloat16 has no more bits.
+    assert (instances.bboxes != instances.bboxes.bfloat16().float()).float().mean() > 0.2
+    assert seen == [(torch.float32, torch.float32)]
+
+
+def test_masks_share_the_maps_of_boxes(small_detector):
+    deployed = slab_det.deploy(slab_det.fuse(small_detector()))
+    maps = []
+    for extractor in (deployed.roi_head.bbox_roi_extractor, deployed.roi_head.mask_roi_extractor):
+        extractor.register_forward_hook(lambda module, inputs, out: maps.append(inputs[0][0]))
+    for _ in range(2):
+        raw_outputs(deployed, torch.randn(1, 3, 64, 96))
+    assert maps[0] is maps[1] and maps[2] is maps[3] and maps[0] is not maps[2]
+    assert maps[0].is_contiguous()
+
+
+@pytest.mark.parametrize('name', ['swin', 'pvt, sla'])
+@torch.no_grad()
+def test_a_known_size_compiles_into_one_graph(fused_backbone, name):
+    deployed, images = slab_det.deploy(fused_backbone(name)), torch.randn(1, 3, 64, 80)
+    expected = deployed(images)
+    # The compiler's own code is not under test, and takes a minute.
+    out = torch.compile(deployed, backend='eager', fullgraph=True, dynamic=False)(images)
+    assert relative_difference(out, expected) < 1e-4
+
+
+@torch.no_grad()
+def test_compiles_the_first_shapes_only(small_detector, monkeypatch):
+    compiled = []
+    monkeypatch.setattr('slab_det.deployment.compiled.MAX_SHAPES', 2)
+    monkeypatch.setattr(torch, 'compile', lambda forward, **_: lambda *x: compiled.append(x[0]) or forward(*x))
+    model = slab_det.fuse(small_detector())
+    deployed = slab_det.deploy(model, compile=True)
+    images = [torch.randn(1, 3, 64, width) for width in (64, 96, 128)]
+    for image in images + images:
+        assert relative_difference(deployed.extract_feat(image), model.extract_feat(image)) < 1e-2
+    assert [x is image for x, image in zip(compiled[::2], images[:2], strict=True)] == [True, True]
+
+
+def test_training_mode_is_refused(small_detector):
+    with pytest.raises(DeploymentError, match=r'call model.eval\(\)'):
+        slab_det.deploy(slab_det.fuse(small_detector()).train())
+
+
+def test_norms_that_are_not_fused_are_refused(small_detector):
+    with pytest.raises(DeploymentError, match='not fused .* call slab_det.fuse'):
+        slab_det.deploy(small_detector())
+
+
+def test_other_precisions_are_refused(small_detector):
+    with pytest.raises(DeploymentError, match='torch.int8.*bfloat16'):
+        slab_det.deploy(slab_det.fuse(small_detector()), torch.int8)
+
+
+def test_unknown_heads_are_refused_in_low_precision(small_detector):
+    model = slab_det.fuse(small_detector())
+    model.keypoint_head = nn.Linear(2, 2)
+    with pytest.raises(DeploymentError, match='keypoint_head of MaskRCNN.*float32'):
+        slab_det.deploy(model, torch.bfloat16)
+
+
+def test_cuda_graphs_without_gpu_are_refused(small_detector):
+    with pytest.raises(DeploymentError, match='the model is on cpu'):
+        slab_det.deploy(slab_det.fuse(small_detector()), cuda_graphs=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@torch.no_grad()
+def test_cuda_graphs_compute_the_same(small_detector):
+    model = slab_det.fuse(small_detector(**SLA).double()).cuda()
+    deployed = slab_det.deploy(model, cuda_graphs=True)
+    for size in ((64, 96), (64, 96), (97, 70), (64, 96)):
+        images = torch.randn(1, 3, *size).double().cuda()
+        assert relative_difference(raw_outputs(deployed, images), raw_outputs(model, images)) <= 1e-9
