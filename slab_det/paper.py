@@ -87,6 +87,11 @@ UN_TABLE_4 = PaperTable(
 PAPER_TABLES = (SLAB_TABLE_3, UN_TABLE_3, UN_TABLE_4)
 
 
+def tables_with_latency(detector: str) -> list[PaperTable]:
+    """The tables that have a latency beside every AP, for one type of detector, for example 'MaskRCNN'."""
+    return [table for table in PAPER_TABLES if table.detector == detector and table.latency]
+
+
 def published_rows(name: str, detector: str) -> list[tuple[PaperTable, PaperRow]]:
     """Every published row of a model, with its table: the same model may stand in two, trained differently.
 

@@ -5,14 +5,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import cv2
 import pytest
 from mmdet.models import MaskRCNN
 from torch import nn
 
 from slab_det.backbones import SLABSwin
 from slab_det.errors import ReportError
-from slab_det.figures import draw_ap_latency
 from slab_det.fusion import FusedDetector
 from slab_det.layers import PRepBN, TokenBN
 from slab_det.paper import PAPER_TABLES, SLAB_TABLE_3, UN_TABLE_3, UN_TABLE_4, published_rows
@@ -261,18 +259,3 @@ def test_paper_tables_are_complete() -> None:
     assert {table.epochs for table in PAPER_TABLES} == {12, 36}
     assert published_rows('Swin-T-UN', 'FasterRCNN') == [(UN_TABLE_3, UN_TABLE_3.rows['Swin-T-UN'])]
     assert published_rows('Swin-32x2222', 'MaskRCNN') == []
-
-
-def test_picture_is_drawn_with_a_panel_per_scope(tmp_path: Path) -> None:
-    rows = [
-        entry(latency=latency(43.0), ap=AP),
-        entry(variant='unfused', latency=latency(52.0), ap=AP),
-        entry('Swin-T', 'unfused', norm='LN', latency=latency(51.0)),
-    ]
-    draw_ap_latency(rows, tmp_path / 'one.png')
-    draw_ap_latency([*rows, replace(rows[0], latency=latency(9.0, threads=8))], tmp_path / 'two.png')
-    one, two = (cv2.imread(str(tmp_path / name)) for name in ('one.png', 'two.png'))
-    assert one.shape[0] < two.shape[0] and one.shape[1] == two.shape[1]
-    assert one.std() > 10
-    with pytest.raises(ReportError, match='both AP and latency'):
-        draw_ap_latency(rows[2:], tmp_path / 'none.png')

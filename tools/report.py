@@ -1,4 +1,4 @@
-"""Turns report.json files into one Markdown table and one picture of AP over latency."""
+"""Turns report.json files into one Markdown table and one picture of box and mask AP over latency."""
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from slab_det.cli import run_cli
+from slab_det.errors import ReportError
 from slab_det.figures import draw_ap_latency
 from slab_det.reporting import markdown_table, merge_entries, read_report
 
@@ -14,19 +15,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('reports', nargs='+', metavar='REPORT.json', help='later files win where they overlap')
     parser.add_argument('--out', required=True, metavar='DIR', help='folder for table.md and ap_latency.png')
-    parser.add_argument('--paper', action='store_true', help="add columns with the paper's own numbers")
+    parser.add_argument('--paper', action='store_true', help="add the papers' own numbers: columns, and grey panels")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
     entries = merge_entries(entry for path in args.reports for entry in read_report(path).entries)
+    if not entries:
+        raise ReportError(f'no entries in {", ".join(args.reports)}; tools/train.py, test.py and latency.py write them')
     table = markdown_table(entries, paper=args.paper)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)
     print(table)
-    draw_ap_latency(entries, out / 'ap_latency.png')
+    draw_ap_latency(entries, out / 'ap_latency.png', paper=args.paper)
     print(f'Written to {out / "table.md"} and {out / "ap_latency.png"}')
 
 
