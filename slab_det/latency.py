@@ -4,56 +4,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 
-import mmcv
+import cv2
 import numpy as np
 import torch
-from mmdet.models.data_preprocessors import DetDataPreprocessor
-from mmdet.structures import DetDataSample
 from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from slab_det.detectors import is_fused
+from slab_det.detectors import is_deployed, is_fused
 from slab_det.environment import describe_environment
 from slab_det.errors import LatencyError
+from slab_det.latency_table import check_comparable, describe_scope, latency_table, repeat_ratios
+from slab_det.measured_scopes import SCOPES, EncodedImage, MeasuredInput, read_image
+from slab_det.model_cost import ModelCost, measure_cost
 
+__all__ = [
+    'COMPILE_MODES', 'DTYPES', 'SCOPES', 'LatencyResult', 'check_comparable', 'describe_scope', 'latency_table',
+    'measure_latency', 'repeat_ratios',
+]  # fmt: skip
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Scope:
-    """A part of a detector to time.
-
-    Attributes:
-        timed: What is inside the timed region, in words.
-        forward: (model, inputs (1, 3, H, W), data samples) -> outputs.
-        parts: The submodules that torch.compile can take as one graph.
-    """
-
-    timed: str
-    forward: Callable[[nn.Module, torch.Tensor, list[DetDataSample]], object]
-    parts: tuple[str, ...]
-
-
-SCOPES = {
-    'backbone': Scope(
-        'backbone forward on a normalised, padded image',
-        lambda model, inputs, samples: getattr(model, 'backbone', model)(inputs),
-        ('backbone',),
-    ),
-    'backbone+neck': Scope(
-        'backbone and neck forward on a normalised, padded image',
-        lambda model, inputs, samples: model.extract_feat(inputs),
-        ('backbone', 'neck'),
-    ),
-    'detector': Scope(
-        'detector.predict on a normalised, padded image: backbone, neck, RPN, RoI heads, NMS, masks pasted '
-        'to full size; without image decoding, resizing and normalisation',
-        lambda model, inputs, samples: model.predict(inputs, samples, rescale=True),
-        ('backbone', 'neck'),
-    ),
-}
+# torch.compile's own names; its list would have to be loaded with all of inductor.
+COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
 
 
 @dataclass(frozen=True)
@@ -62,22 +35,34 @@ class LatencyResult:
 
     Attributes:
         name: Which model.
-        scope: 'backbone', 'backbone+neck' or 'detector'.
+        scope: One of ``SCOPES``.
         timed: What is inside the timed region, in words.
         size: (height, width) of the image after resizing, before padding.
         input_shape: (1, 3, H, W) as the backbone sees it.
         image: File name of the input, or 'seeded noise'.
-        detections: Objects found in the last round; None unless the scope is 'detector'. Heads are cheap
+        image_bytes: Size of the encoded image, which is decoded within the scope 'end-to-end'.
+        detections: Objects found in the last round; None where no heads run. Heads are cheap
             where nothing is found, so compare detectors at like counts.
         device: Name of the device.
         device_type: 'cpu' or 'cuda'.
-        dtype: Of the autocast region; 'float32' is without autocast. Casting the weights is timed.
-        threads: Of torch on the CPU.
-        warmup: Rounds before the first that counts.
-        rounds: Rounds that count.
+        clock: What measured the time.
+        dtype: What is computed in; 'float32' is without autocast. Of a deployed model it is the one that it was
+            deployed in.
+        autocast: Whether ``dtype`` is that of an autocast region; casting the weights is timed then. False where
+            the weights have the dtype themselves.
+        tf32: Whether matrix products and convolutions may use TF32.
+        channels_last: Whether weights and input have the memory format channels_last.
+        threads: Of torch, and of image decoding and resizing, on the CPU.
+        warmup: Rounds before the first that counts, in every repeat.
+        rounds: Rounds that count, in every repeat.
+        repeats: How many times the whole measurement was made; the times below are over all of them.
         interleaved: Names of all models measured in the same rounds.
         fused: Whether the norms are folded away.
+        deployed: Whether the model is the form that slab_det.deploy makes.
         compiled: Whether torch.compile was applied to backbone and neck.
+        compile_mode: Its mode; None without.
+        repeat_medians_ms: The median of each repeat.
+        cost: Multiply-adds, parameters, memory and norms left of the same call; None where it was not asked for.
         environment: See :func:`slab_det.environment.describe_environment`.
     """
 
@@ -87,27 +72,41 @@ class LatencyResult:
     size: tuple[int, int]
     input_shape: tuple[int, int, int, int]
     image: str
+    image_bytes: int
     detections: int | None
     device: str
     device_type: str
+    clock: str
     dtype: str
+    autocast: bool
+    tf32: bool
+    channels_last: bool
     threads: int
     warmup: int
     rounds: int
+    repeats: int
     interleaved: tuple[str, ...]
     fused: bool
+    deployed: bool
     compiled: bool
+    compile_mode: str | None
     median_ms: float
     mean_ms: float
     std_ms: float
     p95_ms: float
     min_ms: float
+    repeat_medians_ms: tuple[float, ...]
+    cost: ModelCost | None
     environment: dict
 
     def to_dict(self) -> dict:
         """The same as JSON types."""
-        fields = asdict(self)
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+        return _as_json(asdict(self))
+
+    @property
+    def spread(self) -> float:
+        """Largest minus smallest median of the repeats, over the median."""
+        return (max(self.repeat_medians_ms) - min(self.repeat_medians_ms)) / self.median_ms
 
 
 def measure_latency(
@@ -120,8 +119,12 @@ def measure_latency(
     dtype: str = 'float32',
     threads: int | None = None,
     image: str | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
     progress: bool = False,
+    repeat: int = 1,
+    channels_last: bool = False,
+    tf32: bool = False,
+    cost: bool = False,
 ) -> dict[str, LatencyResult]:
     """Times one image through every model, round by round, in this process.
 
@@ -136,45 +139,41 @@ def measure_latency(
             and pads it as in testing (to a multiple of 32 where a model has none).
         rounds: Timed rounds.
         warmup: Rounds run before, not counted.
-        scope: 'backbone', 'backbone+neck' or 'detector', see ``SCOPES``.
+        scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see ``SCOPES``.
         device: 'cpu', 'cuda' or 'cuda:N'.
-        dtype: 'float32', or 'float16' or 'bfloat16' under autocast.
+        dtype: 'float32', 'float16' or 'bfloat16'; autocast, unless the weights have that dtype already. What
+            slab_det.deploy made has its own.
         threads: CPU threads of torch during the measurement; None leaves them.
         image: Path of an image; None takes noise from a fixed seed.
-        compile: Apply torch.compile to backbone and neck before.
+        compile: Apply torch.compile to backbone and neck before; a string is its mode.
         progress: Draw a progress bar on stderr.
+        repeat: Make the whole measurement, warm-up and rounds, this many times: their medians show the spread from
+            run to run.
+        channels_last: Put weights and input into torch.channels_last before.
+        tf32: Let matrix products and convolutions on a GPU use TF32. Without it neither does, whatever torch's
+            switches say outside.
+        cost: Also count multiply-adds, parameters, memory and norms, by three more calls of every model.
 
     Returns:
         One result per name, in the order of ``models``.
 
     Raises:
-        LatencyError: For an unknown scope or dtype, a device that is not there, an unreadable image or counts
-            that make no sense.
+        LatencyError: For an unknown scope, dtype or mode, a device that is not there, weights of another dtype, an
+            unreadable image or counts that make no sense.
     """
-    device = _check_request(models, size, rounds, warmup, scope, device, dtype)
-    pixels, ori_shape = _load_pixels(image, size)
-    inputs = {}
-    for name, model in models.items():
-        model.to(device)
-        model.eval()
-        inputs[name] = _prepare(model, pixels, ori_shape, device)
-        if compile:
-            for part in SCOPES[scope].parts:
-                getattr(model, part, model).compile()
-
-    stopwatch = _time_cuda if device.type == 'cuda' else _time_cpu
-    times: dict[str, list[float]] = {name: [] for name in models}
-    with _threads(threads), torch.inference_mode():
-        for index in _rounds(warmup + rounds, progress):
-            for name in list(models)[:: -1 if index % 2 else 1]:
-
-                def run(model: nn.Module = models[name], data: tuple = inputs[name]) -> None:
-                    with torch.autocast(device.type, DTYPES[dtype], enabled=dtype != 'float32'):
-                        SCOPES[scope].forward(model, *data)
-
-                elapsed = stopwatch(run)
-                if index >= warmup:
-                    times[name].append(elapsed)
+    device = _check_request(models, size, rounds, warmup, scope, device, dtype, compile, repeat, tf32)
+    photo = read_image(image, size)
+    mode = 'default' if compile is True else compile or None
+    with _threads(threads), _tf32(tf32):
+        runs = {
+            name: _Run(name, model, scope, photo, size, device, dtype, channels_last) for name, model in models.items()
+        }
+        costs = {name: run.cost() if cost else None for name, run in runs.items()}
+        if mode:
+            for run in runs.values():
+                run.compile(mode)
+        with torch.inference_mode():
+            times = _take_turns(runs, rounds, warmup, repeat, progress)
         environment = describe_environment(device)
 
     return {
@@ -183,54 +182,97 @@ def measure_latency(
             scope=scope,
             timed=SCOPES[scope].timed,
             size=tuple(size),
-            input_shape=tuple(inputs[name][0].shape),
-            image='seeded noise' if image is None else image,
-            detections=len(inputs[name][1][0].pred_instances) if scope == 'detector' else None,
+            input_shape=tuple(run.input.tensor.shape),
+            image=photo.name,
+            image_bytes=len(photo.content),
+            detections=run.detections(),
             device=environment['device'],
             device_type=device.type,
-            dtype=dtype,
+            clock='CUDA events' if device.type == 'cuda' else 'time.perf_counter',
+            dtype=next(word for word, kind in DTYPES.items() if kind == run.dtype),
+            autocast=run.autocast,
+            tf32=tf32,
+            channels_last=channels_last,
             threads=environment['threads'],
             warmup=warmup,
             rounds=rounds,
+            repeats=repeat,
             interleaved=tuple(models),
-            fused=is_fused(model),
-            compiled=compile,
+            fused=is_fused(run.model),
+            deployed=is_deployed(run.model),
+            compiled=mode is not None,
+            compile_mode=mode,
             **_statistics(times[name]),
+            cost=costs[name],
             environment=environment,
         )
-        for name, model in models.items()
+        for name, run in runs.items()
     }
 
 
-def latency_table(results: Sequence[LatencyResult]) -> str:
-    """A Markdown table of results measured together, with ratios to the first, and their scope below it."""
-    first = results[0]
-    lines = [
-        '| model | median ms | mean ± std | p95 | min | ratio |',
-        '|---|---:|---:|---:|---:|---:|',
-        *(
-            f'| {result.name} | {result.median_ms:.2f} | {result.mean_ms:.2f} ± {result.std_ms:.2f} '
-            f'| {result.p95_ms:.2f} | {result.min_ms:.2f} | {result.median_ms / first.median_ms:.3f} |'
-            for result in results
-        ),
-        '',
-        describe_scope(first.to_dict()) + f', warm-up {first.warmup}, {first.rounds} rounds interleaved',
-        f'timed: {first.timed}',
-    ]
-    if first.detections is not None:
-        found = ', '.join(f'{result.name} {result.detections}' for result in results)
-        lines.append(f'objects found in {first.image}: {found}')
-    return '\n'.join(lines)
+class _Run:
+    """One model with its input, ready to be called."""
+
+    def __init__(self, name: str, model: nn.Module, scope: str, image: EncodedImage, size: tuple[int, int],
+                 device: torch.device, dtype: str, channels_last: bool) -> None:
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        model.to(device)
+        if channels_last:
+            model.to(memory_format=memory_format)
+        # mmdet's Swin returns None from eval().
+        model.eval()
+        weights = _weights_dtype(model)
+        self.model, self.scope, self.device = model, SCOPES[scope], device
+        # slab_det.deploy has chosen, and casts within.
+        self.dtype = weights if is_deployed(model) else DTYPES[dtype]
+        if weights not in (torch.float32, self.dtype):
+            raise LatencyError(f'{name} has weights in {weights}; dtype {dtype!r} cannot be measured on it')
+        self.autocast = weights != self.dtype
+        self.compiled = False
+        self.input = MeasuredInput(model, image, size, device, weights, memory_format)
+
+    def __call__(self) -> None:
+        if self.compiled and self.device.type == 'cuda':
+            # Backbone and neck belong to one step: CUDA graphs may reuse the memory of the step before.
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(self.device.type, self.dtype, enabled=self.autocast):
+            self.scope.forward(self.model, self.input)
+
+    def cost(self) -> ModelCost:
+        def call() -> None:
+            self()
+            # Or the objects found would count as memory that the model keeps.
+            self.input.predictions = None
+
+        return measure_cost(self.scope.parts_of(self.model), call, self.device)
+
+    def compile(self, mode: str) -> None:
+        for part in self.scope.compiled_parts_of(self.model):
+            part.compile(mode=mode)
+        self.compiled = True
+
+    def detections(self) -> int | None:
+        return None if self.input.predictions is None else len(self.input.predictions[0].pred_instances)
 
 
-def describe_scope(latency: Mapping) -> str:
-    """What two latencies must share to be compared, as one line; takes ``LatencyResult.to_dict()``."""
-    height, width = latency['size']
-    device = latency['device']
-    if latency['device_type'] == 'cpu':
-        device += f', {latency["threads"]} thread{"s" if latency["threads"] != 1 else ""}'
-    compiled = ', torch.compile' if latency['compiled'] else ''
-    return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {latency["dtype"]}{compiled}, {device}'
+def _weights_dtype(model: nn.Module) -> torch.dtype:
+    weights = chain(getattr(model, 'backbone', model).parameters(), model.parameters())
+    return next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
+
+
+def _take_turns(
+    runs: Mapping[str, _Run], rounds: int, warmup: int, repeat: int, progress: bool
+) -> dict[str, list[list[float]]]:
+    """The times of every model, one list per repeat."""
+    stopwatch = _time_cuda if next(iter(runs.values())).device.type == 'cuda' else _time_cpu
+    times: dict[str, list[list[float]]] = {name: [[] for _ in range(repeat)] for name in runs}
+    for step in _steps(repeat * (warmup + rounds), progress):
+        repetition, index = divmod(step, warmup + rounds)
+        for name in list(runs)[:: -1 if index % 2 else 1]:
+            elapsed = stopwatch(runs[name])
+            if index >= warmup:
+                times[name][repetition].append(elapsed)
+    return times
 
 
 def _check_request(
@@ -241,6 +283,9 @@ def _check_request(
     scope: str,
     device: str | torch.device,
     dtype: str,
+    compile: bool | str,
+    repeat: int,
+    tf32: bool,
 ) -> torch.device:
     if not models:
         raise LatencyError('no model to measure')
@@ -248,8 +293,12 @@ def _check_request(
         raise LatencyError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
     if dtype not in DTYPES:
         raise LatencyError(f'dtype {dtype!r} is not one of {", ".join(DTYPES)}')
-    if rounds < 1 or warmup < 0 or len(size) != 2 or min(size) < 1:
-        raise LatencyError(f'cannot measure rounds={rounds}, warmup={warmup}, size={tuple(size)} (height, width)')
+    if isinstance(compile, str) and compile not in COMPILE_MODES:
+        raise LatencyError(f'compile mode {compile!r} is not one of {", ".join(COMPILE_MODES)}')
+    if rounds < 1 or warmup < 0 or repeat < 1 or len(size) != 2 or min(size) < 1:
+        raise LatencyError(
+            f'cannot measure rounds={rounds}, warmup={warmup}, repeat={repeat}, size={tuple(size)} (height, width)'
+        )
     try:
         device = torch.device(device)
     except RuntimeError as error:
@@ -261,61 +310,38 @@ def _check_request(
             f'device {str(device)!r} is not there: torch {torch.__version__} sees '
             f'{torch.cuda.device_count()} CUDA devices; use --device cpu'
         )
+    if tf32 and device.type != 'cuda':
+        raise LatencyError(f'TF32 is a format of NVIDIA GPUs; on device {str(device)!r} leave out tf32')
     return device
 
 
-def _load_pixels(image: str | None, size: tuple[int, int]) -> tuple[torch.Tensor, tuple[int, int]]:
-    """(3, H, W) uint8 in BGR, and the (height, width) of the original."""
-    height, width = size
-    if image is None:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator), (
-            height,
-            width,
-        )
-    try:
-        pixels = mmcv.imread(image)
-    except FileNotFoundError as error:
-        raise LatencyError(f'image {image} not found') from error
-    if pixels is None:
-        raise LatencyError(f'image {image} cannot be decoded')
-    resized = mmcv.imresize(pixels, (width, height))
-    return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1))), pixels.shape[:2]
-
-
-def _prepare(
-    model: nn.Module, pixels: torch.Tensor, ori_shape: tuple[int, int], device: torch.device
-) -> tuple[torch.Tensor, list[DetDataSample]]:
-    """The input as the test loop would make it: tensor (1, 3, H, W) on the device, and one data sample."""
-    img_shape = tuple(pixels.shape[1:])
-    sample = DetDataSample(
-        metainfo={
-            'img_id': 0,
-            'img_shape': img_shape,
-            'ori_shape': ori_shape,
-            # (width, height), as mmcv's Resize leaves it.
-            'scale_factor': (img_shape[1] / ori_shape[1], img_shape[0] / ori_shape[0]),
-        }
-    )
-    preprocess = getattr(model, 'data_preprocessor', None) or DetDataPreprocessor(
-        mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True, pad_size_divisor=32
-    ).to(device)
-    data = preprocess({'inputs': [pixels], 'data_samples': [sample]}, training=False)
-    return data['inputs'], data['data_samples']
-
-
-def _rounds(count: int, progress: bool) -> Iterator[int]:
+def _steps(count: int, progress: bool) -> Iterator[int]:
     return track(range(count), 'Measuring', console=Console(stderr=True), disable=not progress, transient=True)
 
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
+    before, images_before = torch.get_num_threads(), cv2.getNumThreads()
     torch.set_num_threads(count or before)
+    cv2.setNumThreads(count or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        cv2.setNumThreads(images_before)
+
+
+@contextmanager
+def _tf32(enabled: bool) -> Iterator[None]:
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
 
 
 def _time_cpu(run: Callable[[], None]) -> float:
@@ -335,12 +361,19 @@ def _time_cuda(run: Callable[[], None]) -> float:
     return start.elapsed_time(end)
 
 
-def _statistics(times: Sequence[float]) -> dict[str, float]:
-    values = np.asarray(times)
+def _statistics(times: Sequence[Sequence[float]]) -> dict[str, float | tuple[float, ...]]:
+    values = np.concatenate(times)
     return {
         'median_ms': float(np.median(values)),
         'mean_ms': float(values.mean()),
         'std_ms': float(values.std()),
         'p95_ms': float(np.percentile(values, 95)),
         'min_ms': float(values.min()),
+        'repeat_medians_ms': tuple(float(np.median(repetition)) for repetition in times),
     }
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, tuple | list) else value

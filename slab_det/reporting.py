@@ -1,11 +1,11 @@
 """report.json: AP and latency of unfused and fused detectors, in the one schema that hook and tools fill."""
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+
+from mmengine.fileio import put_text
 
 from slab_det.errors import ReportError
 from slab_det.latency import describe_scope
@@ -55,9 +55,11 @@ class ReportEntry:
     environment: dict | None = None
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, ...]:
         """Entries with the same key describe the same detector, seen by different tools."""
-        return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
+        latency = self.latency or {}
+        form = f'deployed in {latency["dtype"]}' if latency.get('deployed') else ''
+        return self.name, self.detector, self.variant, form, str(Path(self.checkpoint or self.config).resolve())
 
     def merged_with(self, other: 'ReportEntry') -> 'ReportEntry':
         """This entry with everything that ``other`` knows; ``other`` wins."""
@@ -141,20 +143,7 @@ def read_report(path: str | Path) -> Report:
 
 def write_report(path: str | Path, report: Report) -> None:
     """Replaces a report.json in one step: readers see the old file or the new one, never half of it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(asdict(report), indent=1, allow_nan=False)
-    handle, temporary = tempfile.mkstemp(prefix=f'.{path.name}-', dir=path.parent)
-    try:
-        with os.fdopen(handle, 'w') as file:
-            file.write(text + '\n')
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    put_text(json.dumps(asdict(report), indent=1, allow_nan=False) + '\n', str(path))
 
 
 def update_report(path: str | Path, *entries: ReportEntry) -> Report:
@@ -187,12 +176,12 @@ def markdown_table(entries: Sequence[ReportEntry], paper: bool = False) -> str:
         paper: Add the papers' own numbers for rows of the same name, in columns named as theirs.
     """
     latency_notes = _Notes('L', [latency_scope(e) for e in entries if e.latency])
-    ap_notes = _Notes('A', [_ap_scope(e) for e in entries if e.ap])
+    ap_notes = _Notes('A', [ap_scope(e) for e in entries if e.ap])
     suffixes = ' / '.join(column.removeprefix('AP') or 'AP' for column in AP_SUFFIXES)
     header = ['model', 'norm', '', 'ms', *(f'{title} {suffixes}' for title in AP_KINDS.values())]
     rows = []
     for entry in entries:
-        mark = ap_notes.mark(_ap_scope(entry)) if entry.ap else ''
+        mark = ap_notes.mark(ap_scope(entry)) if entry.ap else ''
         rows.append(
             [
                 entry.name,
@@ -222,6 +211,18 @@ def latency_scope(entry: ReportEntry) -> str:
     """What two entries must share for their latencies to be compared, as one line."""
     latency = entry.latency
     return f'{describe_scope(latency)}, {latency["rounds"]} rounds after {latency["warmup"]}'
+
+
+def ap_scope(entry: ReportEntry) -> str:
+    """What two entries must share for their APs to be compared, as one line."""
+    dataset = entry.dataset or {}
+    ann_file = Path(dataset.get('ann_file') or 'unknown data')
+    # Every dataset calls its file instances_val.json: its folder tells them apart.
+    text = '/'.join([*ann_file.parts[-3:-2], ann_file.name])
+    text += f' ({dataset["images"]} images)' if 'images' in dataset else ''
+    if entry.training:
+        text += '; trained ' + ', '.join(f'{key.replace("_", " ")} {value}' for key, value in entry.training.items())
+    return text
 
 
 class _Notes:
@@ -312,17 +313,6 @@ def _size_suffix(family: str, backbone: Mapping) -> str:
     else:
         return ''
     return '-' + published.get((family, width, tuple(depths)), f'{width}x{"".join(map(str, depths))}')
-
-
-def _ap_scope(entry: ReportEntry) -> str:
-    dataset = entry.dataset or {}
-    ann_file = Path(dataset.get('ann_file') or 'unknown data')
-    # Every dataset calls its file instances_val.json: its folder tells them apart.
-    text = '/'.join([*ann_file.parts[-3:-2], ann_file.name])
-    text += f' ({dataset["images"]} images)' if 'images' in dataset else ''
-    if entry.training:
-        text += '; trained ' + ', '.join(f'{key.replace("_", " ")} {value}' for key, value in entry.training.items())
-    return text
 
 
 def _ap_cell(ap: Mapping[str, float | None]) -> str:

@@ -9,12 +9,13 @@ import torch
 from mmengine.config import Config, DictAction
 from torch import nn
 
-from slab_det.cli import add_latency_arguments, latency_options, run_cli
+from slab_det.cli import add_latency_arguments, latency_options, read_config, run_cli
 from slab_det.detectors import build_detector, is_fused
 from slab_det.errors import SlabDetError
-from slab_det.latency import latency_table
+from slab_det.latency import DTYPES, latency_table
 from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.reporting import ReportEntry, describe_model, update_report
+from slab_det.untrained import OBJECTS, prepare_untrained
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -27,6 +28,7 @@ def parse_arguments() -> argparse.Namespace:
         help='one for each config, "none" for random weights; left out: random weights everywhere',
     )
     parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
+    parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
     default_device = 'cuda' if torch.cuda.is_available() else 'cpu'
     parser.add_argument('--device', default=default_device, help='cpu, cuda or cuda:N (here %(default)s)')
     parser.add_argument('--json', metavar='FILE', help='report to fill, read by tools/report.py')
@@ -36,16 +38,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load(config: str, checkpoint: str | None, args: argparse.Namespace) -> tuple[Config, nn.Module]:
-    cfg = Config.fromfile(config)
-    if args.cfg_options is not None:
-        cfg.merge_from_dict(args.cfg_options)
+    cfg = read_config(config, args.cfg_options)
     model = build_detector(cfg, checkpoint)
     if checkpoint is None:
-        # Otherwise PRepBN still runs its LayerNorm, as no trained model does.
-        slab_det.set_gamma(model, 0.0)
-        print(f'{config}: no checkpoint, so random weights with gamma = 0; an untrained detector finds nothing')
+        blind = prepare_untrained(model)
+        heads = f'heads made to find {OBJECTS} objects' if blind else 'heads that find anything or nothing'
+        print(f'{config}: no checkpoint, so random weights with gamma = 0 and {heads}')
     if args.fuse and any(True for _ in named_offline_norms(model)):
         model = slab_det.fuse(model, inplace=True)
+    if args.deploy:
+        model = slab_det.deploy(model, None if args.dtype == 'float32' else DTYPES[args.dtype], inplace=True)
     return cfg, model
 
 
@@ -54,15 +56,21 @@ def main() -> None:
     checkpoints = args.checkpoint or ['none'] * len(args.configs)
     if len(checkpoints) != len(args.configs):
         raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
+    pairs = list(zip(args.configs, checkpoints, strict=True))
+    for config, checkpoint in pairs:
+        if pairs.count((config, checkpoint)) > 1:
+            raise SlabDetError(f'{config} is listed twice, with checkpoint {checkpoint}; leave one out, or measure '
+                               'again with --repeat')
     models, entries = {}, {}
-    for config, checkpoint in zip(args.configs, checkpoints, strict=True):
+    for config, checkpoint in pairs:
         checkpoint = None if checkpoint == 'none' else checkpoint
         cfg, model = load(config, checkpoint, args)
         variant = 'fused' if is_fused(model) else 'unfused'
-        name = f'{Path(config).stem} ({variant})'
+        form = f'{variant}, deployed' if args.deploy else variant
+        name = f'{Path(config).stem} ({form})'
         if name in models:
             # Every run has a fused_config.py.
-            name = f'{config} ({variant})'
+            name = f'{config} ({form})'
         if name in models:
             raise SlabDetError(f'{config} is listed twice')
         models[name] = model

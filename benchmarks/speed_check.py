@@ -1,0 +1,141 @@
+"""Compares this commit's speed, as ratios to mmdet in the same process, with ratios stored before. Only reports.
+
+    python benchmarks/speed_check.py --threads 2            # this commit / stored
+    python benchmarks/speed_check.py --threads 2 --store    # makes this commit's ratios the stored ones
+
+Ratios are compared where device, threads, size and dtype are the same; for anything else nothing is stored yet.
+"""
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from slab_det.cli import run_cli
+from slab_det.detectors import build_detector
+from slab_det.environment import library_versions
+from slab_det.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
+from slab_det.untrained import prepare_untrained
+
+ROOT = Path(__file__).resolve().parents[1]
+STOCK = {'type': 'SwinTransformer'}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Models that are measured together; ratios are to the first.
+
+    Attributes:
+        scope: What is timed.
+        size: (height, width); None takes that of the command line.
+        models: Config and changes of the backbone, by name.
+    """
+
+    scope: str
+    size: tuple[int, int] | None
+    models: Mapping[str, tuple[str, Mapping]]
+
+
+CHECKS = (
+    Check('backbone', None, {
+        'Swin-T, mmdet': ('mask_rcnn_swin_t', STOCK),
+        'Swin-T-PRepBN, fused': ('mask_rcnn_prepbn_swin_t', {}),
+        'SLAB-Swin-T, fused': ('mask_rcnn_slab_swin_t', {}),
+    }),
+    Check('detector', (160, 192), {
+        'quick start, mmdet': ('quickstart_mask_rcnn_swin', STOCK),
+        'quick start, SLAB fused': ('quickstart_mask_rcnn_slab_swin', {}),
+    }),
+)  # fmt: skip
+
+
+def build(config: str, backbone: Mapping, scope: str) -> nn.Module:
+    """The fused detector of a config with random weights, or its backbone."""
+    cfg = Config.fromfile(ROOT / 'configs' / f'{config}.py')
+    cfg.model.backbone.update(init_cfg=None, **backbone)
+    torch.manual_seed(0)
+    model = build_detector(cfg)
+    prepare_untrained(model)
+    model = slab_det.fuse(model, inplace=True)
+    return model.backbone if scope == 'backbone' else model
+
+
+def measure(check: Check, args: argparse.Namespace) -> list[LatencyResult]:
+    models = {name: build(*how, check.scope) for name, how in check.models.items()}
+    results = measure_latency(
+        models, size=check.size or tuple(args.size), rounds=args.rounds, warmup=1, repeat=args.repeat,
+        scope=check.scope, device=args.device, threads=args.threads, progress=True)
+    return list(results.values())
+
+
+def ratios(results: Sequence[LatencyResult]) -> dict[str, dict[str, float]]:
+    """Each model over the first: the median of the repeats, and their range."""
+    first, *others = results
+    return {
+        other.name: {
+            'ratio': median(repeat_ratios(other, first)),
+            'low': min(repeat_ratios(other, first)),
+            'high': max(repeat_ratios(other, first)),
+        }
+        for other in others
+    }
+
+
+def report(name: str, here: Mapping[str, float], stored: Mapping[str, float] | None) -> str:
+    """One row: this commit's ratio with its range, the stored one, and the first over the second."""
+    cells = [name, *(f'{r["ratio"]:.3f} ({r["low"]:.3f} – {r["high"]:.3f})' if r else '–' for r in (here, stored))]
+    cells.append(f'{here["ratio"] / stored["ratio"]:.3f}' if stored else '–')
+    return f'| {" | ".join(cells)} |'
+
+
+def commit() -> str:
+    """The commit of this tree, with a mark where it was changed since."""
+    command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 'unknown'
+    return result.stdout.strip() or 'unknown'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--size', type=int, nargs=2, default=(800, 1216), metavar=('H', 'W'), help='of the backbones')
+    parser.add_argument('--rounds', type=int, default=5, help='(default %(default)s)')
+    parser.add_argument('--repeat', type=int, default=3, help='whole measurements (default %(default)s)')
+    parser.add_argument('--threads', type=int, default=torch.get_num_threads())
+    parser.add_argument('--device', default='cpu')
+    parser.add_argument('--file', type=Path, default=ROOT / 'benchmarks' / 'results' / 'speed_check.json',
+                        help='the stored ratios')
+    parser.add_argument('--store', action='store_true', help="store this commit's ratios")
+    args = parser.parse_args()
+    stored = json.loads(args.file.read_text()) if args.file.exists() else {}
+    for check in CHECKS:
+        results = measure(check, args)
+        scope, here = describe_scope(results[0].to_dict()), ratios(results)
+        before = stored.get(scope, {'ratios': {}})
+        print(f'\n{scope}, over {results[0].name} at {results[0].median_ms:.1f} ms\n\n'
+              f'| model | this commit ({commit()}) | stored ({before.get("commit", "nothing yet")}) '
+              '| this commit / stored |\n|---|---:|---:|---:|')
+        for name, ratio in here.items():
+            print(report(name, ratio, before['ratios'].get(name)))
+        if args.store:
+            stored[scope] = {'commit': commit(), 'ratios': here, 'base': results[0].name,
+                             'base_ms': results[0].median_ms, 'rounds': args.rounds, 'repeats': args.repeat,
+                             'versions': library_versions()}
+    if args.store:
+        args.file.parent.mkdir(parents=True, exist_ok=True)
+        args.file.write_text(json.dumps(stored, indent=1) + '\n')
+        print(f'\nWritten to {args.file}')
+
+
+if __name__ == '__main__':
+    run_cli(main)
