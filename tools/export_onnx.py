@@ -1,0 +1,89 @@
+"""Exports a detector to ONNX, fused, for images of any size, and compares the file with the detector."""
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import mmcv
+import numpy as np
+from mmengine.config import Config
+
+from slab_det.cli import read_config, run_cli
+from slab_det.datasets import check_data, set_data_root
+from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.detectors import build_detector
+from slab_det.errors import SlabDetError
+from slab_det.export import SCOPES, check_parity, export_onnx, load_runtime, quantize_onnx, random_images
+from slab_det.export.exported_detector import as_input
+from slab_det.export.parity import SIZES
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config of the detector, fused or not')
+    parser.add_argument('checkpoint', help='its weights; recalibrated, gamma = 0')
+    parser.add_argument('--out', required=True, metavar='FILE.onnx')
+    parser.add_argument('--scope', choices=list(SCOPES), default='detector', help='(default %(default)s)')
+    parser.add_argument('--opset', type=int, default=17, help='(default %(default)s)')
+    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')
+    parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='compare on photographs too')
+    group = parser.add_argument_group('int8')
+    group.add_argument('--int8', action='store_true', help='write FILE_int8.onnx beside it, weights and activations '
+                                                           'in int8, calibrated on training images')
+    group.add_argument('--num-images', type=int, default=100, help='calibration images (default %(default)s)')
+    group.add_argument('--calibrate-with', metavar='CONFIG',
+                       help='config with the train_dataloader; a fused config has none (default: CONFIG)')
+    group.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    return parser.parse_args()
+
+
+def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]:
+    """Images that fit into ``size``, in their own proportions."""
+    for path in paths:
+        if not Path(path).is_file():
+            raise SlabDetError(f'image {path} not found')
+        yield as_input(mmcv.imrescale(mmcv.imread(path), (max(size), min(size))))
+
+
+def calibration_config(args: argparse.Namespace) -> Config:
+    """The config whose training images calibrate."""
+    path = args.calibrate_with or args.config
+    cfg = read_config(path)
+    if 'train_dataloader' not in cfg:
+        raise SlabDetError(f'{path} has no train_dataloader, whose images calibrate int8; '
+                           'give the config of the training with --calibrate-with')
+    if args.data_root is not None:
+        set_data_root(cfg, args.data_root)
+    check_data(cfg, ('train',))
+    return cfg
+
+
+def calibration_images(cfg: Config, count: int) -> Iterator[np.ndarray]:
+    """Training images through the test-time pipeline."""
+    for batch in recalibration_dataloader(cfg, count):
+        yield batch['inputs'][0][None].float().numpy()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if not args.out.endswith('.onnx'):
+        raise SlabDetError(f'--out {args.out} must end in .onnx')
+    calibration = calibration_config(args) if args.int8 else None
+    detector = build_detector(read_config(args.config), args.checkpoint)
+    export_onnx(detector, args.out, args.scope, args.opset)
+    sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
+    images = [*random_images(sizes), *photographs(args.check_images, args.size or (800, 1333))]
+    print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
+    for check in check_parity(detector, load_runtime(args.out), images):
+        print(f'  {check}')
+    print(f'Written to {args.out}')
+    if args.int8:
+        target = args.out.removesuffix('.onnx') + '_int8.onnx'
+        nodes = quantize_onnx(args.out, target, calibration_images(calibration, args.num_images))
+        print(f'{len(nodes)} layers in int8, written to {target}; tools/test_onnx.py measures its AP')
+
+
+if __name__ == '__main__':
+    run_cli(main)

@@ -1,0 +1,49 @@
+"""Evaluates an exported detector on the test set of a config: AP by mmdet's own evaluators."""
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+import argparse
+import json
+from pathlib import Path
+
+from slab_det.cli import add_runner_arguments, build_runner, config_from_arguments, run_cli
+from slab_det.datasets import check_data
+from slab_det.environment import describe_environment
+from slab_det.export import PRECISIONS, RUNTIMES
+from slab_det.reporting import ap_from_metrics, describe_dataset
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config with test_dataloader and test_evaluator, the fused one will do')
+    parser.add_argument('file', help='what tools/export_onnx.py wrote, of scope detector')
+    add_runner_arguments(parser)
+    parser.add_argument('--runtime', choices=list(RUNTIMES), default='onnxruntime', help='(default %(default)s)')
+    parser.add_argument('--precision', choices=PRECISIONS, default='f32', help='bf16 needs --runtime openvino')
+    parser.add_argument('--threads', type=int, default=0, help='CPU threads (default: the runtime chooses)')
+    parser.add_argument('--json', metavar='FILE', help='write AP and its scope to FILE')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    cfg = config_from_arguments(args)
+    check_data(cfg, ('test',))
+    cfg.model = dict(type='ExportedDetector', file=args.file, runtime=args.runtime, threads=args.threads,
+                     precision=args.precision)
+    # Hooks of training, and weights: the file has its own.
+    cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
+    runner = build_runner(cfg)
+    metrics = runner.test()
+    result = dict(config=args.config, file=args.file, runtime=args.runtime, precision=args.precision,
+                  dataset=describe_dataset(runner.test_dataloader.dataset), ap=ap_from_metrics(metrics),
+                  environment=describe_environment())
+    for kind, values in result['ap'].items():
+        print(f'{kind}: ' + ', '.join(f'{name} {100 * value:.1f}' for name, value in values.items()
+                                      if value is not None))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+    run_cli(main)
