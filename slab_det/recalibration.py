@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
-from mmengine.dist import all_gather, get_world_size, is_main_process
+from mmengine.dist import get_world_size, is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
+from slab_det.distributed import errors_reach_all_ranks, pool_moments, sum_over_ranks
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
 
@@ -87,7 +88,8 @@ def recalibrate(
     The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
     with the statistics of its batch; in further passes with those found so far, until the largest change falls
     below ``tol``. Parameters, gamma and training flags stay as they are; drop-path is off. In a distributed run
-    each rank gives its own batches, and all end with the same statistics.
+    each rank gives its own batches, as many as it has, and all end with the same statistics: those that one process
+    finds on all batches.
 
     Args:
         model: A detector or a backbone.
@@ -104,6 +106,7 @@ def recalibrate(
     Raises:
         RecalibrationError: Without offline norms or batches, if ``batches`` can be read only once, or if statistics
             are not finite; the model then has its old ones.
+        RankError: On all other ranks, if one cannot go on.
     """
     norms = dict(named_offline_norms(model))
     if not norms:
@@ -142,7 +145,7 @@ def _collect(norms: dict[str, OfflineNorm], batches: Iterable, forward: Callable
     moments = {name: Moments() for name in norms}
     num_batches = 0
     bar = None
-    with ExitStack() as stack:
+    with errors_reach_all_ranks(), ExitStack() as stack:
         for name, norm in norms.items():
             handle = norm.register_forward_pre_hook(lambda _, args, m=moments[name]: m.add(args[0]))
             stack.callback(handle.remove)
@@ -158,7 +161,7 @@ def _collect(norms: dict[str, OfflineNorm], batches: Iterable, forward: Callable
     if bar is not None:
         print()
     _merge_ranks(moments, norms)
-    num_batches = sum(int(n) for n in all_gather(torch.tensor([num_batches], device=_device(norms))))
+    num_batches = int(sum_over_ranks(torch.tensor(num_batches, device=_device(norms))))
     if num_batches == 0:
         raise RecalibrationError('there was no batch to recalibrate on; check the dataset and its filter_cfg')
     unseen = [name for name in norms if moments[name].count == 0]
@@ -185,15 +188,19 @@ def _check_finite(moments: dict[str, Moments], num_batches: int) -> None:
 def _merge_ranks(moments: dict[str, Moments], norms: dict[str, OfflineNorm]) -> None:
     if get_world_size() == 1:
         return
+    sizes = [norm.num_features for norm in norms.values()]
     device = _device(norms)
-    for name, norm in norms.items():
-        own = moments[name]
-        zeros = torch.zeros(norm.num_features, dtype=torch.float64, device=device)
-        packed = torch.cat([torch.tensor([float(own.count)], dtype=torch.float64, device=device),
-                            zeros + own.mean, zeros + own.m2])
-        pooled = moments[name] = Moments()
-        for part in all_gather(packed):
-            pooled.merge(float(part[0]), *part[1:].chunk(2))
+
+    def packed(values: Iterable[Tensor | float]) -> Tensor:
+        # Numbers where this rank had no batch.
+        return torch.cat([torch.zeros(size, dtype=torch.float64, device=device) + value
+                          for size, value in zip(sizes, values, strict=True)])
+
+    # One message for all norms.
+    own = moments.values()
+    pooled = pool_moments(packed(m.count for m in own), packed(m.mean for m in own), packed(m.m2 for m in own))
+    for m, count, mean, m2 in zip(own, *(values.split(sizes) for values in pooled), strict=True):
+        m.count, m.mean, m.m2 = count[0].item(), mean, m2
 
 
 def _copy_statistics(norm: OfflineNorm) -> tuple[Tensor, Tensor]:

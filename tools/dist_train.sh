@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
-# dist_train.sh CONFIG GPUS [arguments of train.py]
-# Several nodes: set NNODES, NODE_RANK, MASTER_ADDR and PORT.
+# dist_train.sh CONFIG PROCESSES [arguments of train.py]: one process per GPU; without a GPU, on the CPU.
+# Several nodes: run it on each, with NNODES, NODE_RANK, MASTER_ADDR and, if 29500 is taken, PORT.
 set -euo pipefail
-config=${1:?usage: dist_train.sh CONFIG GPUS [arguments of train.py]}
-gpus=${2:?usage: dist_train.sh CONFIG GPUS [arguments of train.py]}
-exec torchrun \
-    --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --nproc_per_node="$gpus" \
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}" \
-    "$(dirname "$0")/train.py" "$config" --launcher pytorch "${@:3}"
+usage='usage: dist_train.sh CONFIG PROCESSES [arguments of train.py]'
+config=${1:?$usage}
+processes=${2:?$usage}
+exec "$(dirname "$0")/dist_run.sh" "$processes" train.py "$config" "${@:3}"

@@ -1,5 +1,10 @@
-# mmdet's defaults, with slab_det registered and every checkpoint checked.
+# mmdet's defaults, with slab_det registered, every checkpoint checked, one set of statistics for all processes, and the
+# same random numbers after --resume.
 _base_ = ['mmdet::_base_/default_runtime.py']
 
 custom_imports = dict(imports=['slab_det'], allow_failed_imports=False)
-default_hooks = dict(checkpoint=dict(max_keep_ckpts=3), checked_load=dict(type='CheckedLoadHook'))
+default_hooks = dict(
+    checkpoint=dict(max_keep_ckpts=3),
+    checked_load=dict(type='CheckedLoadHook'),
+    pool_statistics=dict(type='PoolStatisticsHook'),
+    random_state=dict(type='RandomStateHook'))

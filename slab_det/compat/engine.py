@@ -66,8 +66,11 @@ class AtomicLocalBackend(LocalBackend):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                # A full disk does not say which file it was.
+                error.filename = str(path)
             raise
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
@@ -83,8 +86,7 @@ def load_from_local(filename: str, map_location: MapLocation = None) -> Any:
         CheckpointError: If it is not a whole checkpoint, or holds objects that are not allowed.
     """
     if not filename:
-        # mmengine writes last_checkpoint in place: a run killed at that moment leaves it empty.
-        raise CheckpointError('last_checkpoint in the work directory is empty: name the checkpoint to resume from.')
+        raise CheckpointError('The name of the checkpoint is empty; name one.')
     path = os.path.expanduser(filename)
     # mmengine knows the schemes that it has loaders for, and takes anything else for a file.
     scheme, separator, _ = path.partition('://')

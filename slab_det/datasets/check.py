@@ -15,6 +15,8 @@ from slab_det.errors import DataError
 SPLITS = ('train', 'val', 'test')
 # Larger annotation files would be parsed twice for seconds; mmdet reads them anyway a moment later.
 MAX_PARSED_BYTES = 50 * 2**20
+# So many images of a dataset, evenly spread, are looked for. All would take minutes on a network disk.
+MAX_IMAGES = 200
 
 _COCO_DOWNLOAD = """\
 Download COCO 2017 (19 GB) once:
@@ -122,7 +124,8 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
         folder = osp.join(root, prefix)
         _require(osp.isdir(folder), f'{split} image folder {folder} not found', folder, remedies)
     if ann_file and classes and issubclass(dataset_class, CocoDataset) and osp.isfile(ann_file):
-        _check_annotations(ann_file, classes, split)
+        folder = osp.join(root, dataset.get('data_prefix', {}).get('img', ''))
+        _check_annotations(ann_file, folder, classes, split)
 
 
 def _require(is_there: bool, problem: str, path: str, remedies: Sequence[str]) -> None:
@@ -131,7 +134,7 @@ def _require(is_there: bool, problem: str, path: str, remedies: Sequence[str]) -
         raise DataError('\n'.join([problem + '.', *remedies]))
 
 
-def _check_annotations(ann_file: str, classes: Sequence[str], split: str) -> None:
+def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
     if osp.getsize(ann_file) > MAX_PARSED_BYTES:
         return
     try:
@@ -141,15 +144,25 @@ def _check_annotations(ann_file: str, classes: Sequence[str], split: str) -> Non
         # Test sets are published without annotations.
         annotations = content.get('annotations', []) if split == 'test' else content['annotations']
         labelled = {annotation['category_id'] for annotation in annotations}
+        only_crowds = all(annotation.get('iscrowd') for annotation in annotations)
         images = content['images']
+        files = [osp.join(folder, image['file_name']) for image in images[::len(images) // MAX_IMAGES + 1]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{split} annotation file {ann_file} is not COCO JSON: {error!r}') from error
     if not images:
         raise DataError(f'{split} annotation file {ann_file} holds no images.')
+    missing = [file for file in files if not osp.exists(file)]
+    if missing and '://' not in folder:
+        raise DataError(f'{split} annotation file {ann_file} names images that are not there, {missing[0]} for one '
+                        f'({len(missing)} of {len(files)} looked for). Unpack the images there, or correct '
+                        'data_prefix=dict(img=…) of the dataset.')
     if not labelled and split == 'test':
         return
     if not labelled:
         raise DataError(f'{split} annotation file {ann_file} holds {len(images)} images but no annotations.')
+    if only_crowds:
+        raise DataError(f'{split} annotation file {ann_file}: all of its {len(annotations)} annotations are crowds '
+                        '(iscrowd=1), which neither train nor count. Set iscrowd to 0 where one object is meant.')
     if not {categories.get(category_id) for category_id in labelled} & set(classes):
         raise DataError(
             f'{split} annotation file {ann_file}: none of its categories ({_some(categories.values())}) '

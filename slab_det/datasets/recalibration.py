@@ -20,8 +20,10 @@ def recalibration_dataloader(cfg: Config, num_images: int) -> DataLoader:
         num_images: How many images, evenly spaced over the training set; all of a smaller one.
 
     Raises:
-        DataError: If there is no test-time pipeline to take, or the training set is empty.
+        DataError: If there is no test-time pipeline to take, the training set is empty, or ``num_images`` is below 1.
     """
+    if num_images < 1:
+        raise DataError(f'num_images={num_images}: at least one training image is needed')
     test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
     if not test_loader:
         raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
@@ -37,7 +39,8 @@ def recalibration_dataloader(cfg: Config, num_images: int) -> DataLoader:
     indices = [int(i * step) for i in range(min(num_images, len(dataset)))]
     return Runner.build_dataloader(dict(
         dataset=Subset(dataset, indices), batch_size=1, num_workers=cfg.train_dataloader.get('num_workers', 0),
-        sampler=dict(type='DefaultSampler', shuffle=False, round_up=False),
+        # Without a seed, which it does not need, it would wait for all processes.
+        sampler=dict(type='DefaultSampler', shuffle=False, round_up=False, seed=0),
         collate_fn=dict(type='pseudo_collate')))
 
 

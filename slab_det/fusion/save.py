@@ -15,7 +15,7 @@ from .detector import drop_pretrained
 
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = ('train_dataloader', 'train_pipeline', 'train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr',
-                 'custom_hooks', 'load_from', 'work_dir')
+                 'custom_hooks', 'load_from', 'work_dir', 'launcher')
 
 
 def fused_config(cfg: Config) -> Config:

@@ -9,6 +9,9 @@ from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop, Runner
 
 from slab_det.checkpoints.detector import check_detector_checkpoint
+from slab_det.checkpoints.load import EXPECTED_MISSING
+from slab_det.checkpoints.report import LoadReport
+from slab_det.errors import CheckpointError
 
 
 @HOOKS.register_module()
@@ -20,7 +23,7 @@ class CheckedLoadHook(Hook):
 
     Args:
         reinitialize: Prefixes of keys that are not loaded, such as ``('roi_head.bbox_head.fc_cls',)`` for another
-            number of classes.
+            number of classes. Only where a training starts: resuming and testing load them.
     """
 
     # Before EMAHook, which loads the same weights.
@@ -40,5 +43,36 @@ class CheckedLoadHook(Hook):
             model = model.module
         # A config may describe training; only train() builds its loop, and does so before it loads.
         is_training = isinstance(runner._train_loop, BaseLoop)
-        check_detector_checkpoint(model, checkpoint, runner._load_from or 'the checkpoint',
-                                  complete=runner._resume or not is_training, reinitialize=self.reinitialize)
+        starts = is_training and not runner._resume
+        name = runner._load_from or 'the checkpoint'
+        report = check_detector_checkpoint(model, checkpoint, name, complete=not starts,
+                                           reinitialize=self.reinitialize if starts else ())
+        if runner._resume:
+            check_resumable(checkpoint, report, name)
+
+
+def check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
+    """Checks that a training can go on from ``checkpoint`` as if it had never stopped.
+
+    Args:
+        checkpoint: What a file held.
+        report: What :func:`slab_det.checkpoints.check_detector_checkpoint` said of its weights.
+        name: The file, for errors.
+
+    Raises:
+        CheckpointError: If it has weights alone, or those of other norms than the model has.
+    """
+    # A training may leave out its optimizer, which then starts anew.
+    lacking = [key for key in ('meta', 'message_hub') if key not in checkpoint]
+    if lacking or not {'epoch', 'iter'} <= checkpoint['meta'].keys():
+        raise CheckpointError(
+            f'{name} cannot be resumed from: it has weights, but no {" and no ".join(lacking or ["iteration"])}. '
+            'Resume from iter_N.pth or epoch_N.pth of a training, or start a new one with --cfg-options load_from=FILE')
+    computed = {reason for _, reason in EXPECTED_MISSING}
+    changed = {**report.converted, **{key: reason for key, reason in report.missing_expected.items()
+                                      if reason not in computed}}
+    if changed:
+        key, reason = next(iter(changed.items()))
+        raise CheckpointError(
+            f'{name} cannot be resumed from: {len(changed)} values are not those of this model ({key}: {reason}). '
+            'Resume with the config in its work_dir, or start a new training with --cfg-options load_from=FILE')

@@ -14,8 +14,10 @@ from mmengine.runner import Runner, find_latest_checkpoint, save_checkpoint
 from mmengine.runner.amp import autocast
 from mmengine.runner.checkpoint import CheckpointLoader, get_state_dict, weights_to_cpu
 from mmengine.utils import ProgressBar
+from torch.utils.data import DataLoader
 
 from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.distributed import errors_reach_all_ranks, from_main_process
 from slab_det.environment import describe_environment
 from slab_det.fusion import FusionReport, fuse, save_fused
 from slab_det.fusion.verify import FusionCheck, verify_fusion
@@ -34,6 +36,10 @@ class RecalibrateFuseHook(Hook):
     Resuming a finished run does only this again, with the same result. Best checkpoints (``save_best``) are not
     touched: they keep the statistics and the gamma of their time, and cannot be fused while that is above 0.
 
+    In a distributed run all processes recalibrate and validate, each on its share of the images. The main process
+    alone reads and writes files; the work directory need not be one that the others see. An error of one is an error
+    of all.
+
     In the work directory it leaves the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
     ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, and says so.
 
@@ -43,6 +49,9 @@ class RecalibrateFuseHook(Hook):
         tol: See :func:`slab_det.recalibrate`.
         recalibrate: False keeps the running statistics, as where they were frozen in training.
         num_verify_images: Images on which the fused model is compared with the unfused one.
+
+    Raises:
+        ValueError: If a count is below 1 or ``tol`` is negative.
     """
 
     # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
@@ -50,6 +59,10 @@ class RecalibrateFuseHook(Hook):
 
     def __init__(self, num_images: int = 500, max_passes: int = 8, tol: float = 0.01, recalibrate: bool = True,
                  num_verify_images: int = 2) -> None:
+        # Now, not after the last epoch.
+        if min(num_images, max_passes, num_verify_images) < 1 or tol < 0:
+            raise ValueError(f'num_images={num_images}, max_passes={max_passes} and num_verify_images='
+                             f'{num_verify_images} must be at least 1, tol={tol} at least 0')
         self.num_images = num_images
         self.max_passes = max_passes
         self.tol = tol
@@ -62,38 +75,47 @@ class RecalibrateFuseHook(Hook):
             runner.logger.error(f'RecalibrateFuseHook: nothing was recalibrated or fused, because {len(mixed)} norms '
                                 f'still contain LayerNorm (gamma > 0), {mixed[0]} for one')
             return
-        # Rank 0 may still be writing the checkpoint that all ranks read.
-        barrier()
-        path, checkpoint = last_checkpoint(runner)
+        path = checkpoint = None
+        with errors_reach_all_ranks():
+            loader = recalibration_dataloader(runner.cfg, self.num_images)
+            if is_main_process():
+                path, checkpoint = last_checkpoint(runner)
+        # The others may not see the file, nor write where the main process does.
+        state_dict, averaged = from_main_process(
+            checkpoint and (checkpoint['state_dict'], 'ema_state_dict' in checkpoint))
         model = copy.deepcopy(unwrap(runner.model))
-        model.load_state_dict(checkpoint['state_dict'])
+        model.load_state_dict(state_dict)
         model.eval()
-        loader = recalibration_dataloader(runner.cfg, self.num_images)
 
         recalibration = None
         if self.recalibrate:
             recalibration = recalibrate(model, loader, max_passes=self.max_passes, tol=self.tol)
             self._log_recalibration(runner, recalibration)
-            checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
-            if is_main_process():
-                save_checkpoint(checkpoint, str(path))
-            barrier()
-            if 'ema_state_dict' not in checkpoint:
-                unwrap(runner.model).load_state_dict(checkpoint['state_dict'])
+            with errors_reach_all_ranks():
+                if is_main_process():
+                    checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
+                    save_checkpoint(checkpoint, str(path))
+            if not averaged:
+                unwrap(runner.model).load_state_dict(model.state_dict())
 
         metrics = validate(runner, model) if runner.val_loop is not None else {}
+        barrier()
+        with errors_reach_all_ranks():
+            if is_main_process():
+                self._write_fused(runner, model, loader, path, metrics, recalibration)
+
+    def _write_fused(self, runner: Runner, model: BaseModel, loader: DataLoader, path: Path, metrics: dict,
+                     recalibration: RecalibrationReport | None) -> None:
+        """Fuses, verifies and writes ``model``; ``path`` is its unfused checkpoint."""
         fused = fuse(model)
         images = (model.data_preprocessor(batch, False)['inputs'] for batch in islice(loader, self.num_verify_images))
         check = verify_fusion(model, fused, images)
         runner.logger.info(f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: '
                            f'{check.float64:.1e} in float64, {check.float32:.1e} in float32')
-        if is_main_process():
-            meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
-            fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
-            runner.logger.info(f'Fused model: {fused_config} with {fused_path}')
-            self._write_report(runner, path, fused_path, fused_config, metrics, recalibration, check,
-                               fused.fusion_report)
-        barrier()
+        meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
+        fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
+        runner.logger.info(f'Fused model: {fused_config} with {fused_path}')
+        self._write_report(runner, path, fused_path, fused_config, metrics, recalibration, check, fused.fusion_report)
 
     def _log_recalibration(self, runner: Runner, report: RecalibrationReport) -> None:
         residuals = ', '.join(f'{residual:.2g}' for residual in report.residuals) or 'not measured'
@@ -121,7 +143,7 @@ class RecalibrateFuseHook(Hook):
 
 
 def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
-    """The checkpoint of the run's last iteration, saved now if no CheckpointHook has done it.
+    """The checkpoint of the run's last iteration, saved now if no CheckpointHook has done it; on the main process.
 
     Returns:
         Its path and its content on the CPU.
@@ -137,7 +159,6 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
     path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
     runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False,
                            meta=dict(epoch=runner.epoch, iter=runner.iter))
-    barrier()
     return path, CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
 
 
@@ -146,12 +167,13 @@ def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
     """Evaluates ``model`` as the runner's validation loop would, but without hooks, which save and swap weights."""
     loop = runner.val_loop
     bar = ProgressBar(len(loop.dataloader)) if is_main_process() else None
-    for batch in loop.dataloader:
-        with autocast(enabled=loop.fp16):
-            outputs = model.val_step(batch)
-        loop.evaluator.process(data_samples=outputs, data_batch=batch)
-        if bar is not None:
-            bar.update()
+    with errors_reach_all_ranks():
+        for batch in loop.dataloader:
+            with autocast(enabled=loop.fp16):
+                outputs = model.val_step(batch)
+            loop.evaluator.process(data_samples=outputs, data_batch=batch)
+            if bar is not None:
+                bar.update()
     metrics = loop.evaluator.evaluate(len(loop.dataloader.dataset))
     runner.visualizer.add_scalars({f'recalibrated/{name}': value for name, value in metrics.items()}, step=runner.iter)
     runner.logger.info('Recalibrated: ' + '  '.join(f'{name}: {value:.4f}' for name, value in metrics.items()))

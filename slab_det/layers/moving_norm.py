@@ -12,7 +12,7 @@ from .recent_values import RecentValues
 class _ExponentialSquareNorm(QuadraticNorm):
     """Divides by the exponential moving average of mean x^2, the current batch included."""
 
-    def smooth_square(self, square: Tensor) -> tuple[Tensor, None]:
+    def smooth_square(self, square: Tensor, is_finite: Tensor) -> tuple[Tensor, None]:
         # The average begins with the warm-up, not after it: by then it has forgotten its initial value.
         self.running_var.lerp_(square.to(self.running_var.dtype), self.momentum)
         return torch.where(self.is_warming_up, square, self.running_var), None
@@ -31,6 +31,7 @@ class MABN(_ExponentialSquareNorm):
         momentum: Weight of the new value in s^; the released code has 0.02.
         window_size: Values M of the backward average; 16 in the released code for detectors.
         warmup_iters: So many iterations normalise by the batch alone.
+        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
@@ -40,14 +41,14 @@ class MABN(_ExponentialSquareNorm):
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, window_size: int = 16,
-                 warmup_iters: int = 100) -> None:
-        super().__init__(num_features, eps, momentum, warmup_iters)
+                 warmup_iters: int = 100, sync: bool = True) -> None:
+        super().__init__(num_features, eps, momentum, warmup_iters, sync)
         self.window_size = window_size
         self.gradients = RecentValues(window_size, num_features)
 
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
-        self.gradients.push(gradient)
-        return self.psi.copy_(self.gradients.mean())
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None, is_finite: Tensor) -> Tensor:
+        self.gradients.push(gradient, is_finite)
+        return self.psi.copy_(torch.where(is_finite, self.gradients.mean(), self.psi))
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, window_size={self.window_size}'
@@ -65,6 +66,7 @@ class PowerNorm(_ExponentialSquareNorm):
         eps: Added to s^ inside the root.
         momentum: Weight of the new value in both averages.
         warmup_iters: So many iterations normalise by the batch alone.
+        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
@@ -74,8 +76,8 @@ class PowerNorm(_ExponentialSquareNorm):
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1,
-                 warmup_iters: int = 10000) -> None:
-        super().__init__(num_features, eps, momentum, warmup_iters)
+                 warmup_iters: int = 10000, sync: bool = True) -> None:
+        super().__init__(num_features, eps, momentum, warmup_iters, sync)
 
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None, is_finite: Tensor) -> Tensor:
         return self.psi.lerp_(gradient.to(self.psi.dtype), self.momentum)

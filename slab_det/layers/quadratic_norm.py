@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from mmengine.dist import get_world_size
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from slab_det.compat import is_recomputing
+from slab_det.distributed import sum_over_ranks
 from slab_det.errors import SlabDetError
 
 from .offline_norm import OfflineNorm
@@ -27,12 +26,14 @@ class SmoothedSquare(NamedTuple):
         square: s^, (C,).
         is_outlier: Whether this iteration is one that moving averages must not see, 0-d; None for norms that do
             not ask.
-        num_tokens: Tokens of all processes, 0-d.
+        is_finite: Whether mean x^2 was finite in every channel, 0-d; otherwise the averages know nothing of it.
+        num_tokens: Tokens pooled, 0-d.
     """
 
     own: Tensor
     square: Tensor
     is_outlier: Tensor | None
+    is_finite: Tensor
     num_tokens: Tensor
 
 
@@ -42,9 +43,11 @@ class QuadraticNorm(OfflineNorm):
     All tokens of all processes are pooled, per channel. The backward pass does not differentiate s^; a moving average
     psi of ``gs = mean(g z)``, with ``g = weight dy``, stands for its part: ``dx = (g - z psi) / sqrt(s^ + eps)``. A
     subclass says which averages; all that they remember are buffers, so that a run resumes where it was. Statistics
-    are float32 at least, whatever the input, also after ``half()`` or ``bfloat16()``. A mean x^2 or gs that is not
-    finite, as mixed precision makes them now and then, is not averaged: the average so far takes its place. Averages of
-    gs have the scale of the loss: after a gradient scaler has changed it they need as many iterations as they are long.
+    are float32 at least, whatever the input, also after ``half()`` or ``bfloat16()``. An iteration whose mean x^2 is
+    not finite in some channel, as mixed precision makes them now and then, leaves no trace: no average, window or
+    counter moves, and it is normalised by the running variance. One whose gs alone is not finite leaves none in the
+    backward averages. Averages of gs have the scale of the loss: after a gradient scaler has changed it they need as
+    many iterations as they are long.
 
     Args:
         num_features: Channels C.
@@ -52,6 +55,7 @@ class QuadraticNorm(OfflineNorm):
         momentum: Weight of the new value in running averages, 1 - a in the papers.
         warmup_iters: So many iterations s^ is the batch's own mean x^2. The averages of the backward pass run from
             the first iteration on.
+        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
@@ -64,7 +68,7 @@ class QuadraticNorm(OfflineNorm):
     Attributes:
         running_var: Average of mean x^2, (C,): what inference divides by.
         psi: Latest average of gs, (C,).
-        iteration: Training iterations t so far.
+        iteration: Training iterations t so far, but for those that were not finite.
     """
 
     # Training forwards of one norm after which an earlier one can no longer be recomputed. Forwards under no_grad count
@@ -74,10 +78,12 @@ class QuadraticNorm(OfflineNorm):
     # the norm that do not repeat themselves to the last bit; other batches are further away.
     SAME_BATCH = 1e-3
 
-    def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int) -> None:
+    def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int,
+                 sync: bool) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
         self.warmup_iters = warmup_iters
+        self.sync = sync
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer('running_var', torch.ones(num_features))
@@ -86,23 +92,25 @@ class QuadraticNorm(OfflineNorm):
         self._recent: deque[SmoothedSquare] = deque(maxlen=self.MAX_PENDING)
 
     @abstractmethod
-    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
+    def smooth_square(self, square: Tensor, is_finite: Tensor) -> tuple[Tensor, Tensor | None]:
         """Takes mean x^2 of iteration t into the forward averages.
 
         Args:
-            square: (C,).
+            square: (C,); the running variance where mean x^2 was not finite.
+            is_finite: Whether it was, 0-d. If not, everything has to stay as it is.
 
         Returns:
             s^, (C,), and whether the iteration is an outlier, 0-d or None.
         """
 
     @abstractmethod
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None, is_finite: Tensor) -> Tensor:
         """Takes gs of an iteration into the backward averages and returns the psi of this iteration, (C,).
 
         Args:
-            gradient: (C,).
+            gradient: (C,); the psi so far where gs or mean x^2 was not finite.
             is_outlier: What :meth:`smooth_square` said of the same iteration.
+            is_finite: Whether they were, 0-d. If not, everything has to stay as it is.
         """
 
     @property
@@ -129,17 +137,23 @@ class QuadraticNorm(OfflineNorm):
         own = _sum_over_tokens(x.square())
         if is_recomputing():
             return self._recall(own)
-        pooled = _sum_over_processes(torch.cat([own, own.new_full((1,), _num_tokens(x))]))
+        pooled = self._sum(torch.cat([own, own.new_full((1,), _num_tokens(x))]))
         square, num_tokens = pooled[:-1] / pooled[-1], pooled[-1]
-        self.iteration += 1
-        smoothed = self.smooth_square(_finite_or(square, self.running_var))
-        self._recent.append(SmoothedSquare(own, *smoothed, num_tokens))
+        is_finite = square.isfinite().all()
+        self.iteration += is_finite
+        smoothed = self.smooth_square(torch.where(is_finite, square, self.running_var), is_finite)
+        self._recent.append(SmoothedSquare(own, *smoothed, is_finite, num_tokens))
         return self._recent[-1]
 
-    def next_psi(self, gradient_sum: Tensor, is_outlier: Tensor | None, num_tokens: Tensor) -> Tensor:
+    def next_psi(self, gradient_sum: Tensor, is_outlier: Tensor | None, is_finite: Tensor,
+                 num_tokens: Tensor) -> Tensor:
         """psi of an iteration, from the sum of ``g z`` over the tokens of this process, (C,)."""
-        gradient = _sum_over_processes(gradient_sum) / num_tokens
-        return self.smooth_gradient(_finite_or(gradient, self.psi), is_outlier)
+        gradient = self._sum(gradient_sum) / num_tokens
+        is_finite = is_finite & gradient.isfinite().all()
+        return self.smooth_gradient(torch.where(is_finite, gradient, self.psi), is_outlier, is_finite)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return sum_over_ranks(values) if self.sync else values
 
     def _recall(self, own: Tensor) -> SmoothedSquare:
         """The earlier forward that had the same sum of x^2, chosen without waiting for the device.
@@ -222,16 +236,16 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
         inverse_root = (smoothed.square + norm.eps).rsqrt()
         ctx.norm = norm
         # The decision of this iteration, for its own backward pass, whatever other forwards come between.
-        ctx.save_for_backward(x, weight, inverse_root, smoothed.is_outlier, smoothed.num_tokens)
+        ctx.save_for_backward(x, weight, inverse_root, smoothed.is_outlier, smoothed.is_finite, smoothed.num_tokens)
         return torch.addcmul(bias, values, weight * inverse_root).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse_root, is_outlier, num_tokens = ctx.saved_tensors
+        x, weight, inverse_root, *iteration = ctx.saved_tensors
         grad = at_least_float32(grad)
         grad_weight = _sum_over_tokens(grad * x) * inverse_root
-        psi = ctx.norm.next_psi(weight * grad_weight, is_outlier, num_tokens)
+        psi = ctx.norm.next_psi(weight * grad_weight, *iteration)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad * (weight * inverse_root)
@@ -251,14 +265,3 @@ def _num_tokens(x: Tensor) -> int:
 def _sum_over_tokens(x: Tensor) -> Tensor:
     """(..., C) -> (C,), without the copy that flattening a transposed map would make."""
     return x.sum_to_size(x.shape[-1])
-
-
-def _sum_over_processes(values: Tensor) -> Tensor:
-    if get_world_size() > 1:
-        values = values.clone()
-        dist.all_reduce(values)
-    return values
-
-
-def _finite_or(values: Tensor, otherwise: Tensor) -> Tensor:
-    return torch.where(values.isfinite(), values, otherwise.to(values.dtype))

@@ -30,15 +30,16 @@ class RecentValues(nn.Module):
         """Whether M values have been seen."""
         return self.count >= len(self.values)
 
-    def push(self, value: Tensor) -> None:
-        """Adds ``value``, (C,), in the place of the oldest."""
-        self.count += 1
-        self.replace_latest(value)
+    def push(self, value: Tensor, is_valid: Tensor) -> None:
+        """Adds ``value``, (C,), in the place of the oldest, if it is valid, 0-d; otherwise nothing changes."""
+        self.count += is_valid
+        self.replace_latest(value, is_valid)
 
-    def replace_latest(self, value: Tensor) -> None:
-        """Puts ``value``, (C,), in the place of the one pushed last."""
-        place = (self.count - 1).remainder(len(self.values))
-        self.values.index_copy_(0, place[None], value.to(self.values.dtype)[None])
+    def replace_latest(self, value: Tensor, is_valid: Tensor) -> None:
+        """Puts ``value``, (C,), in the place of the one pushed last, if it is valid, 0-d."""
+        place = (self.count - 1).remainder(len(self.values))[None]
+        latest = self.values.index_select(0, place)
+        self.values.index_copy_(0, place, torch.where(is_valid, value.to(self.values.dtype), latest))
 
     def mean(self, rows: Tensor | None = None) -> Tensor:
         """Arithmetic mean over the window, (C,).

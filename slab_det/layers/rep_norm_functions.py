@@ -6,9 +6,13 @@ and statistics are kept; PyTorch's backward kernels compute the normalized value
 """
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from slab_det.distributed import sum_over_ranks
 
 
 def as_image(tokens: Tensor) -> Tensor:
@@ -16,25 +20,45 @@ def as_image(tokens: Tensor) -> Tensor:
     return tokens[None, None].permute(0, 3, 1, 2)
 
 
+class BatchStatistics(NamedTuple):
+    """What a batch of tokens (N, C) is normalised by, and which tokens it comes from.
+
+    Attributes:
+        mean: (C,).
+        var: Biased, (C,).
+        num_tokens: How many tokens they come from, broadcasts to (C,); None if from these N.
+        padding: Places of those of the N that have no part in them; None if all have.
+        is_pooled: Whether other processes have a part in them.
+    """
+
+    mean: Tensor
+    var: Tensor
+    num_tokens: Tensor | None
+    padding: Tensor | None
+    is_pooled: bool
+
+
 class RepBNFunction(torch.autograd.Function):
-    """``alpha (x - mu) / sigma + beta + eta x`` for tokens (N, C); mean and var are those of the batch."""
+    """``alpha (x - mu) / sigma + beta + eta x`` for tokens (N, C); mu and sigma are those of a BatchStatistics."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, alpha: Tensor, beta: Tensor, eta: Tensor, mean: Tensor, var: Tensor,
-                eps: float) -> Tensor:
+                num_tokens: Tensor | None, padding: Tensor | None, is_pooled: bool, eps: float) -> Tensor:
         inv_sigma = (var + eps).rsqrt()
         scale, shift = _affine(alpha, beta, eta, mean, inv_sigma)
-        ctx.save_for_backward(x, alpha, eta, mean, inv_sigma)
+        ctx.is_pooled = is_pooled
+        ctx.save_for_backward(x, alpha, eta, mean, inv_sigma, num_tokens, padding)
         return torch.addcmul(shift, x, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, alpha, eta, mean, inv_sigma = ctx.saved_tensors
+        x, alpha, eta, mean, inv_sigma, *origin = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x, grad_alpha, grad_beta = _batch_norm_backward(grad, x, alpha, mean, inv_sigma)
+        grad_x, grad_alpha, grad_beta = _batch_norm_backward(
+            grad, x, alpha, mean, inv_sigma, *origin, ctx.is_pooled)
         grad_x.addcmul_(grad, eta)
-        return grad_x, grad_alpha, grad_beta, _grad_eta(grad_alpha, grad_beta, mean, inv_sigma), None, None, None
+        return grad_x, grad_alpha, grad_beta, _grad_eta(grad_alpha, grad_beta, mean, inv_sigma), *[None] * 6
 
 
 class MixedNormFunction(torch.autograd.Function):
@@ -42,7 +66,8 @@ class MixedNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor, eta: Tensor,
-                mean: Tensor, var: Tensor, gamma: float, ln_eps: float, eps: float) -> Tensor:
+                mean: Tensor, var: Tensor, num_tokens: Tensor | None, padding: Tensor | None, is_pooled: bool,
+                gamma: float, ln_eps: float, eps: float) -> Tensor:
         inv_sigma = (var + eps).rsqrt()
         rest = 1.0 - gamma
         scale, shift = _affine(alpha, beta, eta, mean, inv_sigma)
@@ -50,22 +75,25 @@ class MixedNormFunction(torch.autograd.Function):
         y, token_mean, token_inv_sigma = torch.native_layer_norm(
             x, x.shape[1:], weight, torch.add(gamma * bias, shift, alpha=rest), ln_eps)
         ctx.gamma = gamma
-        ctx.save_for_backward(x, weight, bias, alpha, eta, mean, inv_sigma, token_mean, token_inv_sigma)
+        ctx.is_pooled = is_pooled
+        ctx.save_for_backward(x, weight, bias, alpha, eta, mean, inv_sigma, token_mean, token_inv_sigma, num_tokens,
+                              padding)
         return y.addcmul_(x, rest * scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, alpha, eta, mean, inv_sigma, token_mean, token_inv_sigma = ctx.saved_tensors
+        x, weight, bias, alpha, eta, mean, inv_sigma, token_mean, token_inv_sigma, *origin = ctx.saved_tensors
         gamma, rest = ctx.gamma, 1.0 - ctx.gamma
         grad = grad.contiguous()
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad, x, x.shape[1:], token_mean, token_inv_sigma, weight, bias, [True] * 3)
-        grad_x_bn, grad_alpha, grad_beta = _batch_norm_backward(grad, x, rest * alpha, mean, inv_sigma)
+        grad_x_bn, grad_alpha, grad_beta = _batch_norm_backward(
+            grad, x, rest * alpha, mean, inv_sigma, *origin, ctx.is_pooled)
         grad_x.add_(grad_x_bn).addcmul_(grad, rest * eta)
         grad_eta = _grad_eta(grad_alpha, grad_beta, mean, inv_sigma)
         return (grad_x, gamma * grad_weight, gamma * grad_bias, rest * grad_alpha, rest * grad_beta, rest * grad_eta,
-                None, None, None, None, None)
+                *[None] * 8)
 
 
 def _affine(alpha: Tensor, beta: Tensor, eta: Tensor, mean: Tensor, inv_sigma: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,12 +102,34 @@ def _affine(alpha: Tensor, beta: Tensor, eta: Tensor, mean: Tensor, inv_sigma: T
     return scale + eta, torch.addcmul(beta, mean, scale, value=-1)
 
 
-def _batch_norm_backward(grad: Tensor, x: Tensor, alpha: Tensor, mean: Tensor,
-                         inv_sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``alpha (x - mu) / sigma + beta`` by x, (N, C), and by alpha and beta, (C,)."""
+def _batch_norm_backward(grad: Tensor, x: Tensor, alpha: Tensor, mean: Tensor, inv_sigma: Tensor,
+                         num_tokens: Tensor | None, padding: Tensor | None,
+                         is_pooled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``alpha (x - mu) / sigma + beta`` by x, (N, C), and by alpha and beta, (C,).
+
+    Those by alpha and beta are of this process, as data parallelism expects; in the one by x, mu and sigma depend on x.
+    """
     grad_x, grad_alpha, grad_beta = torch.ops.aten.native_batch_norm_backward(
         as_image(grad), as_image(x), alpha, None, None, mean, inv_sigma, True, 0.0, [True] * 3)
-    return grad_x.permute(0, 2, 3, 1).view(x.shape), grad_alpha, grad_beta
+    grad_x = grad_x.permute(0, 2, 3, 1).view(x.shape)
+    if num_tokens is not None:
+        # The kernel took the means of dy and dy (x - mu) / sigma over its own tokens for those over all tokens.
+        own = torch.stack([grad_alpha, grad_beta])
+        wanted = (sum_over_ranks(own) if is_pooled else own) / num_tokens
+        slope, intercept = _line(own / len(x) - wanted, alpha, mean, inv_sigma)
+        grad_x.addcmul_(x, slope).add_(intercept)
+        if padding is not None:
+            # mu and sigma do not depend on these.
+            slope, intercept = _line(wanted, alpha, mean, inv_sigma)
+            grad_x.index_add_(0, padding, torch.addcmul(intercept, x.index_select(0, padding), slope))
+    return grad_x, grad_alpha, grad_beta
+
+
+def _line(means: Tensor, alpha: Tensor, mean: Tensor, inv_sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and intercept in x, (C,), of ``alpha / sigma (b + a (x - mu) / sigma)`` for means (a, b), (2, C)."""
+    scale = alpha * inv_sigma
+    slope = scale * inv_sigma * means[0]
+    return slope, torch.addcmul(scale * means[1], mean, slope, value=-1)
 
 
 def _grad_eta(grad_alpha: Tensor, grad_beta: Tensor, mean: Tensor, inv_sigma: Tensor) -> Tensor:

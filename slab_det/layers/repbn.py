@@ -1,6 +1,8 @@
 """Re-parameterized BatchNorm and its progressive form (SLAB, Guo et al., ICML 2024, eq. 2-4)."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ class RepBN(TokenBN):
         num_features: Channels C.
         eps: Added to the variance.
         momentum: Weight of the new batch in the running statistics.
+        sync: See :class:`TokenBN`.
 
     Shape:
         (..., C) -> (..., C), channels last.
@@ -30,8 +33,9 @@ class RepBN(TokenBN):
         ValueError: If the last dimension is not ``num_features``, or on a single token in training.
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        super().__init__(num_features, eps, momentum)
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1,
+                 sync: bool | None = None) -> None:
+        super().__init__(num_features, eps, momentum, sync)
         self.eta = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +45,8 @@ class RepBN(TokenBN):
         tokens = at_least_float32(x).reshape(-1, self.num_features)
         # The kernels take no parameters in half precision beside such tokens, and raise.
         parameters = map(at_least_float32, (self.weight, self.bias, self.eta))
-        y = RepBNFunction.apply(tokens, *parameters, *self.batch_statistics(tokens), self.eps)
+        y = RepBNFunction.apply(
+            tokens, *parameters, *self.batch_statistics(tokens, self.split_padding(x)), self.eps)
         return as_half_parameter(y.view(x.shape), self.weight)
 
     @torch.no_grad()
@@ -80,6 +85,7 @@ class PRepBN(OfflineNorm):
         eps: Added to the variance of the RepBN, and of the LayerNorm unless ``ln_eps`` says otherwise.
         ln_eps: Added to the variance of the LayerNorm; PVT uses 1e-6. None means ``eps``.
         momentum: Weight of the new batch in the running statistics.
+        sync: See :class:`TokenBN`; the LayerNorm has no statistics to pool.
 
     Shape:
         (..., C) -> (..., C), channels last.
@@ -91,10 +97,10 @@ class PRepBN(OfflineNorm):
     STATISTICS_PREFIX = 'repbn.'
 
     def __init__(self, num_features: int, eps: float = 1e-5, ln_eps: float | None = None,
-                 momentum: float = 0.1) -> None:
+                 momentum: float = 0.1, sync: bool | None = None) -> None:
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
-        self.repbn = RepBN(num_features, eps, momentum)
+        self.repbn = RepBN(num_features, eps, momentum, sync)
         # The buffer travels in checkpoints, the float is what forward reads: no device sync per layer.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
@@ -140,7 +146,8 @@ class PRepBN(OfflineNorm):
         tokens = at_least_float32(x).reshape(-1, self.num_features)
         parameters = map(at_least_float32, (ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta))
         y = MixedNormFunction.apply(
-            tokens, *parameters, *repbn.batch_statistics(tokens), self._gamma_value, ln.eps, repbn.eps)
+            tokens, *parameters, *repbn.batch_statistics(tokens, repbn.split_padding(x)),
+            self._gamma_value, ln.eps, repbn.eps)
         return as_half_parameter(y.view(x.shape), repbn.weight)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
@@ -158,6 +165,12 @@ class PRepBN(OfflineNorm):
 
     def set_statistics(self, mean: Tensor, var: Tensor) -> None:
         self.repbn.set_statistics(mean, var)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PRepBN:
+        """Moves and casts, but for the precision of gamma: a checkpoint must hold the value that forward uses."""
+        super()._apply(fn, recurse)
+        self._gamma = torch.full_like(self._gamma, self._gamma_value, dtype=torch.float64)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -3,14 +3,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mmengine.dist import get_world_size
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from slab_det.compat import is_recomputing
+from slab_det.distributed import pool_moments
 
 from .offline_norm import OfflineNorm
 from .precision import at_least_float32
-from .rep_norm_functions import as_image
+from .rep_norm_functions import BatchStatistics, RepBNFunction, as_image
+from .valid_tokens import TokenSplit, ValidTokens
 
 
 @MODELS.register_module()
@@ -19,23 +22,33 @@ class TokenBN(OfflineNorm):
 
     ``sigma = sqrt(var + eps)``. ``nn.BatchNorm1d`` on (B, L, C) would normalise L instead of C.
     Training normalises with the biased variance of the batch and averages the unbiased one, as PyTorch does.
-    The recomputation of activation checkpointing leaves the running statistics alone.
+    The recomputation of activation checkpointing leaves the running statistics alone, and so does a batch with a NaN or
+    an infinity in any channel: a gradient scaler skips its step, but nothing would take it out of an average again.
 
     Args:
         num_features: Channels C.
         eps: Added to the variance.
         momentum: Weight of the new batch in the running statistics.
+        sync: Pool the batch over all processes in training, each token with the same weight, as SyncBatchNorm does.
+            None leaves it to :class:`slab_det.hooks.PoolStatisticsHook`; without that hook it means False.
 
     Shape:
         (..., C) -> (..., C), channels last.
 
     Raises:
         ValueError: If the last dimension is not ``num_features``, or on a single token in training.
+
+    Attributes:
+        valid_tokens: Which tokens of a training batch count in its statistics; None for all of them. Set by
+            :class:`slab_det.hooks.ExcludePaddingHook`.
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1,
+                 sync: bool | None = None) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
+        self.sync = sync
+        self.valid_tokens: ValidTokens | None = None
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer('running_mean', torch.zeros(num_features))
@@ -44,42 +57,79 @@ class TokenBN(OfflineNorm):
     def forward(self, x: Tensor) -> Tensor:
         self.check_channels(x)
         tokens = x.reshape(-1, self.num_features)
-        if self.training or self.calibrating:
-            y = F.batch_norm(as_image(tokens), *self.statistics_to_update(), self.weight, self.bias, True,
+        split = self.split_padding(x)
+        if self.is_pooling or split is not None:
+            tokens = at_least_float32(tokens)
+            parameters = at_least_float32(self.weight), at_least_float32(self.bias), tokens.new_zeros(1)
+            y = RepBNFunction.apply(tokens, *parameters, *self.batch_statistics(tokens, split), self.eps)
+            y = y.to(x.dtype)
+        elif self.training or self.calibrating:
+            # Copies, which the kernel updates, also where nobody wants them: recomputation must save what forward did.
+            updated = self.running_mean.clone(), self.running_var.clone()
+            y = F.batch_norm(as_image(tokens), *updated, self.weight, self.bias, True,
                              self.momentum, self.eps).permute(0, 2, 3, 1)
+            self._replace_statistics(*updated)
         else:
             # The kernel for (1, C, N) rounds as the released code does; the one for channels last does not.
             y = F.batch_norm(tokens.t()[None], self.running_mean, self.running_var, self.weight, self.bias,
                              False, self.momentum, self.eps).transpose(1, 2)
         return y.reshape(x.shape)
 
-    def statistics_to_update(self) -> tuple[Tensor, Tensor]:
-        """Running mean and variance for a kernel that updates them; copies where they must stay as they are."""
-        statistics = self.running_mean, self.running_var
+    @torch.no_grad()
+    def _replace_statistics(self, *updated: Tensor) -> None:
+        """Takes these as running mean and variance, unless one is not finite or the forward is not one that counts."""
         if self.calibrating or is_recomputing():
-            # Copies rather than None: recomputation must save as many tensors as the forward did.
-            return tuple(value.clone() for value in statistics)
-        return statistics
+            return
+        statistics = self.running_mean, self.running_var
+        # As they will be stored: float16 has infinities of its own.
+        updated = [new.to(value.dtype) for new, value in zip(updated, statistics, strict=True)]
+        is_finite = torch.stack(updated).isfinite().all()
+        for value, new in zip(statistics, updated, strict=True):
+            torch.where(is_finite, new, value, out=value)
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether a forward now takes its statistics from the tokens of all processes."""
+        # Recalibration gives each process a number of batches of its own.
+        return bool(self.sync) and self.training and not self.calibrating and get_world_size() > 1
+
+    def split_padding(self, x: Tensor) -> TokenSplit | None:
+        """Which tokens of ``x``, (B, L, C), its statistics are to come from; None if from all."""
+        # Recalibration finds the statistics of inference, which has no padding but to multiples of 32.
+        if self.valid_tokens is None or not self.training or self.calibrating:
+            return None
+        return self.valid_tokens.split(x)
 
     @torch.no_grad()
-    def batch_statistics(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def batch_statistics(self, tokens: Tensor, split: TokenSplit | None = None) -> BatchStatistics:
         """Mean and biased variance of the batch, tokens (N, C), and the running statistics brought up to date.
 
-        Both are float32 at least, as ``tokens`` must be; running statistics in half precision are rounded once.
+        They are float32 at least, as ``tokens`` must be; running statistics in half precision are rounded once.
+
+        Args:
+            tokens: (N, C).
+            split: Which of them count; None for all.
 
         Raises:
             ValueError: On a single token.
         """
-        if tokens.shape[0] < 2:
+        padding = num_tokens = None
+        if split is not None:
+            padding, tokens = split.padding, tokens.index_select(0, split.valid)
+            num_tokens = tokens.new_full((1,), len(tokens))
+        count = len(tokens)
+        if count < 2 and not self.is_pooling:
             raise ValueError(f'{type(self).__name__} in training needs more than 1 token in a batch; '
                              'take larger images or batches, or set norm_eval=True')
-        statistics = self.statistics_to_update()
-        updated = tuple(map(at_least_float32, statistics))
-        batch = torch.batch_norm_update_stats(as_image(tokens), *updated, self.momentum)
-        for value, new in zip(statistics, updated, strict=True):
-            if new is not value:
-                value.copy_(new)
-        return batch
+        mean, var = torch.batch_norm_update_stats(as_image(tokens), None, None, self.momentum)
+        if self.is_pooling:
+            counts, pooled_mean, m2 = pool_moments(mean.new_full((1,), count), mean, var * count)
+            mean, var, num_tokens = pooled_mean.to(mean), (m2 / counts).to(mean), counts.to(mean)
+            count = num_tokens
+        unbiased = var * (count / (count - 1))
+        self._replace_statistics(at_least_float32(self.running_mean).lerp(mean, self.momentum),
+                                 at_least_float32(self.running_var).lerp(unbiased, self.momentum))
+        return BatchStatistics(mean, var, num_tokens, padding, self.is_pooling)
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ class UN(QuadraticNorm):
         window_size: Values M of the moving means, forward and backward.
         warmup_iters: So many iterations normalise by the batch alone.
         filter_outliers: Use outlier filtration. The paper does for vision; without it its detectors did not train.
+        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
@@ -47,39 +48,39 @@ class UN(QuadraticNorm):
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, window_size: int = 4,
-                 warmup_iters: int = 4000, filter_outliers: bool = True) -> None:
-        super().__init__(num_features, eps, momentum, warmup_iters)
+                 warmup_iters: int = 4000, filter_outliers: bool = True, sync: bool = True) -> None:
+        super().__init__(num_features, eps, momentum, warmup_iters, sync)
         self.window_size = window_size
         self.filter_outliers = filter_outliers
         self.squares = RecentValues(window_size, num_features)
         self.gradients = RecentValues(window_size, num_features)
         self.register_buffer('num_filtered', torch.zeros((), dtype=torch.int64))
 
-    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
+    def smooth_square(self, square: Tensor, is_finite: Tensor) -> tuple[Tensor, Tensor | None]:
         window, is_outlier = self.squares, None
         # One value is its own mean of either kind, whatever rounding says.
         can_fire = self.filter_outliers and self.window_size > 1
         if can_fire:
-            is_armed = window.is_full & ~self.is_warming_up
+            is_armed = window.is_full & ~self.is_warming_up & is_finite
             limit = self.window_size * window.values.sqrt().var()
-        window.push(square)
+        window.push(square, is_finite)
         # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
         geometric_mean = window.mean(window.values.clamp(min=1e-3 * self.eps).log()).exp()
-        use_batch = self.is_warming_up
+        use_batch = self.is_warming_up | ~is_finite
         if can_fire:
             is_outlier = is_armed & (window.mean() - geometric_mean > limit).any()
-            window.replace_latest(torch.where(is_outlier, self.running_var, square))
+            window.replace_latest(torch.where(is_outlier, self.running_var, square), is_finite)
             self.num_filtered += is_outlier
             use_batch = use_batch | is_outlier
         smoothed = torch.where(use_batch, square, geometric_mean)
         self.running_var.lerp_(smoothed.to(self.running_var.dtype), self.momentum)
         return smoothed, is_outlier
 
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None, is_finite: Tensor) -> Tensor:
         if is_outlier is None:
             is_outlier = torch.zeros_like(self.iteration, dtype=torch.bool)
-        self.gradients.push(torch.where(is_outlier, self.psi, gradient))
-        latest = torch.where(is_outlier, gradient, self.gradients.mean())
+        self.gradients.push(torch.where(is_outlier, self.psi, gradient), is_finite)
+        latest = torch.where(is_outlier | ~is_finite, gradient, self.gradients.mean())
         self.psi.lerp_(latest.to(self.psi.dtype), self.momentum)
         return torch.where(is_outlier, gradient, self.psi)
 

@@ -1,0 +1,76 @@
+"""What the processes of one run tell each other."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from mmengine.dist import all_gather, all_gather_object, broadcast_object_list, get_world_size
+from torch import Tensor
+
+from slab_det.errors import RankError
+
+T = TypeVar('T')
+
+
+@contextmanager
+def errors_reach_all_ranks() -> Iterator[None]:
+    """An error of one process is one of all; otherwise they would wait for it until a timeout ends them.
+
+    All processes enter it, and nothing in it communicates.
+
+    Raises:
+        RankError: If another process raised and this one did not.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if get_world_size() > 1:
+        messages = all_gather_object(error and f'{type(error).__name__}: {error}')
+        failed = {rank: message for rank, message in enumerate(messages) if message is not None}
+        if error is None and failed:
+            rank, message = next(iter(failed.items()))
+            raise RankError(f'process {rank} of {len(messages)} failed, so this one stops too: {message}')
+    if error is not None:
+        raise error
+
+
+def from_main_process(value: T) -> T:
+    """``value`` of the main process, for all of them; the others' is ignored. No file system is shared for it."""
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum over all processes, which all of them get; ``values`` stays."""
+    if get_world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def pool_moments(count: Tensor, mean: Tensor, m2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of the tokens of all processes, from those of each process: Chan's formula in float64.
+
+    Every process gets the same result to the last bit.
+
+    Args:
+        count: Numbers of tokens, of the shape of ``mean`` or one that broadcasts to it. May be 0, with mean and m2 0.
+        mean: Means, any shape.
+        m2: Sums of squared deviations from ``mean``, of its shape.
+
+    Returns:
+        The same three for all processes together, in float64 and of the shape of ``mean``.
+    """
+    own = torch.stack([count.double().expand_as(mean), mean.double(), m2.double()])
+    if get_world_size() == 1:
+        return own.unbind()
+    counts, means, m2s = torch.stack(all_gather(own)).unbind(1)
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return count, mean, (m2s + counts * (means - mean).square()).sum(0)

@@ -1,0 +1,458 @@
+"""Checks that need several processes, run in all of them: ``python ranks.py PROCESSES FOLDER``.
+
+Importing torch and mmdet takes seconds, so it is done once, and the processes are forked from here. Each writes what it
+saw to FOLDER/<rank>.json, where the tests read it.
+"""
+import slab_det  # noqa: F401, I001 (before mmdet)
+
+import errno
+import json
+import multiprocessing
+import os
+import socket
+import stat
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mmdet.registry import MODELS
+from mmdet.utils import register_all_modules
+from mmengine.config import Config
+from mmengine.dist import all_gather_object, get_rank, init_dist
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+from recorder import digest
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+from slab_det.datasets.synthetic import generate
+from slab_det.errors import DataError
+from slab_det.fusion import verify
+from slab_det.hooks import ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
+from slab_det.hooks.pool_statistics import PoolStatisticsHook, pool_statistics
+from slab_det.layers import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
+
+CONFIGS = Path(__file__).parents[2] / 'configs'
+CHANNELS = 6
+# Of each process; one of them has a single token, which alone has no variance.
+TOKENS = (5, 1, 7, 3)
+# Images of each process in a recalibration: unequal in number and size, and one process has none.
+IMAGES = ([(64, 80), (33, 90), (48, 40)], [(90, 33)], [(40, 40), (64, 32)], [])
+SIZE = (96, 80)
+
+
+def tokens_of(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    shape = 1, TOKENS[rank], CHANNELS
+    tokens = torch.randn(shape, generator=generator, dtype=torch.float64) * (rank + 1) + 3 * rank + step
+    return tokens, torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def union(step):
+    return [torch.cat(parts, 1) for parts in zip(*(tokens_of(rank, step) for rank in range(len(TOKENS))), strict=True)]
+
+
+def own_part(values):
+    return values.split(TOKENS, 1)[get_rank()]
+
+
+def distance(value, reference):
+    """Largest difference, relative to the largest value."""
+    return float((value - reference).abs().max() / reference.abs().max())
+
+
+def message(function, *args):
+    """How a call fails: the name of the exception and its words."""
+    try:
+        function(*args)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+# Norms -----------------------------------------------------------------------------------------------------------
+
+
+def batch_norm_of_union(kind, gamma):
+    """Two training steps of one process on the tokens of all, from the formula: outputs, gradients and statistics."""
+    weight, bias, eta, ln_weight, ln_bias = (p.clone().requires_grad_() for p in parameters_of_norm())
+    mean, var = torch.zeros(CHANNELS).double(), torch.ones(CHANNELS).double()
+    for step in range(2):
+        x, upstream = union(step)
+        x.requires_grad_()
+        mu = x.mean((0, 1))
+        centred = x - mu
+        sigma2 = centred.square().mean((0, 1))
+        y = weight * centred / (sigma2 + 1e-5).sqrt() + bias
+        if kind is not TokenBN:
+            y = y + eta * x
+        if kind is PRepBN:
+            token_mean = x.mean(2, keepdim=True)
+            token_var = (x - token_mean).square().mean(2, keepdim=True)
+            y = gamma * (ln_weight * (x - token_mean) / (token_var + 1e-5).sqrt() + ln_bias) + (1 - gamma) * y
+        (y * upstream).sum().backward()
+        num = x.shape[1]
+        mean = 0.9 * mean + 0.1 * mu.detach()
+        var = 0.9 * var + 0.1 * sigma2.detach() * num / (num - 1)
+    gradients = {'weight': weight.grad, 'bias': bias.grad, 'eta': eta.grad, 'ln.weight': ln_weight.grad,
+                 'ln.bias': ln_bias.grad}
+    return y.detach(), x.grad, gradients, mean, var
+
+
+def parameters_of_norm():
+    generator = torch.Generator().manual_seed(99)
+    sizes = CHANNELS, CHANNELS, 1, CHANNELS, CHANNELS
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def synced_batch_norm(kind, gamma=0.0, recompute=False):
+    norm = kind(CHANNELS, sync=True).double()
+    inner = norm.repbn if kind is PRepBN else norm
+    weight, bias, eta, ln_weight, ln_bias = parameters_of_norm()
+    with torch.no_grad():
+        inner.weight.copy_(weight)
+        inner.bias.copy_(bias)
+        if kind is not TokenBN:
+            inner.eta.copy_(eta)
+        if kind is PRepBN:
+            norm.ln.weight.copy_(ln_weight)
+            norm.ln.bias.copy_(ln_bias)
+            norm.gamma = gamma
+    for step in range(2):
+        x, upstream = tokens_of(get_rank(), step)
+        x.requires_grad_()
+        y = checkpoint(norm, x, use_reentrant=False) if recompute else norm(x)
+        (y * upstream).sum().backward()
+    expected_y, expected_grad, expected, mean, var = batch_norm_of_union(kind, gamma)
+    found = {
+        'output': distance(y.detach(), own_part(expected_y)),
+        'input gradient': distance(x.grad, own_part(expected_grad)),
+        'running_mean': distance(inner.running_mean, mean),
+        'running_var': distance(inner.running_var, var),
+    }
+    for name, parameter in norm.named_parameters():
+        if parameter.grad is None:
+            continue
+        total = parameter.grad.clone()
+        dist.all_reduce(total)
+        found[name] = distance(total, expected[name.removeprefix('repbn.')])
+    return found
+
+
+def smoothed_norm(kind, sync):
+    """Three training steps, beside one process on the tokens of all."""
+    options = {'warmup_iters': 1} if kind is PowerNorm else {'warmup_iters': 1, 'window_size': 2}
+    norm, alone = (kind(CHANNELS, sync=s, **options).double() for s in (sync, False))
+    for step in range(3):
+        x, upstream = tokens_of(get_rank(), step)
+        x.requires_grad_()
+        (norm(x) * upstream).sum().backward()
+        all_x, all_upstream = union(step)
+        all_x.requires_grad_()
+        (alone(all_x) * all_upstream).sum().backward()
+    states = all_gather_object({name: buffer.clone() for name, buffer in norm.named_buffers()})
+    found = {'before': digest(norm.named_buffers()), 'input gradient': distance(x.grad, own_part(all_x.grad)),
+             'state': max(distance(a.double(), b.double()) for (_, a), (_, b) in zip(
+                 norm.named_buffers(), alone.named_buffers(), strict=True) if b.any())}
+    pool_statistics(norm)
+    found['after'] = digest(norm.named_buffers())
+    found['pooled'] = 0.0
+    for name, value in norm.named_buffers():
+        each = torch.stack([state[name] for state in states])
+        expected = each.mean(0) if each.is_floating_point() else each.amax(0)
+        if expected.any():
+            found['pooled'] = max(found['pooled'], distance(value.double(), expected.double()))
+    return found
+
+
+def pooled_statistics():
+    """Running statistics that differ between processes, of our norms and of PyTorch's."""
+    model = nn.Sequential(RepBN(CHANNELS), nn.BatchNorm1d(CHANNELS), UN(CHANNELS)).double()
+    generator = torch.Generator().manual_seed(get_rank())
+    for norm in model:
+        for name, buffer in norm.named_buffers():
+            if name.startswith('running'):
+                buffer.copy_(torch.rand(CHANNELS, generator=generator, dtype=torch.float64) + get_rank())
+    each = all_gather_object({name: value.clone() for name, value in model.named_buffers()})
+    pool_statistics(model)
+    first = digest(model.named_buffers())
+    found = {}
+    for index in range(2):
+        means = torch.stack([state[f'{index}.running_mean'] for state in each])
+        variances = torch.stack([state[f'{index}.running_var'] for state in each])
+        found[f'{index}.running_mean'] = distance(model[index].running_mean, means.mean(0))
+        found[f'{index}.running_var'] = distance(
+            model[index].running_var, variances.mean(0) + means.var(0, correction=0))
+    squares = torch.stack([state['2.running_var'] for state in each])
+    found['2.running_var'] = distance(model[2].running_var, squares.mean(0))
+    pool_statistics(model)
+    return {'distance': found, 'digest': first, 'again': digest(model.named_buffers())}
+
+
+# Recalibration ---------------------------------------------------------------------------------------------------
+
+
+def backbone():
+    torch.manual_seed(0)
+    model = MODELS.build({'type': 'SLABSwin', 'embed_dims': 8, 'depths': (2, 2, 1, 1), 'num_heads': (1, 2, 2, 4),
+                          'norm_cfg': {'type': 'PRepBN', 'sync': True}}).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * scale)
+    slab_det.set_gamma(model, 0)
+    return model
+
+
+def images_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(1, 3, *size, generator=generator, dtype=torch.float64) * (rank + 1) for size in IMAGES[rank]]
+
+
+def recalibrated_alone():
+    model = backbone().eval()
+    slab_det.recalibrate(model, [image for rank in range(len(IMAGES)) for image in images_of(rank)], max_passes=4,
+                         tol=0, progress=False)
+    return model.state_dict()
+
+
+def recalibrated_together(alone):
+    # In training mode synchronised norms wait for each other; recalibration must not.
+    model = backbone().train()
+    report = slab_det.recalibrate(model, images_of(get_rank()), max_passes=4, tol=0, progress=False)
+    statistics = [(model.state_dict()[key], value) for key, value in alone.items() if 'running' in key]
+    return {'distance': max(distance(*pair) for pair in statistics), 'statistics': len(statistics),
+            'digest': digest(model.state_dict()), 'batches': report.num_batches, 'residuals': report.residuals}
+
+
+def recalibration_fails_on_one():
+    model = backbone().eval()
+    before = digest(model.state_dict())
+    images = images_of(get_rank())
+    if get_rank() == 2:
+        images[1][:] = float('nan')
+    error = message(slab_det.recalibrate, model, images, None, 2, 0.01, False)
+    return {'error': error, 'unchanged': digest(model.state_dict()) == before}
+
+
+# A run -----------------------------------------------------------------------------------------------------------
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(5, 4, generator=generator) * 3 + index, torch.randn(5, 2, generator=generator)
+
+
+class Regression(BaseModel):
+    """PRepBN, UN with statistics of its own in each process, and PyTorch's BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.un, self.bn = PRepBN(4), UN(4, warmup_iters=1, sync=False), nn.BatchNorm1d(4)
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x, target, mode='tensor'):
+        x = self.second(self.un(self.first(self.norm(x)).relu()))
+        loss = (self.head(self.bn(x.transpose(1, 2)).transpose(1, 2)) - target).square().mean()
+        return {'loss': loss} if mode == 'loss' else [loss.detach()]
+
+
+class MeanLoss(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results += data_samples
+
+    def compute_metrics(self, results):
+        return {'loss': float(torch.stack(results).mean())}
+
+
+class Watch(Hook):
+    """Notes the model's state before and after the hooks of an iteration, and what is validated."""
+
+    priority = 'LOWEST'
+
+    def __init__(self):
+        self.after, self.validated, self.gammas, self.ema = [], [], [], []
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.gammas.append(runner.model.module.norm.gamma)
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.after.append(digest(runner.model.module.state_dict()))
+
+    def before_val_epoch(self, runner):
+        self.validated.append(digest(runner.model.module.state_dict()))
+
+    def after_train(self, runner):
+        self.ema = [digest(hook.ema_model.state_dict()) for hook in runner.hooks if hasattr(hook, 'ema_model')]
+
+
+def regression_runner(work_dir, batch_size, resume=False):
+    torch.manual_seed(0)
+    loader = {'batch_size': batch_size, 'num_workers': 0, 'dataset': Points(),
+              'collate_fn': {'type': 'default_collate'}}
+    watch = Watch()
+    runner = Runner(
+        Regression(), str(work_dir), launcher='pytorch', default_scope='mmengine', resume=resume,
+        train_dataloader={**loader, 'sampler': {'type': 'InfiniteSampler', 'seed': 0}},
+        val_dataloader={**loader, 'sampler': {'type': 'DefaultSampler', 'shuffle': False}},
+        train_cfg={'type': 'IterBasedTrainLoop', 'max_iters': 6, 'val_interval': 3}, val_cfg={},
+        val_evaluator=[MeanLoss(collect_device='gpu')],
+        optim_wrapper={'optimizer': {'type': 'AdamW', 'lr': 0.01}, 'accumulative_counts': 2},
+        default_hooks={'checkpoint': {'type': 'CheckpointHook', 'interval': 2, 'by_epoch': False}},
+        custom_hooks=[ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), {'type': 'EMAHook'}, watch],
+        randomness={'seed': 0}, experiment_name=f'{work_dir}-{resume}')
+    return runner, watch
+
+
+def training(folder, batch_size):
+    folder = folder / f'regression{batch_size}' / str(get_rank())
+    runner, watch = regression_runner(folder, batch_size)
+    runner.train()
+    model = runner.model.module
+    found = {'after': watch.after, 'validated': watch.validated, 'gammas': watch.gammas, 'ema': watch.ema,
+             'sync': model.norm.repbn.sync, 'wrapper': type(runner.model).__name__,
+             'find_unused': runner.model.find_unused_parameters, 'end': digest(model.state_dict()),
+             'files': sorted(path.name for path in folder.glob('*.pth'))}
+    if get_rank() == 0:
+        saved = torch.load(folder / 'iter_4.pth', weights_only=False)
+        # With EMAHook the model that is trained lies there.
+        saved = {key.removeprefix('module.'): value for key, value in saved['ema_state_dict'].items() if key != 'steps'}
+        found['saved'] = digest(saved)
+    if batch_size == 1:
+        # Only the first process finds a checkpoint in its folder.
+        found['resume'] = message(regression_runner(folder, batch_size, resume=True)[0].train)
+    return found
+
+
+# The end of a run ------------------------------------------------------------------------------------------------
+
+
+def detector_config(folder):
+    cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
+    cfg.model.backbone.update(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7))
+    cfg.model.neck.in_channels = [8, 16, 32, 64]
+    for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
+        loader.dataset.generator = {'num_train': 8, 'num_val': 3, 'size': SIZE}
+        loader.update(num_workers=0, persistent_workers=False)
+    cfg.val_evaluator.collect_device = cfg.test_evaluator.collect_device = 'gpu'
+    cfg.train_dataloader.batch_size = 2
+    cfg.train_cfg.max_iters, cfg.train_cfg.val_interval = 1, 10
+    cfg.default_hooks.checkpoint.interval = 1
+    cfg.custom_hooks = [{'type': 'ProgressiveNormHook', 'total': 0}]
+    cfg.launcher, cfg.work_dir = 'pytorch', str(folder / 'detector')
+    return cfg
+
+
+def end_of_run(cfg):
+    """RecalibrateFuseHook after a training, first with errors of single processes, then without."""
+    cfg.work_dir += str(get_rank())
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    folder = Path(cfg.work_dir)
+    hook = RecalibrateFuseHook(num_images=6, max_passes=2, num_verify_images=1)
+    quick = RecalibrateFuseHook(num_images=6, recalibrate=False, num_verify_images=1)
+    saved = (folder / 'iter_1.pth').read_bytes() if get_rank() == 0 else None
+    found = {}
+
+    def raises(name, target, attribute, value, hook=hook, rank=0):
+        original = getattr(target, attribute)
+        if get_rank() == rank:
+            setattr(target, attribute, value)
+        found[name] = message(hook.after_train, runner)
+        setattr(target, attribute, original)
+
+    def no_images(*args):
+        raise DataError('images/7.png is missing')
+
+    def full_disk(*args):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    raises('data', recalibrate_fuse, 'recalibration_dataloader', no_images, rank=3)
+    raises('disk', os, 'fsync', full_disk)
+    raises('verification', verify, 'FLOAT64_BOUND', -1.0, quick)
+    found['intact'] = saved is None or (folder / 'iter_1.pth').read_bytes() == saved
+    found['early'] = sorted(path.name for path in folder.glob('*fused*'))
+    found['none'] = message(hook.after_train, runner)
+    found['files'] = sorted(path.name for path in folder.glob('*fused*') if path.is_file())
+    found['end'] = digest(runner.model.module.state_dict())
+    if get_rank() == 0:
+        found['saved'] = digest(torch.load(folder / 'iter_1.pth', weights_only=False)['state_dict'])
+    return found
+
+
+# Processes -------------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return str(listener.getsockname()[1])
+
+
+def slurm(rank, world_size, folder, port):
+    """mmengine's Slurm launcher, with what Slurm would set."""
+    os.environ.update(SLURM_PROCID=str(rank), SLURM_NTASKS=str(world_size), SLURM_NODELIST='node[1-2]',
+                      SLURM_LOCALID=str(rank), MASTER_PORT=port, PATH=f'{folder}:{os.environ["PATH"]}')
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        init_dist('slurm', timeout=60)
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    found = {'backend': dist.get_backend(), 'sum': int(total), 'warnings': [str(w.message) for w in caught]}
+    dist.destroy_process_group()
+    for name in ('MASTER_ADDR', 'MASTER_PORT'):
+        del os.environ[name]
+    return found
+
+
+def run(rank, world_size, folder, ports, alone, cfg):
+    found = {'slurm': slurm(rank, world_size, folder, ports[0])}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1',
+                      MASTER_PORT=ports[1])
+    init_dist('pytorch', timeout=60)
+    found['batch norms'] = {
+        'TokenBN': synced_batch_norm(TokenBN),
+        'RepBN': synced_batch_norm(RepBN),
+        'RepBN, recomputed': synced_batch_norm(RepBN, recompute=True),
+        'PRepBN at 0.3': synced_batch_norm(PRepBN, 0.3),
+        'PRepBN at 0, recomputed': synced_batch_norm(PRepBN, 0.0, recompute=True),
+    }
+    found['smoothed norms'] = {f'{kind.__name__}, {sync}': smoothed_norm(kind, sync)
+                               for kind in (UN, MABN, PowerNorm) for sync in (True, False)}
+    found['pooled statistics'] = pooled_statistics()
+    found['recalibration'] = recalibrated_together(alone)
+    found['failed recalibration'] = recalibration_fails_on_one()
+    found['training'] = {str(batch_size): training(folder, batch_size) for batch_size in (1, 2)}
+    found['end of run'] = end_of_run(cfg)
+    (folder / f'{rank}.json').write_text(json.dumps(found))
+
+
+def main(world_size, folder):
+    torch.set_num_threads(1)
+    register_all_modules(init_default_scope=True)
+    scontrol = folder / 'scontrol'
+    scontrol.write_text('#!/bin/sh\necho 127.0.0.1\n')
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    os.environ['SLAB_DET_CACHE'] = str(folder / 'cache')
+    generate(num_train=8, num_val=3, size=SIZE)
+    arguments = world_size, folder, (free_port(), free_port()), recalibrated_alone(), detector_config(folder)
+    fork = multiprocessing.get_context('fork')
+    processes = [fork.Process(target=run, args=(rank, *arguments)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    raise SystemExit(max(abs(process.exitcode) for process in processes))
+
+
+if __name__ == '__main__':
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,146 @@
+"""tools/dist_train.sh, dist_test.sh and slurm_train.sh: two processes without a GPU and without a common work dir."""
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mmdet.evaluation import DumpDetResults
+from mmengine.config import Config
+from mmengine.runner import Runner
+from recorder import digest
+
+REPO = Path(__file__).parents[2]
+CONFIG = f"""
+_base_ = ['{REPO}/configs/quickstart_mask_rcnn_slab_swin.py']
+custom_imports = dict(imports=['slab_det', 'recorder'], allow_failed_imports=False)
+generator = dict(num_train=10, num_val=5, size=(96, 80))
+train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False, dataset=dict(generator=generator))
+val_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(generator=generator))
+test_dataloader = val_dataloader
+# Through the network: as where the nodes share no file system.
+val_evaluator = dict(collect_device='gpu')
+test_evaluator = val_evaluator
+model = dict(
+    backbone=dict(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7)),
+    neck=dict(in_channels=[8, 16, 32, 64]))
+train_cfg = dict(max_iters=6, val_interval=3)
+default_hooks = dict(checkpoint=dict(interval=2))
+optim_wrapper = dict(accumulative_counts=2)
+auto_scale_lr = dict(enable=False, base_batch_size=2)
+custom_hooks = [
+    dict(type='ProgressiveNormHook', total=4, unit='iter'),
+    dict(type='RecalibrateFuseHook', num_images=5, max_passes=2),
+    dict(type='StepRecorder'),
+]
+work_dir = 'rank{{{{$RANK:0}}}}'
+"""
+
+
+def environment(**variables):
+    return {**os.environ, 'PYTHON': sys.executable, 'PYTHONPATH': f'{REPO}:{Path(__file__).parent}',
+            'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', **variables}
+
+
+def call(folder, script, *arguments, **variables):
+    done = subprocess.run([str(REPO / 'tools' / script), *map(str, arguments)], cwd=folder, capture_output=True,
+                          text=True, env=environment(**variables), timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('dist')
+    (folder / 'config.py').write_text(CONFIG)
+    cache = {'SLAB_DET_CACHE': str(folder / 'cache')}
+    call(folder, 'dist_train.sh', 'config.py', 2, '--auto-scale-lr', **cache)
+    call(folder, 'dist_test.sh', 'rank0/fused_config.py', 'rank0/fused.pth', 2, '--work-dir', 'test', '--out',
+         'together.pkl', **cache)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def notes(folder):
+    return [json.loads((folder / f'rank{rank}' / 'notes.json').read_text()) for rank in range(2)]
+
+
+def test_processes_train_on_the_cpu_without_searching_for_unused_parameters(notes):
+    for rank in notes:
+        assert rank['world_size'] == 2 and rank['device'] == 'cpu'
+        assert rank['wrapper'] == 'AnyDeviceDataParallel' and rank['find_unused'] is False
+        assert not any(rank['sync']), 'with two images each, every process normalises alone'
+
+
+def test_gamma_counts_iterations_whatever_is_accumulated_or_scaled(notes):
+    for rank in notes:
+        assert rank['gammas'] == [[1.0], [0.75], [0.5], [0.25], [0.0], [0.0]] and rank['gamma'] == 0
+        # Twice the batch of the base: 2 processes with 2 images each.
+        assert rank['lr'] == pytest.approx(2 * 5e-4)
+        changed = [after != before for before, after in zip(rank['parameters'], rank['parameters'][1:], strict=False)]
+        assert changed == [True, False, True, False, True], 'one step of the optimizer in two iterations'
+
+
+def test_processes_have_the_same_parameters_always_and_the_same_buffers_where_they_are_used(notes):
+    first, second = notes
+    assert first['parameters'] == second['parameters']
+    # Checkpoints are written after iterations 2, 4 and 6; in between each process has statistics of its own images.
+    same = [a == b for a, b in zip(first['buffers'], second['buffers'], strict=True)]
+    assert same == [False, True, False, True, False, True]
+    assert first['validated'] == second['validated'] and len(first['validated']) == 2
+    assert first['end'] == second['end']
+
+
+def test_the_main_process_alone_writes_and_the_others_have_what_it_wrote(folder, notes):
+    assert sorted(path.name for path in (folder / 'rank0').glob('*.pth')) == [
+        'fused.pth', 'iter_2.pth', 'iter_4.pth', 'iter_6.pth']
+    assert not [*(folder / 'rank1').glob('*.pth'), *(folder / 'rank1').glob('fused*'),
+                *(folder / 'rank1').glob('report.json')]
+    assert digest(torch.load(folder / 'rank0' / 'iter_6.pth', weights_only=False)['state_dict']) == notes[1]['end']
+
+
+def test_the_report_counts_the_images_of_all_processes(folder):
+    unfused, fused = json.loads((folder / 'rank0' / 'report.json').read_text())['entries']
+    assert unfused['training']['batch_size'] == 4 and unfused['recalibration']['num_batches'] == 5
+    assert fused['fusion']['difference']['float64'] < 1e-9
+
+
+def test_two_processes_predict_what_one_does(folder, monkeypatch):
+    monkeypatch.setenv('SLAB_DET_CACHE', str(folder / 'cache'))
+    cfg = Config.fromfile(folder / 'rank0' / 'fused_config.py', import_custom_modules=False)
+    # It serves a single process too.
+    assert 'launcher' not in cfg
+    cfg.work_dir, cfg.load_from = str(folder / 'alone'), str(folder / 'rank0' / 'fused.pth')
+    runner = Runner.from_cfg(cfg)
+    runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=str(folder / 'alone.pkl')))
+    runner.test()
+    together, alone = (
+        {sample['img_id']: sample['pred_instances'] for sample in pickle.loads((folder / name).read_bytes())}
+        for name in ('together.pkl', 'alone.pkl'))
+    assert together.keys() == alone.keys() and len(alone) == 5
+    for image, expected in alone.items():
+        assert len(expected['scores']) > 0
+        torch.testing.assert_close(together[image]['bboxes'], expected['bboxes'], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(together[image]['scores'], expected['scores'], rtol=1e-4, atol=1e-5)
+
+
+def test_slurm_script_starts_one_task_per_gpu(tmp_path):
+    srun = tmp_path / 'srun'
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    done = call(tmp_path, 'slurm_train.sh', 'my config.py', '--cfg-options', 'a=1', GPUS='16', PARTITION='gpu',
+                SRUN_ARGS='--time=1:00 --mem=0', PYTHON='python3', PATH=f'{tmp_path}:{os.environ["PATH"]}')
+    assert done.stdout.splitlines() == [
+        '--job-name=slab_det', '--ntasks=16', '--ntasks-per-node=8', '--gres=gpu:8', '--cpus-per-task=5',
+        '--partition=gpu', '--kill-on-bad-exit=1', '--time=1:00', '--mem=0', 'python3', '-u',
+        str(REPO / 'tools' / 'train.py'), 'my config.py', '--cfg-options', 'a=1', '--launcher', 'slurm']
+
+
+@pytest.mark.parametrize('script, arguments', [
+    ('dist_train.sh', ['config.py']), ('dist_test.sh', ['config.py', 'weights.pth']), ('slurm_train.sh', [])])
+def test_missing_arguments_are_answered_with_the_usage(script, arguments):
+    done = subprocess.run([str(REPO / 'tools' / script), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and f'usage: {script} CONFIG' in done.stderr

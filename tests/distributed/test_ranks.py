@@ -1,0 +1,129 @@
+"""What four gloo processes saw in ranks.py."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NUM_RANKS = 4
+SYNCED = ['TokenBN', 'RepBN', 'RepBN, recomputed', 'PRepBN at 0.3', 'PRepBN at 0, recomputed']
+
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('ranks')
+    script = Path(__file__).with_name('ranks.py')
+    done = subprocess.run(
+        [sys.executable, str(script), str(NUM_RANKS), str(folder)], capture_output=True, text=True, timeout=600,
+        env={**os.environ, 'PYTHONPATH': str(script.parents[2]), 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'},
+        check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f'{rank}.json').read_text()) for rank in range(NUM_RANKS)]
+
+
+def of_all(ranks, *keys):
+    """One entry of what each process wrote."""
+    for key in keys:
+        ranks = [rank[key] for rank in ranks]
+    return ranks
+
+
+def all_equal(values):
+    return all(value == values[0] for value in values)
+
+
+def stops_all(errors, rank, kind, text):
+    """Whether one process had this error and the others one that names the process and repeats the error."""
+    own = errors.pop(rank)
+    assert own[0] == kind and text in own[1]
+    for name, message in errors:
+        assert name == 'RankError' and f'process {rank} of {NUM_RANKS} failed' in message
+        assert kind in message and text in message
+    return True
+
+
+def test_slurm_launcher_takes_gloo_where_there_is_no_gpu_and_says_so(ranks):
+    for found in of_all(ranks, 'slurm'):
+        assert found['backend'] == 'gloo' and found['sum'] == 0 + 1 + 2 + 3
+        assert [text for text in found['warnings'] if 'There is no GPU' in text and 'in place of nccl' in text]
+
+
+@pytest.mark.parametrize('norm', SYNCED)
+def test_synchronised_batch_norm_is_that_of_one_process_whatever_the_shares(ranks, norm):
+    for found in of_all(ranks, 'batch norms', norm):
+        assert {'output', 'input gradient', 'running_mean', 'running_var'} < found.keys()
+        assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize('norm', ['UN', 'MABN', 'PowerNorm'])
+def test_smoothed_norms_are_those_of_one_process_unless_told_otherwise(ranks, norm):
+    synced, own = (of_all(ranks, 'smoothed norms', f'{norm}, {sync}') for sync in (True, False))
+    assert max(found[what] for found in synced for what in ('input gradient', 'state')) < 1e-12, synced
+    assert all_equal([found['before'] for found in synced])
+    assert not any(found[what] < 0.01 for found in own for what in ('input gradient', 'state')), own
+    assert len({found['before'] for found in own}) == NUM_RANKS
+    # Pooling changes nothing in what is the same already, and makes one of what is not.
+    assert all(found['after'] == found['before'] for found in synced)
+    assert all_equal([found['after'] for found in own])
+    assert max(found['pooled'] for found in own) < 1e-12, own
+
+
+def test_running_statistics_become_those_of_the_union_once(ranks):
+    for found in of_all(ranks, 'pooled statistics'):
+        assert len(found['distance']) == 5 and max(found['distance'].values()) < 1e-12, found
+        assert found['again'] == found['digest']
+    assert all_equal(of_all(ranks, 'pooled statistics', 'digest'))
+
+
+def test_recalibration_finds_what_one_process_finds_on_all_images(ranks):
+    assert all_equal(of_all(ranks, 'recalibration'))
+    found = ranks[0]['recalibration']
+    assert found['batches'] == 6 and len(found['residuals']) == 3 and found['statistics'] == 40
+    assert found['distance'] < 1e-9, found
+    assert min(found['residuals']) > 1e-3, 'every pass had something to find'
+
+
+def test_values_that_are_not_finite_on_one_stop_the_recalibration_of_all(ranks):
+    errors = of_all(ranks, 'failed recalibration', 'error')
+    assert stops_all(errors, 2, 'RecalibrationError', 'patch_embed.norm: mean is NaN after batch 2')
+    assert all(of_all(ranks, 'failed recalibration', 'unchanged'))
+
+
+@pytest.mark.parametrize('batch_size', ['1', '2'])
+def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks, batch_size):
+    found = of_all(ranks, 'training', batch_size)
+    after = [rank['after'] for rank in found]
+    # UN and BatchNorm are not synchronised; checkpoints come after iterations 2, 4 and 6.
+    assert [len(set(states)) for states in zip(*after, strict=True)] == [4, 1, 4, 1, 4, 1]
+    assert found[0]['saved'] == after[0][3]
+    for key in ('validated', 'ema', 'end', 'gammas'):
+        assert found[0][key] and all_equal([rank[key] for rank in found]), key
+    assert len(found[0]['validated']) == 2
+    assert found[0]['gammas'] == [1, 0.75, 0.5, 0.25, 0, 0]
+    assert [rank['find_unused'] for rank in found] == [False] * NUM_RANKS
+    assert [len(rank['files']) for rank in found] == [3, 0, 0, 0]
+
+
+def test_batch_norms_are_synchronised_by_default_from_single_images_only(ranks):
+    assert of_all(ranks, 'training', '1', 'sync') == [True] * NUM_RANKS
+    assert of_all(ranks, 'training', '2', 'sync') == [False] * NUM_RANKS
+
+
+def test_processes_do_not_start_apart_when_only_one_finds_the_checkpoint(ranks):
+    for name, message in of_all(ranks, 'training', '1', 'resume'):
+        assert name == 'SlabDetError' and 'start at iterations [6, 0, 0, 0]' in message
+
+
+def test_an_error_at_the_end_of_a_run_stops_all_and_leaves_the_checkpoint(ranks):
+    assert stops_all(of_all(ranks, 'end of run', 'data'), 3, 'DataError', 'images/7.png is missing')
+    assert stops_all(of_all(ranks, 'end of run', 'disk'), 0, 'OSError', 'No space left')
+    assert stops_all(of_all(ranks, 'end of run', 'verification'), 0, 'FusionError', 'differs from the unfused one')
+    assert all(of_all(ranks, 'end of run', 'intact')) and not any(of_all(ranks, 'end of run', 'early'))
+
+
+def test_the_fused_model_is_written_once_and_all_end_with_what_was_recalibrated(ranks):
+    assert of_all(ranks, 'end of run', 'none') == [None] * NUM_RANKS
+    assert of_all(ranks, 'end of run', 'files') == [['fused.pth', 'fused_config.py'], [], [], []]
+    assert set(of_all(ranks, 'end of run', 'end')) == {ranks[0]['end of run']['saved']}

@@ -1,0 +1,127 @@
+"""RandomStateHook: a resumed run goes on with the random numbers of the interrupted one."""
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+from torch import nn
+from torch.utils.data import Dataset
+
+from slab_det.hooks.random_state import random_state, set_random_state
+
+
+class Noisy(BaseModel):
+    """Draws from every generator in training, as RoI sampling, drop-path and augmentation do, and in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x, mode='tensor'):
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return {'loss': (self.linear(torch.stack(x)) - noise).square().mean()} if mode == 'loss' else [x]
+
+
+class Points(Dataset):
+    metainfo = {}
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return {'x': torch.full((2,), float(index)) + np.random.rand()}
+
+
+class Nothing(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results.append(1)
+
+    def compute_metrics(self, results):
+        return {'count': len(results)}
+
+
+class StopAfter(Hook):
+    priority = 'LOWEST'
+
+    def __init__(self, count):
+        self.count = count
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.count:
+            raise KeyboardInterrupt
+
+
+def train(work_dir, by_epoch=False, hooks=(), resume=False, seed=5, with_hook=True):
+    torch.manual_seed(0)
+    sampler = {'type': 'DefaultSampler', 'shuffle': True} if by_epoch else {'type': 'InfiniteSampler'}
+    length = {'by_epoch': True, 'max_epochs': 3} if by_epoch else {'by_epoch': False, 'max_iters': 8, 'val_interval': 4}
+    runner = Runner(
+        Noisy(), str(work_dir), resume=resume,
+        train_dataloader={'batch_size': 4, 'num_workers': 0, 'sampler': sampler, 'dataset': Points()},
+        val_dataloader={'batch_size': 4, 'num_workers': 0, 'sampler': {'type': 'DefaultSampler', 'shuffle': False},
+                        'dataset': Points()},
+        val_evaluator=[Nothing()], val_cfg={}, train_cfg=length,
+        optim_wrapper={'type': 'OptimWrapper', 'optimizer': {'type': 'SGD', 'lr': 0.001}},
+        default_hooks={'checkpoint': {'type': 'CheckpointHook', 'interval': 1 if by_epoch else 4, 'by_epoch': by_epoch,
+                                      'save_best': 'count', 'rule': 'greater'}},
+        custom_hooks=[*hooks, *([{'type': 'RandomStateHook'}] if with_hook else [])], randomness={'seed': seed},
+        default_scope='mmengine',
+        experiment_name=f'{work_dir.name}-{np.random.rand()}')
+    try:
+        runner.train()
+    except KeyboardInterrupt:
+        pass
+    return runner.model.state_dict()['linear.weight']
+
+
+@pytest.mark.parametrize('by_epoch', [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, by_epoch):
+    # The checkpoint is followed by a validation, which draws, and by one more iteration, which is lost.
+    expected = train(tmp_path / 'whole', by_epoch)
+    train(tmp_path / 'cut', by_epoch, hooks=[StopAfter(5)])
+    resumed = train(tmp_path / 'cut', by_epoch, resume=True)
+    assert torch.equal(resumed, expected)
+
+
+def test_without_the_hook_it_is_not(tmp_path):
+    expected = train(tmp_path / 'whole', with_hook=False)
+    train(tmp_path / 'cut', hooks=[StopAfter(5)], with_hook=False)
+    assert not torch.equal(train(tmp_path / 'cut', resume=True, with_hook=False), expected)
+
+
+def test_the_order_of_images_goes_on_where_no_seed_was_given(tmp_path):
+    """mmengine builds the sampler before it reads the seed of the checkpoint."""
+    seen = []
+
+    class Recorder(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            seen.append([int(x[0]) for x in data_batch['x']])
+
+    train(tmp_path, hooks=[Recorder(), StopAfter(5)], seed=None)
+    first = list(seen)
+    seen.clear()
+    train(tmp_path, hooks=[Recorder()], resume=True, seed=None)
+    assert seen[0] == first[4] and len(seen) == 4
+    # Two rounds of 16 images, each image once in each.
+    together = sum(first[:4] + seen, [])
+    assert sorted(together[:16]) == sorted(together[16:]) == list(range(16))
+
+
+def test_an_old_checkpoint_without_random_state_resumes(tmp_path):
+    train(tmp_path, hooks=[StopAfter(5)], with_hook=False)
+    train(tmp_path, resume=True)
+
+
+def test_every_generator_is_restored():
+    state = random_state()
+    drawn = []
+    for _ in range(2):
+        set_random_state(state)
+        drawn.append((random.random(), np.random.randn(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
