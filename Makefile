@@ -8,7 +8,7 @@ quickstart:
 	@$(ACTIVATE) && python tools/quickstart.py
 
 test:
-	@$(ACTIVATE) && ruff check . && pytest -q
+	@$(ACTIVATE) && ruff check . && pytest -q -n 2 --dist loadfile
 
 lint:
 	@$(ACTIVATE) && ruff check .

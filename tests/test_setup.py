@@ -1,20 +1,27 @@
 """tools/venv.sh, with an interpreter that only pretends to make environments and to install."""
+import ast
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-SCRIPT = Path(__file__).parents[1] / 'tools' / 'venv.sh'
+ROOT = Path(__file__).parents[1]
+LOCK = Path('requirements/lock.txt')
 
 # Answers `-m venv DIR` and `-m pip ...`, and is the real interpreter for the rest. Notes what it was asked for in
-# $LOG; `pip install` first waits while $LOG.wait exists and fails if $LOG.fail does.
+# $LOG, and its last arguments, one a line, in $LOG.last; `pip install` first waits while $LOG.wait exists and fails if
+# $LOG.fail does.
 INTERPRETER = f"""#!/usr/bin/env bash
 set -eu
 [[ $1 == -m ]] || exec {sys.executable} "$@"
 echo "$2 ${{3:-}}" >>"$LOG"
+[[ $3 != install ]] || printf '%s\\n' "$@" >"$LOG.last"
 case $2 in
 venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 pip)
@@ -27,30 +34,42 @@ esac
 
 
 class Sandbox:
-    """Runs venv.sh with the pretended interpreter."""
+    """Runs a copy of venv.sh, in a tree of its own, with the pretended interpreter on a pretended machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = 'a tree') -> None:
+        self.tree = folder / name
         self.log = folder / 'log'
         self.venv = folder / 'the venv'
-        python = folder / 'python'
-        python.write_text(INTERPRETER)
-        python.chmod(0o755)
-        self.environment = {**os.environ, 'PYTHON': str(python), 'SLAB_DET_VENV': str(self.venv), 'LOG': str(self.log)}
+        for path in (Path('tools/venv.sh'), Path('setup.py'), LOCK):
+            (self.tree / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, self.tree / path)
+        for program, content in (('python', INTERPRETER), ('uname', '#!/bin/sh\necho "${UNAME:-Linux x86_64}"\n')):
+            (folder / 'bin').mkdir(exist_ok=True)
+            (folder / 'bin' / program).write_text(content)
+            (folder / 'bin' / program).chmod(0o755)
+        path = f'{folder / "bin"}{os.pathsep}{os.environ["PATH"]}'
+        self.environment = {**os.environ, 'PYTHON': str(folder / 'bin' / 'python'), 'SLAB_DET_VENV': str(self.venv),
+                            'LOG': str(self.log), 'PATH': path}
+        self.environment.pop('SLAB_DET_LOCK', None)
 
     def start(self, **environment: str) -> subprocess.Popen:
-        return subprocess.Popen([SCRIPT], env=self.environment | environment, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE)
+        return subprocess.Popen([self.tree / 'tools' / 'venv.sh'], env=self.environment | environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, **environment: str) -> subprocess.CompletedProcess:
         process = self.start(**environment)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=120)
         return subprocess.CompletedProcess([], process.returncode, stdout, stderr)
 
     def calls(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
+    def installed(self) -> list[str]:
+        """The arguments of the last `pip install`."""
+        return Path(f'{self.log}.last').read_text().splitlines()[3:]
+
     def wait_for(self, call: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while call not in ' '.join(self.calls()):
             assert time.monotonic() < deadline, f'never called {call}: {self.calls()}'
             time.sleep(0.02)
@@ -74,7 +93,99 @@ def test_prints_only_the_path(sandbox):
 def test_environment_is_made_once_and_holds_no_checkout(sandbox):
     first, second = sandbox.run(), sandbox.run()
     assert first.stdout == second.stdout == f'{sandbox.venv}\n'
-    assert sandbox.calls() == [f'venv {sandbox.venv}', 'pip install', 'pip uninstall']
+    assert sandbox.calls() == [f'venv {sandbox.venv}', 'pip install']
+
+
+def test_it_installs_the_pinned_versions_by_their_hashes_and_nothing_else(sandbox):
+    assert sandbox.run().returncode == 0
+    assert sandbox.installed() == ['--require-hashes', '--no-deps', '-r', str(sandbox.tree / LOCK)]
+
+
+@pytest.mark.parametrize(('environment', 'why'), [
+    (dict(SLAB_DET_LOCK='off'), 'SLAB_DET_LOCK=off'),
+    (dict(UNAME='FreeBSD amd64'), 'no versions are pinned for FreeBSD amd64')])
+def test_without_a_lock_that_fits_it_installs_what_setup_py_allows_and_says_so(sandbox, environment, why):
+    result = sandbox.run(**environment)
+    assert result.returncode == 0 and why in result.stderr, result
+    assert sandbox.installed() == ['-e', f'{sandbox.tree}[test]']
+    # No checkout stays in it.
+    assert sandbox.calls()[-1] == 'pip uninstall'
+
+
+def test_a_failed_installation_from_the_lock_names_the_way_around_and_does_not_take_it(sandbox):
+    Path(f'{sandbox.log}.fail').touch()
+    result = sandbox.run()
+    assert result.returncode == 1 and 'SLAB_DET_LOCK=off' in result.stderr and 'hashes do not match' in result.stderr
+    assert installations(sandbox) == 1
+
+
+def test_a_misspelt_switch_is_named(sandbox):
+    result = sandbox.run(SLAB_DET_LOCK='no')
+    assert result.returncode == 1 and 'on or off, not no' in result.stderr and sandbox.calls() == []
+
+
+@pytest.mark.parametrize('changed', [LOCK, Path('setup.py')], ids=str)
+def test_a_changed_requirement_makes_another_environment(sandbox, tmp_path, changed):
+    def place(**environment):
+        return sandbox.run(SLAB_DET_VENV='', XDG_CACHE_HOME=str(tmp_path / 'cache'), **environment).stdout
+    before = place()
+    assert place() == before and installations(sandbox) == 1
+    with (sandbox.tree / changed).open('a') as file:
+        file.write('# changed\n')
+    assert place() != before and installations(sandbox) == 2
+    assert place(SLAB_DET_LOCK='off') not in (before, place()) and installations(sandbox) == 3
+
+
+def test_a_changed_lock_makes_a_named_environment_again(sandbox):
+    sandbox.run()
+    (sandbox.tree / LOCK).write_text('torch==9\n')
+    assert sandbox.run().stdout == f'{sandbox.venv}\n' and installations(sandbox) == 2
+
+
+def test_a_path_is_no_command(tmp_path):
+    sandbox = Sandbox(tmp_path, name='a b; touch pwned; $(touch pwned) `touch pwned` & "c\'d')
+    for lock in ('on', 'off'):
+        result = sandbox.run(SLAB_DET_LOCK=lock)
+        assert (result.returncode, result.stdout) == (0, f'{sandbox.venv}\n'), result.stderr
+    assert sandbox.installed() == ['-e', f'{sandbox.tree}[test]']
+    assert not list(tmp_path.rglob('pwned')) and not Path('pwned').exists()
+
+
+def locked():
+    """Each line of the lock that names a version, and how many hashes follow it."""
+    entries = re.split(r'\n(?=\w)', re.sub(r'^#.*\n', '', (ROOT / LOCK).read_text(), flags=re.MULTILINE).strip())
+    return [(Requirement(entry.partition('\\')[0].strip()), entry.count('--hash=sha256:')) for entry in entries]
+
+
+def test_every_locked_version_is_exact_and_has_hashes():
+    for requirement, num_hashes in locked():
+        assert [specifier.operator for specifier in requirement.specifier] == ['=='] and num_hashes, requirement
+        assert requirement.url is None, requirement
+    assert '://' not in (ROOT / LOCK).read_text()
+
+
+def declared():
+    """The requirements of setup.py, those for the tests among them."""
+    call = next(node for node in ast.walk(ast.parse((ROOT / 'setup.py').read_text()))
+                if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'setup')
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+    extras = ast.literal_eval(arguments['extras_require'])
+    return [Requirement(line) for line in ast.literal_eval(arguments['install_requires']) + extras['test']]
+
+
+@pytest.mark.parametrize('platform', [('linux', 'x86_64'), ('linux', 'aarch64'), ('darwin', 'arm64')], ids=str)
+@pytest.mark.parametrize('version', ['3.10', '3.11', '3.12', '3.13'])
+def test_the_lock_has_one_version_of_everything_that_setup_py_asks_for(version, platform):
+    environment = dict(python_version=version, python_full_version=f'{version}.1', sys_platform=platform[0],
+                       platform_machine=platform[1], platform_system=platform[0].title(), os_name='posix', extra='')
+    pinned = {}
+    for requirement, _ in locked():
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            assert requirement.name not in pinned, f'{requirement.name} is pinned twice'
+            pinned[requirement.name] = next(iter(requirement.specifier)).version
+    for requirement in declared():
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            assert pinned.get(requirement.name) in requirement.specifier, f'run tools/lock.sh: {requirement}'
 
 
 def test_failed_installation_is_an_error_and_heals(sandbox):
@@ -101,13 +212,13 @@ def test_killed_set_up_heals(sandbox):
     time.sleep(0.3)
     assert again.poll() is None and installations(sandbox) == 1, sandbox.calls()
     wait.unlink()
-    assert again.communicate(timeout=30)[0] == f'{sandbox.venv}\n'
+    assert again.communicate(timeout=120)[0] == f'{sandbox.venv}\n'
     assert installations(sandbox) == 2 and not leftover.exists()
 
 
 def test_two_set_ups_at_once_make_one_environment(sandbox):
     processes = [sandbox.start() for _ in range(3)]
-    assert {process.communicate(timeout=30)[0] for process in processes} == {f'{sandbox.venv}\n'}
+    assert {process.communicate(timeout=120)[0] for process in processes} == {f'{sandbox.venv}\n'}
     assert installations(sandbox) == 1
 
 

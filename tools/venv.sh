@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes the virtual environment that `make quickstart` and `make test` use, or finds it made, and prints its path.
 #
-#   SLAB_DET_VENV   where it is (default: a folder below ~/.cache, one for each setup.py and Python version)
+#   SLAB_DET_VENV   where it is (default: a folder below ~/.cache, one for each set of requirements and Python version)
 #   PYTHON          the interpreter to make it with (default: python3, or else the newest of 3.13 to 3.10)
+#   SLAB_DET_LOCK   off: install the newest versions that setup.py allows, not those of requirements/lock.txt
 #
 # The path is the only line on stdout; everything else goes to stderr. Clones share environments, so they hold the
 # dependencies and not slab_det itself: an editable install points to one checkout, and would run the code of a clone
@@ -41,12 +42,24 @@ choose_python() {
 python=$(choose_python) || fail "needs Python 3.10 to 3.13 with its venv module, and ${PYTHON:-python3} is not that." \
     "Install one (on Debian and Ubuntu: apt install python3 python3-venv), or name it: PYTHON=/path/to/python3.12 make ..."
 
-key=$("$python" - "$repo/setup.py" <<'PY'
+# Exactly the versions that were tested, by their hashes, where all of them exist.
+lock=$repo/requirements/lock.txt
+requirements=("$repo/setup.py")
+case ${SLAB_DET_LOCK:-on},$(uname -sm) in
+on,"Linux x86_64" | on,"Linux aarch64" | on,"Darwin arm64") requirements+=("$lock") ;;
+on,*) why="no versions are pinned for $(uname -sm)" lock= ;;
+off,*) why='SLAB_DET_LOCK=off' lock= ;;
+*) fail "SLAB_DET_LOCK is on or off, not $SLAB_DET_LOCK." ;;
+esac
+
+key=$("$python" - "${requirements[@]}" <<'PY'
 import hashlib, platform, sys
-with open(sys.argv[1], 'rb') as setup:
-    digest = hashlib.sha256(setup.read()).hexdigest()[:12]
+digest = hashlib.sha256()
+for path in sys.argv[1:]:
+    with open(path, 'rb') as file:
+        digest.update(file.read())
 # The machine: clusters share home directories.
-print(f'py{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}-{digest}')
+print(f'py{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}-{digest.hexdigest()[:12]}')
 PY
 )
 venv=${SLAB_DET_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/slab_det/venv-$key}
@@ -85,8 +98,16 @@ if [[ $(cat "$state" 2>/dev/null) != "complete $key" ]] || ! "$venv/bin/python" 
     mkdir -p "$venv"
     echo building >"$state"
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install -e "$repo[test]"
-    "$venv/bin/python" -m pip uninstall --yes --quiet slab_det
+    if [[ -n $lock ]]; then
+        # The lock names every package, so none is looked for beside it. pip hashes no editable install: there is none.
+        "$venv/bin/python" -m pip install --require-hashes --no-deps -r "$lock" || fail \
+            'pip cannot install the versions of requirements/lock.txt, see above. If their hashes do not match, the' \
+            'packages are not those that were tested: find out why. Else SLAB_DET_LOCK=off make ... takes others.'
+    else
+        echo "Taking the newest versions that setup.py allows, because $why."
+        "$venv/bin/python" -m pip install -e "$repo[test]"
+        "$venv/bin/python" -m pip uninstall --yes --quiet slab_det
+    fi
     echo "complete $key" >"$state"
 fi
 echo "$venv" >&3

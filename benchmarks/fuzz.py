@@ -1,0 +1,110 @@
+"""Draws random backbones and detectors, right and wrong ones, and checks each: see tests/fuzz_checks.py.
+
+    python benchmarks/fuzz.py --draws 1000 --seed 0
+    python benchmarks/fuzz.py --case 123
+
+A case is its seed: SEED to SEED + DRAWS - 1 are checked, and --case shows one of them. Every sound model fuses exactly
+and is the same after saving and loading; every wrong argument is refused at construction; of the detectors every 20th
+is exported to ONNX, which computes the same. Counts go into benchmarks/results/fuzz.json.
+"""
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from mmengine.registry import init_default_scope
+from mmengine.utils import ProgressBar
+
+from slab_det.environment import describe_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / 'benchmarks' / 'results' / 'fuzz.json'
+sys.path.insert(0, str(ROOT / 'tests'))
+from fuzz_cases import draw_case  # noqa: E402
+from fuzz_checks import Outcome, check_case  # noqa: E402
+from fuzz_onnx import check_onnx, is_exported  # noqa: E402
+
+ONNX_EVERY = 20
+
+
+def check(seed: int) -> Outcome | None:
+    """Checks one case; prints what fails, and how to see it again. None if it failed."""
+    case = draw_case(seed)
+    try:
+        outcome = check_case(case)
+        if seed % ONNX_EVERY == 0 and is_exported(case):
+            with tempfile.TemporaryDirectory() as folder:
+                outcome = replace(outcome, onnx=check_onnx(case, Path(folder)))
+    except Exception:
+        print(f'\nSeed {seed} fails; python benchmarks/fuzz.py --case {seed}\n{traceback.format_exc()}', flush=True)
+        return None
+    return outcome
+
+
+def summarize(outcomes: dict[int, Outcome | None], seconds: float) -> dict:
+    """What was drawn, and how far fused models were from unfused ones."""
+    cases = [draw_case(seed) for seed in outcomes]
+    sound = [case for case in cases if case.fault is None]
+    done = [outcome for outcome in outcomes.values() if outcome is not None]
+    ratios = [outcome.onnx for outcome in done if isinstance(outcome.onnx, float)]
+    return dict(
+        seeds=[min(outcomes), max(outcomes)],
+        failed=[seed for seed, outcome in outcomes.items() if outcome is None],
+        outcomes=count(outcome.kind for outcome in done),
+        worst_float64=worst(outcome.float64 for outcome in done),
+        worst_float32_ratio=worst(outcome.float32_ratio for outcome in done),
+        onnx=dict(exported=len(ratios), refused=sum(outcome.onnx == 'refused' for outcome in done),
+                  worst_ratio=worst(ratios)),
+        sound=dict(parts=count(case.part for case in sound),
+                   backbones=count(case.backbone['type'] for case in sound),
+                   norms=count(case.backbone['norm_cfg']['type'] for case in sound),
+                   dtypes=count(str(case.dtype).removeprefix('torch.') for case in sound)),
+        faults=count(f"{case.backbone['type']}, {case.fault.name}" for case in cases if case.fault),
+        seconds=round(seconds), environment=describe_environment())
+
+
+def count(values: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(values).items()))
+
+
+def worst(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--draws', type=int, default=1000, help='(default %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='of the first case (default %(default)s)')
+    parser.add_argument('--case', type=int, metavar='SEED', help='check and show this one, and write nothing')
+    args = parser.parse_args()
+    # The models are small: more threads only wait for each other.
+    torch.set_num_threads(1)
+    init_default_scope('mmdet')
+    if args.case is not None:
+        print('\n'.join(f'{name}: {value}' for name, value in asdict(draw_case(args.case)).items()))
+        outcome = check(args.case)
+        print(outcome)
+        raise SystemExit(outcome is None)
+    start = time.monotonic()
+    bar = ProgressBar(args.draws)
+    outcomes = {}
+    for seed in range(args.seed, args.seed + args.draws):
+        outcomes[seed] = check(seed)
+        bar.update()
+    result = summarize(outcomes, time.monotonic() - start)
+    RESULT.write_text(json.dumps(result, indent=1) + '\n')
+    print(f'\n{json.dumps(result["outcomes"])}, failed: {result["failed"] or "none"}. Written to {RESULT}')
+    raise SystemExit(bool(result['failed']))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,258 @@
+"""What must hold for every case of fuzz_cases.py."""
+from __future__ import annotations
+
+import copy
+import io
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from fuzz_cases import Case
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from torch import Tensor, nn
+
+import slab_det
+from slab_det.fusion import FusionError
+from slab_det.layers import OfflineNorm
+
+SMALL_DETECTOR = Path(__file__).parents[1] / 'configs/_base_/models/mask_rcnn_swin_small.py'
+CHANNELS = 8
+# Law 1. On one image the yardstick, float32's own rounding, may be small by chance where few numbers decide it all:
+# what exceeds the bound there is measured on several images, largest distance against largest distance.
+FLOAT64_BOUND = 1e-9
+FLOAT32_FACTOR = 10
+IMAGES_IN_DOUBT = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case was, and the distances of its fused model from its unfused one.
+
+    Attributes:
+        kind: 'fused', 'not fused' (gamma > 0) or 'refused' (a wrong argument).
+        float64: Relative distance in float64.
+        float32_ratio: Distance in float32 over the unfused model's own distance to its float64 self; None if the
+            case has no float32 or both are 0.
+        onnx: The same ratio for the exported file, or 'refused'; None if nothing was exported.
+    """
+
+    kind: str
+    float64: float | None = None
+    float32_ratio: float | None = None
+    onnx: float | str | None = None
+
+
+def check_case(case: Case) -> Outcome:
+    """Raises AssertionError unless the case keeps every promise."""
+    if case.fault is not None:
+        check_refusal(case)
+        return Outcome('refused')
+    model = build_model(case)
+    inputs = draw_inputs(case)
+    before = run(model, *inputs)
+    check_finite(before)
+    check_reload(model, build_model(case, seed=case.seed + 1), before, inputs)
+    if any(norm.gamma > 0 for norm in model.modules() if hasattr(norm, 'gamma')):
+        check_gamma_is_refused(model)
+        return Outcome('not fused')
+    fused = slab_det.fuse(model)
+    left = [name for name, module in fused.named_modules() if isinstance(module, OfflineNorm)]
+    assert not left, f'fused, and still there: {left}'
+    check_equal(before, run(model, *inputs), 'the model after a fused copy was made')
+    after = run(fused, *inputs)
+    rebuilt = MODELS.build(dict(type='FusedDetector', model=model_config(case))).to(case.dtype)
+    check_reload(fused, rebuilt, after, inputs)
+    outcome = measure_distances(model, inputs, before, after)
+    if outcome.float32_ratio is not None and outcome.float32_ratio > FLOAT32_FACTOR:
+        outcome = replace(outcome, float32_ratio=measure_float32_ratio(case, IMAGES_IN_DOUBT))
+    assert outcome.float64 <= FLOAT64_BOUND, f'fused and unfused differ by {outcome.float64:g} in float64'
+    ratio = outcome.float32_ratio
+    assert ratio is None or ratio <= FLOAT32_FACTOR, f'fused and unfused differ in float32 by {ratio:g} times rounding'
+    return outcome
+
+
+def check_refusal(case: Case) -> None:
+    """A wrong argument is refused at construction, with the error that it is known for."""
+    fault = case.fault
+    try:
+        MODELS.build(model_config(case))
+    except fault.error as error:
+        assert re.search(fault.message, str(error)), f'{fault.name}: the error says {error}'
+    except Exception as error:
+        raise AssertionError(f'{fault.name}: raised {error!r}, not a {fault.error.__name__}') from error
+    else:
+        raise AssertionError(f'{fault.name}: was accepted')
+
+
+def check_gamma_is_refused(model: nn.Module) -> None:
+    """A norm that still contains LayerNorm is no affine map."""
+    try:
+        slab_det.fuse(model)
+    except FusionError as error:
+        assert 'gamma' in str(error), error
+    else:
+        raise AssertionError('a model with gamma > 0 was fused')
+
+
+def check_reload(model: nn.Module, other: nn.Module, expected: list[Tensor], inputs: tuple[Tensor, Tensor]) -> None:
+    """``other``, of the same config, computes the same to the last bit once it has the saved weights of ``model``."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.eval()
+    other.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    check_equal(expected, run(other, *inputs), 'the model after saving and loading')
+
+
+def check_equal(expected: list[Tensor], got: list[Tensor], what: str) -> None:
+    assert len(expected) == len(got)
+    for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert torch.equal(a, b), f'{what} differs in output {i} by {(a - b).abs().max():g}'
+
+
+def check_finite(outputs: list[Tensor]) -> None:
+    assert outputs and all(output.isfinite().all() for output in outputs), 'an output is not finite'
+
+
+def measure_distances(model: nn.Module, inputs: tuple[Tensor, Tensor], before: list[Tensor],
+                      after: list[Tensor]) -> Outcome:
+    """How far fused and unfused are apart; ``model`` may be fused by it.
+
+    Args:
+        model: The unfused model.
+        inputs: What it was run on.
+        before: What it computed.
+        after: What the fused model computed.
+    """
+    if before[0].dtype == torch.float64:
+        return Outcome('fused', distance(after, before))
+    model64 = model.double()
+    inputs64 = tuple(x.double() for x in inputs)
+    reference = run(model64, *inputs64)
+    float64 = distance(run(slab_det.fuse(model64, inplace=True), *inputs64), reference)
+    return Outcome('fused', float64, ratio_of(distance(after, before), distance(before, reference)))
+
+
+def measure_float32_ratio(case: Case, num_images: int) -> float | None:
+    """The ratio of :class:`Outcome` over several draws of the images, largest distance against largest distance."""
+    model = build_model(case)
+    fused, model64 = slab_det.fuse(model), copy.deepcopy(model).double()
+    apart = own = 0.0
+    for i in range(num_images):
+        inputs = draw_inputs(case, seed=case.seed + i)
+        plain = run(model, *inputs)
+        apart = max(apart, distance(run(fused, *inputs), plain))
+        own = max(own, distance(plain, run(model64, *(x.double() for x in inputs))))
+    return ratio_of(apart, own)
+
+
+def ratio_of(apart: float, own: float) -> float | None:
+    """``apart / own``; None if both are 0."""
+    if own:
+        return apart / own
+    return float('inf') if apart else None
+
+
+def distance(outputs: list[Tensor], references: list[Tensor]) -> float:
+    """The largest difference of any output, relative to the largest value of that output."""
+    worst = 0.0
+    for output, reference in zip(outputs, references, strict=True):
+        difference = (output.double() - reference.double()).abs().max().item()
+        if difference:
+            worst = max(worst, difference / reference.double().abs().max().item())
+    return worst
+
+
+def build_model(case: Case, seed: int | None = None) -> nn.Module:
+    """The model of a case, every weight and statistic random, in eval mode."""
+    model = MODELS.build(model_config(case)).to(case.dtype)
+    fill_at_random(model, case.seed if seed is None else seed)
+    slab_det.set_gamma(model, case.gamma)
+    # mmdet's Swin returns None from eval().
+    model.eval()
+    return model
+
+
+@torch.no_grad()
+def fill_at_random(model: nn.Module, seed: int) -> None:
+    """No two numbers alike; variances over two decades, etas of either sign, some channels without weight."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or name.endswith('_gamma'):
+            continue
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        if name.endswith('running_var'):
+            noise = torch.pow(10.0, 2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1)
+        elif tensor.ndim > 1:
+            noise /= tensor[0].numel() ** 0.5
+        else:
+            noise[torch.rand(tensor.shape, generator=generator) < 0.05] = 0.0
+        tensor.copy_(noise)
+
+
+def model_config(case: Case) -> dict:
+    """The config of a case's backbone or detector."""
+    backbone = copy.deepcopy(case.backbone)
+    if case.part == 'backbone':
+        return backbone
+    model = copy.deepcopy(small_detector())
+    if case.part == 'faster_rcnn':
+        model.type = 'FasterRCNN'
+        model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
+    model.backbone = backbone
+    model.neck.update(in_channels=output_channels(backbone), **case.neck)
+    strides = [4 * 2 ** level for level in range(case.neck['num_outs'])]
+    model.rpn_head.anchor_generator.strides = strides
+    for extractor in (model.roi_head.bbox_roi_extractor, model.roi_head.mask_roi_extractor):
+        if extractor:
+            extractor.featmap_strides = strides[:4]
+    return model
+
+
+def output_channels(backbone: dict) -> list[int]:
+    """Channels of every output of a backbone, which are in the order of the stages."""
+    stages = sorted(backbone['out_indices'])
+    if 'depths' in backbone:
+        return [backbone['embed_dims'] * 2 ** stage for stage in stages]
+    return [backbone['embed_dims'] * backbone['num_heads'][stage] for stage in stages]
+
+
+@cache
+def small_detector() -> dict:
+    """The Mask R-CNN of the quick start with heads as narrow as they can be."""
+    model = Config.fromfile(SMALL_DETECTOR).model
+    model.neck.out_channels = CHANNELS
+    model.rpn_head.update(in_channels=CHANNELS, feat_channels=CHANNELS)
+    head = model.roi_head
+    head.bbox_roi_extractor.out_channels = head.mask_roi_extractor.out_channels = CHANNELS
+    head.bbox_head.update(in_channels=CHANNELS, fc_out_channels=CHANNELS, num_classes=2)
+    head.mask_head.update(in_channels=CHANNELS, conv_out_channels=CHANNELS, num_convs=1, num_classes=2)
+    return model
+
+
+def draw_inputs(case: Case, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """Images, and regions of them: (batch, x1, y1, x2, y2) each."""
+    generator = torch.Generator().manual_seed(case.seed if seed is None else seed)
+    images = torch.randn(case.batch, 3, *case.size, generator=generator, dtype=torch.float64)
+    height, width = case.size
+    corners = torch.rand(6, 2, 2, generator=generator, dtype=torch.float64).sort(1).values
+    boxes = (corners * torch.tensor([width, height])).flatten(1)
+    index = torch.arange(6) % case.batch
+    return images.to(case.dtype), torch.cat([index[:, None], boxes], 1).to(case.dtype)
+
+
+@torch.no_grad()
+def run(model: nn.Module, images: Tensor, regions: Tensor) -> list[Tensor]:
+    """All that a model computes but for the choice of regions, which jumps where scores tie."""
+    if not hasattr(model, 'rpn_head'):
+        return list(model(images))
+    features = model.extract_feat(images)
+    scores, deltas = model.rpn_head(features)
+    regional = model.roi_head._bbox_forward(features, regions)
+    outputs = [*features, *scores, *deltas, regional['cls_score'], regional['bbox_pred']]
+    if model.roi_head.with_mask:
+        outputs.append(model.roi_head._mask_forward(features, regions)['mask_preds'])
+    return outputs

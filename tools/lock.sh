@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Writes requirements/lock.txt: what tools/venv.sh installs, exact versions with their hashes, for Python 3.10 to 3.13.
+#
+#   tools/lock.sh            after a change in setup.py: keeps every version that is still allowed
+#   tools/lock.sh --upgrade  takes the newest versions; other options of `uv pip compile` work too
+#
+# Run `make test` afterwards, and audit: see docs/security.md.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"${PYTHON:-python3}" -m venv "$work/venv"
+"$work/venv/bin/python" -m pip install --quiet uv
+mkdir -p requirements
+# It resolves for other Pythons than the one at hand, and needs none of them.
+export UV_PYTHON_DOWNLOADS=never
+"$work/venv/bin/uv" pip compile setup.py --extra test --universal --python-version 3.10 --generate-hashes \
+    --no-annotate --no-emit-index-url --custom-compile-command tools/lock.sh \
+    --output-file requirements/lock.txt "$@"
