@@ -5,22 +5,42 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from mmengine.config import Config, ConfigDict, DictAction
-from mmengine.registry import RUNNERS
+from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
 
 from slab_det.datasets import set_data_root
-from slab_det.errors import SlabDetError
-from slab_det.latency import DTYPES, SCOPES
+from slab_det.errors import ConfigError, SlabDetError, config_errors, describe_os_error
+from slab_det.latency import COMPILE_MODES, DTYPES, SCOPES
+
+CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
+
+
+class Launch(NamedTuple):
+    """How a launcher is recognised and called."""
+
+    variable: str
+    command: str
+
+
+LAUNCHED_BY = {
+    'pytorch': Launch('RANK', 'torchrun or tools/dist_train.sh'),
+    'slurm': Launch('SLURM_PROCID', 'srun'),
+    'mpi': Launch('OMPI_COMM_WORLD_LOCAL_RANK', 'mpirun'),
+}
 
 
 def run_cli(main: Callable[[], None]) -> None:
     """Calls ``main``; an expected error becomes ``error: …`` on stderr and exit code 1, not a traceback."""
     try:
         main()
-    except (SlabDetError, FileNotFoundError) as error:
+    except SlabDetError as error:
         print(f'error: {error}', file=sys.stderr)
+        raise SystemExit(1) from error
+    except OSError as error:
+        print(f'error: {describe_os_error(error)}', file=sys.stderr)
         raise SystemExit(1) from error
 
 
@@ -40,13 +60,40 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 
 
+def read_config(path: str, options: dict | None = None) -> Config:
+    """Reads the config of a detector.
+
+    Args:
+        path: A .py, .json or .yaml file.
+        options: What ``--cfg-options`` parsed.
+
+    Raises:
+        ConfigError: If it is no config, or has no model.
+    """
+    if not path.endswith(CONFIG_SUFFIXES):
+        raise ConfigError(f'{path} is no config: its name does not end in {", ".join(CONFIG_SUFFIXES)}')
+    with config_errors(path):
+        cfg = Config.fromfile(path)
+        cfg.merge_from_dict(options or {})
+    if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
+        raise ConfigError(f'{path} is no config of a detector: it has no model=dict(type=...)')
+    return cfg
+
+
 def config_from_arguments(args: argparse.Namespace) -> Config:
-    """Reads ``args.config`` and applies what :func:`add_runner_arguments` parsed; the command line wins."""
+    """Reads ``args.config`` and applies what :func:`add_runner_arguments` parsed; the command line wins.
+
+    Raises:
+        ConfigError: If it is no config of a detector.
+        SlabDetError: If a launcher is named that has not launched this process.
+    """
+    started_by = LAUNCHED_BY.get(args.launcher)
+    if started_by is not None and started_by.variable not in os.environ:
+        raise SlabDetError(f'--launcher {args.launcher}: {started_by.variable} is not set, so nothing launched this '
+                           f'process; start it with {started_by.command}, or leave the flag out for one process')
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    cfg = Config.fromfile(args.config)
+    cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher
-    if args.cfg_options is not None:
-        cfg.merge_from_dict(args.cfg_options)
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)
     if args.work_dir is not None:
@@ -57,8 +104,28 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
 
 
 def build_runner(cfg: Config) -> Runner:
-    """The runner that a config asks for."""
-    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    """The runner that a config asks for, with the loops that it will run.
+
+    Raises:
+        ConfigError: If it cannot be built.
+    """
+    with config_errors(cfg.filename):
+        return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+
+
+def build_training(runner: Runner) -> None:
+    """Builds what ``runner.train()`` would build first: what is wrong with a config comes out here.
+
+    Raises:
+        ConfigError: If data, loops or optimizer cannot be built.
+    """
+    with config_errors(runner.cfg.filename):
+        optimizer = ((runner.cfg.get('optim_wrapper') or {}).get('optimizer') or {}).get('type')
+        if isinstance(optimizer, str) and OPTIMIZERS.get(optimizer) is None:
+            # mmengine's own error says that None cannot be called.
+            raise KeyError(f'{optimizer} is not in the optimizer registry')
+        _ = runner.train_loop, runner.val_loop
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
 
 
 def enable_test_time_augmentation(cfg: Config) -> None:
@@ -105,13 +172,26 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
         help='image size in pixels before padding (default 800 1333)',
     )
     group.add_argument('--scope', choices=list(SCOPES), default='detector', help='(default %(default)s)')
+    group.add_argument('--repeat', type=int, default=1, metavar='N', help='whole measurements: spread of their medians')
     group.add_argument('--dtype', choices=list(DTYPES), default='float32', help='float16, bfloat16: autocast')
-    group.add_argument('--compile', action='store_true', help='torch.compile backbone and neck')
+    group.add_argument('--tf32', action='store_true', help='let float32 products on a GPU use TF32')
+    group.add_argument('--channels-last', action='store_true', help='memory format of weights and input')
+    group.add_argument(
+        '--compile',
+        nargs='?',
+        const='default',
+        default=False,
+        choices=COMPILE_MODES,
+        metavar='MODE',
+        help=f'torch.compile backbone and neck, in one of the modes {", ".join(COMPILE_MODES)}; not before a CONFIG',
+    )
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
     group.add_argument('--image', metavar='FILE', help='photograph to run on')
 
 
 def latency_options(args: argparse.Namespace) -> dict:
     """What :func:`add_latency_arguments` parsed, as keyword arguments of ``measure_latency``."""
-    names = ('rounds', 'warmup', 'scope', 'dtype', 'compile', 'threads', 'image')
-    return {'size': tuple(args.size), **{name: getattr(args, name) for name in names}}
+    names = (
+        'rounds', 'warmup', 'scope', 'repeat', 'dtype', 'tf32', 'channels_last', 'compile', 'threads', 'image'
+    )  # fmt: skip
+    return {'size': tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}

@@ -7,7 +7,7 @@ from mmengine.runner import CheckpointLoader, load_state_dict
 from torch import nn
 
 from slab_det.checkpoints import check_detector_checkpoint
-from slab_det.errors import CheckpointError
+from slab_det.errors import CheckpointError, config_errors
 
 
 def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
@@ -22,10 +22,12 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
         The detector, with ``dataset_meta`` (class names and palette), None where the checkpoint has none.
 
     Raises:
+        ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit the model.
     """
     init_default_scope(cfg.get('default_scope', 'mmdet'))
-    model = MODELS.build(cfg.model)
+    with config_errors(cfg.filename or 'config'):
+        model = MODELS.build(cfg.model)
     model.eval()
     if checkpoint is None:
         return model
@@ -51,3 +53,8 @@ def is_fused(model: nn.Module) -> bool:
     """Whether :func:`slab_det.fuse` removed norms of this model, now or when its checkpoint was written."""
     report = getattr(model, 'fusion_report', None)
     return report is not None and any(norm.fate != 'kept' for norm in report.norms)
+
+
+def is_deployed(model: nn.Module) -> bool:
+    """Whether the model is what ``slab_det.deploy`` returned."""
+    return getattr(model, 'deployed', False)

@@ -79,7 +79,9 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
     hooks = schedule.to_dict().get('custom_hooks') or []
     brought = {_type_name(hook) for hook in hooks}
     values['custom_hooks'] = [hook for hook in own_hooks if _type_name(hook) not in brought] + hooks
-    values.setdefault('default_hooks', {}).setdefault('checked_load', dict(type='CheckedLoadHook'))
+    for name, hook in (('checked_load', 'CheckedLoadHook'), ('pool_statistics', 'PoolStatisticsHook'),
+                       ('random_state', 'RandomStateHook')):
+        values.setdefault('default_hooks', {}).setdefault(name, dict(type=hook))
     if _is_by_epoch(values) != was_by_epoch:
         _count_anew(values)
     imports = values.get('custom_imports', {}).get('imports', [])

@@ -6,6 +6,10 @@ os.environ['OMP_NUM_THREADS'] = '1'
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +19,7 @@ import torch
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 from torch import nn
 
@@ -84,6 +89,34 @@ def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
         cfg.experiment_name = f'{tmp_path.name}-{name}'
         return cfg
     return build
+
+
+@dataclass
+class Outcome:
+    """What a command line leaves behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Outcome]:
+    """Runs a tool as ``python tools/<tool> …`` would, in an empty folder, without paying for a new interpreter."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(tool: str, *arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
+        # A new process would have no logger yet; that of the last call writes to a stream that is closed.
+        monkeypatch.setattr(MMLogger, '_instance_dict', {})
+        code: object = 0
+        try:
+            runpy.run_path(str(CONFIGS.parent / 'tools' / tool), run_name='__main__')
+        except SystemExit as stop:
+            code = stop.code
+        return Outcome(int(code or 0), *capsys.readouterr())
+
+    return run
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """What the documentation tells a reader to type or to click is there."""
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 import shlex
@@ -17,7 +18,8 @@ ROOT = CONFIGS.parent
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 SCRIPTS = sorted((ROOT / 'tools').glob('*.sh'))
 # What a shell script of ours hands its arguments to.
-BEHIND = {'tools/dist_train.sh': 'tools/train.py', 'tools/dist_test.sh': 'tools/test.py'}
+BEHIND = {'tools/dist_train.sh': 'tools/train.py', 'tools/dist_test.sh': 'tools/test.py',
+          'tools/slurm_train.sh': 'tools/train.py'}
 
 
 def shell_lines(text: str) -> list[str]:
@@ -61,7 +63,8 @@ def flags_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> 
 
 @pytest.mark.parametrize('command', commands())
 def test_command_names_what_exists(command: list[str], flags_of: Callable[[str], set[str]]) -> None:
-    program, *arguments = command
+    # Variables set for the command alone.
+    program, *arguments = itertools.dropwhile(re.compile(r'[A-Z_]+=').match, command)
     if program == 'make':
         targets = re.findall(r'^([a-z]+):', (ROOT / 'Makefile').read_text(), flags=re.MULTILINE)
         assert arguments and set(arguments) <= set(targets)

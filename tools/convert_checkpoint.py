@@ -9,9 +9,10 @@ from pathlib import Path
 from mmengine.config import Config
 
 from slab_det.checkpoints.rewrite import rewrite_as_native
-from slab_det.cli import run_cli
+from slab_det.cli import read_config, run_cli
 from slab_det.datasets import check_data, set_data_root
 from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.errors import config_errors
 from slab_det.finetune import convert_detector
 
 SCHEDULE = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'schedules' / 'finetune_prepbn.py'
@@ -41,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    cfg = Config.fromfile(args.config)
+    cfg = read_config(args.config)
     if args.to == 'native':
         # The loader logs its report.
         rewrite_as_native(cfg, args.source, args.destination)
@@ -50,11 +51,12 @@ def main() -> None:
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)
     batches = None
-    if args.num_images > 0:
+    if args.num_images != 0:
         check_data(cfg, ('train',))
         batches = recalibration_dataloader(cfg, args.num_images)
-    checkpoint, config, report = convert_detector(
-        cfg, args.source, args.destination, Config.fromfile(args.schedule), batches)
+    with config_errors(args.schedule):
+        schedule = Config.fromfile(args.schedule)
+    checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule, batches)
     print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: python tools/train.py {config}')
 
 

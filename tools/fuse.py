@@ -5,12 +5,12 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 import argparse
 
 import torch
-from mmengine.config import Config
 
-from slab_det.cli import run_cli
+from slab_det.cli import read_config, run_cli
 from slab_det.detectors import build_detector
-from slab_det.fusion import save_fused
+from slab_det.fusion import FusionError, save_fused
 from slab_det.fusion.verify import verify_fusion
+from slab_det.layers.offline_norm import named_offline_norms
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -26,8 +26,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    cfg = Config.fromfile(args.config)
+    if min(args.size) < 1:
+        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
+    cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)
+    norms = dict(named_offline_norms(model))
+    if not norms:
+        raise FusionError(f'{args.config} has no norm to fold away: it is fused already, or has norms that stay, such '
+                          'as LayerNorm; then convert it with tools/convert_checkpoint.py, fine-tune, and fuse that')
+    unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
+    if unset:
+        raise FusionError(f'{args.checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
+                          f'{unset[0]} for one: the fused model would find nothing; train it with this config first')
     fused = slab_det.fuse(model)
     image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
     check = verify_fusion(model, fused, [image])

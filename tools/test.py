@@ -1,4 +1,4 @@
-"""Evaluates a detector and fills report.json. mmdet's arguments, --data-root, --fuse and --latency."""
+"""Evaluates a detector and fills report.json. mmdet's arguments, and --data-root --fuse --deploy --dtype --latency."""
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
@@ -27,6 +27,8 @@ from slab_det.datasets import check_data
 from slab_det.detectors import is_fused
 from slab_det.environment import describe_environment
 from slab_det.errors import SlabDetError
+from slab_det.half_precision import autocast_forward
+from slab_det.latency import DTYPES
 from slab_det.reporting import (
     ReportEntry,
     ap_from_metrics,
@@ -48,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
     parser.add_argument('--fuse', action='store_true', help='fuse the loaded model before testing it')
+    parser.add_argument('--deploy', action='store_true', help='test what slab_det.deploy makes of it, in --dtype')
     parser.add_argument('--report', metavar='FILE', help='report to fill; default WORK_DIR/report.json')
     parser.add_argument('--latency', action='store_true', help='measure batch-1 latency after the test')
     add_latency_arguments(parser)
@@ -55,8 +58,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    if args.tta and (args.latency or args.fuse):
-        raise SlabDetError('--latency and --fuse are for the plain detector; leave out --tta')
+    if args.tta and (args.latency or args.fuse or args.deploy):
+        raise SlabDetError('--latency, --fuse and --deploy are for the plain detector; leave out --tta')
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
         raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
     if '://' not in args.checkpoint and not Path(args.checkpoint).is_file():
@@ -77,15 +80,20 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
         trigger_visualization_hook(cfg, args)
     if args.tta:
         enable_test_time_augmentation(cfg)
-    if args.fuse:
-        # EMAHook would swap parameters with those of an unfused copy; the checkpoint's are the averaged ones already.
+    if args.fuse or args.deploy:
+        # EMAHook would swap parameters with those of a copy as it was; the checkpoint's are the averaged ones already.
         cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if hook.type != 'EMAHook']
     runner = build_runner(cfg)
-    if args.fuse:
+    model, dtype = plain_model(runner), None if args.dtype == 'float32' else DTYPES[args.dtype]
+    if args.fuse or args.deploy:
         runner.load_or_resume()
-        model = plain_model(runner)
         model.eval()
+    if args.fuse:
         slab_det.fuse(model, inplace=True)
+    if args.deploy:
+        slab_det.deploy(model, dtype, inplace=True)
+    elif dtype is not None:
+        autocast_forward(model, dtype)
     if args.out:
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))
     return runner, runner.test()
@@ -108,6 +116,8 @@ def main() -> None:
     description = describe_model(cfg.model)
     if args.tta:
         description['name'] += '-TTA'
+    # Not in the place of the AP of the plain model in float32.
+    description['name'] += '-deployed' * args.deploy + f'-{args.dtype}' * (args.dtype != 'float32')
     runner, metrics = test(cfg, args)
     if not is_main_process():
         return

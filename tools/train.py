@@ -6,8 +6,9 @@ import argparse
 
 from mmdet.utils import setup_cache_size_limit_of_dynamo
 from mmengine.config import Config
+from mmengine.runner import find_latest_checkpoint
 
-from slab_det.cli import add_runner_arguments, build_runner, config_from_arguments, run_cli
+from slab_det.cli import add_runner_arguments, build_runner, build_training, config_from_arguments, run_cli
 from slab_det.datasets import check_data
 from slab_det.errors import SlabDetError
 
@@ -33,12 +34,19 @@ def apply_training_arguments(cfg: Config, args: argparse.Namespace) -> None:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
         cfg.optim_wrapper.loss_scale = 'dynamic'
     if args.auto_scale_lr:
-        if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
+        if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise SlabDetError(f'--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size')
         cfg.auto_scale_lr.enable = True
-    if args.resume is not None:
+    if args.resume == 'auto':
+        cfg.resume = find_latest_checkpoint(cfg.work_dir) is not None
+        if cfg.resume:
+            cfg.load_from = None
+        else:
+            # Where the config has a load_from, mmengine would start without it.
+            print(f'--resume: {cfg.work_dir} has no checkpoint yet, so this run starts from the beginning')
+    elif args.resume is not None:
         cfg.resume = True
-        cfg.load_from = None if args.resume == 'auto' else args.resume
+        cfg.load_from = args.resume
 
 
 def main() -> None:
@@ -47,7 +55,9 @@ def main() -> None:
     cfg = config_from_arguments(args)
     apply_training_arguments(cfg, args)
     check_data(cfg, ('train', 'val'))
-    build_runner(cfg).train()
+    runner = build_runner(cfg)
+    build_training(runner)
+    runner.train()
 
 
 if __name__ == '__main__':

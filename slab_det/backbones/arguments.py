@@ -25,10 +25,11 @@ def per_stage(name: str, value: object, num_stages: int) -> tuple:
 
 def check_whole_numbers(least: int = 1, **values: object) -> None:
     """Raises ValueError unless every argument is a whole number, or a sequence of them, of at least ``least``."""
+    wanted = 'positive whole numbers' if least else 'whole numbers, 0 or more'
     for name, value in values.items():
         for number in value if isinstance(value, Sequence) else (value,):
             if not isinstance(number, Integral) or number < least:
-                raise ValueError(f'{name}={value}: give {"positive whole numbers" if least else "0 or more"}')
+                raise ValueError(f'{name}={value}: give {wanted}')
 
 
 def check_out_indices(out_indices: Sequence[int], num_stages: int) -> None:

@@ -28,8 +28,10 @@ class Detector(nn.Module):
 
 
 def checkpoint_of(model: nn.Module, prefix: str = '') -> dict:
-    return dict(meta={}, state_dict={prefix + key: torch.rand_like(value) if value.is_floating_point() else value
-                                     for key, value in model.state_dict().items()})
+    state = {prefix + key: torch.rand_like(value) if value.is_floating_point() else value
+             for key, value in model.state_dict().items()}
+    # As mmengine saves it, with what it resumes from.
+    return dict(meta=dict(epoch=0, iter=0), message_hub={}, state_dict=state)
 
 
 def official_checkpoint() -> dict:
@@ -275,3 +277,12 @@ def test_a_runner_checks_what_it_loads(tmp_path):
         make_runner(tmp_path / 'cut', load_from=str(lost), resume=True).train()
     with pytest.raises(CheckpointError, match='nothing matches'):
         make_runner(tmp_path / 'wrong', load_from=str(foreign)).train()
+
+
+def test_what_a_training_began_anew_is_loaded_when_it_is_resumed_or_tested():
+    hook = dict(reinitialize=['bbox_head'])
+    for options in (dict(resume=True), dict(training=False)):
+        model = Detector()
+        checkpoint = checkpoint_of(model)
+        load(model, checkpoint, hook=hook, **options)
+        assert torch.equal(model.bbox_head.weight, checkpoint['state_dict']['bbox_head.weight'])

@@ -1,6 +1,7 @@
 """A config's data is missed before anything slow happens, by an error that says what to do."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def root(tmp_path: Path) -> Path:
     (root / 'annotations').mkdir()
     for split in ('train', 'val'):
         write_annotations(root, split)
+        (root / split / 'a.png').touch()
     return root
 
 
@@ -75,7 +77,7 @@ def test_data_that_is_there_passes_and_missing_data_is_named(root: Path, wrap) -
 
 
 def test_missing_image_folder_is_named(root: Path) -> None:
-    (root / 'val').rmdir()
+    shutil.rmtree(root / 'val')
     with pytest.raises(DataError, match='val image folder .*/val/ not found'):
         check_data(config(root))
     check_data(config(root), splits=('train',))

@@ -3,11 +3,8 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,41 +13,12 @@ import torch
 from conftest import randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.logging import MMLogger
 from torch.nn import functional
 
 from slab_det.fusion.rules import fold_into_output
 
 TOOLS = Path(__file__).parents[2] / 'tools'
 MAIN_CONFIG = TOOLS.parent / 'configs' / 'mask_rcnn_slab_swin_t.py'
-
-
-@dataclass
-class Outcome:
-    """What a command line leaves behind."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Outcome]:
-    """Runs a tool as ``python tools/<tool> …`` would, in an empty folder, without paying for a new interpreter."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(tool: str, *arguments: object) -> Outcome:
-        monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
-        # A new process would have no logger yet; that of the last call writes to a stream that is closed.
-        monkeypatch.setattr(MMLogger, '_instance_dict', {})
-        code: object = 0
-        try:
-            runpy.run_path(str(TOOLS / tool), run_name='__main__')
-        except SystemExit as stop:
-            code = stop.code
-        return Outcome(int(code or 0), *capsys.readouterr())
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -62,6 +30,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ('fuse.py', '--out --size'),
         ('convert_checkpoint.py', '--to --config --data-root --num-images --schedule native prepbn'),
         ('report.py', '--out --paper'),
+        ('attention_rank.py', '--with --out --image --size --stage --block --head --window --channels --cfg-options'),
         ('quickstart.py', '--work-dir'),
     ],
 )
@@ -96,6 +65,7 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
          'checkpoint nowhere.pth not found'),
         (['latency.py', MAIN_CONFIG, '--checkpoint', 'a', 'b'], '1 configs but 2 checkpoints'),
         (['report.py', 'nowhere.json', '--out', 'x'], 'nowhere.json not found'),
+        (['attention_rank.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.png'], 'checkpoint nowhere.pth not found'),
     ],
 )
 def test_expected_errors_are_one_line(command: list, message: str, call) -> None:
@@ -162,6 +132,20 @@ def test_report_writes_table_and_picture(tmp_path: Path, call) -> None:
     assert result.code == 0, result.err
     assert '| SLAB-Swin-T | PRepBN | fused | 5.0 | 50.0 /' in (tmp_path / 'out' / 'table.md').read_text()
     assert (tmp_path / 'out' / 'ap_latency.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_attention_rank_says_which_weights_are_random(tmp_path: Path, checkpoint: Path, call) -> None:
+    result = call('attention_rank.py', 'small.py', checkpoint, '--with', 'small.py', '--out', 'rank.png',
+                  '--size', 80, 96, '--channels', 2)
+    assert result.code == 0, result.err
+    assert f'Swin-8x2211-PRepBN, weights of {tmp_path.name}/small.pth | softmax' in result.out
+    assert 'Swin-8x2211-PRepBN, RANDOM WEIGHTS (seed 0) | softmax' in result.out
+    content = json.loads((tmp_path / 'rank.json').read_text())
+    assert content['image'] == 'a generated image at 80x96 (HxW)' and 'torch' in content['versions']
+    assert [found['checkpoint'] for found in content['maps']] == [str(checkpoint), None]
+    # Windows of 7x7 tokens.
+    assert [found['tokens'] for found in content['maps']] == [[49, 49]] * 2
+    assert (tmp_path / 'rank.png').read_bytes().startswith(b'\x89PNG')
 
 
 SMALL = {'embed_dims': 8, 'depths': (2, 1, 1, 1), 'num_heads': (1, 2, 2, 4)}
