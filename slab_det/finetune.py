@@ -15,6 +15,7 @@ from slab_det.conversion import ConversionError, ConversionReport, convert_norms
 from slab_det.detectors import build_detector
 from slab_det.fusion import drop_pretrained
 from slab_det.layers.repbn import named_progressive_norms
+from slab_det.reporting import type_name
 
 # What a schedule decides; everything else is the detector's own.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
@@ -77,8 +78,8 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
     was_by_epoch = _is_by_epoch(values)
     values.update({key: value for key, value in schedule.to_dict().items() if key in SCHEDULE_KEYS})
     hooks = schedule.to_dict().get('custom_hooks') or []
-    brought = {_type_name(hook) for hook in hooks}
-    values['custom_hooks'] = [hook for hook in own_hooks if _type_name(hook) not in brought] + hooks
+    brought = {type_name(hook['type']) for hook in hooks}
+    values['custom_hooks'] = [hook for hook in own_hooks if type_name(hook['type']) not in brought] + hooks
     for name, hook in (('checked_load', 'CheckedLoadHook'), ('pool_statistics', 'PoolStatisticsHook'),
                        ('random_state', 'RandomStateHook')):
         values.setdefault('default_hooks', {}).setdefault(name, dict(type=hook))
@@ -99,12 +100,6 @@ def _is_by_epoch(values: dict) -> bool:
     return 'max_epochs' in (values.get('train_cfg') or {})
 
 
-def _type_name(cfg: dict) -> str:
-    """The name of the class that ``cfg`` builds, without its scope."""
-    kind = cfg['type']
-    return (kind if isinstance(kind, str) else kind.__name__).rpartition('.')[2]
-
-
 def _count_anew(values: dict) -> None:
     """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
     by_epoch = _is_by_epoch(values)
@@ -113,10 +108,10 @@ def _count_anew(values: dict) -> None:
     checkpoint.pop('save_begin', None)
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
     sampler = values['train_dataloader'].get('sampler')
-    if sampler and by_epoch and _type_name(sampler) == 'InfiniteSampler':
+    if sampler and by_epoch and type_name(sampler['type']) == 'InfiniteSampler':
         # An epoch of it would never end.
         sampler['type'] = 'DefaultSampler'
-    elif sampler and not by_epoch and _type_name(sampler) == 'DefaultSampler':
+    elif sampler and not by_epoch and type_name(sampler['type']) == 'DefaultSampler':
         # An iteration-based loop would start the workers anew after every pass.
         sampler['type'] = 'InfiniteSampler'
         sampler.pop('round_up', None)

@@ -55,11 +55,9 @@ class ReportEntry:
     environment: dict | None = None
 
     @property
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> tuple[str, str, str, str]:
         """Entries with the same key describe the same detector, seen by different tools."""
-        latency = self.latency or {}
-        form = f'deployed in {latency["dtype"]}' if latency.get('deployed') else ''
-        return self.name, self.detector, self.variant, form, str(Path(self.checkpoint or self.config).resolve())
+        return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
 
     def merged_with(self, other: 'ReportEntry') -> 'ReportEntry':
         """This entry with everything that ``other`` knows; ``other`` wins."""
@@ -80,19 +78,24 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
 
     Types may be written in any way that mmengine builds: 'MaskRCNN', 'mmdet.MaskRCNN', or the class itself.
     """
-    if _type_name(model_cfg['type']) == 'FusedDetector':
+    if type_name(model_cfg['type']) == 'FusedDetector':
         model_cfg = model_cfg['model']
     backbone = model_cfg['backbone']
     stages = backbone.get('attention', 'softmax')
     kinds = [stages] if isinstance(stages, str) else list(stages)
-    norm = _type_name((backbone.get('norm_cfg') or {'type': 'LN'})['type'])
+    norm = type_name((backbone.get('norm_cfg') or {'type': 'LN'})['type'])
     norm = 'LN' if norm == 'LayerNorm' else norm  # as a class it has torch's name, in the registry mmcv's
     return {
         'name': _row_label(backbone, kinds, norm),
         'norm': norm,
         'attention': kinds[0] if len(set(kinds)) == 1 else '/'.join(kinds),
-        'detector': _type_name(model_cfg['type']),
+        'detector': type_name(model_cfg['type']),
     }
+
+
+def form_suffix(deployed: bool, dtype: str) -> str:
+    """What a name gets that is not of the plain model in float32, so that it has an entry of its own."""
+    return '-deployed' * deployed + f'-{dtype}' * (dtype != 'float32')
 
 
 def describe_dataset(dataset: object) -> dict:
@@ -270,13 +273,13 @@ def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
     return '-'.join([label, '+'.join(norms)]) if norms else label
 
 
-def _type_name(kind: str | Callable) -> str:
+def type_name(kind: str | Callable) -> str:
     """The name alone: without scope or module of a string, and of a class or function as lazy configs hold it."""
     return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
 
 
 def _family(backbone: Mapping) -> str:
-    kind = _type_name(backbone['type'])
+    kind = type_name(backbone['type'])
     family = {
         'SLABSwin': 'Swin',
         'SwinTransformer': 'Swin',

@@ -14,7 +14,7 @@ from slab_det.detectors import build_detector, is_fused
 from slab_det.errors import SlabDetError
 from slab_det.latency import DTYPES, latency_table
 from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.reporting import ReportEntry, describe_model, update_report
+from slab_det.reporting import ReportEntry, describe_model, form_suffix, update_report
 from slab_det.untrained import OBJECTS, prepare_untrained
 
 
@@ -75,6 +75,8 @@ def main() -> None:
             raise SlabDetError(f'{config} is listed twice')
         models[name] = model
         entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)
+        if args.deploy:
+            entries[name]['name'] += form_suffix(args.deploy, args.dtype)
     results = slab_det.measure_latency(models, device=args.device, progress=True, **latency_options(args))
     print(latency_table(list(results.values())))
     if args.json:

@@ -34,7 +34,9 @@ from slab_det.reporting import (
     ap_from_metrics,
     describe_dataset,
     describe_model,
+    form_suffix,
     markdown_table,
+    type_name,
     update_report,
 )
 
@@ -82,7 +84,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
         enable_test_time_augmentation(cfg)
     if args.fuse or args.deploy:
         # EMAHook would swap parameters with those of a copy as it was; the checkpoint's are the averaged ones already.
-        cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if hook.type != 'EMAHook']
+        cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if type_name(hook.type) != 'EMAHook']
     runner = build_runner(cfg)
     model, dtype = plain_model(runner), None if args.dtype == 'float32' else DTYPES[args.dtype]
     if args.fuse or args.deploy:
@@ -117,7 +119,7 @@ def main() -> None:
     if args.tta:
         description['name'] += '-TTA'
     # Not in the place of the AP of the plain model in float32.
-    description['name'] += '-deployed' * args.deploy + f'-{args.dtype}' * (args.dtype != 'float32')
+    description['name'] += form_suffix(args.deploy, args.dtype)
     runner, metrics = test(cfg, args)
     if not is_main_process():
         return

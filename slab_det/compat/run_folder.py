@@ -50,7 +50,8 @@ def find_latest_checkpoint(path: str) -> str | None:
     named = marker.read_text().strip() if marker.is_file() else ''
     if '://' in named:
         return named
-    for candidate in (Path(named), folder / Path(named).name) if named else ():
+    # In the folder first: of a copied folder, the original may have gone on.
+    for candidate in (folder / Path(named).name, Path(named)) if named else ():
         if candidate.exists():
             return str(candidate)
     saved = [file for file in folder.glob('*.pth') if re.fullmatch(r'(iter|epoch)_\d+\.pth', file.name)]

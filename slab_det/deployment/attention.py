@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.layers.attention import LinearWindowAttention, ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.layers.attention import (
+    FocusedLinearAttention,
+    ShiftedWindowAttention,
+    SimplifiedLinearAttention,
+    SoftmaxWindowAttention,
+)
 from slab_det.layers.window import window_geometry
 
 from .linear import linear, linear_add
@@ -97,10 +102,15 @@ class DeployedLinearAttention(DeployedWindowAttention):
         return self.w_msa.mix(*qkv.chunk(3, dim=-1), prepared)
 
 
-DEPLOYED = {SoftmaxWindowAttention: DeployedSoftmaxAttention, LinearWindowAttention: DeployedLinearAttention}
+DEPLOYED = {
+    SoftmaxWindowAttention: DeployedSoftmaxAttention,
+    SimplifiedLinearAttention: DeployedLinearAttention,
+    FocusedLinearAttention: DeployedLinearAttention,
+}
 
 
-def deploy_attention(norm: nn.Module, attention: ShiftedWindowAttention) -> DeployedWindowAttention:
-    """The deployed form of a norm and the window attention behind it."""
-    kind = next(kind for kind in DEPLOYED if isinstance(attention.w_msa, kind))
-    return DEPLOYED[kind](norm, attention)
+def deploy_attention(norm: nn.Module, attention: nn.Module) -> DeployedWindowAttention | None:
+    """The deployed form of a norm and the window attention behind it; None for an attention of another kind."""
+    if type(attention) is not ShiftedWindowAttention or type(attention.w_msa) not in DEPLOYED:
+        return None
+    return DEPLOYED[type(attention.w_msa)](norm, attention)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.backbones import SLABPVT, SLABSwin
@@ -11,10 +12,11 @@ from slab_det.errors import DeploymentError
 from slab_det.layers.offline_norm import named_offline_norms
 
 from .compiled import compile_networks
-from .graphs import capture_graphs
-from .heads import lower_precision, share_roi_features
-from .linear import replace_linears
+from .graphs import capture_graphs, check_graphs
+from .heads import check_precision, lay_out_roi_features, lower_precision
+from .linear import DeployedLinear, replace_linears
 from .pvt import deploy_pvt
+from .size_cache import SizeCached
 from .swin import deploy_swin
 
 DEPLOYERS = {SLABSwin: deploy_swin, SLABPVT: deploy_pvt}
@@ -47,27 +49,42 @@ def deploy(model: nn.Module, dtype: torch.dtype | None = None, compile: bool = F
         DeploymentError: If the model is in training mode, has norms that await :func:`slab_det.fuse`, cannot compute
             in ``dtype``, or is not on a GPU with ``cuda_graphs``.
     """
-    if model.training:
-        raise DeploymentError('the model is in training mode; call model.eval() before slab_det.deploy')
-    waiting = [name for name, norm in named_offline_norms(model)]
-    if waiting:
-        raise DeploymentError(f'{len(waiting)} norms are not fused ({waiting[0]}, …); call slab_det.fuse before '
-                              'slab_det.deploy')
+    _check(model)
+    check_precision(model, dtype)
+    if cuda_graphs:
+        check_graphs(model)
     if not inplace:
         model = copy.deepcopy(model)
     model.requires_grad_(False)
     backbone = getattr(model, 'backbone', model)
-    for kind, deploy_backbone in DEPLOYERS.items():
-        if isinstance(backbone, kind):
-            deploy_backbone(backbone)
+    # Exactly these: a subclass may keep the tokens that blocks overwrite.
+    DEPLOYERS.get(type(backbone), lambda _: None)(backbone)
     replace_linears(model)
-    model.to(memory_format=torch.channels_last)
-    share_roi_features(model)
+    for module in model.modules():
+        # A subclass may compute with a view of its weight.
+        if type(module) in (nn.Conv2d, nn.ConvTranspose2d):
+            module.to(memory_format=torch.channels_last)
+    # What is new starts in training mode.
+    model.eval()
+    roi_features = lay_out_roi_features(model)
     if dtype is not None:
         lower_precision(model, dtype)
     if compile:
         compile_networks(model)
     if cuda_graphs:
-        capture_graphs(model)
+        capture_graphs(model, roi_features)
     model.deployed = True
     return model
+
+
+def _check(model: nn.Module) -> None:
+    if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
+        raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
+    if any(module.training for module in model.modules()):
+        raise DeploymentError('the model is in training mode; call model.eval() before slab_det.deploy')
+    if any(isinstance(module, SizeCached | DeployedLinear) for module in model.modules()):
+        raise DeploymentError('the model is deployed already; deploy the fused model that it was made of')
+    waiting = [name for name, norm in named_offline_norms(model)]
+    if waiting:
+        raise DeploymentError(f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before '
+                              'slab_det.deploy')

@@ -4,7 +4,8 @@ from __future__ import annotations
 from mmcv.cnn.bricks.transformer import FFN
 from torch import Tensor, nn
 
-from slab_det.layers.map_ffn import MapFFN
+from slab_det.layers.ffn import PostActFFN, PreActFFN
+from slab_det.layers.map_ffn import MapFFN, PostActMapFFN, PreActMapFFN
 
 from .linear import ACTIVATIONS, linear, linear_add
 from .tiles import row_tiles, tile_tokens
@@ -50,10 +51,12 @@ def deploy_ffn(norm: nn.Module, ffn: nn.Module) -> DeployedFFN | None:
 
 
 def _two_layers(ffn: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:
-    if isinstance(ffn, FFN) and len(ffn.layers) == 3 and ffn.add_identity and _is_identity(ffn.gamma2):
+    # Exactly these: a subclass may compute something else.
+    if (type(ffn) in (FFN, PreActFFN, PostActFFN) and len(ffn.layers) == 3 and ffn.add_identity
+            and _is_identity(ffn.gamma2)):
         (fc1, activation, _), fc2, _ = ffn.layers
         return fc1, activation, fc2
-    if isinstance(ffn, MapFFN) and len(ffn.layers) == 5:
+    if type(ffn) in (MapFFN, PreActMapFFN, PostActMapFFN) and len(ffn.layers) == 5:
         fc1, activation, _, fc2, _ = ffn.layers
         return fc1, activation, fc2
     return None

@@ -6,32 +6,38 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+from mmdet.models.roi_heads.bbox_heads import BBoxHead
+from mmdet.models.roi_heads.mask_heads import FCNMaskHead
+from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
 from torch import Tensor, nn
 
 from slab_det.compat.ops import at_least_float32
 from slab_det.errors import DeploymentError
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+# They read features and return scores, deltas or logits: coordinates are made of these later, outside of them.
+HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
 
 
 class CastInputs:
-    """A forward pre-hook that casts the positional inputs."""
+    """A forward pre-hook that casts all inputs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def __call__(self, module: nn.Module, inputs: tuple) -> tuple:
-        return cast(inputs, self.dtype)
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return _map(args, self._cast), _map(kwargs, self._cast)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
 
 
-class CastOutputs:
+class CastOutputs(CastInputs):
     """A forward hook that casts the outputs."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, inputs: tuple, outputs: Any) -> Any:
-        return cast(outputs, self.dtype)
+    def __call__(self, module: nn.Module, args: tuple, outputs: Any) -> Any:
+        return _map(outputs, self._cast)
 
 
 class RoIFeatures:
@@ -43,83 +49,102 @@ class RoIFeatures:
     def __init__(self) -> None:
         self._shared: tuple[tuple[Tensor, ...], list[Tensor]] | None = None
 
-    def for_boxes(self, extractor: nn.Module, inputs: tuple) -> tuple:
-        """The maps laid out, and kept for the masks of the same image."""
-        maps, *others = inputs
-        laid_out = [x.to(at_least_float32(x.dtype), memory_format=torch.contiguous_format) for x in maps]
-        self._shared = tuple(maps), laid_out
-        return (laid_out, *others)
+    def forget(self, *_: Any) -> None:
+        """There is another image: maps may be written anew in place."""
+        self._shared = None
 
-    def for_masks(self, extractor: nn.Module, inputs: tuple) -> tuple:
-        """What :meth:`for_boxes` left, if it had the same maps. It is used up: maps may be written anew in place."""
-        maps, *others = inputs
+    def lay_out(self, extractor: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Everything laid out."""
+        return _map(args, _laid_out), _map(kwargs, _laid_out)
+
+    def lay_out_and_share(self, extractor: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The same, kept for the masks of this image."""
+        laid_out = self.lay_out(extractor, args, kwargs)
+        self._shared = (tuple(args[0]), laid_out[0][0]) if args else None
+        return laid_out
+
+    def take_shared(self, extractor: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """What :meth:`lay_out_and_share` left, if it had the same maps; used up, so that it can be freed."""
         shared, self._shared = self._shared, None
-        if shared is None or len(shared[0]) != len(maps) or any(map(operator.is_not, shared[0], maps)):
-            return inputs
-        return (shared[1], *others)
+        same = (shared is not None and args and len(shared[0]) == len(args[0])
+                and not any(map(operator.is_not, shared[0], args[0])))
+        if not same:
+            return self.lay_out(extractor, args, kwargs)
+        return (shared[1], *_map(args[1:], _laid_out)), _map(kwargs, _laid_out)
 
 
-def share_roi_features(model: nn.Module) -> None:
-    """Lets the RoI extractors of a two-stage detector share their maps, in place."""
-    roi_head = getattr(model, 'roi_head', None)
-    if getattr(roi_head, 'bbox_roi_extractor', None) is not None:
-        features = RoIFeatures()
-        roi_head.bbox_roi_extractor.register_forward_pre_hook(features.for_boxes)
-        if getattr(roi_head, 'mask_roi_extractor', None) is not None:
-            roi_head.mask_roi_extractor.register_forward_pre_hook(features.for_masks)
+def _laid_out(x: Tensor) -> Tensor:
+    return x.to(at_least_float32(x.dtype), memory_format=torch.contiguous_format)
 
 
-def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in nested tuples and lists."""
+def _map(values: Any, function: Any) -> Any:
+    """Applies a function to the floating-point tensors in nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
-        return values.to(dtype) if values.is_floating_point() else values
-    if isinstance(values, (tuple, list)):
-        return type(values)(cast(value, dtype) for value in values)
+        return function(values) if values.is_floating_point() else values
+    if isinstance(values, tuple | list):
+        return type(values)(_map(value, function) for value in values)
+    if type(values) is dict:
+        return {key: _map(value, function) for key, value in values.items()}
     return values
+
+
+def lay_out_roi_features(model: nn.Module) -> RoIFeatures:
+    """Lets the RoI extractors of a detector read maps as they need them, in place."""
+    features = RoIFeatures()
+    roi_head = getattr(model, 'roi_head', None)
+    boxes, masks = (getattr(roi_head, f'{name}_roi_extractor', None) for name in ('bbox', 'mask'))
+    hooks = {}
+    if isinstance(boxes, BaseRoIExtractor) and isinstance(masks, BaseRoIExtractor) and boxes is not masks:
+        hooks = {boxes: features.lay_out_and_share, masks: features.take_shared}
+        model.backbone.register_forward_pre_hook(features.forget)
+    for module in model.modules():
+        if isinstance(module, BaseRoIExtractor):
+            module.register_forward_pre_hook(hooks.get(module, features.lay_out), with_kwargs=True)
+    return features
+
+
+def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raises unless :func:`lower_precision` can cast the model.
+
+    Raises:
+        DeploymentError: If ``dtype`` is no low precision, or a part of the detector is of unknown kind.
+    """
+    if dtype is None:
+        return
+    if dtype not in LOW_PRECISION:
+        raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, LOW_PRECISION))}, or None')
+    known = {parameter for module in (*_networks(model), *_heads(model)) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter not in known:
+            raise DeploymentError(f'{name.rpartition(".")[0]} of {type(model).__name__}: which of its tensors are '
+                                  'coordinates is not known; deploy this detector in float32')
 
 
 def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
     """Lets the layers of a detector compute in ``dtype``, in place; anchors, boxes, scores and RoIAlign stay float32.
 
     A coordinate has 8 significant bits in bfloat16 and 11 in float16: on an image of 1333 pixels that is an error of
-    several pixels, or of one.
+    several pixels, or of one. RoI extractors are taken care of by :func:`lay_out_roi_features`.
 
     Args:
-        model: A one-stage or two-stage detector, or a backbone.
+        model: What :func:`check_precision` lets pass.
         dtype: ``torch.bfloat16`` or ``torch.float16``.
-
-    Raises:
-        DeploymentError: If ``dtype`` is another one, or the detector has parts of unknown kind.
     """
-    if dtype not in LOW_PRECISION:
-        raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, LOW_PRECISION))}, or None')
-    if not hasattr(model, 'backbone'):
-        _cast_networks([model], dtype)
-        return
-    heads = list(_heads(model))
-    _cast_networks([model.backbone, *([model.neck] if getattr(model, 'neck', None) is not None else [])], dtype)
-    for head in heads:
+    for network in _networks(model):
+        network.to(dtype)
+        network.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+    for head in _heads(model):
         head.to(dtype)
-        head.register_forward_pre_hook(CastInputs(dtype))
+        head.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
         head.register_forward_hook(CastOutputs(torch.float32))
 
 
-def _cast_networks(networks: list[nn.Module], dtype: torch.dtype) -> None:
-    for network in networks:
-        network.to(dtype)
-    networks[0].register_forward_pre_hook(CastInputs(dtype))
+def _networks(model: nn.Module) -> list[nn.Module]:
+    """What maps images to features."""
+    if not hasattr(model, 'backbone'):
+        return [model]
+    return [part for part in (model.backbone, getattr(model, 'neck', None)) if part is not None]
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """What reads features and returns scores or boxes."""
-    for name, child in model.named_children():
-        if name in ('backbone', 'neck', 'data_preprocessor'):
-            continue
-        if name == 'roi_head':
-            # RoI extractors read boxes.
-            yield from (head for part, head in child.named_children() if part in ('bbox_head', 'mask_head'))
-        elif name in ('rpn_head', 'bbox_head', 'mask_head'):
-            yield child
-        elif any(True for _ in child.parameters()):
-            raise DeploymentError(f'{name} of {type(model).__name__}: which of its tensors are coordinates is not '
-                                  'known; deploy this detector in float32')
+    return (module for module in model.modules() if isinstance(module, HEADS))

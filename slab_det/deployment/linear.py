@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.compat.onednn import linear_add_onednn, linear_onednn, takes_onednn
+from slab_det.fusion.interference import find_hooks
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}
@@ -23,7 +24,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 'no
         bias: (C_out,).
         activation: 'none', 'gelu' (the exact one) or 'relu'.
     """
-    if takes_onednn(x, weight):
+    # oneDNN's ReLU makes 0 of NaN, and a broken checkpoint would look healthy.
+    if activation != 'relu' and takes_onednn(x, weight):
         return linear_onednn(x, weight, bias, activation)
     return _FUNCTIONS[activation](F.linear(x, weight, bias))
 
@@ -50,9 +52,8 @@ class DeployedLinear(nn.Linear):
 def replace_linears(module: nn.Module) -> None:
     """Replaces every plain ``nn.Linear`` below ``module``, in place."""
     for name, child in module.named_children():
-        # Exactly this class: a subclass may compute something else.
-        if type(child) is nn.Linear:
+        # Exactly this class, and nothing that computes its weight or watches it: those do something else.
+        if type(child) is nn.Linear and 'weight' in child._parameters and not find_hooks(child):
             setattr(module, name, DeployedLinear(child).train(child.training))
-        elif not isinstance(child, nn.MultiheadAttention):
-            # It reads the weights of its out_proj without calling it.
+        else:
             replace_linears(child)

@@ -9,8 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.backbones.pvt import SLABPVT, PositionEmbedding, PVTBlock
+from slab_det.fusion.interference import has_hooks
 from slab_det.layers.position_table import resize_table
-from slab_det.layers.spatial_reduction import LinearMapAttention, MapAttention, SoftmaxMapAttention
+from slab_det.layers.spatial_reduction import (
+    FocusedMapAttention,
+    MapAttention,
+    SimplifiedMapAttention,
+    SoftmaxMapAttention,
+)
 
 from .ffn import deploy_ffn
 from .linear import linear, linear_add
@@ -91,7 +97,11 @@ class DeployedLinearMapAttention(DeployedMapAttention):
         return lambda q, rows: local[:, rows] + attention.read(q, summary).to(local.dtype)
 
 
-DEPLOYED = {SoftmaxMapAttention: DeployedSoftmaxMapAttention, LinearMapAttention: DeployedLinearMapAttention}
+DEPLOYED = {
+    SoftmaxMapAttention: DeployedSoftmaxMapAttention,
+    SimplifiedMapAttention: DeployedLinearMapAttention,
+    FocusedMapAttention: DeployedLinearMapAttention,
+}
 
 
 class DeployedPVTBlock(nn.Module):
@@ -99,8 +109,7 @@ class DeployedPVTBlock(nn.Module):
 
     def __init__(self, block: PVTBlock) -> None:
         super().__init__()
-        kind = next(kind for kind in DEPLOYED if isinstance(block.attn, kind))
-        self.attn = DEPLOYED[kind](block.norm1, block.attn)
+        self.attn = DEPLOYED[type(block.attn)](block.norm1, block.attn)
         self.deployed_ffn = deploy_ffn(block.norm2, block.ffn)
         if self.deployed_ffn is None:
             self.norm2, self.ffn = block.norm2, block.ffn
@@ -113,11 +122,19 @@ class DeployedPVTBlock(nn.Module):
         return x
 
 
+def deploy_block(block: nn.Module) -> nn.Module:
+    """The deployed form of a block or position embedding; itself where it computes or is watched in another way."""
+    if has_hooks(block):
+        return block
+    if type(block) is PositionEmbedding:
+        return DeployedPositionEmbedding(block)
+    return DeployedPVTBlock(block) if type(block) is PVTBlock and type(block.attn) in DEPLOYED else block
+
+
 def deploy_pvt(backbone: SLABPVT) -> None:
     """Replaces what the backbone consists of by its deployed form, in place."""
     for _, blocks, _ in backbone.layers:
         for i, block in enumerate(blocks):
-            blocks[i] = (DeployedPositionEmbedding(block) if isinstance(block, PositionEmbedding)
-                         else DeployedPVTBlock(block))
+            blocks[i] = deploy_block(block)
     # Tokens are channels last: the maps are then views of them.
     backbone.memory_format = torch.channels_last

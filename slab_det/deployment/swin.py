@@ -5,8 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.backbones.swin import SLABSwin, SwinBlock
+from slab_det.fusion.interference import has_hooks
+from slab_det.layers.patch_merging import PatchMerging
 
-from .attention import deploy_attention
+from .attention import DeployedWindowAttention, deploy_attention
 from .ffn import deploy_ffn
 from .patch_merging import DeployedPatchMerging
 
@@ -14,9 +16,9 @@ from .patch_merging import DeployedPatchMerging
 class DeployedSwinBlock(nn.Module):
     """A block that works in place on its tokens (B, H * W, C), which must be contiguous."""
 
-    def __init__(self, block: SwinBlock) -> None:
+    def __init__(self, attn: DeployedWindowAttention, block: SwinBlock) -> None:
         super().__init__()
-        self.attn = deploy_attention(block.norm1, block.attn)
+        self.attn = attn
         self.deployed_ffn = deploy_ffn(block.norm2, block.ffn)
         if self.deployed_ffn is None:
             self.norm2, self.ffn = block.norm2, block.ffn
@@ -31,11 +33,19 @@ class DeployedSwinBlock(nn.Module):
         return x
 
 
+def deploy_block(block: nn.Module) -> nn.Module:
+    """The deployed form of a block; the block itself where it computes or is watched in another way."""
+    attn = None if type(block) is not SwinBlock or has_hooks(block) else deploy_attention(block.norm1, block.attn)
+    return block if attn is None else DeployedSwinBlock(attn, block)
+
+
 def deploy_swin(backbone: SLABSwin) -> None:
     """Replaces what the backbone consists of by its deployed form, in place."""
     for stage in backbone.stages:
-        stage.blocks = nn.ModuleList(map(DeployedSwinBlock, stage.blocks))
-        if stage.downsample is not None and isinstance(stage.downsample.norm, (nn.Identity, type(None))):
-            stage.downsample = DeployedPatchMerging(stage.downsample)
+        stage.blocks = nn.ModuleList(map(deploy_block, stage.blocks))
+        merging = stage.downsample
+        if (type(merging) is PatchMerging and isinstance(merging.norm, (nn.Identity, type(None)))
+                and not has_hooks(merging)):
+            stage.downsample = DeployedPatchMerging(merging)
     # Tokens are channels last: the maps are then views of them.
     backbone.memory_format = torch.channels_last

@@ -15,6 +15,11 @@ def find_hooks(module: nn.Module) -> str:
     return 'a forward of its own' if 'forward' in vars(module) else ''
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether :func:`find_hooks` finds something in ``module`` or below."""
+    return any(map(find_hooks, module.modules()))
+
+
 def other_owners(model: nn.Module) -> dict[str, list[str]]:
     """For each name of a parameter that has several, the other ones.
 

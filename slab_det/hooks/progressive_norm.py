@@ -81,9 +81,20 @@ class ProgressiveNormHook(Hook):
                                'has; resume with the config in its work_dir')
         for name in self._live:
             model.get_submodule(name).statistics_loaded = False
+        self._check_frozen()
         self._set_gamma(runner.iter)
         runner.logger.info(f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after '
                            f'{self._num_iters} of {runner.max_iters} iterations; now gamma = {self._largest_gamma():g}')
+
+    def _check_frozen(self) -> None:
+        """Raises SlabDetError for norms that cannot train and whose RepBN has seen no data: gamma would unveil it."""
+        frozen = [name for name, norm in self._norms.items() if norm.gamma > 0 and not norm.statistics_loaded
+                  and not any(parameter.requires_grad for parameter in norm.parameters())]
+        if frozen:
+            raise SlabDetError(
+                f'{len(frozen)} frozen norms are still LayerNorm ({frozen[0]}, ...): lowering gamma would replace them '
+                'by a RepBN that never trained. Set frozen_stages=-1, or start from what tools/convert_checkpoint.py '
+                'writes, or from a checkpoint whose decay was finished')
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:
         runner.message_hub.update_scalar('train/gamma', self._largest_gamma())

@@ -113,3 +113,12 @@ def test_a_config_is_dumped_whole_or_not_at_all(tmp_path, monkeypatch):
         Config({'a': 2}).dump(path)
     assert Config.fromfile(path).a == 1 and [file.name for file in tmp_path.iterdir()] == ['config.py']
     assert Config({'a': 2}).dump() == 'a = 2\n'
+
+
+def test_a_copied_folder_resumes_from_its_own_checkpoint(tmp_path):
+    original, copied = tmp_path / 'a', tmp_path / 'b'
+    for folder in (original, copied):
+        folder.mkdir()
+        (folder / 'iter_4.pth').touch()
+        (folder / 'last_checkpoint').write_text(str(original / 'iter_4.pth'))
+    assert find_latest_checkpoint(str(copied)) == str(copied / 'iter_4.pth')

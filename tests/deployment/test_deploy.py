@@ -3,17 +3,22 @@ import copy
 import pytest
 import torch
 from conftest import SLA, random_sizes, randomize, raw_outputs
+from mmdet.models.roi_heads.bbox_heads import BBoxHead
+from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from torch import nn
 
 import slab_det
+from slab_det.backbones.swin import SwinBlock
 from slab_det.deployment import tiles
 from slab_det.deployment.attention import DeployedWindowAttention
+from slab_det.deployment.compiled import compile_networks
 from slab_det.deployment.ffn import DeployedFFN
 from slab_det.deployment.linear import DeployedLinear
 from slab_det.deployment.size_cache import MAX_SIZES, SizeCached
 from slab_det.errors import DeploymentError
+from slab_det.layers.attention import SoftmaxWindowAttention
 
 PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
 SWIN = dict(type='SLABSwin', embed_dims=16, depths=(2, 2), num_heads=(2, 4), strides=(4, 2), out_indices=(0, 1))
@@ -26,7 +31,7 @@ BACKBONES = {
     'swin, LayerNorm': {**SWIN, **LN},
     'swin, no qkv bias': {**SWIN, **PREPBN, 'qkv_bias': False},
     'swin, position embedding': {**SWIN, **PREPBN, 'use_abs_pos_embed': True, 'pretrain_img_size': 64},
-    'swin, windows larger than the map': {**SWIN, **PREPBN, 'window_size': 40},
+    'swin, windows larger than the map': {**SWIN, **PREPBN, 'window_size': 20},
     'swin, sla': {**SWIN, **PREPBN, 'attention': 'sla'},
     'swin, sla, padding masked': {**SWIN, **PREPBN, 'attention': 'sla', 'mask_padding': True},
     'swin, focused, LayerNorm': {**SWIN, **LN, 'attention': 'focused'},
@@ -187,16 +192,112 @@ def test_a_known_size_compiles_into_one_graph(fused_backbone, name):
 
 
 @torch.no_grad()
-def test_compiles_the_first_shapes_only(small_detector, monkeypatch):
-    compiled = []
-    monkeypatch.setattr('slab_det.deployment.compiled.MAX_SHAPES', 2)
-    monkeypatch.setattr(torch, 'compile', lambda forward, **_: lambda *x: compiled.append(x[0]) or forward(*x))
+def test_every_known_shape_runs_compiled(small_detector, monkeypatch):
+    """Sizes that come later, also more than are kept, must not make the compiler start anew."""
+    monkeypatch.setattr('slab_det.deployment.compiled.MAX_SHAPES', 3)
+    monkeypatch.setattr('slab_det.deployment.size_cache.MAX_SIZES', 2)
+    compiled, ran = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return lambda *args: ran.append(graph) or graph(*args)
+
     model = slab_det.fuse(small_detector())
-    deployed = slab_det.deploy(model, compile=True)
-    images = [torch.randn(1, 3, 64, width) for width in (64, 96, 128)]
-    for image in images + images:
-        assert relative_difference(deployed.extract_feat(image), model.extract_feat(image)) < 1e-2
-    assert [x is image for x, image in zip(compiled[::2], images[:2], strict=True)] == [True, True]
+    deployed = slab_det.deploy(model)
+    compile_networks(deployed, backend=backend)
+    images = [torch.randn(1, 3, 64, width) for width in (64, 96, 128, 160, 192, 224, 256)]
+    for _ in range(3):
+        for image in images:
+            outputs = deployed.backbone(image)
+            assert relative_difference(outputs, model.backbone(image)) < 1e-2
+    assert len(compiled) == 3 and len(ran) == 6
+
+
+def rois_and_maps(model, images):
+    """The dtypes that RoIAlign and the heads see: maps, rois, and what bbox heads return."""
+    seen = []
+    for module in model.modules():
+        if isinstance(module, BaseRoIExtractor):
+            module.register_forward_hook(
+                lambda _, inputs, out: seen.extend((inputs[0][0].dtype, inputs[1].dtype, out.dtype)))
+        elif isinstance(module, BBoxHead):
+            module.register_forward_hook(lambda _, inputs, out: seen.extend(x.dtype for x in out))
+    raw_outputs(model, images)
+    return set(seen)
+
+
+def test_cascades_keep_coordinates_in_float32_too(small_detector_cfg):
+    cfg = small_detector_cfg('faster_rcnn')
+    head = cfg.roi_head
+    box_head = dict(head.bbox_head, type='Shared2FCBBoxHead')
+    cfg.type, cfg.roi_head = 'CascadeRCNN', dict(
+        type='CascadeRoIHead', num_stages=2, stage_loss_weights=[1, 0.5], bbox_roi_extractor=head.bbox_roi_extractor,
+        bbox_head=[box_head, copy.deepcopy(box_head)])
+    cfg.train_cfg.rcnn = [cfg.train_cfg.rcnn, copy.deepcopy(cfg.train_cfg.rcnn)]
+    model = MODELS.build(cfg)
+    randomize(model, seed=0)
+    slab_det.set_gamma(model, 0.0)
+    deployed = slab_det.deploy(slab_det.fuse(model.eval()), torch.bfloat16)
+    assert rois_and_maps(deployed, torch.randn(1, 3, 64, 96)) == {torch.float32}
+
+
+def test_masks_with_maps_of_their_own_keep_coordinates_in_float32(small_detector):
+    model = slab_det.fuse(small_detector())
+    model.roi_head.mask_roi_extractor.featmap_strides = [4, 8]
+    model.roi_head.mask_roi_extractor.roi_layers = model.roi_head.mask_roi_extractor.roi_layers[:2].eval()
+    assert rois_and_maps(slab_det.deploy(model, torch.bfloat16), torch.randn(1, 3, 64, 96)) == {torch.float32}
+
+
+def test_nothing_of_an_image_is_kept_for_the_next(small_detector):
+    deployed = slab_det.deploy(slab_det.fuse(small_detector()))
+    features = [torch.randn(1, 64, 32 >> i, 32 >> i) for i in range(4)]
+    rois = torch.tensor([[0, 0, 0, 60, 60.]])
+    boxes, masks = deployed.roi_head.bbox_roi_extractor, deployed.roi_head.mask_roi_extractor
+    with torch.no_grad():
+        boxes(features, rois)
+        deployed.backbone(torch.randn(1, 3, 64, 64))
+        for x in features:
+            x.mul_(2)
+        plain = copy.deepcopy(masks)
+        plain._forward_pre_hooks.clear()
+        assert torch.equal(masks(features, rois), plain(features, rois))
+
+
+class OwnAttention(SoftmaxWindowAttention):
+    def forward(self, q, k, v, geometry, shifted):
+        return super().forward(q, k, v, geometry, shifted) + 1
+
+
+@torch.no_grad()
+def test_what_computes_in_another_way_stays(fused_backbone):
+    model, images = fused_backbone('swin'), torch.randn(1, 3, 64, 64)
+    blocks = [block for stage in model.stages for block in stage.blocks]
+    blocks[0].attn.w_msa.__class__ = OwnAttention
+    seen = []
+    blocks[1].attn.w_msa.qkv.register_forward_hook(lambda *_: seen.append(1))
+    expected = model(images)
+    deployed = slab_det.deploy(model)
+    seen.clear()
+    assert relative_difference(deployed(images), expected) < 1e-2 and seen == [1]
+    assert [type(b) is SwinBlock for stage in deployed.stages for b in stage.blocks] == [True, True, False, False]
+
+
+def test_wrappers_are_refused(small_detector):
+    with pytest.raises(DeploymentError, match='deploy what it wraps'):
+        slab_det.deploy(nn.DataParallel(slab_det.fuse(small_detector())))
+
+
+def test_deploying_twice_is_refused(small_detector):
+    with pytest.raises(DeploymentError, match='deployed already'):
+        slab_det.deploy(slab_det.deploy(slab_det.fuse(small_detector())))
+
+
+@pytest.mark.parametrize('wrong', [dict(dtype=torch.int8), dict(cuda_graphs=True)])
+def test_a_refused_model_is_unchanged(small_detector, wrong):
+    model = slab_det.fuse(small_detector())
+    with pytest.raises(DeploymentError):
+        slab_det.deploy(model, inplace=True, **wrong)
+    assert type(model.backbone.stages[0].blocks[0]) is SwinBlock and all(p.requires_grad for p in model.parameters())
 
 
 def test_training_mode_is_refused(small_detector):
@@ -216,7 +317,7 @@ def test_other_precisions_are_refused(small_detector):
 
 def test_unknown_heads_are_refused_in_low_precision(small_detector):
     model = slab_det.fuse(small_detector())
-    model.keypoint_head = nn.Linear(2, 2)
+    model.keypoint_head = nn.Linear(2, 2).eval()
     with pytest.raises(DeploymentError, match='keypoint_head of MaskRCNN.*float32'):
         slab_det.deploy(model, torch.bfloat16)
 

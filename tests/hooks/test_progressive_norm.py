@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import slab_det
+from slab_det.errors import SlabDetError
 from slab_det.hooks import ProgressiveNormHook
 from slab_det.layers import PRepBN
 
@@ -212,3 +213,18 @@ def test_a_model_without_prepbn_gets_a_warning(tmp_path):
 def test_wrong_arguments_are_refused(arguments):
     with pytest.raises(ValueError):
         ProgressiveNormHook(**arguments)
+
+
+@pytest.mark.parametrize('gamma, loaded, refused', [(1.0, False, True), (1.0, True, False), (0.0, False, False)])
+def test_a_frozen_layernorm_is_not_replaced_by_what_never_trained(small_run_cfg, gamma, loaded, refused):
+    runner = Runner.from_cfg(small_run_cfg(max_iters=1, frozen_stages=1))
+    for norm in runner.model.modules():
+        if isinstance(norm, PRepBN):
+            norm.gamma, norm.statistics_loaded = gamma, loaded
+    hook = next(hook for hook in runner.hooks if isinstance(hook, ProgressiveNormHook))
+    runner.train_loop  # noqa: B018 (builds it)
+    if refused:
+        with pytest.raises(SlabDetError, match=r'frozen norms are still LayerNorm \(backbone.*frozen_stages=-1'):
+            hook.before_train(runner)
+    else:
+        hook.before_train(runner)
