@@ -5,7 +5,6 @@
 Needs `pip install -e ".[onnx,openvino]"`. Weights are random; int8 is calibrated on noise, which costs the same. AP:
 tools/test_onnx.py. Exported files also normalise and pad, PyTorch gets the image normalised.
 """
-import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import json
@@ -18,13 +17,11 @@ from pathlib import Path
 
 import torch
 from mmdet.structures import DetDataSample
-from mmengine.config import Config
 from torch import nn
 
-from slab_det.detectors import build_detector
 from slab_det.environment import describe_environment
 from slab_det.export import SCOPES, ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images
-from slab_det.untrained import prepare_untrained
+from slab_det.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = 'mmdet, PyTorch'
@@ -42,12 +39,8 @@ Call = Callable[[], object]
 
 
 def build(config: str, backbone: Mapping) -> nn.Module:
-    """The detector of a config with random weights and a fixed number of objects, fused where it can be."""
-    cfg = Config.fromfile(ROOT / 'configs' / f'{config}.py')
-    cfg.model.backbone.update(backbone)
-    model = build_detector(cfg)
-    prepare_untrained(model)
-    return slab_det.fuse(model, inplace=True)
+    """The fused detector of a config of this repository, with random weights and a fixed number of objects."""
+    return build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
 
 
 def torch_call(model: nn.Module, scope: str, pixels: torch.Tensor) -> Call:

@@ -14,14 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from mmengine.config import Config
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from slab_det.deployment import tiles
-from slab_det.detectors import build_detector
 from slab_det.latency import LatencyResult, latency_table, measure_latency
-from slab_det.untrained import prepare_untrained
+from slab_det.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = 'Swin-T, mmdet'
@@ -32,12 +30,8 @@ TILES = (256, 512, 1024, 2048, 4096, 8192, 1 << 20)
 
 
 def build(config: str, backbone: Mapping) -> nn.Module:
-    """The detector of a config with random weights and a fixed number of objects, fused where it can be."""
-    cfg = Config.fromfile(ROOT / 'configs' / f'{config}.py')
-    cfg.model.backbone.update(backbone)
-    model = build_detector(cfg)
-    prepare_untrained(model)
-    return slab_det.fuse(model, inplace=True)
+    """The fused detector of a config of this repository, with random weights and a fixed number of objects."""
+    return build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
 
 
 def build_all() -> dict[str, nn.Module]:

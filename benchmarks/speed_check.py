@@ -5,7 +5,6 @@
 
 Ratios are compared where device, threads, size and dtype are the same; for anything else nothing is stored yet.
 """
-import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import json
@@ -16,14 +15,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from mmengine.config import Config
 from torch import nn
 
 from slab_det.cli import run_cli
-from slab_det.detectors import build_detector
 from slab_det.environment import library_versions
 from slab_det.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
-from slab_det.untrained import prepare_untrained
+from slab_det.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = {'type': 'SwinTransformer'}
@@ -59,12 +56,7 @@ CHECKS = (
 
 def build(config: str, backbone: Mapping, scope: str) -> nn.Module:
     """The fused detector of a config with random weights, or its backbone."""
-    cfg = Config.fromfile(ROOT / 'configs' / f'{config}.py')
-    cfg.model.backbone.update(init_cfg=None, **backbone)
-    torch.manual_seed(0)
-    model = build_detector(cfg)
-    prepare_untrained(model)
-    model = slab_det.fuse(model, inplace=True)
+    model = build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
     return model.backbone if scope == 'backbone' else model
 
 

@@ -1,15 +1,10 @@
 """Evaluation in half precision that keeps boxes exact."""
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
-from mmdet.models.roi_heads.bbox_heads import BBoxHead
-from mmdet.models.roi_heads.mask_heads import FCNMaskHead
-from torch import Tensor, nn
+from torch import nn
 
-from slab_det.layers.precision import at_least_float32
+from slab_det.deployment.heads import HEADS, CastOutputs
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
@@ -20,12 +15,5 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     device = next(model.parameters()).device
     model.forward = torch.autocast(device.type, dtype)(model.forward)
     for module in model.modules():
-        if isinstance(module, BaseDenseHead | BBoxHead | FCNMaskHead):
-            module.register_forward_hook(lambda module, args, outputs: _in_float32(outputs))
-
-
-def _in_float32(outputs: Any) -> Any:
-    """Scores, deltas and logits, in the tuples and lists of levels that heads return them in."""
-    if isinstance(outputs, tuple | list):
-        return type(outputs)(map(_in_float32, outputs))
-    return at_least_float32(outputs) if isinstance(outputs, Tensor) else outputs
+        if isinstance(module, HEADS):
+            module.register_forward_hook(CastOutputs(torch.float32))
