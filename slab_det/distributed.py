@@ -8,11 +8,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from mmengine.dist import all_gather, all_gather_object, broadcast_object_list, get_world_size
-from torch import Tensor
+from mmengine.model import is_model_wrapper
+from torch import Tensor, nn
 
 from slab_det.errors import RankError
 
 T = TypeVar('T')
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside a distributed wrapper, or the model itself."""
+    return model.module if is_model_wrapper(model) else model
 
 
 @contextmanager

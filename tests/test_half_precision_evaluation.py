@@ -1,4 +1,6 @@
 """Detectors under autocast, as tools/test.py --dtype runs them."""
+import copy
+
 import pytest
 import torch
 from mmdet.structures import DetDataSample
@@ -42,3 +44,17 @@ def test_layers_compute_in_half_precision_and_boxes_in_float32(small_detector, d
     assert len(found) and found.bboxes.dtype == found.scores.dtype == torch.float32
     assert found.bboxes.isfinite().all() and found.scores.isfinite().all()
     found.bboxes.numpy()
+
+
+def test_the_copy_of_an_autocast_model_computes_with_its_own_weights(small_detector):
+    model = small_detector('faster_rcnn')
+    autocast_forward(model, torch.bfloat16)
+    twin = copy.deepcopy(model)
+    called = []
+    for name, detector in (('model', model), ('twin', twin)):
+        qkv = detector.backbone.stages[0].blocks[0].attn.w_msa.qkv
+        qkv.register_forward_hook(lambda module, args, y, name=name: called.append((name, y.dtype)))
+    images = torch.randn(1, 3, HEIGHT, WIDTH)
+    for detector in (model, twin):
+        predict(detector, images)
+    assert called == [('model', torch.bfloat16), ('twin', torch.bfloat16)]

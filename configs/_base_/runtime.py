@@ -1,10 +1,11 @@
-# mmdet's defaults, with slab_det registered, every checkpoint checked, one set of statistics for all processes, and the
-# same random numbers after --resume.
+# mmdet's defaults, with slab_det registered, every checkpoint checked, one set of statistics for all processes, and
+# after --resume the random numbers and the gradients that the interrupted run would have had.
 _base_ = ['mmdet::_base_/default_runtime.py']
 
 custom_imports = dict(imports=['slab_det'], allow_failed_imports=False)
 default_hooks = dict(
     checkpoint=dict(max_keep_ckpts=3),
+    accumulated_gradients=dict(type='AccumulatedGradientsHook'),
     checked_load=dict(type='CheckedLoadHook'),
     pool_statistics=dict(type='PoolStatisticsHook'),
     random_state=dict(type='RandomStateHook'))

@@ -26,7 +26,7 @@ class AnyDeviceAmpOptimWrapper(AmpOptimWrapper):
         **kwargs: Of ``OptimWrapper``.
 
     Raises:
-        SlabDetError: On a CPU, for FSDP or a dtype that CPUs do not autocast to.
+        SlabDetError: On a CPU, for FSDP, a dtype that CPUs do not autocast to, or a ``loss_scale`` of no such kind.
     """
 
     def __init__(self, loss_scale: str | float | dict = 'dynamic', dtype: str | torch.dtype | None = None,
@@ -42,6 +42,9 @@ class AnyDeviceAmpOptimWrapper(AmpOptimWrapper):
         if use_fsdp or self.cast_dtype not in (torch.bfloat16, torch.float16):
             raise SlabDetError(f'AmpOptimWrapper: a CPU trains in bfloat16 or float16, without FSDP; got '
                                f'dtype={dtype!r}, use_fsdp={use_fsdp}')
+        if loss_scale != 'dynamic' and not isinstance(loss_scale, (float, dict)):
+            raise SlabDetError("AmpOptimWrapper: loss_scale is 'dynamic', a float such as 512.0, or a dict of the "
+                               f'arguments of torch.amp.GradScaler; got {loss_scale!r}')
         self._scale_update_param = loss_scale if isinstance(loss_scale, float) else None
         options = {'init_scale': loss_scale} if isinstance(loss_scale, float) else loss_scale
         self.loss_scaler = torch.amp.GradScaler(

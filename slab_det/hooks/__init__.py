@@ -1,4 +1,19 @@
-"""Runner hooks, registered in mmengine's HOOKS."""
+"""Runner hooks, registered in mmengine's HOOKS.
+
+Hooks with the same event run in the order of their priorities, those of mmengine among them:
+
+| priority | hook | because |
+|---|---|---|
+| 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads too |
+| 50 NORMAL | AccumulatedGradientsHook, ExcludePaddingHook, mmengine's EMAHook | |
+| 55 | ProgressiveNormHook, UnifiedNormHook | after EMAHook, whose average of gamma means nothing |
+| 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma and what UN filtered |
+| 70 LOW | RandomStateHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
+| 80 | PoolStatisticsHook | all that is served or saved is pooled |
+| 85 | RecalibrateFuseHook | on pooled statistics |
+| 90 VERY_LOW | mmengine's CheckpointHook | it publishes what RecalibrateFuseHook wrote |
+"""
+from .accumulated_gradients import AccumulatedGradientsHook
 from .checked_load import CheckedLoadHook
 from .exclude_padding import ExcludePaddingHook
 from .pool_statistics import PoolStatisticsHook
@@ -7,5 +22,5 @@ from .random_state import RandomStateHook
 from .recalibrate_fuse import RecalibrateFuseHook
 from .unified_norm import UnifiedNormHook
 
-__all__ = ['CheckedLoadHook', 'ExcludePaddingHook', 'PoolStatisticsHook', 'ProgressiveNormHook', 'RandomStateHook',
-           'RecalibrateFuseHook', 'UnifiedNormHook']
+__all__ = ['AccumulatedGradientsHook', 'CheckedLoadHook', 'ExcludePaddingHook', 'PoolStatisticsHook',
+           'ProgressiveNormHook', 'RandomStateHook', 'RecalibrateFuseHook', 'UnifiedNormHook']

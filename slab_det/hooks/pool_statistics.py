@@ -11,13 +11,11 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slab_det.distributed import pool_moments
+from slab_det.distributed import pool_moments, unwrap
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
 from slab_det.layers.quadratic_norm import QuadraticNorm, named_quadratic_norms
 from slab_det.layers.token_bn import TokenBN
-
-from .progressive_norm import unwrap
 
 
 @HOOKS.register_module()
@@ -49,7 +47,11 @@ class PoolStatisticsHook(Hook):
                      if isinstance(module, TokenBN) and module.sync is None]
         if get_world_size() == 1 or not undecided:
             return
-        images = runner.train_dataloader.batch_sampler.batch_size
+        images = getattr(runner.train_dataloader.batch_sampler, 'batch_size', None)
+        if images is None:
+            raise SlabDetError(
+                f'PoolStatisticsHook: {type(runner.train_dataloader.batch_sampler).__name__} does not say how many '
+                'images a batch has; set sync=True or sync=False in norm_cfg')
         for norm in undecided:
             norm.sync = images < self.sync_below
         runner.logger.info(f'PoolStatisticsHook: {len(undecided)} norms take their statistics from the images of '

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from torch import nn
 
+from slab_det.distributed import unwrap
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import named_offline_norms
 from slab_det.layers.repbn import PRepBN, named_progressive_norms
@@ -22,11 +21,6 @@ DECAYS: dict[str, Callable[[float], float]] = {
     # Four equal steps: 1, 3/4, 1/2, 1/4, 0.
     'step': lambda t: 1.0 - math.floor(4 * t) / 4,
 }
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside a distributed wrapper, or the model itself."""
-    return model.module if is_model_wrapper(model) else model
 
 
 @HOOKS.register_module()

@@ -17,15 +17,13 @@ from mmengine.utils import ProgressBar
 from torch.utils.data import DataLoader
 
 from slab_det.datasets.recalibration import recalibration_dataloader
-from slab_det.distributed import errors_reach_all_ranks, from_main_process
+from slab_det.distributed import errors_reach_all_ranks, from_main_process, unwrap
 from slab_det.environment import describe_environment
 from slab_det.fusion import FusionReport, fuse, save_fused
 from slab_det.fusion.verify import FusionCheck, verify_fusion
 from slab_det.layers.repbn import named_progressive_norms
 from slab_det.recalibration import RecalibrationReport, recalibrate
 from slab_det.reporting import Report, ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report
-
-from .progressive_norm import unwrap
 
 
 @HOOKS.register_module()
@@ -38,7 +36,7 @@ class RecalibrateFuseHook(Hook):
 
     In a distributed run all processes recalibrate and validate, each on its share of the images. The main process
     alone reads and writes files; the work directory need not be one that the others see. An error of one is an error
-    of all.
+    of all, but for one in computing metrics, where the launcher ends the others.
 
     In the work directory it leaves the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
     ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, and says so.

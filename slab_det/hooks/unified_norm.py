@@ -7,10 +7,9 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import Tensor
 
+from slab_det.distributed import unwrap
 from slab_det.layers.quadratic_norm import named_quadratic_norms
 from slab_det.layers.unified_norm import UN
-
-from .progressive_norm import unwrap
 
 
 @HOOKS.register_module()

@@ -93,6 +93,12 @@ def test_what_a_cpu_cannot_do_is_named(options):
         wrapper(**options)
 
 
+@pytest.mark.parametrize('loss_scale', ['static', None, 512], ids=str)
+def test_a_loss_scale_of_no_known_kind_is_named(loss_scale):
+    with pytest.raises(SlabDetError, match='loss_scale'):
+        wrapper(loss_scale=loss_scale)
+
+
 def test_a_fixed_scale_and_the_state_of_a_scaler_travel():
     half, brain = wrapper(loss_scale=32.0, dtype='float16'), wrapper(loss_scale=32.0)
     assert half.loss_scaler.get_scale() == 32.0 and half.state_dict()['loss_scaler']['scale'] == 32.0

@@ -1,8 +1,12 @@
 """ExcludePaddingHook in a real run on images of several sizes."""
+import copy
 import math
+import pickle
 
 import pytest
 import torch
+from mmdet.models import DetDataPreprocessor
+from mmdet.structures import DetDataSample
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch import nn
@@ -73,9 +77,37 @@ def test_other_norms_are_left_alone_and_a_preprocessor_without_sizes_is_named():
         def forward(self, data):
             return dict(inputs=data)
 
-    assert exclude_padding(nn.LayerNorm(3), NoSamples()) == 0
+    assert exclude_padding(nn.LayerNorm(3), NoSamples()) is None
     model, preprocessor = nn.ModuleList([TokenBN(3), PRepBN(3)]), NoSamples()
-    assert exclude_padding(model, preprocessor) == 2
+    handle = exclude_padding(model, preprocessor)
     assert isinstance(model[0].valid_tokens, ValidTokens) and model[0].valid_tokens is model[1].repbn.valid_tokens
     with pytest.raises(SlabDetError, match='NoSamples.*img_shape'):
         preprocessor(torch.zeros(1, 3, 8, 8))
+    handle.remove()
+    assert preprocessor(torch.zeros(1, 3, 8, 8))['inputs'].shape == (1, 3, 8, 8)
+
+
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+                         ids=['deepcopy', 'pickle'])
+def test_a_copy_of_the_model_knows_its_own_batches(copied):
+    model = nn.ModuleDict(dict(data_preprocessor=DetDataPreprocessor(pad_size_divisor=32), norm=TokenBN(3)))
+    exclude_padding(model, model.data_preprocessor)
+    twin = copied(model)
+
+    def see(model, height):
+        sample = DetDataSample(metainfo=dict(img_shape=(height, 64)))
+        model.data_preprocessor(dict(inputs=[torch.zeros(3, height, 64)], data_samples=[sample]), True)
+        split = model.norm.split_padding(torch.zeros(1, 64 * 64, 3))
+        return 64 * 64 if split is None else len(split.valid)
+
+    assert [see(model, 40), see(twin, 64), see(model, 40)] == [40 * 64, 64 * 64, 40 * 64]
+
+
+def test_nothing_of_the_hook_is_left_after_training(small_run_cfg):
+    cfg = small_run_cfg(max_iters=1)
+    cfg.custom_hooks = [dict(type='ExcludePaddingHook')]
+    cfg.update(val_dataloader=None, val_cfg=None, val_evaluator=None)
+    runner = Runner.from_cfg(cfg)
+    model = runner.train()
+    assert not model.data_preprocessor._forward_hooks
+    assert all(norm.valid_tokens is None for norm in model.modules() if isinstance(norm, TokenBN))

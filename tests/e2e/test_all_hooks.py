@@ -1,0 +1,94 @@
+"""Every hook and every way of saving memory in one run, interrupted where it hurts most."""
+import pytest
+import torch
+from mmengine.hooks import CheckpointHook, EMAHook, Hook, LoggerHook
+from mmengine.runner import Runner
+
+from slab_det.hooks import (
+    AccumulatedGradientsHook,
+    CheckedLoadHook,
+    ExcludePaddingHook,
+    PoolStatisticsHook,
+    ProgressiveNormHook,
+    RandomStateHook,
+    RecalibrateFuseHook,
+    UnifiedNormHook,
+)
+
+MAX_ITERS = 8
+
+
+class StopAfter(Hook):
+    priority = 'LOWEST'
+
+    def __init__(self, count):
+        self.count = count
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.count:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def train(small_run_cfg):
+    """A function: one run, up to ``stop_after`` or to the end."""
+    def run(name, stop_after=None, resume=False, without=()):
+        cfg = small_run_cfg(name, MAX_ITERS, with_cp=True, drop_path_rate=0.3)
+        cfg.train_dataloader.dataset.pipeline.insert(2, dict(
+            type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False))
+        cfg.optim_wrapper.accumulative_counts = 3
+        cfg.train_cfg.val_interval = 4
+        cfg.default_hooks.checkpoint.interval = 1
+        cfg.custom_hooks += [dict(type='EMAHook', momentum=0.2), dict(type='ExcludePaddingHook')]
+        cfg.experiment_name += f'-{stop_after}-{resume}'
+        cfg.resume = resume
+        for hook in without:
+            del cfg.default_hooks[hook]
+        runner = Runner.from_cfg(cfg)
+        if stop_after is not None:
+            runner.register_hook(StopAfter(stop_after))
+        try:
+            runner.train()
+        except KeyboardInterrupt:
+            pass
+        return runner
+    return run
+
+
+def last(runner, name=f'iter_{MAX_ITERS}.pth'):
+    return torch.load(f'{runner.work_dir}/{name}', weights_only=False)
+
+
+def differing(run, whole):
+    """Keys of what a run left that are not to the last bit what ``whole`` left."""
+    pairs = [(last(run)[kind], last(whole)[kind]) for kind in ('state_dict', 'ema_state_dict')]
+    pairs.append((last(run, 'fused.pth')['state_dict'], last(whole, 'fused.pth')['state_dict']))
+    assert all(found.keys() == expected.keys() for found, expected in pairs)
+    return [key for found, expected in pairs for key, value in expected.items() if not torch.equal(found[key], value)]
+
+
+def test_an_interrupted_run_ends_as_the_uninterrupted_one(train):
+    whole = train('whole')
+    # Between two updates, and right after one; both in the decay.
+    for stop_after in (5, 6):
+        train(f'{stop_after}', stop_after)
+        assert not differing(train(f'{stop_after}', resume=True), whole)
+    saved = {t: 'accumulated_gradients' in last(whole, f'iter_{t}.pth') for t in range(1, MAX_ITERS + 1)}
+    # The last iteration updates whatever was accumulated.
+    assert saved == {t: t % 3 != 0 and t != MAX_ITERS for t in saved}
+    without = ['accumulated_gradients']
+    train('without', 5, without=without)
+    assert differing(train('without', resume=True, without=without), whole)
+
+
+def test_hooks_run_in_the_order_that_they_need(train):
+    runner = train('one', stop_after=1)
+    runner.register_hook(UnifiedNormHook())
+    order = [type(hook) for hook in runner.hooks]
+    after = {hook: order.index(hook) for hook in order}
+    assert after[CheckedLoadHook] < after[EMAHook]
+    for hook in (ProgressiveNormHook, UnifiedNormHook):
+        assert after[EMAHook] < after[hook] < after[LoggerHook]
+    assert after[ExcludePaddingHook] < after[RecalibrateFuseHook]
+    assert max(after[LoggerHook], after[RandomStateHook], after[AccumulatedGradientsHook]) < after[PoolStatisticsHook]
+    assert after[PoolStatisticsHook] < after[RecalibrateFuseHook] < after[CheckpointHook]
