@@ -37,7 +37,7 @@ from slab_det.datasets import set_data_root
 from slab_det.environment import describe_environment
 from slab_det.layers import set_gamma
 from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.recalibration import Moments
+from slab_det.moments import Moments
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results' / 'padding_statistics.json'
@@ -72,10 +72,10 @@ class PaddingStatistics:
             part = Moments()
             if region.any():
                 part.add(x[region])
-            moments.merge(part.count, part.mean, part.m2)
+            moments.merge(part)
             batch[key] = Moments()
-            batch[key].merge(moments.count, moments.mean, moments.m2)
-            self.pooled[name][key].merge(batch[key].count, batch[key].mean, batch[key].m2)
+            batch[key].merge(moments)
+            self.pooled[name][key].merge(moments)
         for reference in SETS[:-1]:
             self.per_batch[name, reference].append(shifts(batch['batch'], batch[reference]))
 
@@ -111,7 +111,7 @@ class PaddingStatistics:
 
 
 def shifts(moments: Moments, reference: Moments) -> tuple[Tensor, Tensor]:
-    """Distance of the means in the reference's sigmas and of the log variances, absolute, (C,) each."""
+    """Distance of the means in the reference's sigmas and of the log variances, absolute, (1, C) each."""
     sigma = reference.var.sqrt().clamp(min=1e-12)
     return ((moments.mean - reference.mean) / sigma).abs(), (moments.var / reference.var).log().abs()
 

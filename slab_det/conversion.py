@@ -10,13 +10,15 @@ from itertools import chain
 import timm.layers
 import torch
 from mmcv.cnn import build_norm_layer
-from mmengine.dist import all_gather, get_world_size, is_main_process
+from mmengine.dist import is_main_process
 from mmengine.utils import ProgressBar
-from torch import Tensor, nn
+from torch import nn
 
+from slab_det.distributed import errors_reach_all_ranks
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm
 from slab_det.layers.repbn import PRepBN, named_progressive_norms
+from slab_det.moments import Moments, pool_over_ranks
 from slab_det.recalibration import default_forward, evaluating
 
 # These forwards normalize the last dimension and do no more. Any other may permute or apply an activation.
@@ -136,6 +138,7 @@ def calibrate_norms(model: nn.Module, batches: Iterable, forward: Callable[[obje
 
     Raises:
         ConversionError: If there is no PRepBN, one is below gamma = 1, or data are missing or not finite.
+        RankError: On all other ranks, if one cannot go on.
     """
     norms = named_progressive_norms(model)
     if not norms:
@@ -144,13 +147,13 @@ def calibrate_norms(model: nn.Module, batches: Iterable, forward: Callable[[obje
     if mixed:
         raise ConversionError(f'{mixed} is at gamma = {norms[mixed].gamma:g}: its LayerNorm is partly gone; calibrate '
                               'right after loading LayerNorm weights, at gamma = 1')
-    moments = {name: JointMoments() for name in norms}
+    moments = {name: Moments() for name in norms}
     forward = forward or default_forward(model, norms)
     bar = None
     if progress and is_main_process():
         print('Calibration')
         bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
-    with ExitStack() as stack:
+    with errors_reach_all_ranks(), ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         for name, norm in norms.items():
@@ -162,63 +165,22 @@ def calibrate_norms(model: nn.Module, batches: Iterable, forward: Callable[[obje
                 bar.update()
     if bar is not None:
         print()
-    _merge_ranks(moments, norms)
+    first = next(iter(norms.values()))
+    pool_over_ranks(
+        [*moments.values()], [norm.num_features for norm in norms.values()], 2, first.statistics()[0].device)
     for name, m in moments.items():
         if not m.count:
             raise ConversionError(f'{name}: no batch reached this norm; check the dataset, or pass a forward')
-        if not torch.isfinite(m.values).all():
+        if not (m.mean.isfinite().all() and m.scatter.isfinite().all()):
             raise ConversionError(f'{name}: what passes it is not finite; check the checkpoint and the images')
     return {name: start_as_affine(norm, moments[name]) for name, norm in norms.items()}
 
 
-class JointMoments:
-    """Count, means and centred second moments per channel of a norm's input x and output y, in float64."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        # Rows: mean of x, mean of y, then sums of (x - E x)^2, (x - E x)(y - E y), (y - E y)^2.
-        self.values: Tensor | None = None
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Adds the tokens of ``x`` and ``y``, (..., C) each, by Chan's formula."""
-        x, y = (z.detach().flatten(0, -2).double() for z in (x, y))
-        n, mean_x, mean_y = x.shape[0], x.mean(0), y.mean(0)
-        x, y = x - mean_x, y - mean_y
-        self.merge(n, torch.stack([mean_x, mean_y, (x * x).sum(0), (x * y).sum(0), (y * y).sum(0)]))
-
-    def merge(self, count: int, values: Tensor) -> None:
-        """Adds ``count`` tokens with these moments, laid out as ``self.values``."""
-        if count == 0:
-            return
-        if self.values is None:
-            self.count, self.values = count, values.clone()
-            return
-        delta = values[:2] - self.values[:2]
-        total = self.count + count
-        cross = torch.stack([delta[0] * delta[0], delta[0] * delta[1], delta[1] * delta[1]])
-        self.values[2:] += values[2:] + cross * (self.count * count / total)
-        self.values[:2] += delta * (count / total)
-        self.count = total
-
-
-def _merge_ranks(moments: dict[str, JointMoments], norms: dict[str, PRepBN]) -> None:
-    if get_world_size() == 1:
-        return
-    for name, norm in norms.items():
-        own = moments[name]
-        values = own.values
-        if values is None:
-            values = norm.ln.weight.new_zeros(5, norm.num_features, dtype=torch.float64)
-        packed = torch.cat([torch.full_like(values[:1], own.count), values])
-        pooled = moments[name] = JointMoments()
-        for part in all_gather(packed):
-            pooled.merge(int(part[0, 0]), part[1:])
-
-
 @torch.no_grad()
-def start_as_affine(norm: PRepBN, moments: JointMoments) -> float:
+def start_as_affine(norm: PRepBN, moments: Moments) -> float:
     """Sets the RepBN branch as :func:`calibrate_norms` derives, and returns the share of variance it explains."""
-    mean_x, mean_y, sxx, sxy, syy = moments.values
+    mean_x, mean_y = moments.mean
+    (sxx, sxy), (_, syy) = moments.scatter
     repbn = norm.repbn
     var = sxx / moments.count
     sigma2 = var + repbn.eps

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from mmengine.dist import all_gather, all_gather_object, broadcast_object_list, get_world_size
+from mmengine.dist import all_gather_object, broadcast_object_list, get_world_size
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
@@ -58,25 +57,3 @@ def sum_over_ranks(values: Tensor) -> Tensor:
         values = values.clone()
         dist.all_reduce(values)
     return values
-
-
-def pool_moments(count: Tensor, mean: Tensor, m2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of the tokens of all processes, from those of each process: Chan's formula in float64.
-
-    Every process gets the same result to the last bit.
-
-    Args:
-        count: Numbers of tokens, of the shape of ``mean`` or one that broadcasts to it. May be 0, with mean and m2 0.
-        mean: Means, any shape.
-        m2: Sums of squared deviations from ``mean``, of its shape.
-
-    Returns:
-        The same three for all processes together, in float64 and of the shape of ``mean``.
-    """
-    own = torch.stack([count.double().expand_as(mean), mean.double(), m2.double()])
-    if get_world_size() == 1:
-        return own.unbind()
-    counts, means, m2s = torch.stack(all_gather(own)).unbind(1)
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    return count, mean, (m2s + counts * (means - mean).square()).sum(0)

@@ -7,13 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
-from mmengine.dist import get_world_size, is_main_process
+from mmengine.dist import is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
-from slab_det.distributed import errors_reach_all_ranks, pool_moments, sum_over_ranks
+from slab_det.distributed import errors_reach_all_ranks, sum_over_ranks
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
+from slab_det.moments import Moments, pool_over_ranks
 
 
 class RecalibrationError(SlabDetError):
@@ -45,36 +46,6 @@ class RecalibrationReport:
         return {**asdict(self), 'passes': 1 + len(self.residuals), 'converged': self.converged}
 
 
-class Moments:
-    """Count, mean and sum of squared deviations per channel, merged by Chan's formula in float64."""
-
-    def __init__(self) -> None:
-        self.count = 0.0
-        self.mean: Tensor | float = 0.0
-        self.m2: Tensor | float = 0.0
-
-    def add(self, x: Tensor) -> None:
-        """Adds the tokens of ``x``, (..., C)."""
-        tokens = x.detach().flatten(0, -2).double()
-        mean = tokens.mean(0)
-        self.merge(tokens.shape[0], mean, (tokens - mean).square_().sum(0))
-
-    def merge(self, count: float, mean: Tensor, m2: Tensor) -> None:
-        """Adds ``count`` tokens with this mean and sum of squared deviations, (C,) each."""
-        if count == 0:
-            return
-        total = self.count + count
-        delta = mean - self.mean
-        self.m2 = self.m2 + m2 + delta.square() * (self.count * count / total)
-        self.mean = self.mean + delta * (count / total)
-        self.count = total
-
-    @property
-    def var(self) -> Tensor:
-        """Population variance, (C,)."""
-        return self.m2 / self.count
-
-
 def recalibrate(
     model: nn.Module,
     batches: Iterable,
@@ -90,6 +61,10 @@ def recalibrate(
     below ``tol``. Parameters, gamma and training flags stay as they are; drop-path is off. In a distributed run
     each rank gives its own batches, as many as it has, and all end with the same statistics: those that one process
     finds on all batches.
+
+    Norms that were frozen in training (``norm_eval``, frozen stages) get new statistics too. That is meant: theirs are
+    of other data, and all norms have to fit what inference sees. A model whose weights were trained to fit its frozen
+    statistics can keep them: do not recalibrate it, ``RecalibrateFuseHook(recalibrate=False)``.
 
     Args:
         model: A detector or a backbone.
@@ -126,7 +101,7 @@ def recalibrate(
                     moments, report.num_batches = _collect(norms, batches, forward, f'{index + 1}', progress)
                 previous = {name: _copy_statistics(norm) for name, norm in norms.items()}
                 for name, norm in norms.items():
-                    norm.set_statistics(moments[name].mean, moments[name].var)
+                    norm.set_statistics(moments[name].mean[0], moments[name].var[0])
                 change = _largest_change(norms, previous)
                 if index > 0:
                     report.residuals.append(change)
@@ -160,7 +135,8 @@ def _collect(norms: dict[str, OfflineNorm], batches: Iterable, forward: Callable
                 bar.update()
     if bar is not None:
         print()
-    _merge_ranks(moments, norms)
+    pool_over_ranks(
+        [*moments.values()], [norm.num_features for norm in norms.values()], 1, _device(norms))
     num_batches = int(sum_over_ranks(torch.tensor(num_batches, device=_device(norms))))
     if num_batches == 0:
         raise RecalibrationError('there was no batch to recalibrate on; check the dataset and its filter_cfg')
@@ -173,34 +149,16 @@ def _collect(norms: dict[str, OfflineNorm], batches: Iterable, forward: Callable
 def _check_finite(moments: dict[str, Moments], num_batches: int) -> None:
     # One device sync per batch, not one per norm.
     seen = [m for m in moments.values() if m.count]
-    if not seen or torch.isfinite(torch.stack([m.mean.sum() + m.m2.sum() for m in seen])).all():
+    if not seen or torch.isfinite(torch.stack([m.mean.sum() + m.scatter.sum() for m in seen])).all():
         return
     for name, m in moments.items():
         if not m.count:
             continue
-        for what, value in (('mean', m.mean), ('variance', m.m2)):
+        for what, value in (('mean', m.mean), ('variance', m.scatter)):
             if not torch.isfinite(value).all():
                 kind = 'NaN' if value.isnan().any() else 'infinite'
                 raise RecalibrationError(f'{name}: {what} is {kind} after batch {num_batches}; '
                                          'lower the learning rate or check the inputs')
-
-
-def _merge_ranks(moments: dict[str, Moments], norms: dict[str, OfflineNorm]) -> None:
-    if get_world_size() == 1:
-        return
-    sizes = [norm.num_features for norm in norms.values()]
-    device = _device(norms)
-
-    def packed(values: Iterable[Tensor | float]) -> Tensor:
-        # Numbers where this rank had no batch.
-        return torch.cat([torch.zeros(size, dtype=torch.float64, device=device) + value
-                          for size, value in zip(sizes, values, strict=True)])
-
-    # One message for all norms.
-    own = moments.values()
-    pooled = pool_moments(packed(m.count for m in own), packed(m.mean for m in own), packed(m.m2 for m in own))
-    for m, count, mean, m2 in zip(own, *(values.split(sizes) for values in pooled), strict=True):
-        m.count, m.mean, m.m2 = count[0].item(), mean, m2
 
 
 def _copy_statistics(norm: OfflineNorm) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,8 @@
 """LayerNorm models become PRepBN models that compute the same, and whose RepBN branch is close to it."""
+import copy
+from datetime import timedelta
+from pathlib import Path
+
 import numpy as np
 import pytest
 import timm
@@ -222,12 +226,21 @@ def line(seed=8):
 
 
 def _calibrate_on_rank(rank, world_size, folder):
-    torch.distributed.init_process_group(
-        'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size)
+    # An error of one must not leave the other waiting for so long.
+    torch.distributed.init_process_group('gloo', init_method=f'file://{folder}/rendezvous', rank=rank,
+                                         world_size=world_size, timeout=timedelta(seconds=60))
     for case, first in (('shared', 2), ('one_idle', 3)):
         model, batches = line()
         calibrate_norms(model, batches[:first] if rank == 0 else batches[first:], progress=False)
         torch.save(model.state_dict(), f'{folder}/{case}{rank}.pt')
+    model, batches = line()
+    before = copy.deepcopy(model.state_dict())
+    try:
+        # The second process has a batch with other channels.
+        calibrate_norms(model, batches if rank == 0 else [batches[0], batches[1][..., :2]], progress=False)
+    except Exception as error:
+        same = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        Path(f'{folder}/error{rank}').write_text(f'{type(error).__name__}: {error}; unchanged: {same}')
     torch.distributed.destroy_process_group()
 
 
@@ -240,6 +253,10 @@ def test_processes_calibrate_as_one_would(tmp_path):
         for key, value in alone.state_dict().items():
             assert torch.equal(ranks[0][key], ranks[1][key]), (case, key)
             torch.testing.assert_close(ranks[0][key], value, rtol=1e-9, atol=1e-9)
+    told, failed = ((tmp_path / f'error{rank}').read_text() for rank in range(2))
+    assert failed.startswith('RuntimeError: ') and 'normalized_shape' in failed and told.startswith('RankError: ')
+    assert 'process 1 of 2 failed' in told and 'normalized_shape' in told, told
+    assert told.endswith('unchanged: True') and failed.endswith('unchanged: True')
 
 
 def test_calibrated_mixture_moves_less_than_the_default_start():

@@ -8,29 +8,29 @@ Every step is a command of tools/, printed before it runs; a step whose result i
 relative to the repository. Results go into benchmarks/results/finetune_DATASET.json, the table into docs/finetune.md
 and the curves into docs/finetune_DATASET.png.
 """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import json
 import os
-import re
-import shlex
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from mmengine.config import Config
 from mmengine.runner import save_checkpoint
 
+from benchmarks.experiments import ROOT, attempts, call, listed, replace_table, spread, tool
 from slab_det.datasets import set_data_root
 from slab_det.datasets.recalibration import recalibration_dataloader
 from slab_det.detectors import build_detector
 from slab_det.environment import describe_environment
 from slab_det.finetune import finetune_config
 
-ROOT = Path(__file__).resolve().parents[2]
 SCHEDULE = Path('benchmarks/finetune/schedule.py')
 
 
@@ -120,13 +120,13 @@ class Experiment:
         self._train(config, way, f'train_cfg.val_interval={self.task.val_interval}')
 
     def _train(self, config: Path, way: str, *options: str) -> None:
-        self._call('train.py', config, '--work-dir', self.folder / way, '--data-root', self.data_root,
-                   '--cfg-options', f'randomness.seed={self.seed}', *options)
+        call(tool('train.py', config, '--work-dir', self.folder / way, '--data-root', self.data_root,
+                  '--cfg-options', f'randomness.seed={self.seed}', *options))
 
     def _convert(self, way: str, num_images: int) -> Path:
         target = self.folder / way / 'converted.pth'
-        self._call('convert_checkpoint.py', self.trained, target, '--config', self.task.config,
-                   '--data-root', self.data_root, '--num-images', num_images, '--schedule', SCHEDULE)
+        call(tool('convert_checkpoint.py', self.trained, target, '--config', self.task.config,
+                  '--data-root', self.data_root, '--num-images', num_images, '--schedule', SCHEDULE))
         return target.with_name('converted_config.py')
 
     def _recalibrate_and_test(self, config: Path, checkpoint: Path, way: str) -> None:
@@ -138,18 +138,12 @@ class Experiment:
         target = self.folder / way / 'recalibrated.pth'
         target.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(dict(state_dict=model.state_dict()), str(target))
-        self._call('test.py', config, target, '--work-dir', target.parent, '--data-root', self.data_root)
-
-    def _call(self, tool: str, *arguments: object) -> None:
-        command = [sys.executable, f'tools/{tool}', *map(str, arguments)]
-        print('$', shlex.join(command), flush=True)
-        subprocess.run(command, check=True)
+        call(tool('test.py', config, target, '--work-dir', target.parent, '--data-root', self.data_root))
 
     def curve(self, way: str) -> list[float]:
         """AP of the validations during a run, in their order."""
         # Of the last attempt. mmengine logs no iteration beside them.
-        *_, file = sorted(self.folder.joinpath(way).glob('*/vis_data/scalars.json'))
-        records = map(json.loads, file.read_text().splitlines())
+        *_, records = attempts(self.folder / way)
         key = f'coco/{self.task.metric}_mAP'
         return [record[key] for record in records if key in record]
 
@@ -181,18 +175,9 @@ def table(results: dict) -> str:
     for way, label in results['labels'].items():
         ap = results['ap'][way]
         difference = [a - b for a, b in zip(ap, control, strict=True)]
-        lines.append(f'| {label} | {_list(ap, "{:.3f}")} | {_spread(ap, "{:.3f}")} '
-                     f'| {_list(difference, "{:+.3f}")} | {_spread(difference, "{:+.3f}")} |')
+        lines.append(f'| {label} | {listed(ap, "{:.3f}")} | {spread(ap, "{:.3f}")} '
+                     f'| {listed(difference, "{:+.3f}")} | {spread(difference, "{:+.3f}")} |')
     return '\n'.join(lines)
-
-
-def _list(values: list[float], form: str) -> str:
-    return ', '.join(form.format(value) for value in values)
-
-
-def _spread(values: list[float], form: str) -> str:
-    std = statistics.stdev(values) if len(values) > 1 else float('nan')
-    return f'{form.format(statistics.mean(values))} ± {std:.3f}'
 
 
 def draw(results: dict, path: Path) -> None:
@@ -241,10 +226,7 @@ def main() -> None:
         results = summarize(task, experiments)
         results_file.write_text(json.dumps(results, indent=1) + '\n')
     print(table(results))
-    page = Path('docs/finetune.md')
-    # The rows between the dataset's mark and the next blank line are its table; the words are written by hand.
-    page.write_text(re.sub(rf'(?<=<!-- {args.dataset} -->\n)\|.*?(?=\n\n)', lambda _: table(results), page.read_text(),
-                           flags=re.DOTALL))
+    replace_table(Path('docs/finetune.md'), args.dataset, table(results))
     draw(results, Path(f'docs/finetune_{args.dataset}.png'))
 
 

@@ -1,5 +1,5 @@
-# mmdet's defaults, with slab_det registered, every checkpoint checked, one set of statistics for all processes, and
-# after --resume the random numbers and the gradients that the interrupted run would have had.
+# mmdet's defaults, with slab_det registered, every checkpoint checked, one set of statistics for all processes, a
+# warning where values are not finite, and after --resume the random numbers and gradients of the uninterrupted run.
 _base_ = ['mmdet::_base_/default_runtime.py']
 
 custom_imports = dict(imports=['slab_det'], allow_failed_imports=False)
@@ -8,4 +8,5 @@ default_hooks = dict(
     accumulated_gradients=dict(type='AccumulatedGradientsHook'),
     checked_load=dict(type='CheckedLoadHook'),
     pool_statistics=dict(type='PoolStatisticsHook'),
-    random_state=dict(type='RandomStateHook'))
+    random_state=dict(type='RandomStateHook'),
+    skipped_batches=dict(type='SkippedBatchesHook'))

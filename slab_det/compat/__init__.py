@@ -10,7 +10,7 @@ from slab_det.compat.distributions import check_distributions
 check_distributions()
 
 from slab_det.compat.amp import install_amp  # noqa: E402
-from slab_det.compat.autograd import is_recomputing  # noqa: E402
+from slab_det.compat.autograd import graph_position, is_recomputing, recomputed_graph_position  # noqa: E402
 from slab_det.compat.engine import install_checkpoint_files  # noqa: E402
 from slab_det.compat.ops import install_ops  # noqa: E402
 from slab_det.compat.processes import install_cpu_processes  # noqa: E402
@@ -22,5 +22,5 @@ install_run_folder()
 install_cpu_processes()
 install_amp()
 
-__all__ = ['check_distributions', 'install_amp', 'install_checkpoint_files', 'install_cpu_processes', 'install_ops',
-           'install_run_folder', 'is_recomputing']
+__all__ = ['check_distributions', 'graph_position', 'install_amp', 'install_checkpoint_files', 'install_cpu_processes',
+           'install_ops', 'install_run_folder', 'is_recomputing', 'recomputed_graph_position']

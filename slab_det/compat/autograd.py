@@ -14,3 +14,22 @@ def is_recomputing() -> bool:
     # Private, so it may go: then recomputed forwards look like any other. -1 stands for "no backward in this thread".
     graph_task_id = getattr(torch._C, '_current_graph_task_id', None)
     return graph_task_id is not None and graph_task_id() != -1
+
+
+def graph_position() -> int:
+    """A number that grows with every node that this thread adds to the graph of autograd."""
+    # Private, as what follows: without it recomputed forwards cannot be told from each other.
+    return getattr(torch.autograd, '_get_sequence_nr', lambda: 0)()
+
+
+def recomputed_graph_position() -> int | None:
+    """Where in the graph a forward stands that activation checkpointing recomputes now; None if it recomputes none.
+
+    It is not below the :func:`graph_position` from before that forward, and below that from after it, but for reentrant
+    checkpointing inside of itself, where it can be any number.
+    """
+    if not is_recomputing():
+        return None
+    # The node whose backward asks for the activations was made by the forward itself.
+    node = getattr(torch._C, '_current_autograd_node', lambda: None)()
+    return getattr(node, '_sequence_nr', lambda: None)()

@@ -6,8 +6,8 @@ Hooks with the same event run in the order of their priorities, those of mmengin
 |---|---|---|
 | 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads too |
 | 50 NORMAL | AccumulatedGradientsHook, ExcludePaddingHook, mmengine's EMAHook | |
-| 55 | ProgressiveNormHook, UnifiedNormHook | after EMAHook, whose average of gamma means nothing |
-| 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma and what UN filtered |
+| 55 | ProgressiveNormHook, SkippedBatchesHook, UnifiedNormHook | after EMAHook, whose average of gamma means nothing |
+| 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma, what UN filtered and what norms skipped |
 | 70 LOW | RandomStateHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
 | 80 | PoolStatisticsHook | all that is served or saved is pooled |
 | 85 | RecalibrateFuseHook | on pooled statistics |
@@ -20,7 +20,8 @@ from .pool_statistics import PoolStatisticsHook
 from .progressive_norm import ProgressiveNormHook
 from .random_state import RandomStateHook
 from .recalibrate_fuse import RecalibrateFuseHook
+from .skipped_batches import SkippedBatchesHook
 from .unified_norm import UnifiedNormHook
 
 __all__ = ['AccumulatedGradientsHook', 'CheckedLoadHook', 'ExcludePaddingHook', 'PoolStatisticsHook',
-           'ProgressiveNormHook', 'RandomStateHook', 'RecalibrateFuseHook', 'UnifiedNormHook']
+           'ProgressiveNormHook', 'RandomStateHook', 'RecalibrateFuseHook', 'SkippedBatchesHook', 'UnifiedNormHook']

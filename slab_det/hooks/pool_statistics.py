@@ -4,18 +4,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from mmengine.dist import all_gather_object, all_reduce, get_world_size
+from mmengine.dist import all_gather_object, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slab_det.distributed import pool_moments, unwrap
+from slab_det.distributed import unwrap
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
-from slab_det.layers.quadratic_norm import QuadraticNorm, named_quadratic_norms
+from slab_det.layers.quadratic_norm import named_quadratic_norms
 from slab_det.layers.token_bn import TokenBN
+from slab_det.moments import pool_moments
 
 
 @HOOKS.register_module()
@@ -112,7 +113,7 @@ def pool_statistics(model: nn.Module) -> None:
         _set_statistics(norm, *pooled)
     for norm in named_quadratic_norms(model).values():
         if not norm.sync:
-            _pool_averages(norm)
+            norm.pool_averages()
 
 
 def _torch_batch_norms(model: nn.Module) -> Iterator[_BatchNorm]:
@@ -130,10 +131,3 @@ def _set_statistics(norm: OfflineNorm | _BatchNorm, mean: Tensor, var: Tensor) -
     else:
         norm.running_mean.copy_(mean)
         norm.running_var.copy_(var)
-
-
-def _pool_averages(norm: QuadraticNorm) -> None:
-    """The windows and averages of the backward pass; counters differ where batches of some processes overflowed."""
-    for name, buffer in norm.named_buffers():
-        if name != 'running_var':
-            all_reduce(buffer, 'mean' if buffer.is_floating_point() else 'max')

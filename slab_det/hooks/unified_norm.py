@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import torch
-from mmengine.hooks import Hook, LoggerHook
+from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch import Tensor
 from slab_det.distributed import unwrap
 from slab_det.layers.quadratic_norm import named_quadratic_norms
 from slab_det.layers.unified_norm import UN
+
+from .log_interval import logs_after
 
 
 @HOOKS.register_module()
@@ -28,7 +30,6 @@ class UnifiedNormHook(Hook):
     def __init__(self) -> None:
         self._resumed = False
         self._filters: list[UN] = []
-        self._logger: LoggerHook | None = None
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # Not in before_train: --resume without a checkpoint to resume from is a new run.
@@ -43,13 +44,10 @@ class UnifiedNormHook(Hook):
             for norm in norms:
                 norm.reset_state()
         self._filters = [norm for norm in norms if isinstance(norm, UN) and norm.filter_outliers]
-        self._logger = next((hook for hook in runner.hooks if isinstance(hook, LoggerHook)), None)
 
     def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
                          outputs: dict | None = None) -> None:
-        if self._filters and self._logger is not None and (
-                self.every_n_inner_iters(batch_idx, self._logger.interval)
-                or self.end_of_epoch(runner.train_dataloader, batch_idx)):
+        if self._filters and logs_after(runner, batch_idx):
             runner.message_hub.update_scalar('train/un_filtered', filtered_share(self._filters))
 
 

@@ -2,17 +2,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+
+from .precision import HALF, at_least_float32
 
 
 class OfflineNorm(nn.Module, ABC):
     """A norm with two lives: its paper's rule in training, ``y = scale * x + shift`` at inference.
 
     Fusion, recalibration and the hooks know norms only through this class. A new norm is one subclass with a
-    training forward, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`.
+    training forward, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`. Its buffers are
+    float32 at least, also after ``half()`` or ``bfloat16()``.
 
     Args:
         num_features: Channels C.
@@ -27,6 +30,8 @@ class OfflineNorm(nn.Module, ABC):
         statistics_loaded: Whether a checkpoint brought running statistics of data. ``norm_eval`` freezes only those.
             A checkpoint from before any training, or of a LayerNorm model converted without calibration, has the
             initial ones, mean 0 and variance 1 in every channel: freezing them would switch the norm off.
+        num_skipped: Training batches that were kept out of the statistics because of a NaN or an infinity, 0-d, since
+            the norm was built: counted on the device, in no state dict, never reset. See :func:`skipped_batches`.
     """
 
     # What stands before running_mean and running_var in the norm's own state dict.
@@ -58,12 +63,37 @@ class OfflineNorm(nn.Module, ABC):
                 f'{type(self).__name__}({self.num_features}) takes (..., {self.num_features}), channels last; '
                 f'got {tuple(x.shape)}')
 
+    def register_buffer(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
+        """As ever, but float32 at least, whatever ``torch.set_default_dtype`` says."""
+        super().register_buffer(name, at_least_float32(tensor), persistent)
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        # With assign=True they are those of the checkpoint.
+        self._raise_buffers(dict(self.named_buffers()))
         prefix += self.STATISTICS_PREFIX
         if f'{prefix}running_var' in state_dict:
             self.statistics_loaded = _are_estimated(
                 state_dict.get(f'{prefix}running_mean'), state_dict[f'{prefix}running_var'])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OfflineNorm:
+        """Moves and casts, but keeps statistics at float32 where ``fn`` lowers them to half precision.
+
+        float16 ends at 65504, the variance of a sigma of 256, and an average of bfloat16 stands still once its steps
+        are small.
+        """
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        # From what they were: through half precision they may have become infinite.
+        self._raise_buffers(before)
+        return self
+
+    def _raise_buffers(self, values: dict[str, Tensor]) -> None:
+        """Makes buffers in half precision float32, with these values."""
+        for name, buffer in list(self.named_buffers()):
+            if buffer.dtype in HALF:
+                owner, _, key = name.rpartition('.')
+                setattr(self.get_submodule(owner), key, values[name].to(buffer.device, torch.float32))
 
     def extra_repr(self) -> str:
         return f'{self.num_features}, eps={self.eps}'
@@ -86,6 +116,12 @@ def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
         if isinstance(module, OfflineNorm):
             inside = f'{name}.' if name else ''
             yield name, module
+
+
+def skipped_batches(model: nn.Module) -> dict[str, int]:
+    """``num_skipped`` of every outermost OfflineNorm of ``model``, by name; one read of the device for all of them."""
+    counters = {name: norm.num_skipped for name, norm in named_offline_norms(model) if hasattr(norm, 'num_skipped')}
+    return dict(zip(counters, torch.stack([*counters.values()]).tolist(), strict=True)) if counters else {}
 
 
 class ChannelAffine(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from mmengine.dist import all_reduce
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
@@ -15,7 +16,8 @@ from slab_det.distributed import sum_over_ranks
 from slab_det.errors import SlabDetError
 
 from .offline_norm import OfflineNorm
-from .precision import HALF, at_least_float32
+from .precision import at_least_float32
+from .recent_values import RecentValues
 
 
 class SmoothedSquare(NamedTuple):
@@ -42,12 +44,14 @@ class QuadraticNorm(OfflineNorm):
 
     All tokens of all processes are pooled, per channel. The backward pass does not differentiate s^; a moving average
     psi of ``gs = mean(g z)``, with ``g = weight dy``, stands for its part: ``dx = (g - z psi) / sqrt(s^ + eps)``. A
-    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. Statistics
-    are float32 at least, whatever the input, also after ``half()`` or ``bfloat16()``. An iteration whose mean x^2 is
-    not finite in some channel, as mixed precision makes them now and then, leaves no trace: no average, window or
-    counter moves, and it is normalised by the running variance. One whose gs alone is not finite leaves none in the
-    backward averages. Averages of gs have the scale of the loss: after a gradient scaler has changed it they need as
-    many iterations as they are long.
+    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. An iteration
+    whose mean x^2 is not finite in some channel, as mixed precision makes them now and then, leaves no trace but in
+    ``num_skipped``: no average, window or other counter moves, and it is normalised by the running variance. One whose
+    gs alone is not finite leaves none in the backward averages. Averages of gs have the scale of the loss: after a
+    gradient scaler has changed it they need as many iterations as they are long.
+
+    torch.compile cannot take the training forward: it breaks the graph there and runs it as it is; with
+    ``fullgraph=True`` it raises. Evaluation compiles.
 
     Args:
         num_features: Channels C.
@@ -89,6 +93,7 @@ class QuadraticNorm(OfflineNorm):
         self.register_buffer('running_var', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
+        self.register_buffer('num_skipped', torch.zeros((), dtype=torch.int64), persistent=False)
         self._recent: deque[SmoothedSquare] = deque(maxlen=self.MAX_PENDING)
 
     @abstractmethod
@@ -141,6 +146,7 @@ class QuadraticNorm(OfflineNorm):
         square, num_tokens = pooled[:-1] / pooled[-1], pooled[-1]
         is_finite = square.isfinite().all()
         self.iteration += is_finite
+        self.num_skipped += ~is_finite
         smoothed = self.smooth_square(torch.where(is_finite, square, self.running_var), is_finite)
         self._recent.append(SmoothedSquare(own, *smoothed, is_finite, num_tokens))
         return self._recent[-1]
@@ -187,27 +193,30 @@ class QuadraticNorm(OfflineNorm):
         return SmoothedSquare(*map(choose, *recent))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuadraticNorm:
-        """Moves and casts, but keeps the averages at float32 where ``fn`` lowers them to half precision.
-
-        float16 ends at 65504, a mean x^2 of 256^2, and an average of bfloat16 stands still once its steps are small.
-        """
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)
         # They are of the old device, and no backward pass outlives a move.
         self._recent.clear()
-        for name, buffer in list(self.named_buffers()):
-            if buffer.dtype in HALF:
-                owner, _, key = name.rpartition('.')
-                # From what it was: through half precision it may have become infinite.
-                setattr(self.get_submodule(owner), key, before[name].to(buffer.device, torch.float32))
-        return self
+        return super()._apply(fn, recurse)
 
     @torch.no_grad()
     def reset_state(self) -> None:
-        """Starts counters, windows and psi again, as for fine-tuning; ``running_var`` stays."""
+        """Starts counters, windows and psi again, as for fine-tuning; running variance and ``num_skipped`` stay."""
         for name, buffer in self.named_buffers():
-            if name != 'running_var':
+            if name not in ('running_var', 'num_skipped'):
                 buffer.zero_()
+
+    @torch.no_grad()
+    def pool_averages(self) -> None:
+        """Makes one of the windows, psi and counters of all processes; running variance and ``num_skipped`` stay.
+
+        Windows are pooled by :meth:`RecentValues.pool_over_ranks`. Counters, which differ where batches of some
+        processes were not finite, become the largest.
+        """
+        for window in self.children():
+            if isinstance(window, RecentValues):
+                window.pool_over_ranks()
+        for name, buffer in self.named_buffers(recurse=False):
+            if name not in ('running_var', 'num_skipped'):
+                all_reduce(buffer, 'mean' if buffer.is_floating_point() else 'max')
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import torch
+from mmengine.dist import all_reduce
 from torch import Tensor, nn
+
+from slab_det.distributed import sum_over_ranks
 
 
 class RecentValues(nn.Module):
@@ -50,6 +53,24 @@ class RecentValues(nn.Module):
         rows = self.values if rows is None else rows
         seen = torch.arange(len(rows), device=rows.device) < self.count
         return torch.where(seen[:, None], rows, 0.0).sum(0) / seen.sum()
+
+    def pool_over_ranks(self) -> None:
+        """Replaces every value by its mean over the processes that have one of the same age.
+
+        A process that has seen fewer values than another, because its batches were not finite, has no part in the
+        oldest. ``count`` becomes the largest.
+        """
+        ages = torch.arange(len(self.values), device=self.values.device)
+        # Zeros where nothing was seen yet.
+        values = self.values[self._places(ages)].double()
+        num_seen = sum_over_ranks((ages < self.count).to(values))
+        pooled = sum_over_ranks(values) / num_seen.clamp(min=1)[:, None]
+        all_reduce(self.count, 'max')
+        self.values.index_copy_(0, self._places(ages), pooled.to(self.values.dtype))
+
+    def _places(self, ages: Tensor) -> Tensor:
+        """Rows of ``values`` of these ages; the one pushed last has age 0."""
+        return (self.count - 1 - ages).remainder(len(self.values))
 
     def extra_repr(self) -> str:
         return 'window_size={}, num_features={}'.format(*self.values.shape)

@@ -27,14 +27,14 @@ class BatchStatistics(NamedTuple):
         mean: (C,).
         var: Biased, (C,).
         num_tokens: How many tokens they come from, broadcasts to (C,); None if from these N.
-        padding: Places of those of the N that have no part in them; None if all have.
+        excluded: Places of those of the N that have no part in them, ascending; None if all have.
         is_pooled: Whether other processes have a part in them.
     """
 
     mean: Tensor
     var: Tensor
     num_tokens: Tensor | None
-    padding: Tensor | None
+    excluded: Tensor | None
     is_pooled: bool
 
 
@@ -43,11 +43,11 @@ class RepBNFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, alpha: Tensor, beta: Tensor, eta: Tensor, mean: Tensor, var: Tensor,
-                num_tokens: Tensor | None, padding: Tensor | None, is_pooled: bool, eps: float) -> Tensor:
+                num_tokens: Tensor | None, excluded: Tensor | None, is_pooled: bool, eps: float) -> Tensor:
         inv_sigma = (var + eps).rsqrt()
         scale, shift = _affine(alpha, beta, eta, mean, inv_sigma)
         ctx.is_pooled = is_pooled
-        ctx.save_for_backward(x, alpha, eta, mean, inv_sigma, num_tokens, padding)
+        ctx.save_for_backward(x, alpha, eta, mean, inv_sigma, num_tokens, excluded)
         return torch.addcmul(shift, x, scale)
 
     @staticmethod
@@ -66,7 +66,7 @@ class MixedNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor, eta: Tensor,
-                mean: Tensor, var: Tensor, num_tokens: Tensor | None, padding: Tensor | None, is_pooled: bool,
+                mean: Tensor, var: Tensor, num_tokens: Tensor | None, excluded: Tensor | None, is_pooled: bool,
                 gamma: float, ln_eps: float, eps: float) -> Tensor:
         inv_sigma = (var + eps).rsqrt()
         rest = 1.0 - gamma
@@ -77,7 +77,7 @@ class MixedNormFunction(torch.autograd.Function):
         ctx.gamma = gamma
         ctx.is_pooled = is_pooled
         ctx.save_for_backward(x, weight, bias, alpha, eta, mean, inv_sigma, token_mean, token_inv_sigma, num_tokens,
-                              padding)
+                              excluded)
         return y.addcmul_(x, rest * scale)
 
     @staticmethod
@@ -103,7 +103,7 @@ def _affine(alpha: Tensor, beta: Tensor, eta: Tensor, mean: Tensor, inv_sigma: T
 
 
 def _batch_norm_backward(grad: Tensor, x: Tensor, alpha: Tensor, mean: Tensor, inv_sigma: Tensor,
-                         num_tokens: Tensor | None, padding: Tensor | None,
+                         num_tokens: Tensor | None, excluded: Tensor | None,
                          is_pooled: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``alpha (x - mu) / sigma + beta`` by x, (N, C), and by alpha and beta, (C,).
 
@@ -118,10 +118,10 @@ def _batch_norm_backward(grad: Tensor, x: Tensor, alpha: Tensor, mean: Tensor, i
         wanted = (sum_over_ranks(own) if is_pooled else own) / num_tokens
         slope, intercept = _line(own / len(x) - wanted, alpha, mean, inv_sigma)
         grad_x.addcmul_(x, slope).add_(intercept)
-        if padding is not None:
+        if excluded is not None:
             # mu and sigma do not depend on these.
             slope, intercept = _line(wanted, alpha, mean, inv_sigma)
-            grad_x.index_add_(0, padding, torch.addcmul(intercept, x.index_select(0, padding), slope))
+            grad_x.index_add_(0, excluded, torch.addcmul(intercept, x.index_select(0, excluded), slope))
     return grad_x, grad_alpha, grad_beta
 
 

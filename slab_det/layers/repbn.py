@@ -8,7 +8,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .offline_norm import OfflineNorm
-from .precision import as_half_parameter, at_least_float32
+from .precision import as_half_parameter
 from .rep_norm_functions import MixedNormFunction, RepBNFunction
 from .token_bn import TokenBN
 
@@ -41,13 +41,8 @@ class RepBN(TokenBN):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.training or self.calibrating):
             return super().forward(x) + self.eta * x
-        self.check_channels(x)
-        tokens = at_least_float32(x).reshape(-1, self.num_features)
-        # The kernels take no parameters in half precision beside such tokens, and raise.
-        parameters = map(at_least_float32, (self.weight, self.bias, self.eta))
-        y = RepBNFunction.apply(
-            tokens, *parameters, *self.batch_statistics(tokens, self.split_padding(x)), self.eps)
-        return as_half_parameter(y.view(x.shape), self.weight)
+        y = self.normalize_batch(RepBNFunction, x, (self.weight, self.bias, self.eta))
+        return as_half_parameter(y, self.weight)
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:
@@ -78,7 +73,7 @@ class PRepBN(OfflineNorm):
 
     gamma belongs to the runner (:class:`slab_det.hooks.ProgressiveNormHook`): 1 is pure LayerNorm, 0 is pure
     RepBN, where the LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0
-    is the norm an affine map that can be folded.
+    is the norm an affine map that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
 
     Args:
         num_features: Channels C.
@@ -118,6 +113,10 @@ class PRepBN(OfflineNorm):
         self._gamma.fill_(self._gamma_value)
 
     @property
+    def num_skipped(self) -> Tensor:
+        return self.repbn.num_skipped
+
+    @property
     def calibrating(self) -> bool:
         return self.repbn.calibrating
 
@@ -134,21 +133,15 @@ class PRepBN(OfflineNorm):
             if torch.is_grad_enabled():
                 x = _KeepInGraph.apply(x, self.ln.weight, self.ln.bias)
             return self.repbn(x)
-        if gamma == 1.0 and not (self.training or self.calibrating or torch.is_grad_enabled()):
-            return self.ln(x)
-        if not (self.training or self.calibrating):
-            return gamma * self.ln(x) + (1.0 - gamma) * self.repbn(x)
-        return self._mix_in_training(x)
-
-    def _mix_in_training(self, x: Tensor) -> Tensor:
-        self.check_channels(x)
         ln, repbn = self.ln, self.repbn
-        tokens = at_least_float32(x).reshape(-1, self.num_features)
-        parameters = map(at_least_float32, (ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta))
-        y = MixedNormFunction.apply(
-            tokens, *parameters, *repbn.batch_statistics(tokens, repbn.split_padding(x)),
-            self._gamma_value, ln.eps, repbn.eps)
-        return as_half_parameter(y.view(x.shape), repbn.weight)
+        # The RepBN's own flag, not that of the mixture: whoever freezes its statistics alone does so at every gamma.
+        if repbn.training or repbn.calibrating:
+            parameters = ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta
+            y = repbn.normalize_batch(MixedNormFunction, x, parameters, gamma, ln.eps)
+            return as_half_parameter(y, repbn.weight)
+        if gamma == 1.0 and not torch.is_grad_enabled():
+            return ln(x)
+        return gamma * ln(x) + (1.0 - gamma) * repbn(x)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The RepBN's affine.

@@ -8,7 +8,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from slab_det.compat import is_recomputing
-from slab_det.distributed import pool_moments
+from slab_det.moments import pool_moments
 
 from .offline_norm import OfflineNorm
 from .precision import at_least_float32
@@ -24,6 +24,7 @@ class TokenBN(OfflineNorm):
     Training normalises with the biased variance of the batch and averages the unbiased one, as PyTorch does.
     The recomputation of activation checkpointing leaves the running statistics alone, and so does a batch with a NaN or
     an infinity in any channel: a gradient scaler skips its step, but nothing would take it out of an average again.
+    ``num_skipped`` counts such batches.
 
     Args:
         num_features: Channels C.
@@ -53,39 +54,57 @@ class TokenBN(OfflineNorm):
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer('running_mean', torch.zeros(num_features))
         self.register_buffer('running_var', torch.ones(num_features))
+        self.register_buffer('num_skipped', torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check_channels(x)
+        if self.is_pooling or self.split_padding(x) is not None:
+            no_eta = self.weight.new_zeros(1)
+            return self.normalize_batch(RepBNFunction, x, (self.weight, self.bias, no_eta)).to(x.dtype)
         tokens = x.reshape(-1, self.num_features)
-        split = self.split_padding(x)
-        if self.is_pooling or split is not None:
-            tokens = at_least_float32(tokens)
-            parameters = at_least_float32(self.weight), at_least_float32(self.bias), tokens.new_zeros(1)
-            y = RepBNFunction.apply(tokens, *parameters, *self.batch_statistics(tokens, split), self.eps)
-            y = y.to(x.dtype)
-        elif self.training or self.calibrating:
+        # The kernels take parameters of the statistics' dtype.
+        affine = at_least_float32(self.weight), at_least_float32(self.bias)
+        if self.training or self.calibrating:
             # Copies, which the kernel updates, also where nobody wants them: recomputation must save what forward did.
             updated = self.running_mean.clone(), self.running_var.clone()
-            y = F.batch_norm(as_image(tokens), *updated, self.weight, self.bias, True,
-                             self.momentum, self.eps).permute(0, 2, 3, 1)
+            y = F.batch_norm(as_image(tokens), *updated, *affine, True, self.momentum, self.eps).permute(0, 2, 3, 1)
             self._replace_statistics(*updated)
         else:
             # The kernel for (1, C, N) rounds as the released code does; the one for channels last does not.
-            y = F.batch_norm(tokens.t()[None], self.running_mean, self.running_var, self.weight, self.bias,
-                             False, self.momentum, self.eps).transpose(1, 2)
+            y = F.batch_norm(tokens.t()[None], self.running_mean, self.running_var, *affine, False, self.momentum,
+                             self.eps).transpose(1, 2)
         return y.reshape(x.shape)
+
+    def normalize_batch(self, function: type[torch.autograd.Function], x: Tensor, parameters: tuple[Tensor, ...],
+                        *constants: float) -> Tensor:
+        """A training forward of ``function`` on the tokens of ``x``, (..., C), which the running statistics take in.
+
+        Args:
+            function: Of :mod:`slab_det.layers.rep_norm_functions`.
+            x: In half precision it is raised to float32, which the result then has.
+            parameters: What ``function`` takes between the tokens and their BatchStatistics.
+            *constants: What it takes between those and eps.
+
+        Raises:
+            ValueError: If the last dimension is not ``num_features``, or on a single token.
+        """
+        self.check_channels(x)
+        tokens = at_least_float32(x).reshape(-1, self.num_features)
+        statistics = self.update_running_statistics(tokens, self.split_padding(x))
+        # The kernels take no parameters in half precision beside such tokens, and raise.
+        parameters = map(at_least_float32, parameters)
+        return function.apply(tokens, *parameters, *statistics, *constants, self.eps).view(x.shape)
 
     @torch.no_grad()
     def _replace_statistics(self, *updated: Tensor) -> None:
         """Takes these as running mean and variance, unless one is not finite or the forward is not one that counts."""
         if self.calibrating or is_recomputing():
             return
-        statistics = self.running_mean, self.running_var
-        # As they will be stored: float16 has infinities of its own.
-        updated = [new.to(value.dtype) for new, value in zip(updated, statistics, strict=True)]
-        is_finite = torch.stack(updated).isfinite().all()
-        for value, new in zip(statistics, updated, strict=True):
-            torch.where(is_finite, new, value, out=value)
+        # 0 times an infinity or a NaN is NaN, which counts as true: half as many kernels as isfinite().
+        is_bad = (0 * torch.stack(updated)).any()
+        for value, new in zip((self.running_mean, self.running_var), updated, strict=True):
+            torch.where(is_bad, value, new, out=value)
+        self.num_skipped += is_bad
 
     @property
     def is_pooling(self) -> bool:
@@ -101,21 +120,22 @@ class TokenBN(OfflineNorm):
         return self.valid_tokens.split(x)
 
     @torch.no_grad()
-    def batch_statistics(self, tokens: Tensor, split: TokenSplit | None = None) -> BatchStatistics:
-        """Mean and biased variance of the batch, tokens (N, C), and the running statistics brought up to date.
-
-        They are float32 at least, as ``tokens`` must be; running statistics in half precision are rounded once.
+    def update_running_statistics(self, tokens: Tensor, split: TokenSplit | None = None) -> BatchStatistics:
+        """Takes a batch into the running statistics, but where :meth:`_replace_statistics` says that it must not count.
 
         Args:
-            tokens: (N, C).
-            split: Which of them count; None for all.
+            tokens: (N, C), float32 at least.
+            split: Which of them have a part in it; None for all.
+
+        Returns:
+            What a training forward normalises the batch by.
 
         Raises:
             ValueError: On a single token.
         """
-        padding = num_tokens = None
+        excluded = num_tokens = None
         if split is not None:
-            padding, tokens = split.padding, tokens.index_select(0, split.valid)
+            excluded, tokens = split.padding, tokens.index_select(0, split.valid)
             num_tokens = tokens.new_full((1,), len(tokens))
         count = len(tokens)
         if count < 2 and not self.is_pooling:
@@ -127,9 +147,9 @@ class TokenBN(OfflineNorm):
             mean, var, num_tokens = pooled_mean.to(mean), (m2 / counts).to(mean), counts.to(mean)
             count = num_tokens
         unbiased = var * (count / (count - 1))
-        self._replace_statistics(at_least_float32(self.running_mean).lerp(mean, self.momentum),
-                                 at_least_float32(self.running_var).lerp(unbiased, self.momentum))
-        return BatchStatistics(mean, var, num_tokens, padding, self.is_pooling)
+        self._replace_statistics(self.running_mean.lerp(mean, self.momentum),
+                                 self.running_var.lerp(unbiased, self.momentum))
+        return BatchStatistics(mean, var, num_tokens, excluded, self.is_pooling)
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,8 @@ class UN(QuadraticNorm):
     Two things of the released code are not in the paper's formulas and not here: the factor r between batch and running
     statistics in the gradient, and backward averages that also wait for the end of the warm-up.
 
+    torch.compile cannot take the training forward into a graph, see :class:`QuadraticNorm`.
+
     Args:
         num_features: Channels C.
         eps: Added to s^ inside the root.

@@ -12,6 +12,7 @@ from slab_det.hooks import (
     ProgressiveNormHook,
     RandomStateHook,
     RecalibrateFuseHook,
+    SkippedBatchesHook,
     UnifiedNormHook,
 )
 
@@ -87,7 +88,7 @@ def test_hooks_run_in_the_order_that_they_need(train):
     order = [type(hook) for hook in runner.hooks]
     after = {hook: order.index(hook) for hook in order}
     assert after[CheckedLoadHook] < after[EMAHook]
-    for hook in (ProgressiveNormHook, UnifiedNormHook):
+    for hook in (ProgressiveNormHook, SkippedBatchesHook, UnifiedNormHook):
         assert after[EMAHook] < after[hook] < after[LoggerHook]
     assert after[ExcludePaddingHook] < after[RecalibrateFuseHook]
     assert max(after[LoggerHook], after[RandomStateHook], after[AccumulatedGradientsHook]) < after[PoolStatisticsHook]

@@ -85,10 +85,11 @@ def test_a_half_module_averages_its_statistics(kind, gamma, dtype):
     exact = x.double().flatten(0, 1)
     norm(x)
     mean, var = norm.statistics()
+    assert mean.dtype == var.dtype == torch.float32
     if kind in QUADRATIC:
         assert error(var, 0.9 + 0.1 * exact.square().mean(0)) < 1e-5
     else:
-        assert error(mean, 0.1 * exact.mean(0)) < 0.01 and error(var, 0.9 + 0.1 * exact.var(0)) < 0.01
+        assert error(mean, 0.1 * exact.mean(0)) < 1e-5 and error(var, 0.9 + 0.1 * exact.var(0)) < 1e-5
 
 
 @pytest.mark.parametrize('dtype', HALF, ids=str)
@@ -139,30 +140,75 @@ def test_a_half_model_recalibrates_to_the_moments_of_its_input(kind, dtype):
     if kind in QUADRATIC:
         assert error(var, exact.square().mean(0)) < 1e-5
     else:
-        assert error(mean, exact.mean(0)) < 0.01 and error(var, exact.var(0, correction=0)) < 0.01
+        assert error(mean, exact.mean(0)) < 1e-5 and error(var, exact.var(0, correction=0)) < 1e-5
 
 
 @pytest.mark.parametrize('cast', [nn.Module.half, nn.Module.bfloat16, lambda m: m.double().to(torch.float16)])
-@pytest.mark.parametrize('kind', QUADRATIC)
-def test_norms_without_mean_keep_their_averages_when_cast(kind, cast):
+@pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
+def test_norms_keep_their_statistics_when_cast(kind, cast):
     model = nn.Sequential(kind(C))
     norm = model[0]
     generator = torch.Generator().manual_seed(3)
-    for buffer in norm.buffers():
-        if buffer.is_floating_point():
+    for name, buffer in norm.named_buffers():
+        if buffer.is_floating_point() and name != '_gamma':
             # Beyond float16.
             buffer.copy_(1e5 * (1 + torch.rand(buffer.shape, generator=generator)))
-    before = copy.deepcopy(norm.state_dict())
+    before = copy.deepcopy(dict(norm.named_buffers()))
     cast(model)
-    assert norm.weight.dtype in HALF
+    assert {parameter.dtype for parameter in norm.parameters()} < set(HALF)
     for name, value in norm.named_buffers():
         assert torch.equal(value, before[name]) and value.dtype == before[name].dtype, name
-    other = kind(C).to(norm.weight.dtype)
+    other = kind(C).to(next(norm.parameters()).dtype)
     other.load_state_dict(norm.state_dict())
     for name, value in norm.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
         assert other.state_dict()[name].dtype == value.dtype, name
-    assert model.double()[0].running_var.dtype == torch.float64
+    assert {value.dtype for value in model.double()[0].statistics()} == {torch.float64}
+
+
+@pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN])
+def test_a_float16_module_knows_variances_beyond_float16(kind):
+    """Those of tokens of 1000, which float16 holds well."""
+    norm, _ = make_norm(kind, 0.0, torch.float16)
+    inner = norm.repbn if kind is PRepBN else norm
+    inner.momentum = 1.0
+    x = (1000 * torch.randn(2, 200, C, generator=torch.Generator().manual_seed(4))).half()
+    norm(x)
+    mean, var = (value.double() for value in norm.statistics())
+    assert var.min() > 7e5 and error(var, x.double().var((0, 1))) < 1e-5
+    y = norm.eval()(x)
+    scale, shift = norm.inference_affine()
+    wanted = (x.double() - mean) / (var + 1e-5).sqrt() * inner.weight.double() + inner.bias.double()
+    if kind is not TokenBN:
+        wanted = wanted + inner.eta.double() * x.double()
+    assert y.dtype == torch.float16
+    assert error(y, wanted) < 1e-3 and error(scale * x.double() + shift, wanted) < 1e-6
+
+
+def test_a_checkpoint_in_half_precision_fills_statistics_in_float32():
+    source = TokenBN(C)
+    source.running_var.copy_(torch.tensor([0.1, 1.0, 3.0, 100.0, 1e4]))
+    half = {name: value.half() for name, value in source.state_dict().items()}
+    norm = TokenBN(C).half()
+    norm.load_state_dict(half)
+    assigned = TokenBN(C)
+    assigned.load_state_dict(half, assign=True)
+    for got in (norm, assigned):
+        assert got.weight.dtype == torch.float16 and got.running_var.dtype == torch.float32
+        assert torch.equal(got.running_var, half['running_var'].float())
+
+
+@pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
+def test_norms_built_in_half_precision_have_statistics_in_float32(kind):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        norm = kind(C)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x = tokens(torch.bfloat16).requires_grad_()
+    norm(x).sum().backward()
+    assert {value.dtype for value in norm.statistics()} == {torch.float32} and x.grad.dtype == torch.bfloat16
+    assert norm.eval()(x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize('kind', QUADRATIC)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import slab_det
 from slab_det.layers import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
 from slab_det.layers.attention import FocusedLinearAttention, ShiftedWindowAttention, SimplifiedLinearAttention
+from slab_det.layers.offline_norm import skipped_batches
 from slab_det.layers.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention
 
 C = 4
@@ -106,10 +107,43 @@ def test_a_skipped_batch_leaves_no_trace(kind, dtype, bad, run):
             before = copy.deepcopy(training.model.state_dict())
             assert not training.step(batch(t, bad)), 'the scaler skips it'
             assert not differing(before, training.model.state_dict())
+            assert training.norm.num_skipped == 1 + t // 2
         else:
             assert training.step(batch(t)) and untroubled.step(batch(t))
     assert not differing(training.model.state_dict(), untroubled.model.state_dict())
+    assert (training.norm.num_skipped, untroubled.norm.num_skipped) == (3, 0)
     assert all(value.isfinite().all() for value in training.model.state_dict().values())
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_the_count_of_skipped_batches_is_not_saved_and_lasts(kind):
+    norm = NORMS[kind]()
+    norm(batch(0, float('nan')))
+    assert not [key for key in norm.state_dict() if 'skipped' in key]
+    norm.load_state_dict(NORMS[kind]().state_dict())
+    if kind in QUADRATIC:
+        norm.reset_state()
+    norm.half().float()
+    for norm.training, calibrating in ((False, True), (True, True), (False, False)):
+        if not kind.startswith('PRepBN'):
+            norm.calibrating = calibrating
+            norm(batch(0, float('nan')))
+            norm.calibrating = False
+    assert norm.num_skipped == 1, 'only training counts'
+
+
+def test_skipped_batches_of_all_norms_are_read_at_once(monkeypatch):
+    model = nn.ModuleDict({kind.replace('.', '_'): make() for kind, make in NORMS.items()})
+    bad = batch(1, float('inf'))
+    for t, norm in enumerate(model.values()):
+        norm(batch(0))
+        for _ in range(t):
+            norm(bad)
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, 'tolist', lambda tensor: (reads.append(tensor), tolist(tensor))[1])
+    assert skipped_batches(model) == {name: t for t, name in enumerate(model)}
+    assert len(reads) == 1
+    assert skipped_batches(nn.Linear(2, 2)) == {}
 
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf')])

@@ -379,6 +379,53 @@ def test_two_processes_are_one_with_all_tokens(tmp_path):
             assert norm.num_filtered >= 2
 
 
+# What each process has pushed into its windows, in order: in one none, because its batches overflowed, in others more
+# than fit, so that the latest value stands in any row.
+PUSHED = ([3, 5, 11], [], [4, 6, 7, 8, 9], [1])
+
+
+def _pool_windows_on_rank(rank, world_size, folder, window_size):
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+    norm = UN(1, window_size=window_size, sync=False)
+    for window in (norm.squares, norm.gradients):
+        for value in PUSHED[rank]:
+            window.push(torch.full((1,), float(value)), torch.tensor(True))
+    norm.iteration += len(PUSHED[rank])
+    norm.psi += rank
+    norm.num_skipped += rank
+    running_var = norm.running_var.clone()
+    norm.pool_averages()
+    assert torch.equal(norm.running_var, running_var) and norm.num_skipped == rank
+    buffers = norm.iteration, norm.psi, *norm.squares.buffers(), *norm.gradients.buffers()
+    state = [buffer.clone() for buffer in buffers]
+    next_mean = []
+    for value in (100.0, 200.0):
+        norm.squares.push(torch.full((1,), value), torch.tensor(True))
+        next_mean.append(norm.squares.mean().item())
+    torch.save((state, next_mean), f'{folder}/{rank}.pt')
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('window_size', [2, 4, 7])
+def test_windows_of_processes_are_pooled_by_age_and_without_what_was_never_seen(tmp_path, window_size):
+    # Forked: a new process would import torch for seconds.
+    mp.start_processes(_pool_windows_on_rank, (4, str(tmp_path), window_size), nprocs=4, start_method='fork')
+    ranks = [torch.load(tmp_path / f'{rank}.pt') for rank in range(4)]
+    by_age = [[values[-1 - age] for values in PUSHED if age < len(values)] for age in range(min(5, window_size))]
+    expected = [float(np.mean(values)) for values in by_age]
+    for state, next_mean in ranks:
+        iteration, psi, values, count, *gradients = state
+        assert (iteration, psi, count) == (5, 1.5, 5)
+        in_order = [values[(count - 1 - age) % window_size].item() for age in range(len(expected))]
+        assert in_order == pytest.approx(expected, rel=1e-6)
+        assert torch.equal(values, gradients[0]) and torch.equal(count, gradients[1])
+        # Next the oldest go, where the window is full.
+        for new, mean in zip((1, 2), next_mean, strict=True):
+            window = [*[100.0, 200.0][:new][::-1], *expected][:window_size]
+            assert mean == pytest.approx(float(np.mean(window)), rel=1e-6)
+    for other, _ in ranks[1:]:
+        assert all(map(torch.equal, ranks[0][0], other))
 
 
 @pytest.mark.parametrize('reentrant', [False, True])
@@ -470,3 +517,13 @@ def test_compiled_models_train_as_others_do(kind):
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-12, atol=1e-12, msg=key)
     assert compiled[1].iteration == 8
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_only_evaluation_compiles_into_one_graph(kind):
+    norm = make_norm(kind)
+    run = torch.compile(norm, backend='eager', fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'torch\.compiler\.disable'):
+        run(batch(1))
+    norm.eval()
+    assert torch.equal(run(batch(1)), norm(batch(1)))

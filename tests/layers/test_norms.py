@@ -86,6 +86,26 @@ def test_prepbn_mixes_both_norms(gamma, training):
     torch.testing.assert_close(norm(x), gamma * ln + (1 - gamma) * repbn)
 
 
+@pytest.mark.parametrize('gamma', [0.0, 0.5, 1.0])
+def test_freezing_the_repbn_alone_freezes_statistics_at_every_gamma(gamma):
+    norm, whole = make_norm(PRepBN, gamma), make_norm(PRepBN, gamma)
+    whole.load_state_dict(norm.state_dict())
+    # As a loop over modules of one type does.
+    norm.train().repbn.eval()
+    whole.eval()
+    before = statistics_of(norm)
+    results = []
+    for part in (norm, whole):
+        x = torch.linspace(-3, 5, 14 * C).double().view(2, 7, C).requires_grad_()
+        y = part(x)
+        y.sin().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in part.parameters())])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True)), 'the frozen mixture'
+    assert all(map(torch.equal, statistics_of(norm), before))
+    norm.train()(x)
+    assert not any(map(torch.equal, statistics_of(norm), before))
+
+
 @pytest.mark.parametrize('gamma', [0.0, 0.25, 1.0])
 def test_prepbn_training_gradients_are_those_of_its_formula(gamma):
     norm = make_norm(PRepBN, gamma, eps=1e-2, ln_eps=1e-3)

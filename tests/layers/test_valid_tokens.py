@@ -1,10 +1,14 @@
 """Statistics without padding tokens, against formulas that see only the valid ones."""
+import copy
 import math
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from mmdet.registry import MODELS
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slab_det
@@ -36,6 +40,105 @@ def test_a_token_is_valid_if_it_begins_inside_its_image(sizes, batch, stride):
     if split is not None:
         assert split.valid.tolist() == expected.flatten().nonzero()[:, 0].tolist()
         assert split.padding.tolist() == (~expected).flatten().nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize('stride', [4, 8, 16, 32])
+@pytest.mark.parametrize('rounding', [(math.floor, math.floor), (math.floor, math.ceil), (math.ceil, math.floor)],
+                         ids=lambda both: '-'.join(f.__name__ for f in both))
+def test_maps_that_round_down_are_known_too(rounding, stride):
+    """As strided convolutions without padding leave them, PVT's for one."""
+    sizes, batch = [(250, 200), (161, 333), (5, 333)], (250, 333)
+    rows, columns = (round_side(side / stride) for round_side, side in zip(rounding, batch, strict=True))
+    expected = torch.tensor([[stride * row < height and stride * column < width
+                              for row in range(rows) for column in range(columns)] for height, width in sizes])
+    tokens = ValidTokens()
+    tokens.set_batch(sizes, batch)
+    split = tokens.split(torch.zeros(*expected.shape, C))
+    assert split.valid.tolist() == expected.flatten().nonzero()[:, 0].tolist()
+
+
+def test_tokens_that_could_be_two_maps_are_an_error_unless_both_say_the_same():
+    tokens = ValidTokens()
+    # 8 rows and 7 columns or 7 and 8, of 30x30 at stride 4.
+    tokens.set_batch([(30, 30), (30, 4)], (30, 30))
+    with pytest.raises(SlabDetError, match=r'could be several maps of 2 images padded to 30x30.*pad_size_divisor'):
+        tokens.split(torch.zeros(2, 56, C))
+    tokens.set_batch([(30, 30), (29, 30)], (30, 30))
+    assert tokens.split(torch.zeros(2, 56, C)) is None, 'row 28 and column 28 are inside'
+
+
+@pytest.mark.parametrize('backbone', [
+    dict(type='SLABPVT', embed_dims=8, num_heads=(1, 1, 2, 2), num_layers=(1, 1, 1, 1), sr_ratios=(8, 4, 2, 1)),
+    dict(type='SLABSwin', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2)),
+    dict(type='PyramidVisionTransformerV2', embed_dims=8, num_heads=(1, 1, 2, 2), num_layers=(1, 1, 1, 1),
+         sr_ratios=(8, 4, 2, 1))], ids=lambda options: options['type'])
+def test_backbones_need_no_multiples_of_32(backbone):
+    """Whichever way they round, whole maps and those that attention strides over."""
+    model = MODELS.build(dict(**backbone, norm_cfg=dict(type='PRepBN')))
+    slab_det.set_gamma(model, 0.0)
+    tokens = ValidTokens()
+    seen = []
+    for module in model.modules():
+        if isinstance(module, TokenBN):
+            module.valid_tokens = tokens
+            module.register_forward_hook(lambda norm, args, y: seen.append((len(args[0][0]), tokens.split(args[0]))))
+    sizes, batch = [(250, 101), (99, 333)], (250, 333)
+    tokens.set_batch(sizes, batch)
+    model.train()(torch.randn(2, 3, *batch))
+    assert len(seen) >= 12
+    for length, split in seen:
+        # Both images cover about a third of the batch, in maps of any size but the smallest.
+        if length > 1000:
+            assert len(split.valid) / (2 * length) == pytest.approx((250 * 101 + 99 * 333) / (2 * 250 * 333), abs=0.03)
+
+
+def test_norms_of_a_copied_model_share_the_copied_batches():
+    model = nn.Sequential(TokenBN(C), TokenBN(C))
+    model[0].valid_tokens = model[1].valid_tokens = ValidTokens()
+    model[0].valid_tokens.set_batch(SIZES, BATCH)
+    x = torch.zeros(2, 384, C)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        tokens = twin[0].valid_tokens
+        assert tokens is twin[1].valid_tokens and tokens is not model[0].valid_tokens
+        assert torch.equal(tokens.split(x).valid, model[0].valid_tokens.split(x).valid)
+        tokens.set_batch([BATCH, BATCH], BATCH)
+        assert twin[1].split_padding(x) is None and model[1].split_padding(x) is not None
+
+
+ORDERS = {'one backward': [[0, 1, 2, 3]], 'first first': [[0], [1], [2], [3]], 'last first': [[3], [2], [1], [0]]}
+RUNS = {
+    'not reentrant': lambda part, x: checkpoint(part, x, use_reentrant=False),
+    'reentrant': lambda part, x: checkpoint(part, x, use_reentrant=True),
+    'nested': lambda part, x: checkpoint(lambda z: checkpoint(part, z, use_reentrant=False), x, use_reentrant=False),
+}
+
+
+def gradients_of_batches(kind, gamma, run, backwards, interleaved=False):
+    """Of several batches of one shape, each with other padding, that wait for their backward passes."""
+    norms = nn.ModuleList([make_norm(kind, gamma), make_norm(kind, gamma)])
+    inner = [norm.repbn if kind is PRepBN else norm for norm in norms]
+    tokens = inner[1].valid_tokens = inner[0].valid_tokens
+    generator = torch.Generator().manual_seed(7)
+    leaves, losses = [], []
+    for sizes in (SIZES, [BATCH, (17, 20)], [BATCH, BATCH], [(64, 96), (1, 1)]):
+        tokens.set_batch(sizes, BATCH)
+        leaves.append(torch.randn(2, 384, C, generator=generator, dtype=torch.double).requires_grad_())
+        # Each norm in a checkpoint of its own, as blocks of a backbone.
+        losses.append(run(norms[1], run(norms[0], leaves[-1]).sin()).cos().sum())
+        if interleaved and len(losses) > 1:
+            losses[-2].backward()
+    for group in [[3]] if interleaved else backwards:
+        sum(losses[i] for i in group).backward()
+    return [*(leaf.grad for leaf in leaves), *(parameter.grad for parameter in norms.parameters())]
+
+
+@pytest.mark.parametrize('run', RUNS)
+@pytest.mark.parametrize('order', [*ORDERS, 'interleaved'])
+@pytest.mark.parametrize('kind, gamma', [(TokenBN, 0.0), (PRepBN, 0.5)])
+def test_recomputed_forwards_exclude_the_padding_of_their_own_batch(kind, gamma, order, run):
+    options = ORDERS.get(order), order == 'interleaved'
+    plain = gradients_of_batches(kind, gamma, lambda part, x: part(x), *options)
+    assert all(map(torch.equal, plain, gradients_of_batches(kind, gamma, RUNS[run], *options)))
 
 
 def test_without_a_batch_every_token_is_valid():
