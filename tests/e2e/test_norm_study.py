@@ -23,6 +23,7 @@ from mmengine.optim import build_optim_wrapper
 from benchmarks.experiments import ROOT, attempts, replace_table
 from benchmarks.interruptions import FORK_SERVER
 from benchmarks.norms import jobs as jobs_module
+from benchmarks.norms import latency
 from benchmarks.norms.claim import claimed, holder
 from benchmarks.norms.jobs import Job, Training, jobs_of, last_line
 from benchmarks.norms.no_eta import NoEtaHook
@@ -31,6 +32,7 @@ from benchmarks.norms.run import Driver
 from benchmarks.norms.studies import STUDIES, Base, Recalibration, Run, Study, lasting, norm, prepbn
 from benchmarks.norms.table import T_QUANTILES, markdown, t_interval
 from slab_det.datasets import generate
+from slab_det.figures import draw_ap_latency
 from slab_det.reporting import read_report
 
 ITERATIONS = 4
@@ -213,6 +215,29 @@ def test_checkpoints_before_and_after_recalibration_are_kept_and_compared(driven
     drift = seeds['prepbn@4']['seeds']['0']['recalibration']['drift']
     assert drift['mean'] == pytest.approx(torch.cat(shifts).mean().item(), rel=1e-6)
     assert drift['largest_log_var'] == pytest.approx(torch.cat(ratios).max().item(), rel=1e-6)
+
+
+def test_latency_is_that_of_what_each_run_serves_beside_its_mean_ap(driven, tmp_path):
+    runs = results_of(driven, driven.study)['runs']
+    # Four iterations find nothing.
+    for value, run in enumerate((runs['ln'], runs['prepbn']), start=1):
+        for seed, result in run['seeds'].items():
+            result['ap'] = value / 10 + int(seed) / 100
+    data = str(driven.folder / 'data')
+    measured = latency.measure(driven.study, 0, driven.folder / 'work', data, rounds=3, threads=1)
+    assert {name: found['variant'] for name, found in measured.items()} == {'ln': 'unfused', 'prepbn': 'fused'}
+    for scope in ('backbone+neck', 'detector'):
+        found = measured['prepbn']['latency'][scope]
+        assert (found['scope'], found['interleaved'], found['rounds']) == (scope, ['ln', 'prepbn'], 3)
+        assert found['image'].endswith('.png') and found['size'] == [160, 192]
+        measured['ln']['latency'][scope]['median_ms'], found['median_ms'] = 20.0, 15.0
+    assert latency.markdown(runs, measured, 'AP').splitlines()[2:] == [
+        '| LayerNorm | 0.105 | 20.0 | 1.00 | 20.0 | 1.00 |', '| PRepBN | 0.205 | 15.0 | 0.75 | 15.0 | 0.75 |']
+    entries = latency.entries(driven.study, runs, measured)
+    assert [(entry.variant, entry.ap['segm']['AP']) for entry in entries] == [
+        ('unfused', pytest.approx(0.105)), ('fused', pytest.approx(0.205))]
+    draw_ap_latency(entries, tmp_path / 'latency.png')
+    assert (tmp_path / 'latency.png').stat().st_size > 10_000
 
 
 def test_another_definition_is_noticed_and_spoils_nothing(driven, monkeypatch):

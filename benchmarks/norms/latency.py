@@ -1,0 +1,137 @@
+"""Latency of what a study's runs serve, interleaved in one process, beside their AP.
+
+    python benchmarks/norms/latency.py bccd-norms --threads 1
+    python benchmarks/norms/latency.py bccd-norms --table-only
+
+Of every run that finished, the model of one seed: fused, or as it was trained where it has LayerNorm. Written into
+benchmarks/results/norms_STUDY_latency.json, as a table below the line `<!-- latency STUDY -->` of docs/results.md, and
+as AP over latency into docs/results_STUDY_latency.png. Let nothing else run meanwhile.
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+import json
+import os
+import statistics
+
+from mmdet.registry import DATASETS
+from mmengine.config import Config
+from mmengine.runner import find_latest_checkpoint
+from torch import nn
+
+from benchmarks.experiments import ROOT, replace_table
+from benchmarks.norms.results import write_results
+from benchmarks.norms.studies import STUDIES, Study
+from benchmarks.norms.table import by_seed, title
+from slab_det.cli import read_config
+from slab_det.datasets import set_data_root
+from slab_det.detectors import build_detector
+from slab_det.figures import draw_ap_latency
+from slab_det.latency import SCOPES
+from slab_det.reporting import ReportEntry, describe_model
+
+# Without what happens per object, and with it: trained models find different numbers of objects.
+MEASURED = ('backbone+neck', 'detector')
+
+
+def served_model(folder: Path) -> tuple[nn.Module, Config, str]:
+    """The detector that a run's folder holds, its config as it was trained, and 'fused' or 'unfused'."""
+    trained = Config.fromfile(folder / 'merged' / 'config.py')
+    fused = folder / 'fused.pth'
+    if fused.exists():
+        return build_detector(read_config(str(folder / 'fused_config.py')), str(fused)), trained, 'fused'
+    return build_detector(trained.copy(), find_latest_checkpoint(str(folder))), trained, 'unfused'
+
+
+def test_image(cfg: Config, data_root: str) -> tuple[str, tuple[int, int]]:
+    """The first image of the test set, and (H, W) of what testing makes of the images."""
+    set_data_root(cfg, data_root)
+    info = DATASETS.build(cfg.test_dataloader.dataset).get_data_info(0)
+    sizes = [step.scale[::-1] for step in cfg.test_dataloader.dataset.pipeline if step.type == 'Resize']
+    return info['img_path'], sizes[0] if sizes else (info['height'], info['width'])
+
+
+def measure(study: Study, seed: int, work_dir: Path, data_root: str, rounds: int, threads: int | None) -> dict:
+    """Measures every finished run of ``study``; all are in memory at once, and take turns."""
+    folders = {run.name: work_dir / study.base.name / run.name / f'seed{seed}' for run in study.runs}
+    served = {name: served_model(folder) for name, folder in folders.items() if (folder / 'done').exists()
+              and json.loads((folder / 'done').read_text())['status'] == 'finished'}
+    if not served:
+        raise SystemExit(f'no run of {study.name} with seed {seed} has finished below {work_dir}')
+    image, size = test_image(next(iter(served.values()))[1], data_root)
+    models = {name: model for name, (model, _, _) in served.items()}
+    latencies = {
+        scope: slab_det.measure_latency(models, size, rounds, scope=scope, threads=threads, image=image, progress=True)
+        for scope in MEASURED}
+    return {name: dict(row=describe_model(cfg.model)['name'], variant=variant,
+                       latency={scope: found[name].to_dict() for scope, found in latencies.items()})
+            for name, (_, cfg, variant) in served.items()}
+
+
+def mean_ap(run: dict) -> float:
+    """Over the seeds that finished."""
+    return statistics.mean(by_seed(run).values())
+
+
+def markdown(runs: dict, latency: dict, metric: str) -> str:
+    """One row per run, ratios to the run that it is compared with."""
+    lines = [f'| run | {metric} | {" | ".join(f"{scope}, ms | ratio" for scope in MEASURED)} |',
+             f'|---|---:|{"---:|" * 2 * len(MEASURED)}']
+    for name, found in latency.items():
+        cells = [title(runs[name]), f'{mean_ap(runs[name]):.3f}']
+        for scope in MEASURED:
+            own = found['latency'][scope]['median_ms']
+            control = latency.get(runs[name]['control'])
+            cells += [f'{own:.1f}', f'{own / control["latency"][scope]["median_ms"]:.2f}' if control else '–']
+        lines.append(f'| {" | ".join(cells)} |')
+    return '\n'.join(lines)
+
+
+def entries(study: Study, runs: dict, latency: dict) -> list[ReportEntry]:
+    """What the figure shows: of runs that have the same row label, the first goes by it."""
+    cfg, rows, found = Config.fromfile(study.base.config), set(), []
+    for name, measured in latency.items():
+        if measured['row'] in rows:
+            continue
+        rows.add(measured['row'])
+        found.append(ReportEntry(
+            name=measured['row'], variant=measured['variant'], norm='', attention='', detector=cfg.model.type,
+            config=name, dataset=dict(ann_file=cfg.val_dataloader.dataset.data_root
+                                      + cfg.val_dataloader.dataset.ann_file),
+            ap={study.base.metric: dict(AP=mean_ap(runs[name]))}, latency=measured['latency']['detector']))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('study', choices=[name for name, study in STUDIES.items() if not study.recalibrations])
+    parser.add_argument('--data-root', help='default: data/DATASET')
+    parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--rounds', type=int, default=100)
+    parser.add_argument('--threads', type=int)
+    parser.add_argument('--table-only', action='store_true', help='measure nothing: write table and picture again')
+    args = parser.parse_args()
+    study = STUDIES[args.study]
+    os.chdir(ROOT)
+    results = json.loads(Path(f'benchmarks/results/norms_{study.name}.json').read_text())
+    file = Path(f'benchmarks/results/norms_{study.name}_latency.json')
+    if not args.table_only:
+        data_root = args.data_root or f'data/{study.base.name}'
+        latency = measure(study, args.seed, args.work_dir, data_root, args.rounds, args.threads)
+        write_results(file, dict(seed=args.seed, scopes={scope: SCOPES[scope].timed for scope in MEASURED},
+                                 runs=latency))
+    latency = json.loads(file.read_text())['runs']
+    table = markdown(results['runs'], latency, f'{results["metric"]}, mean over seeds')
+    print(table)
+    replace_table(Path('docs/results.md'), f'latency {study.name}', table)
+    draw_ap_latency(entries(study, results['runs'], latency), Path(f'docs/results_{study.name}_latency.png'))
+
+
+if __name__ == '__main__':
+    main()
