@@ -19,6 +19,8 @@ import json
 import os
 import statistics
 
+from mmdet.datasets import BaseDetDataset
+from mmdet.datasets.transforms import Resize
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.runner import find_latest_checkpoint
@@ -33,7 +35,7 @@ from slab_det.datasets import set_data_root
 from slab_det.detectors import build_detector
 from slab_det.figures import draw_ap_latency
 from slab_det.latency import SCOPES
-from slab_det.reporting import ReportEntry, describe_model
+from slab_det.reporting import ReportEntry, describe_dataset, describe_model
 
 # Without what happens per object, and with it: trained models find different numbers of objects.
 MEASURED = ('backbone+neck', 'detector')
@@ -48,11 +50,10 @@ def served_model(folder: Path) -> tuple[nn.Module, Config, str]:
     return build_detector(trained.copy(), find_latest_checkpoint(str(folder))), trained, 'unfused'
 
 
-def test_image(cfg: Config, data_root: str) -> tuple[str, tuple[int, int]]:
-    """The first image of the test set, and (H, W) of what testing makes of the images."""
-    set_data_root(cfg, data_root)
-    info = DATASETS.build(cfg.test_dataloader.dataset).get_data_info(0)
-    sizes = [step.scale[::-1] for step in cfg.test_dataloader.dataset.pipeline if step.type == 'Resize']
+def test_image(dataset: BaseDetDataset) -> tuple[str, tuple[int, int]]:
+    """The first image, and (H, W) of what testing makes of it."""
+    info = dataset.get_data_info(0)
+    sizes = [step.scale[::-1] for step in dataset.pipeline.transforms if isinstance(step, Resize)]
     return info['img_path'], sizes[0] if sizes else (info['height'], info['width'])
 
 
@@ -63,12 +64,15 @@ def measure(study: Study, seed: int, work_dir: Path, data_root: str, rounds: int
               and json.loads((folder / 'done').read_text())['status'] == 'finished'}
     if not served:
         raise SystemExit(f'no run of {study.name} with seed {seed} has finished below {work_dir}')
-    image, size = test_image(next(iter(served.values()))[1], data_root)
+    cfg = next(iter(served.values()))[1]
+    set_data_root(cfg, data_root)
+    dataset = DATASETS.build(cfg.test_dataloader.dataset)
+    image, size = test_image(dataset)
     models = {name: model for name, (model, _, _) in served.items()}
     latencies = {
         scope: slab_det.measure_latency(models, size, rounds, scope=scope, threads=threads, image=image, progress=True)
         for scope in MEASURED}
-    return {name: dict(row=describe_model(cfg.model)['name'], variant=variant,
+    return {name: dict(row=describe_model(cfg.model)['name'], variant=variant, dataset=describe_dataset(dataset),
                        latency={scope: found[name].to_dict() for scope, found in latencies.items()})
             for name, (_, cfg, variant) in served.items()}
 
@@ -94,16 +98,15 @@ def markdown(runs: dict, latency: dict, metric: str) -> str:
 
 def entries(study: Study, runs: dict, latency: dict) -> list[ReportEntry]:
     """What the figure shows: of runs that have the same row label, the first goes by it."""
-    cfg, rows, found = Config.fromfile(study.base.config), set(), []
+    detector, rows, found = Config.fromfile(study.base.config).model.type, set(), []
     for name, measured in latency.items():
         if measured['row'] in rows:
             continue
         rows.add(measured['row'])
         found.append(ReportEntry(
-            name=measured['row'], variant=measured['variant'], norm='', attention='', detector=cfg.model.type,
-            config=name, dataset=dict(ann_file=cfg.val_dataloader.dataset.data_root
-                                      + cfg.val_dataloader.dataset.ann_file),
-            ap={study.base.metric: dict(AP=mean_ap(runs[name]))}, latency=measured['latency']['detector']))
+            name=measured['row'], variant=measured['variant'], norm='', attention='', detector=detector, config=name,
+            dataset=measured['dataset'], ap={study.base.metric: dict(AP=mean_ap(runs[name]))},
+            latency=measured['latency']['detector']))
     return found
 
 
