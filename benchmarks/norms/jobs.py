@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from .studies import Base, Recalibration, Run, Study
 # A name of its own: a test puts processes in its place that need not import torch.
 start = subprocess.Popen
 TRAINED = 'trained.pth'
+# How a run is logged, saved and drawn, and what it imports: none of it changes its result.
 UNDECIDING = ('custom_imports', 'default_hooks', 'env_cfg', 'log_level', 'log_processor', 'vis_backends', 'visualizer')
 RECALIBRATION_HOOK = 'RecalibrateFuseHook'
 
@@ -56,13 +58,14 @@ class Job:
     def __init__(self, base: Base, name: str, seed: int, folder: Path, data_root: str) -> None:
         self.base, self.name, self.seed, self.folder, self.data_root = base, name, seed, folder, data_root
         self._process: subprocess.Popen | None = None
+        self._stopped = False
 
     def __str__(self) -> str:
         return f'{self.base.name}/{self.name} seed {self.seed}'
 
     @property
     def fingerprint(self) -> str:
-        """What results of this job depend on, besides code, data and seed."""
+        """What results of this job depend on, besides code and data."""
         raise NotImplementedError
 
     def commands(self) -> Iterator[list[str]]:
@@ -107,7 +110,8 @@ class Job:
             return self._finish('finished', began, jobs)
 
     def stop(self) -> None:
-        """Ends the command that is running, if one is."""
+        """Ends the command that is running, if one is, and starts none after it."""
+        self._stopped = True
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
@@ -117,6 +121,8 @@ class Job:
         return self.folder / 'output.txt'
 
     def _call(self, command: list[str], descriptor: int, jobs: int) -> int:
+        if self._stopped:
+            return -signal.SIGTERM
         announce(command)
         environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(
             filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))}
@@ -125,6 +131,8 @@ class Job:
         with self.output.open('a') as output:
             self._process = start(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
                                   pass_fds=[descriptor])
+            if self._stopped:
+                self._process.terminate()
             return self._process.wait()
 
     def _finish(self, status: str, began: float, jobs: int, error: str = '') -> Done:

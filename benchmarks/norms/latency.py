@@ -35,7 +35,7 @@ from slab_det.datasets import set_data_root
 from slab_det.detectors import build_detector
 from slab_det.figures import draw_ap_latency
 from slab_det.latency import SCOPES
-from slab_det.reporting import ReportEntry, describe_dataset, describe_model
+from slab_det.reporting import ReportEntry, describe_dataset
 
 # Without what happens per object, and with it: trained models find different numbers of objects.
 MEASURED = ('backbone+neck', 'detector')
@@ -50,7 +50,7 @@ def served_model(folder: Path) -> tuple[nn.Module, Config, str]:
     return build_detector(trained.copy(), find_latest_checkpoint(str(folder))), trained, 'unfused'
 
 
-def test_image(dataset: BaseDetDataset) -> tuple[str, tuple[int, int]]:
+def first_image(dataset: BaseDetDataset) -> tuple[str, tuple[int, int]]:
     """The first image, and (H, W) of what testing makes of it."""
     info = dataset.get_data_info(0)
     sizes = [step.scale[::-1] for step in dataset.pipeline.transforms if isinstance(step, Resize)]
@@ -67,19 +67,20 @@ def measure(study: Study, seed: int, work_dir: Path, data_root: str, rounds: int
     cfg = next(iter(served.values()))[1]
     set_data_root(cfg, data_root)
     dataset = DATASETS.build(cfg.test_dataloader.dataset)
-    image, size = test_image(dataset)
+    image, size = first_image(dataset)
     models = {name: model for name, (model, _, _) in served.items()}
     latencies = {
         scope: slab_det.measure_latency(models, size, rounds, scope=scope, threads=threads, image=image, progress=True)
         for scope in MEASURED}
-    return {name: dict(row=describe_model(cfg.model)['name'], variant=variant, dataset=describe_dataset(dataset),
+    return {name: dict(variant=variant, dataset=describe_dataset(dataset),
                        latency={scope: found[name].to_dict() for scope, found in latencies.items()})
             for name, (_, cfg, variant) in served.items()}
 
 
-def mean_ap(run: dict) -> float:
-    """Over the seeds that finished."""
-    return statistics.mean(by_seed(run).values())
+def mean_ap(run: dict) -> float | None:
+    """Over the seeds; None if one of them failed, since the others are no fair sample then."""
+    values = by_seed(run)
+    return statistics.mean(values.values()) if len(values) == len(run['seeds']) else None
 
 
 def markdown(runs: dict, latency: dict, metric: str) -> str:
@@ -87,7 +88,8 @@ def markdown(runs: dict, latency: dict, metric: str) -> str:
     lines = [f'| run | {metric} | {" | ".join(f"{scope}, ms | ratio" for scope in MEASURED)} |',
              f'|---|---:|{"---:|" * 2 * len(MEASURED)}']
     for name, found in latency.items():
-        cells = [title(runs[name]), f'{mean_ap(runs[name]):.3f}']
+        ap = mean_ap(runs[name])
+        cells = [title(runs[name]), 'a seed failed' if ap is None else f'{ap:.3f}']
         for scope in MEASURED:
             own = found['latency'][scope]['median_ms']
             control = latency.get(runs[name]['control'])
@@ -97,17 +99,12 @@ def markdown(runs: dict, latency: dict, metric: str) -> str:
 
 
 def entries(study: Study, runs: dict, latency: dict) -> list[ReportEntry]:
-    """What the figure shows: of runs that have the same row label, the first goes by it."""
-    detector, rows, found = Config.fromfile(study.base.config).model.type, set(), []
-    for name, measured in latency.items():
-        if measured['row'] in rows:
-            continue
-        rows.add(measured['row'])
-        found.append(ReportEntry(
-            name=measured['row'], variant=measured['variant'], norm='', attention='', detector=detector, config=name,
-            dataset=measured['dataset'], ap={study.base.metric: dict(AP=mean_ap(runs[name]))},
-            latency=measured['latency']['detector']))
-    return found
+    """What the figure shows: the runs none of whose seeds failed."""
+    detector = Config.fromfile(study.base.config).model.type
+    return [ReportEntry(name=title(runs[name]), variant=measured['variant'], norm='', attention='', detector=detector,
+                        config=name, dataset=measured['dataset'], ap={study.base.metric: dict(AP=ap)},
+                        latency=measured['latency']['detector'])
+            for name, measured in latency.items() if (ap := mean_ap(runs[name])) is not None]
 
 
 def main() -> None:

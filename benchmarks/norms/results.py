@@ -10,7 +10,6 @@ from pathlib import Path
 from mmengine.fileio import put_text
 
 from benchmarks.experiments import attempts
-from slab_det.environment import describe_environment
 from slab_det.reporting import AP_KINDS, ap_from_metrics, read_report
 
 from .jobs import Evaluation, Job, jobs_of
@@ -34,7 +33,7 @@ def collect(study: Study, root: Path, data_root: str) -> dict:
             runs[run.name] = dict(label=run.label, setting=run.setting, control=run.control, seeds=by_seed)
     return dict(
         study=study.name, question=study.question, setting=study.base.setting, metric=AP_KINDS[study.base.metric] +
-        ' AP', time_note=TIME_NOTE, runs=runs, environment=_environment(jobs))
+        ' AP', time_note=TIME_NOTE, runs=runs, environments=_environments(jobs))
 
 
 def describe(job: Job, metric: str) -> dict:
@@ -61,13 +60,15 @@ def describe(job: Job, metric: str) -> dict:
     return dict(**result, **curves)
 
 
-def _environment(jobs: list[Job]) -> dict:
-    """That of a training, where one wrote it down; this process has other threads."""
+def _environments(jobs: list[Job]) -> list[dict]:
+    """Where the runs ran, each place once, as far as they wrote it down: those with LayerNorm do not."""
+    found = []
     for job in jobs:
         report_file = job.folder / 'report.json'
-        if report_file.exists() and (environment := read_report(report_file).entries[0].environment):
-            return environment
-    return {key: value for key, value in describe_environment().items() if key != 'threads'}
+        environment = read_report(report_file).entries[0].environment if report_file.exists() else None
+        if environment and environment not in found:
+            found.append(environment)
+    return found
 
 
 def read_curves(work_dir: Path, metric: str) -> dict:

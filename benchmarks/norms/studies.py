@@ -170,15 +170,16 @@ BCCD_DECAY = Study('bccd-decay', BCCD, 'How long should the decay of gamma be?',
 ))
 
 
-def norms_in(name: str, setting: str, change: dict, iterations: int = BCCD_ITERATIONS) -> tuple[Run, ...]:
+def norms_in(name: str, setting: str, change: dict, iterations: int = BCCD_ITERATIONS,
+             keep_trained: bool = False) -> tuple[Run, ...]:
     """The main four norms in another setting; LayerNorm in the same setting is the control."""
     control = f'{name}_ln'
-    changes = (change, ) if iterations == BCCD_ITERATIONS else (lasting(iterations, 5), change)
+    changes = (change,) if iterations == BCCD_ITERATIONS else (lasting(iterations, 5), change)
     return (
         Run(control, 'LayerNorm', changes, setting, control),
         Run(f'{name}_token_bn', 'TokenBN', (*changes, norm(dict(type='TokenBN'))), setting, control),
         Run(f'{name}_prepbn', 'PRepBN, linear', (*changes, prepbn()), setting, control,
-            keep_trained=name.startswith('drop_path')),
+            keep_trained=keep_trained),
         Run(f'{name}_un', f'UN, {WARMUP}', (*changes, moving(UN, iterations)), setting, control),
     )
 
@@ -189,7 +190,8 @@ def swin(embed_dims: int, depths: tuple[int, ...], **options: object) -> dict:
                            neck=dict(in_channels=[embed_dims * 2 ** stage for stage in range(4)])))
 
 
-DROP_PATH_03 = norms_in('drop_path_0.3', 'drop-path 0.3', dict(model=dict(backbone=dict(drop_path_rate=0.3))))
+DROP_PATH_03 = norms_in('drop_path_0.3', 'drop-path 0.3', dict(model=dict(backbone=dict(drop_path_rate=0.3))),
+                        keep_trained=True)
 DROP_PATH_03_PREPBN = DROP_PATH_03[2]
 LR_4 = dict(optim_wrapper=dict(optimizer=dict(lr=2e-3)))
 DEEP_12 = swin(24, (2, 2, 12, 2))

@@ -10,7 +10,12 @@ from slab_det.compat.distributions import check_distributions
 check_distributions()
 
 from slab_det.compat.amp import install_amp  # noqa: E402
-from slab_det.compat.autograd import graph_position, is_recomputing, recomputed_graph_position  # noqa: E402
+from slab_det.compat.autograd import (  # noqa: E402
+    graph_position,
+    is_recomputed_twice,
+    is_recomputing,
+    recomputed_graph_position,
+)
 from slab_det.compat.engine import install_checkpoint_files  # noqa: E402
 from slab_det.compat.ops import install_ops  # noqa: E402
 from slab_det.compat.processes import install_cpu_processes  # noqa: E402
@@ -23,4 +28,4 @@ install_cpu_processes()
 install_amp()
 
 __all__ = ['check_distributions', 'graph_position', 'install_amp', 'install_checkpoint_files', 'install_cpu_processes',
-           'install_ops', 'install_run_folder', 'is_recomputing', 'recomputed_graph_position']
+           'install_ops', 'install_run_folder', 'is_recomputed_twice', 'is_recomputing', 'recomputed_graph_position']

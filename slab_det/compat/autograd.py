@@ -25,11 +25,24 @@ def graph_position() -> int:
 def recomputed_graph_position() -> int | None:
     """Where in the graph a forward stands that activation checkpointing recomputes now; None if it recomputes none.
 
-    It is not below the :func:`graph_position` from before that forward, and below that from after it, but for reentrant
-    checkpointing inside of itself, where it can be any number.
+    It is not below the :func:`graph_position` from before that forward, and below that from after it, unless
+    :func:`is_recomputed_twice`.
     """
     if not is_recomputing():
         return None
     # The node whose backward asks for the activations was made by the forward itself.
     node = getattr(torch._C, '_current_autograd_node', lambda: None)()
     return getattr(node, '_sequence_nr', lambda: None)()
+
+
+def is_recomputed_twice() -> bool:
+    """Whether the forward that reentrant checkpointing recomputes now is inside another checkpoint.
+
+    What that one recomputes later stands in the graph of this backward pass, and no longer in that of the forward.
+    """
+    node = getattr(torch._C, '_current_autograd_node', lambda: None)()
+    if type(node).__name__ != 'CheckpointFunctionBackward':
+        return False
+    # Of the inner one: reentrant ones run without gradient, others under hooks on saved tensors.
+    hooks = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', lambda ignore_is_tracing: None)
+    return not torch.is_grad_enabled() or hooks(True) is not None

@@ -7,6 +7,7 @@ from mmengine.runner import Runner
 
 def logs_after(runner: Runner, batch_idx: int) -> bool:
     """Whether the training iteration that has just ended is one that LoggerHook logs."""
-    loggers = (hook for hook in runner.hooks if isinstance(hook, LoggerHook))
+    loader = runner.train_dataloader
     return any(hook.every_n_inner_iters(batch_idx, hook.interval)
-               or hook.end_of_epoch(runner.train_dataloader, batch_idx) for hook in loggers)
+               or (hook.end_of_epoch(loader, batch_idx) and (not hook.ignore_last or len(loader) <= hook.interval))
+               for hook in runner.hooks if isinstance(hook, LoggerHook))

@@ -17,8 +17,8 @@ class SkippedBatchesHook(Hook):
 
     Such a batch leaves no trace in running statistics, and a gradient scaler skips its step. So a few in a run in half
     precision are harmless; many mean that the statistics come from a selection. ``norm_skipped`` is the number of
-    batches, of the norm that skipped most, since the run or its last ``--resume`` began; it is not logged while it
-    is 0. Counters are read when LoggerHook logs, all norms at once. Each process warns of its own batches.
+    batches, of the norm and the process that skipped most, since the run or its last ``--resume`` began; it is not
+    logged while it is 0. Counters are read when LoggerHook logs, all norms and processes at once.
     """
 
     # Before LoggerHook, as ProgressiveNormHook.
@@ -38,11 +38,14 @@ class SkippedBatchesHook(Hook):
         new = {name: count - self._before[name] for name, count in now.items() if count > self._before[name]}
         self._before = now
         if any(now.values()):
-            runner.message_hub.update_scalar('train/norm_skipped', max(now.values()))
+            # Not to be resumed: counters are not.
+            runner.message_hub.update_scalar('train/norm_skipped', max(now.values()), resumed=False)
         if new:
-            # The first in the order of the network is where it began.
+            # The first in the order of the network is where it began. The iteration makes the text one that mmengine
+            # has not logged before: it drops warnings that repeat.
             name, count = next(iter(new.items()))
             runner.logger.warning(
-                f'{len(new)} of {len(now)} norms met NaN or infinite values and left those batches out of their '
-                f'statistics: {name} {count}, at most {max(new.values())} since the last line of the log. A few are '
-                'harmless under --amp; if they go on, lower the learning rate or look at the images and the losses')
+                f'Up to iteration {runner.iter + 1} {len(new)} of {len(now)} norms met NaN or infinite values and left '
+                f'those batches out of their statistics: {name} {count}, at most {max(new.values())} since the last '
+                'line of the log. A few are harmless under --amp; if they go on, lower the learning rate or look at '
+                'the images and the losses')

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
+from mmengine.dist import all_reduce
 from torch import Tensor, nn
 
 from .precision import HALF, at_least_float32
@@ -30,8 +31,9 @@ class OfflineNorm(nn.Module, ABC):
         statistics_loaded: Whether a checkpoint brought running statistics of data. ``norm_eval`` freezes only those.
             A checkpoint from before any training, or of a LayerNorm model converted without calibration, has the
             initial ones, mean 0 and variance 1 in every channel: freezing them would switch the norm off.
-        num_skipped: Training batches that were kept out of the statistics because of a NaN or an infinity, 0-d, since
-            the norm was built: counted on the device, in no state dict, never reset. See :func:`skipped_batches`.
+        num_skipped: Of the norms of slab_det: training batches that were kept out of the statistics because of a NaN or
+            an infinity, 0-d, since the norm was built; counted on the device, in no state dict, never reset. See
+            :func:`skipped_batches`.
     """
 
     # What stands before running_mean and running_var in the norm's own state dict.
@@ -43,6 +45,7 @@ class OfflineNorm(nn.Module, ABC):
         self.eps = eps
         self.calibrating = False
         self.statistics_loaded = False
+        self.register_load_state_dict_post_hook(_raise_loaded_buffers)
 
     @abstractmethod
     def inference_affine(self) -> tuple[Tensor, Tensor]:
@@ -63,14 +66,12 @@ class OfflineNorm(nn.Module, ABC):
                 f'{type(self).__name__}({self.num_features}) takes (..., {self.num_features}), channels last; '
                 f'got {tuple(x.shape)}')
 
-    def register_buffer(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """As ever, but float32 at least, whatever ``torch.set_default_dtype`` says."""
-        super().register_buffer(name, at_least_float32(tensor), persistent)
+        super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        # With assign=True they are those of the checkpoint.
-        self._raise_buffers(dict(self.named_buffers()))
         prefix += self.STATISTICS_PREFIX
         if f'{prefix}running_var' in state_dict:
             self.statistics_loaded = _are_estimated(
@@ -85,10 +86,10 @@ class OfflineNorm(nn.Module, ABC):
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         # From what they were: through half precision they may have become infinite.
-        self._raise_buffers(before)
+        self.raise_buffers(before)
         return self
 
-    def _raise_buffers(self, values: dict[str, Tensor]) -> None:
+    def raise_buffers(self, values: dict[str, Tensor]) -> None:
         """Makes buffers in half precision float32, with these values."""
         for name, buffer in list(self.named_buffers()):
             if buffer.dtype in HALF:
@@ -97,6 +98,11 @@ class OfflineNorm(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f'{self.num_features}, eps={self.eps}'
+
+
+def _raise_loaded_buffers(norm: OfflineNorm, incompatible_keys: object) -> None:
+    """Runs when a norm and what it is made of are loaded: with ``assign=True`` buffers are those of the checkpoint."""
+    norm.raise_buffers(dict(norm.named_buffers()))
 
 
 def _are_estimated(mean: Tensor | None, var: Tensor) -> bool:
@@ -119,9 +125,16 @@ def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
 
 
 def skipped_batches(model: nn.Module) -> dict[str, int]:
-    """``num_skipped`` of every outermost OfflineNorm of ``model``, by name; one read of the device for all of them."""
+    """``num_skipped`` of every outermost OfflineNorm of ``model``, by name, of the process where it is largest.
+
+    All processes must call it. One message and one read of the device for all norms.
+    """
     counters = {name: norm.num_skipped for name, norm in named_offline_norms(model) if hasattr(norm, 'num_skipped')}
-    return dict(zip(counters, torch.stack([*counters.values()]).tolist(), strict=True)) if counters else {}
+    if not counters:
+        return {}
+    counts = torch.stack([*counters.values()])
+    all_reduce(counts, 'max')
+    return dict(zip(counters, counts.tolist(), strict=True))
 
 
 class ChannelAffine(nn.Module):

@@ -1,8 +1,6 @@
 """Re-parameterized BatchNorm and its progressive form (SLAB, Guo et al., ICML 2024, eq. 2-4)."""
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
@@ -159,11 +157,10 @@ class PRepBN(OfflineNorm):
     def set_statistics(self, mean: Tensor, var: Tensor) -> None:
         self.repbn.set_statistics(mean, var)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PRepBN:
-        """Moves and casts, but for the precision of gamma: a checkpoint must hold the value that forward uses."""
-        super()._apply(fn, recurse)
+    def raise_buffers(self, values: dict[str, Tensor]) -> None:
+        """And keeps gamma in float64: a checkpoint must hold the value that forward uses."""
+        super().raise_buffers(values)
         self._gamma = torch.full_like(self._gamma, self._gamma_value, dtype=torch.float64)
-        return self
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

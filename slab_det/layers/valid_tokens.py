@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slab_det.compat import graph_position, recomputed_graph_position
+from slab_det.compat import graph_position, is_recomputed_twice, recomputed_graph_position
 from slab_det.errors import SlabDetError
 
 
@@ -35,8 +35,7 @@ class ValidTokens:
     knows: nothing waits for the device.
 
     The recomputation of activation checkpointing gets the split that its forward had, also where other batches were set
-    since. Only reentrant checkpointing inside of itself hides which forward that was, and gets the one of the batch set
-    last.
+    since. A checkpoint within a reentrant one hides which forward that was, and is an error.
     """
 
     # Batches after which an earlier one can no longer be recomputed.
@@ -56,7 +55,8 @@ class ValidTokens:
         """Which tokens of ``x``, (B, L, C), are valid; None if all are, or if no batch was set.
 
         Raises:
-            SlabDetError: If ``x`` is no map of the batch, or could be several.
+            SlabDetError: If ``x`` is no map of the batch, or could be several; for a checkpoint within a reentrant one;
+                if more than ``MAX_PENDING`` batches were set since the forward that is recomputed.
         """
         batch = self._find_batch()
         if batch is None or all(size == batch.shape for size in batch.sizes):
@@ -71,11 +71,17 @@ class ValidTokens:
         if not self._batches:
             return None
         position = recomputed_graph_position()
-        if position is not None:
-            for start, batch in reversed(self._batches):
-                if start <= position:
-                    return batch
-        return self._batches[-1][1]
+        if position is None:
+            return self._batches[-1][1]
+        if is_recomputed_twice():
+            raise SlabDetError('ExcludePaddingHook: an activation checkpoint lies within a reentrant one, so that its '
+                               'batch is unknown when it is recomputed; use with_cp of the backbone or '
+                               "mmengine's activation_checkpointing, not both, or remove the hook")
+        for start, batch in reversed(self._batches):
+            if start <= position:
+                return batch
+        raise SlabDetError(f'ExcludePaddingHook: a forward is recomputed {self.MAX_PENDING} batches after it ran; '
+                           'run its backward pass earlier')
 
 
 def _make_split(batch: _Batch, shape: tuple[int, ...], device: torch.device) -> TokenSplit | None:

@@ -199,6 +199,16 @@ def test_a_checkpoint_in_half_precision_fills_statistics_in_float32():
 
 
 @pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
+def test_buffers_that_a_checkpoint_replaces_are_float32_at_least(kind):
+    source = nn.Sequential(kind(C))
+    model = nn.Sequential(kind(C))
+    model.load_state_dict({name: value.half() if value.is_floating_point() else value
+                           for name, value in source.state_dict().items()}, assign=True)
+    for (name, buffer), wanted in zip(model.named_buffers(), source.buffers(), strict=True):
+        assert buffer.dtype == wanted.dtype, name
+
+
+@pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
 def test_norms_built_in_half_precision_have_statistics_in_float32(kind):
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -141,6 +141,21 @@ def test_recomputed_forwards_exclude_the_padding_of_their_own_batch(kind, gamma,
     assert all(map(torch.equal, plain, gradients_of_batches(kind, gamma, RUNS[run], *options)))
 
 
+@pytest.mark.parametrize('inner', [True, False], ids=['reentrant', 'not reentrant'])
+def test_a_checkpoint_within_a_reentrant_one_is_refused(inner):
+    def twice(part, x):
+        return checkpoint(lambda z: checkpoint(part, z, use_reentrant=inner), x, use_reentrant=True)
+
+    with pytest.raises(SlabDetError, match='within a reentrant one'):
+        gradients_of_batches(TokenBN, 0.0, twice, ORDERS['first first'])
+
+
+def test_a_forward_of_long_ago_is_not_recomputed_with_the_padding_of_another(monkeypatch):
+    monkeypatch.setattr(ValidTokens, 'MAX_PENDING', 2)
+    with pytest.raises(SlabDetError, match='2 batches after'):
+        gradients_of_batches(TokenBN, 0.0, RUNS['not reentrant'], ORDERS['first first'])
+
+
 def test_without_a_batch_every_token_is_valid():
     assert ValidTokens().split(torch.zeros(2, 7, C)) is None
 
