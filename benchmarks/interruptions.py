@@ -42,6 +42,7 @@ STOP_SECONDS = 0.02
 MAX_DELAY = 0.2
 FORK_SERVER = multiprocessing.get_context('forkserver')
 FORK_SERVER.set_forkserver_preload(['slab_det.cli', 'mmdet.utils', 'mmdet.evaluation'])
+TRAIN = str(ROOT / 'tools' / 'train.py')
 
 
 @dataclass(frozen=True)
@@ -151,17 +152,17 @@ def _files(folder: Path) -> Iterator[os.DirEntry]:
             yield from (entry for entry in entries if entry.is_file() and not entry.name.startswith('.'))
 
 
-def train_in_this_process(arguments: list[str], folder: str, output: str) -> None:
-    """Runs ``python tools/train.py arguments`` in ``folder`` with stdout and stderr in the file ``output``."""
+def run_in_this_process(script: str, arguments: list[str], folder: str, output: str) -> None:
+    """Runs ``python script arguments`` in ``folder``, with stdout and stderr at the end of the file ``output``."""
     os.chdir(folder)
-    with open(output, 'w', buffering=1) as stream:
+    with open(output, 'a', buffering=1) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     sys.stdout = open(1, 'w', buffering=1, closefd=False)
     sys.stderr = open(2, 'w', buffering=1, closefd=False)
-    sys.argv = ['train.py', *arguments]
+    sys.argv = [script, *arguments]
     torch.set_num_threads(1)
-    runpy.run_path(str(ROOT / 'tools' / 'train.py'), run_name='__main__')
+    runpy.run_path(script, run_name='__main__')
 
 
 class Interruptions:
@@ -249,7 +250,7 @@ class Interruptions:
     def _process(self, name: str, output: Path, *arguments: str) -> Iterator[multiprocessing.Process]:
         output.unlink(missing_ok=True)
         command = [str(self.config), '--work-dir', str(self.folder / name), *arguments]
-        process = FORK_SERVER.Process(target=train_in_this_process, args=(command, str(self.folder), str(output)))
+        process = FORK_SERVER.Process(target=run_in_this_process, args=(TRAIN, command, str(self.folder), str(output)))
         process.start()
         try:
             yield process
@@ -368,8 +369,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     interval = 2
     start, interrupted = write_configs(folder, args.iters, interval, args.start_iters)
-    process = FORK_SERVER.Process(target=train_in_this_process, args=(
-        [str(start), '--work-dir', str(folder / 'start'), '--resume'], str(folder), str(folder / 'start.txt')))
+    process = FORK_SERVER.Process(target=run_in_this_process, args=(
+        TRAIN, [str(start), '--work-dir', str(folder / 'start'), '--resume'], str(folder), str(folder / 'start.txt')))
     process.start()
     process.join()
     runs = Interruptions(interrupted, folder)

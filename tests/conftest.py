@@ -19,8 +19,10 @@ import torch
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
 from torch import nn
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -89,6 +91,20 @@ def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
         cfg.experiment_name = f'{tmp_path.name}-{name}'
         return cfg
     return build
+
+
+class StopAfter(Hook):
+    """Interrupts a run when ``count`` iterations are over and all other hooks have seen the last one."""
+
+    priority = 'LOWEST'
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
+                         outputs: dict | None = None) -> None:
+        if runner.iter + 1 == self.count:
+            raise KeyboardInterrupt
 
 
 @dataclass

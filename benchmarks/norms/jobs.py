@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -52,7 +53,7 @@ class Done:
     error: str = ''
 
 
-class Job:
+class Job(ABC):
     """Commands to be run in a folder, until one has ended well there."""
 
     def __init__(self, base: Base, name: str, seed: int, folder: Path, data_root: str) -> None:
@@ -64,13 +65,13 @@ class Job:
         return f'{self.base.name}/{self.name} seed {self.seed}'
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """What results of this job depend on, besides code and data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def commands(self) -> Iterator[list[str]]:
         """The commands, each asked for when those before it have ended well."""
-        raise NotImplementedError
 
     def obstacle(self) -> str | None:
         """Why the job must not be run, nor its results be used."""

@@ -1,7 +1,8 @@
 """Every hook and every way of saving memory in one run, interrupted where it hurts most."""
 import pytest
 import torch
-from mmengine.hooks import CheckpointHook, EMAHook, Hook, LoggerHook
+from conftest import StopAfter
+from mmengine.hooks import CheckpointHook, EMAHook, LoggerHook
 from mmengine.runner import Runner
 
 from slab_det.hooks import (
@@ -17,17 +18,6 @@ from slab_det.hooks import (
 )
 
 MAX_ITERS = 8
-
-
-class StopAfter(Hook):
-    priority = 'LOWEST'
-
-    def __init__(self, count):
-        self.count = count
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter + 1 == self.count:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture

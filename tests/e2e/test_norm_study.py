@@ -3,7 +3,6 @@ import dataclasses
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import statistics
@@ -21,7 +20,7 @@ from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 
 from benchmarks.experiments import ROOT, attempts, replace_table
-from benchmarks.interruptions import FORK_SERVER
+from benchmarks.interruptions import FORK_SERVER, run_in_this_process
 from benchmarks.norms import jobs as jobs_module
 from benchmarks.norms import latency
 from benchmarks.norms.claim import claimed, holder
@@ -36,19 +35,6 @@ from slab_det.figures import draw_ap_latency
 from slab_det.reporting import read_report
 
 ITERATIONS = 4
-
-
-def run_script(command: list[str], folder: str, output: str) -> None:
-    """Runs ``command``, a Python script with arguments, in this process."""
-    os.chdir(folder)
-    with open(output, 'a', buffering=1) as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    sys.stdout = open(1, 'w', buffering=1, closefd=False)
-    sys.stderr = open(2, 'w', buffering=1, closefd=False)
-    sys.argv = command[1:]
-    torch.set_num_threads(1)
-    runpy.run_path(command[1], run_name='__main__')
 
 
 class Processes:
@@ -67,7 +53,7 @@ class Processes:
         if 'unknown/seed0' in text:
             # This one as outside of tests, for its environment and its exit code.
             return subprocess.Popen(command, stdout=stdout, cwd=cwd, **options)
-        process = FORK_SERVER.Process(target=run_script, args=(command, str(cwd), stdout.name))
+        process = FORK_SERVER.Process(target=run_in_this_process, args=(command[1], command[2:], str(cwd), stdout.name))
         process.start()
         said = self.kill[1] if self.kill and self.kill[0] in text else None
 

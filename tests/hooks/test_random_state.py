@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from conftest import StopAfter
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
@@ -44,17 +45,6 @@ class Nothing(BaseMetric):
 
     def compute_metrics(self, results):
         return {'count': len(results)}
-
-
-class StopAfter(Hook):
-    priority = 'LOWEST'
-
-    def __init__(self, count):
-        self.count = count
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter + 1 == self.count:
-            raise KeyboardInterrupt
 
 
 def train(work_dir, by_epoch=False, hooks=(), resume=False, seed=5, with_hook=True):
