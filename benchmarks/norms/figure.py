@@ -1,4 +1,4 @@
-"""The picture of a study: AP, loss and gamma over iterations, one row per setting."""
+"""The picture of a study: AP, loss, gamma and drift over iterations, one row per setting."""
 from __future__ import annotations
 
 import statistics
@@ -16,7 +16,9 @@ from slab_det.figures.series import Style, style_of
 
 _WIDTH = 7.2  # inches: the text width of A4
 # What the panels beside AP show; only those are drawn that a run of the study logged.
-_PANELS = {'loss': 'training loss', 'gamma': 'gamma', 'un_filtered': 'share filtered by UN'}
+_PANELS = {'loss': 'training loss', 'gamma': 'gamma', 'un_filtered': 'share filtered by UN',
+           # Means are 0 in UN, MABN and PowerNorm.
+           'drift_log_var': 'statistics drift'}
 
 
 def draw(results: Mapping, path: Path) -> None:

@@ -8,32 +8,14 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
 from mmengine.fileio import put_text
 from mmengine.runner import save_checkpoint
-from torch import Tensor, nn
 
+from benchmarks.norms.drift import drift, statistics
 from slab_det.cli import read_config, run_cli
 from slab_det.datasets import set_data_root
 from slab_det.datasets.recalibration import recalibration_dataloader
 from slab_det.detectors import build_detector
-from slab_det.layers.offline_norm import named_offline_norms
-
-
-def statistics(model: nn.Module) -> list[tuple[Tensor, Tensor, float]]:
-    """Mean, variance and eps of every offline norm."""
-    return [(*(values.double().clone() for values in norm.statistics()), norm.eps)
-            for _, norm in named_offline_norms(model)]
-
-
-def drift(before: list[tuple[Tensor, Tensor, float]], after: list[tuple[Tensor, Tensor, float]]) -> dict[str, float]:
-    """By how much statistics moved: means in sigmas of before, and log variances; mean and largest of all channels."""
-    means = torch.cat([(mean - old_mean).abs() / (old_var + eps).sqrt()
-                       for (old_mean, old_var, eps), (mean, _, _) in zip(before, after, strict=True)])
-    log_vars = torch.cat([((var + eps) / (old_var + eps)).log().abs()
-                          for (_, old_var, eps), (_, var, _) in zip(before, after, strict=True)])
-    return dict(mean=means.mean().item(), largest_mean=means.max().item(),
-                log_var=log_vars.mean().item(), largest_log_var=log_vars.max().item())
 
 
 def main() -> None:

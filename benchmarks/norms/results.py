@@ -81,7 +81,7 @@ def read_curves(work_dir: Path, metric: str) -> dict:
             validations[record['step']] = record
     training, validations = (dict(sorted(records.items())) for records in (training, validations))
     logged = dict(iteration=list(training))
-    for name in ('loss', 'grad_norm', 'gamma', 'un_filtered'):
+    for name in ('loss', 'grad_norm', 'gamma', 'un_filtered', 'drift_mean', 'drift_log_var'):
         if any(name in record for record in training.values()):
             logged[name] = [_rounded(record.get(name)) for record in training.values()]
     times = [record['time'] for record in training.values()]

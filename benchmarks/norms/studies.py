@@ -93,7 +93,9 @@ def lasting(iterations: int, validations: int) -> dict:
         default_hooks=dict(
             checkpoint=dict(interval=iterations // 5, max_keep_ckpts=1),
             # Validations are logged with their iteration, not with epoch 0.
-            logger=dict(log_metric_by_epoch=False)),
+            logger=dict(log_metric_by_epoch=False),
+            statistics_drift=dict(type='StatisticsDriftHook')),
+        custom_imports=dict(imports=['slab_det', 'benchmarks.norms.drift', 'benchmarks.norms.no_eta']),
         # LayerNorm; the other norms bring it with their own hooks.
         custom_hooks=[STOP_AT_NAN])
 
@@ -146,8 +148,7 @@ BCCD_NORMS = Study('bccd-norms', BCCD, 'Which norm keeps the AP of LayerNorm?', 
     Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN')),)),
     Run('bn_ffnbn', 'BN+FFNBN', (norm(dict(type='TokenBN'), ffn_norm='pre_act'),)),
     # Table 7 of SLAB: BN, then with progression, then with eta.
-    Run('progressive_bn', 'PRepBN, linear, eta fixed at 0', (
-        prepbn(dict(type='NoEtaHook')), dict(custom_imports=dict(imports=['slab_det', 'benchmarks.norms.no_eta'])))),
+    Run('progressive_bn', 'PRepBN, linear, eta fixed at 0', (prepbn(dict(type='NoEtaHook')),)),
     Run('repbn', 'RepBN, no progression', (norm(dict(type='RepBN')),)),
     PREPBN_RUN,
     Run('prepbn_cosine', 'PRepBN, cosine', (prepbn(decay='cosine'),)),

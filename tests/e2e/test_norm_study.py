@@ -170,6 +170,7 @@ def test_results_are_what_the_runs_measured(driven, tmp_path):
         training, validations = found['training'], found['validations']
         assert training['iteration'] == [1, 2, 3, 4] and validations['iteration'] == [2, 4]
         assert training['gamma'] == pytest.approx([1, 2 / 3, 1 / 3, 0], abs=1e-4)
+        assert len(training['drift_mean']) == len(training['drift_log_var']) == 4 and min(training['drift_mean']) > 0
         assert found['ap_before_recalibration'] == validations['ap'][-1] != found['ap']
         layer_norm = runs['ln']['seeds'][seed]
         logged = (next(work.glob(f'tiny/ln/seed{seed}/*/vis_data/scalars.json'))).read_text()
