@@ -46,9 +46,9 @@ def listed(values: Sequence[float], form: str) -> str:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean and sample standard deviation, for one cell of a table."""
-    std = statistics.stdev(values) if len(values) > 1 else float('nan')
-    return f'{form.format(statistics.mean(values))} ± {std:.3f}'
+    """Mean and sample standard deviation, for one cell of a table; of one value there is no deviation."""
+    mean = form.format(statistics.mean(values))
+    return f'{mean} ± {statistics.stdev(values):.3f}' if len(values) > 1 else mean
 
 
 def replace_table(page: Path, mark: str, table: str) -> bool:

@@ -50,7 +50,7 @@ def recalibrate(
     model: nn.Module,
     batches: Iterable,
     forward: Callable[[object], object] | None = None,
-    max_passes: int = 8,
+    max_passes: int | None = None,
     tol: float = 0.01,
     progress: bool = True,
 ) -> RecalibrationReport:
@@ -58,9 +58,12 @@ def recalibrate(
 
     The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
     with the statistics of its batch; in further passes with those found so far, until the largest change falls
-    below ``tol``. Parameters, gamma and training flags stay as they are; drop-path is off. In a distributed run
-    each rank gives its own batches, as many as it has, and all end with the same statistics: those that one process
-    finds on all batches.
+    below ``tol``. After pass p the statistics of the first p norms are final: as many passes as norms always suffice.
+    On the way there errors of early norms can grow from norm to norm where images differ much, so that passes cut
+    short may leave statistics that are worse than those of the training (docs/results.md shows a case).
+
+    Parameters, gamma and training flags stay as they are; drop-path is off. In a distributed run each rank gives its
+    own batches, as many as it has, and all end with the same statistics: those that one process finds on all batches.
 
     Norms that were frozen in training (``norm_eval``, frozen stages) get new statistics too. That is meant: theirs are
     of other data, and all norms have to fit what inference sees. A model whose weights were trained to fit its frozen
@@ -71,7 +74,7 @@ def recalibrate(
         batches: What a data loader yields, or image tensors (B, 3, H, W); read once per pass.
         forward: Runs the model on one batch; None prepares a batch as ``test_step`` does and stops after the last
             norm.
-        max_passes: Passes over ``batches``, at least 1.
+        max_passes: Passes over ``batches``, at least 1; None for one more than there are norms.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
 
@@ -89,6 +92,9 @@ def recalibrate(
                                  '(a fused model has none left; recalibrate before fusing)')
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
+    if max_passes is None:
+        # The last one finds that nothing changed.
+        max_passes = len(norms) + 1
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
     forward = forward or default_forward(model, norms)

@@ -97,6 +97,20 @@ def test_passes_with_found_statistics_come_closer_to_the_fixed_point():
     assert distances[0] > 2 * distances[1] and distances[1] > 2 * distances[2], distances
 
 
+@pytest.mark.parametrize('norm', ['TokenBN', 'PRepBN', 'UN'])
+def test_as_many_passes_as_norms_find_the_fixed_point_of_images_that_have_nothing_in_common(norm):
+    model = build_backbone(depths=(2, 2, 2, 2), norm_cfg=dict(type=norm)).eval()
+    batches = [batch * 10 ** i for i, batch in enumerate(build_batches())]
+    every_pass = slab_det.recalibrate(copy.deepcopy(model), batches, tol=0, progress=False)
+    # Not nearly: what a norm sees in the last pass is what it saw in the last but one.
+    assert len(every_pass.residuals) == every_pass.num_norms == 24 and every_pass.residuals[-1] == 0
+    if norm == 'TokenBN':
+        # On the way there errors of early norms grow: fewer passes would have ended anywhere.
+        assert max(every_pass.residuals) > 1000 * every_pass.residuals[0] and every_pass.residuals[7] > 1
+    report = slab_det.recalibrate(model, batches, progress=False)
+    assert report.converged and len(report.residuals) < report.num_norms
+
+
 def test_old_statistics_do_not_matter():
     batches, results = build_batches(), []
     for factor in (1.0, 100.0):

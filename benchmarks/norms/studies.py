@@ -254,9 +254,9 @@ BCCD_PADDING = Study('bccd-padding', BCCD, 'Should padding tokens be left out of
 
 DSB2018_NORMS = Study('dsb2018-norms', DSB2018, 'Does it hold for masks?', (
     LN_RUN,
-    Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN'), recalibration_images=50),)),
-    Run('prepbn', 'PRepBN, linear', (prepbn(recalibration_images=50),)),
-    Run('un', f'UN, {WARMUP}', (moving(UN, DSB2018_ITERATIONS, recalibration_images=50),)),
+    Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN'), recalibration_images=50),), keep_trained=True),
+    Run('prepbn', 'PRepBN, linear', (prepbn(recalibration_images=50),), keep_trained=True),
+    Run('un', f'UN, {WARMUP}', (moving(UN, DSB2018_ITERATIONS, recalibration_images=50),), keep_trained=True),
 ))
 
 # 292 are all of them.

@@ -55,10 +55,10 @@ class RecalibrateFuseHook(Hook):
     # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
     priority = 85
 
-    def __init__(self, num_images: int = 500, max_passes: int = 8, tol: float = 0.01, recalibrate: bool = True,
-                 num_verify_images: int = 2) -> None:
+    def __init__(self, num_images: int = 500, max_passes: int | None = None, tol: float = 0.01,
+                 recalibrate: bool = True, num_verify_images: int = 2) -> None:
         # Now, not after the last epoch.
-        if min(num_images, max_passes, num_verify_images) < 1 or tol < 0:
+        if min(num_images, num_verify_images, 1 if max_passes is None else max_passes) < 1 or tol < 0:
             raise ValueError(f'num_images={num_images}, max_passes={max_passes} and num_verify_images='
                              f'{num_verify_images} must be at least 1, tol={tol} at least 0')
         self.num_images = num_images
@@ -122,7 +122,8 @@ class RecalibrateFuseHook(Hook):
         if report.converged:
             runner.logger.info(message)
         else:
-            runner.logger.warning(f'{message}; still above tol={self.tol}, raise max_passes')
+            runner.logger.warning(f'{message}; still above tol={self.tol}: the statistics of late norms may be far '
+                                  'off, leave max_passes out')
 
     def _write_report(self, runner: Runner, path: Path, fused_path: Path, fused_config: Path, metrics: dict,
                       recalibration: RecalibrationReport | None, check: FusionCheck, fusion: FusionReport) -> None:
