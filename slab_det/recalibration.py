@@ -15,6 +15,7 @@ from slab_det.distributed import errors_reach_all_ranks, sum_over_ranks
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
 from slab_det.moments import Moments, pool_over_ranks
+from slab_det.statistics_drift import Drift, copy_statistics, statistics_drift
 
 
 class RecalibrationError(SlabDetError):
@@ -28,14 +29,16 @@ class RecalibrationReport:
     Attributes:
         num_norms: Norms whose statistics were replaced.
         num_batches: Batches of one pass, over all ranks.
-        residuals: Largest change of each pass after the first: of a mean in sigmas, or of a log variance.
         tol: The bound that stops the passes.
+        residuals: Largest change of each pass after the first: of a mean in sigmas, or of a log variance.
+        drift: How far the new statistics are from those that the model had; None where those were not finite.
     """
 
     num_norms: int
     num_batches: int
     tol: float
     residuals: list[float] = field(default_factory=list)
+    drift: Drift | None = None
 
     @property
     def converged(self) -> bool:
@@ -44,6 +47,19 @@ class RecalibrationReport:
 
     def to_dict(self) -> dict:
         return {**asdict(self), 'passes': 1 + len(self.residuals), 'converged': self.converged}
+
+    def __str__(self) -> str:
+        residuals = ', '.join(f'{residual:.2g}' for residual in self.residuals) or 'not measured'
+        text = (f'Recalibrated {self.num_norms} norms on {self.num_batches} batches; '
+                f'change per further pass: {residuals}')
+        if self.drift:
+            text += (f'; in all, means moved by {self.drift.mean:.2g} sigmas and log variances by '
+                     f'{self.drift.log_var:.2g}, averaged over channels')
+        if not self.converged:
+            text += (f'; the last pass changed more than tol={self.tol}: statistics of late norms may be far '
+                     'off, leave max_passes out')
+        return text
+
 
 
 def recalibrate(
@@ -98,25 +114,26 @@ def recalibrate(
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
     forward = forward or default_forward(model, norms)
-    old = {name: _copy_statistics(norm) for name, norm in norms.items()}
+    old = copy_statistics(norms)
     report = RecalibrationReport(len(norms), 0, tol)
     try:
         with torch.no_grad(), evaluating(model):
             for index in range(max_passes):
                 with _normalizing_by_batch(norms.values(), index == 0):
                     moments, report.num_batches = _collect(norms, batches, forward, f'{index + 1}', progress)
-                previous = {name: _copy_statistics(norm) for name, norm in norms.items()}
+                previous = copy_statistics(norms)
                 for name, norm in norms.items():
                     norm.set_statistics(moments[name].mean[0], moments[name].var[0])
-                change = _largest_change(norms, previous)
                 if index > 0:
-                    report.residuals.append(change)
+                    report.residuals.append(statistics_drift(norms, previous).largest)
                     if report.converged:
                         break
     except BaseException:
         for name, norm in norms.items():
             norm.set_statistics(*old[name])
         raise
+    moved = statistics_drift(norms, old)
+    report.drift = moved if all(map(math.isfinite, asdict(moved).values())) else None
     return report
 
 
@@ -165,21 +182,6 @@ def _check_finite(moments: dict[str, Moments], num_batches: int) -> None:
                 kind = 'NaN' if value.isnan().any() else 'infinite'
                 raise RecalibrationError(f'{name}: {what} is {kind} after batch {num_batches}; '
                                          'lower the learning rate or check the inputs')
-
-
-def _copy_statistics(norm: OfflineNorm) -> tuple[Tensor, Tensor]:
-    mean, var = norm.statistics()
-    return mean.clone(), var.clone()
-
-
-def _largest_change(norms: dict[str, OfflineNorm], previous: dict[str, tuple[Tensor, Tensor]]) -> float:
-    # Of what the norm made of the moments: one without mean keeps no mean, and a var that is not the variance.
-    changes = []
-    for name, norm in norms.items():
-        old_mean, old_var, mean, var = (s.double() for s in (*previous[name], *norm.statistics()))
-        changes.append(((mean - old_mean) / (old_var + norm.eps).sqrt()).abs().max())
-        changes.append(((var + norm.eps) / (old_var + norm.eps)).log().abs().max())
-    return torch.stack(changes).max().item() if changes else math.nan
 
 
 def default_forward(model: nn.Module, norms: Iterable[str]) -> Callable[[object], object]:

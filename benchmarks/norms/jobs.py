@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -220,8 +219,8 @@ class Evaluation(Job):
         config, checkpoint = self.training.config_file, self.training.folder / TRAINED
         if self.num_images:
             target = self.folder / 'recalibrated.pth'
-            yield [sys.executable, 'benchmarks/norms/recalibrate.py', *map(str, (
-                config, checkpoint, target, '--num-images', self.num_images, '--data-root', self.data_root))]
+            yield tool('recalibrate.py', config, checkpoint, '--out', target, '--num-images', self.num_images,
+                       '--data-root', self.data_root, '--json', self.folder / 'recalibration.json')
             checkpoint = target
         yield tool('test.py', config, checkpoint, '--work-dir', self.folder, '--data-root', self.data_root)
 

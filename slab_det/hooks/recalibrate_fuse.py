@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from itertools import islice
 from pathlib import Path
 
@@ -88,7 +89,7 @@ class RecalibrateFuseHook(Hook):
         recalibration = None
         if self.recalibrate:
             recalibration = recalibrate(model, loader, max_passes=self.max_passes, tol=self.tol)
-            self._log_recalibration(runner, recalibration)
+            runner.logger.log(logging.INFO if recalibration.converged else logging.WARNING, str(recalibration))
             with errors_reach_all_ranks():
                 if is_main_process():
                     checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
@@ -114,16 +115,6 @@ class RecalibrateFuseHook(Hook):
         fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
         runner.logger.info(f'Fused model: {fused_config} with {fused_path}')
         self._write_report(runner, path, fused_path, fused_config, metrics, recalibration, check, fused.fusion_report)
-
-    def _log_recalibration(self, runner: Runner, report: RecalibrationReport) -> None:
-        residuals = ', '.join(f'{residual:.2g}' for residual in report.residuals) or 'not measured'
-        message = (f'Recalibrated {report.num_norms} norms on {report.num_batches} images; change per further pass: '
-                   f'{residuals}')
-        if report.converged:
-            runner.logger.info(message)
-        else:
-            runner.logger.warning(f'{message}; still above tol={self.tol}: the statistics of late norms may be far '
-                                  'off, leave max_passes out')
 
     def _write_report(self, runner: Runner, path: Path, fused_path: Path, fused_config: Path, metrics: dict,
                       recalibration: RecalibrationReport | None, check: FusionCheck, fusion: FusionReport) -> None:

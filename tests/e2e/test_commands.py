@@ -1,10 +1,12 @@
 """The command lines one after the other, as a user types them, on a small model and a few generated images."""
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from conftest import CONFIGS
 
 from slab_det.reporting import read_report
@@ -43,6 +45,15 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, tmp_path):
 
     call('fuse.py', 'small.py', checkpoint, '--out', 'again.pth', cwd=tmp_path)
     assert (tmp_path / 'again.pth').is_file() and (tmp_path / 'again_config.py').is_file()
+    output = call('recalibrate.py', 'small.py', checkpoint, '--out', 'settled.pth', '--num-images', 4, '--json',
+                  'settled.json', cwd=tmp_path)
+    assert 'Written to settled.pth' in output
+    report = json.loads((tmp_path / 'settled.json').read_text())
+    assert report['converged'] and report['num_batches'] == 4 and 0 < report['drift']['mean'] < 1
+    settled, trained = (torch.load(tmp_path / file, weights_only=False) for file in ('settled.pth', checkpoint))
+    assert settled['meta']['dataset_meta']['classes'] == trained['meta']['dataset_meta']['classes']
+    assert {key.rpartition('.')[2] for key, value in settled['state_dict'].items()
+            if not torch.equal(value, trained['state_dict'][key])} == {'running_mean', 'running_var'}
     output = call('latency.py', 'small.py', 'run/fused_config.py', '--checkpoint', checkpoint, 'run/fused.pth',
                   '--scope', 'backbone', '--rounds', 3, '--warmup', 1, '--size', 64, 96, '--json', 'latency.json',
                   cwd=tmp_path)

@@ -1,0 +1,51 @@
+"""Statistics drift: by how much the running statistics of offline norms moved, in training or by a recalibration."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slab_det.layers.offline_norm import OfflineNorm
+
+Statistics = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Distances of statistics after to those before.
+
+    Attributes:
+        mean: |mean after - mean before| / sigma before, averaged over all channels of all norms.
+        largest_mean: The largest of them.
+        log_var: |log variance after - log variance before|, averaged; eps is part of the variance.
+        largest_log_var: The largest of them.
+    """
+
+    mean: float
+    largest_mean: float
+    log_var: float
+    largest_log_var: float
+
+    @property
+    def largest(self) -> float:
+        """The largest of any kind."""
+        return max(self.largest_mean, self.largest_log_var)
+
+
+def copy_statistics(norms: Mapping[str, OfflineNorm]) -> Statistics:
+    """Copies of mean and variance, (C,) each, by the name of the norm."""
+    return {name: tuple(values.clone() for values in norm.statistics()) for name, norm in norms.items()}
+
+
+def statistics_drift(norms: Mapping[str, OfflineNorm], before: Statistics) -> Drift:
+    """How far the statistics that ``norms`` have now are from those of :func:`copy_statistics`."""
+    means, log_vars = [], []
+    for name, norm in norms.items():
+        # A norm without mean keeps none, and a var that is not the variance: what it made of the moments counts.
+        old_mean, old_var, mean, var = (values.double() for values in (*before[name], *norm.statistics()))
+        means.append((mean - old_mean).abs() / (old_var + norm.eps).sqrt())
+        log_vars.append(((var + norm.eps) / (old_var + norm.eps)).log().abs())
+    means, log_vars = torch.cat(means), torch.cat(log_vars)
+    return Drift(*torch.stack([means.mean(), means.max(), log_vars.mean(), log_vars.max()]).tolist())

@@ -1,0 +1,44 @@
+"""Recalibrates a checkpoint: gives its norms the statistics that inference will see. It is not fused."""
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+import json
+
+from mmengine.fileio import put_text
+from mmengine.runner import save_checkpoint
+
+from slab_det.cli import read_config, run_cli
+from slab_det.datasets import check_data, set_data_root
+from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.detectors import build_detector
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config that the detector was trained with')
+    parser.add_argument('checkpoint', help='any of its checkpoints, best_*.pth for one; gamma stays as it is')
+    parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
+    parser.add_argument('--num-images', type=int, default=500,
+                        help='training images, through the test-time pipeline (default %(default)s)')
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument('--json', metavar='FILE', help='how it went')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    cfg = read_config(args.config)
+    if args.data_root is not None:
+        set_data_root(cfg, args.data_root)
+    model = build_detector(cfg, args.checkpoint)
+    check_data(cfg, ('train',))
+    report = slab_det.recalibrate(model, recalibration_dataloader(cfg, args.num_images))
+    save_checkpoint(dict(state_dict=model.state_dict(), meta=dict(dataset_meta=model.dataset_meta)), args.out)
+    if args.json is not None:
+        put_text(json.dumps(report.to_dict(), indent=1) + '\n', args.json)
+    print(f'{report}\nWritten to {args.out}')
+
+
+if __name__ == '__main__':
+    run_cli(main)
