@@ -21,6 +21,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
     parser.add_argument('--num-images', type=int, default=500,
                         help='training images, through the test-time pipeline (default %(default)s)')
+    parser.add_argument('--max-passes', type=int, metavar='N',
+                        help='passes over the images; without it, until nothing changes')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
     parser.add_argument('--json', metavar='FILE', help='how it went')
     return parser.parse_args()
@@ -33,7 +35,7 @@ def main() -> None:
         set_data_root(cfg, args.data_root)
     model = build_detector(cfg, args.checkpoint)
     check_data(cfg, ('train',))
-    report = slab_det.recalibrate(model, recalibration_dataloader(cfg, args.num_images))
+    report = slab_det.recalibrate(model, recalibration_dataloader(cfg, args.num_images), max_passes=args.max_passes)
     save_checkpoint(dict(state_dict=model.state_dict(), meta=dict(dataset_meta=model.dataset_meta)), args.out)
     if args.json is not None:
         put_text(json.dumps(report.to_dict(), indent=1) + '\n', args.json)

@@ -203,12 +203,12 @@ class Evaluation(Job):
 
     def __init__(self, training: Training, recalibration: Recalibration) -> None:
         super().__init__(training.base, recalibration.name, training.seed,
-                         training.folder / f'recalibrated_{recalibration.num_images}', training.data_root)
-        self.training, self.num_images = training, recalibration.num_images
+                         training.folder / f'recalibrated_{recalibration.how}', training.data_root)
+        self.training, self.recalibration = training, recalibration
 
     @property
     def fingerprint(self) -> str:
-        return f'{self.training.fingerprint}@{self.num_images}'
+        return f'{self.training.fingerprint}@{self.recalibration.how}'
 
     def obstacle(self) -> str | None:
         if not (self.training.folder / TRAINED).exists():
@@ -217,10 +217,11 @@ class Evaluation(Job):
 
     def commands(self) -> Iterator[list[str]]:
         config, checkpoint = self.training.config_file, self.training.folder / TRAINED
-        if self.num_images:
+        if self.recalibration.num_images:
             target = self.folder / 'recalibrated.pth'
-            yield tool('recalibrate.py', config, checkpoint, '--out', target, '--num-images', self.num_images,
-                       '--data-root', self.data_root, '--json', self.folder / 'recalibration.json')
+            passes = ['--max-passes', self.recalibration.passes] if self.recalibration.passes else []
+            yield tool('recalibrate.py', config, checkpoint, '--out', target, *passes, '--data-root', self.data_root,
+                       '--num-images', self.recalibration.num_images, '--json', self.folder / 'recalibration.json')
             checkpoint = target
         yield tool('test.py', config, checkpoint, '--work-dir', self.folder, '--data-root', self.data_root)
 

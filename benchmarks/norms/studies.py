@@ -47,18 +47,28 @@ class Run:
 
 @dataclass(frozen=True)
 class Recalibration:
-    """A trained run evaluated with the statistics of ``num_images`` training images; 0: as it was trained."""
+    """A trained run evaluated with the statistics of ``num_images`` training images; 0: as it was trained.
+
+    ``passes`` cuts the recalibration short; None: until nothing changes.
+    """
 
     run: Run
     num_images: int
+    passes: int | None = None
+
+    @property
+    def how(self) -> str:
+        return f'{self.num_images}x{self.passes}' if self.passes else f'{self.num_images}'
 
     @property
     def name(self) -> str:
-        return f'{self.run.name}@{self.num_images}'
+        return f'{self.run.name}@{self.how}'
 
     @property
     def label(self) -> str:
-        return f'{self.num_images} images' if self.num_images else 'as trained'
+        if not self.num_images:
+            return 'as trained'
+        return f'{self.num_images} images' + (f', cut short after pass {self.passes}' if self.passes else '')
 
     @property
     def setting(self) -> str:
@@ -252,11 +262,34 @@ BCCD_PADDING = Study('bccd-padding', BCCD, 'Should padding tokens be left out of
         PADDED[0].name),
 ))
 
-DSB2018_NORMS = Study('dsb2018-norms', DSB2018, 'Does it hold for masks?', (
+# A validation image is four times as large as a training crop, and so is one to recalibrate on.
+FEW = dict(recalibration_images=50)
+DSB2018_PREPBN = Run('prepbn', 'PRepBN, linear', (prepbn(**FEW),), keep_trained=True)
+DSB2018_TOKEN_BN = Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN'), **FEW),), keep_trained=True)
+DSB2018_UN = Run('un', f'UN, {WARMUP}', (moving(UN, DSB2018_ITERATIONS, **FEW),), keep_trained=True)
+DSB2018_REPBN = Run('prepbn_t0.0', 'PRepBN, T = 0 (RepBN)', (prepbn(total=0.0, **FEW),))
+DSB2018_NORMS = Study('dsb2018-norms', DSB2018, 'Which norm keeps the AP of LayerNorm where images differ?', (
     LN_RUN,
-    Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN'), recalibration_images=50),), keep_trained=True),
-    Run('prepbn', 'PRepBN, linear', (prepbn(recalibration_images=50),), keep_trained=True),
-    Run('un', f'UN, {WARMUP}', (moving(UN, DSB2018_ITERATIONS, recalibration_images=50),), keep_trained=True),
+    DSB2018_TOKEN_BN,
+    Run('bn_ffnbn', 'BN+FFNBN', (norm(dict(type='TokenBN'), ffn_norm='pre_act', **FEW),)),
+    Run('progressive_bn', 'PRepBN, linear, eta fixed at 0', (prepbn(dict(type='NoEtaHook'), **FEW),)),
+    DSB2018_REPBN,
+    DSB2018_PREPBN,
+    DSB2018_UN,
+    Run('un_unfiltered', f'UN, {WARMUP}, no filtration',
+        (moving(dict(UN, filter_outliers=False), DSB2018_ITERATIONS, **FEW),)),
+    Run('mabn', f'MABN, {WARMUP}', (moving(dict(type='MABN'), DSB2018_ITERATIONS, **FEW),)),
+    Run('powernorm', f'PowerNorm, {WARMUP}', (moving(dict(type='PowerNorm'), DSB2018_ITERATIONS, **FEW),)),
+))
+DSB2018_CHOICES = Study('dsb2018-choices', DSB2018, 'What brings PRepBN level with LayerNorm where images differ?', (
+    LN_RUN,
+    DSB2018_REPBN,
+    *(Run(f'prepbn_t{total}', f'PRepBN, T = {total}', (prepbn(total=total, **FEW),)) for total in (0.2, 0.5)),
+    # T = 0.8.
+    DSB2018_PREPBN,
+    Run('prepbn_t1.0', 'PRepBN, T = 1.0', (prepbn(total=1.0, **FEW),)),
+    Run('prepbn_out_norm_ln', 'PRepBN, output norms LayerNorm', (prepbn(out_norm_cfg=dict(type='LN'), **FEW),)),
+    Run('prepbn_drop_path_0.1', 'PRepBN, drop-path 0.1', (prepbn(drop_path_rate=0.1, **FEW),)),
 ))
 
 # 292 are all of them.
@@ -264,6 +297,13 @@ RECALIBRATED = tuple(run for run in BCCD_CHOICES.runs if run.keep_trained)
 BCCD_RECALIBRATION = Study(
     'bccd-recalibration', BCCD, 'What does the recalibration change, and how many images does it need?', RECALIBRATED,
     tuple(Recalibration(run, num_images) for run in RECALIBRATED for num_images in (0, 10, 100, 292)))
+# Of 531.
+DSB2018_RECALIBRATED = tuple(run for run in DSB2018_NORMS.runs if run.keep_trained)
+DSB2018_RECALIBRATION = Study(
+    'dsb2018-recalibration', DSB2018, 'What does the recalibration change where images differ?', DSB2018_RECALIBRATED,
+    tuple(Recalibration(run, *how) for run in DSB2018_RECALIBRATED
+          for how in ((0,), (50, 1), (50, 8), (50,), (10,), (200,))))
 
 STUDIES = {study.name: study for study in (
-    BCCD_NORMS, BCCD_DECAY, BCCD_CHOICES, BCCD_HARD, BCCD_PADDING, DSB2018_NORMS, BCCD_RECALIBRATION)}
+    BCCD_NORMS, BCCD_DECAY, BCCD_CHOICES, BCCD_HARD, BCCD_PADDING, BCCD_RECALIBRATION,
+    DSB2018_NORMS, DSB2018_CHOICES, DSB2018_RECALIBRATION)}

@@ -92,7 +92,7 @@ def tiny(tmp_path_factory):
     study = Study('tiny', base, '?', (
         layer_norm, progressive, Run('unknown', 'Unknown', (norm(dict(type='NoSuchNorm')),))))
     recalibration = Study('tiny-recalibration', base, '?', (progressive,),
-                          (Recalibration(progressive, 0), Recalibration(progressive, 4)))
+                          tuple(Recalibration(progressive, *how) for how in ((0,), (4,), (4, 1))))
     (folder / 'docs').mkdir()
     (folder / 'docs' / 'results.md').write_text('Before.\n\n<!-- norms tiny -->\n\nAfter.\n')
     return SimpleNamespace(folder=folder, study=study, recalibration=recalibration)
@@ -199,6 +199,8 @@ def test_checkpoints_before_and_after_recalibration_are_kept_and_compared(driven
               for key in before if key.endswith('running_mean')]
     ratios = [((on_four[key].double() + 1e-5) / (before[key].double() + 1e-5)).log().abs()
               for key in before if key.endswith('running_var')]
+    assert seeds['prepbn@4']['seeds']['0']['recalibration']['converged']
+    assert seeds['prepbn@4x1']['seeds']['0']['recalibration']['passes'] == 1
     drift = seeds['prepbn@4']['seeds']['0']['recalibration']['drift']
     assert drift['mean'] == pytest.approx(torch.cat(shifts).mean().item(), rel=1e-6)
     assert drift['largest_log_var'] == pytest.approx(torch.cat(ratios).max().item(), rel=1e-6)
