@@ -384,6 +384,9 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
                            'MaskRCN is not in.*correct the config'),
     'recalibration without a test pipeline': (lambda: recalibration_dataloader(Config(dict(train_dataloader={})), 4),
                                               DataError, 'needs the test-time pipeline'),
+    'recalibration without a training set': (
+        lambda: recalibration_dataloader(Config(dict(test_dataloader=dict(dataset=dict(pipeline=[])))), 4), DataError,
+        'no train_dataloader; give the one'),
 }
 
 

@@ -20,13 +20,17 @@ def recalibration_dataloader(cfg: Config, num_images: int) -> DataLoader:
         num_images: How many images, evenly spaced over the training set; all of a smaller one.
 
     Raises:
-        DataError: If there is no test-time pipeline to take, the training set is empty, or ``num_images`` is below 1.
+        DataError: If there is no test-time pipeline to take, no training set or an empty one, or ``num_images``
+            is below 1.
     """
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one training image is needed')
     test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
     if not test_loader:
         raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
+    if not cfg.get('train_dataloader'):
+        raise DataError('recalibration needs training images, and the config has no train_dataloader; '
+                        'give the one that the detector was trained with')
     # Outside a runner nobody has set it, and transforms are found by it.
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     dataset_cfg = _with_pipeline(copy.deepcopy(cfg.train_dataloader.dataset), _innermost(test_loader.dataset).pipeline)
