@@ -142,10 +142,11 @@ class Experiment:
 
     def curve(self, way: str) -> list[float]:
         """AP of the validations during a run, in their order."""
-        # Of the last attempt. mmengine logs no iteration beside them.
-        *_, records = attempts(self.folder / way)
         key = f'coco/{self.task.metric}_mAP'
-        return [record[key] for record in records if key in record]
+        curves = [[record[key] for record in records if key in record] for records in attempts(self.folder / way)]
+        # Of the last attempt that trained: resuming a finished run only recalibrates it. mmengine logs no iteration
+        # beside them.
+        return next(curve for curve in reversed(curves) if curve)
 
     def final(self, way: str) -> float:
         """The AP that is left: after recalibration, where there is one."""

@@ -24,7 +24,8 @@ _PANELS = {'loss': 'training loss', 'gamma': 'gamma', 'un_filtered': 'share filt
 def draw(results: Mapping, path: Path) -> None:
     """Draws the mean over seeds as a thick line and each seed as a thin one.
 
-    The last AP of a run is the one after recalibration, where there is one. A run that failed has only its loss.
+    The last AP of a run is the one after recalibration, where there is one. Where all runs were validated only at their
+    end, runs stand side by side. A run that failed has only its loss.
     """
     runs = {name: run for name, run in results['runs'].items()
             if any(result.get('training', {}).get('iteration') for result in run['seeds'].values())}
@@ -45,14 +46,22 @@ def draw(results: Mapping, path: Path) -> None:
         row.suptitle(setting, fontsize=FONT_SIZE)
         members = [run for run in runs.values() if run['setting'] == setting]
         axes = row.subplot_mosaic([['ap', name] for name in panels[setting]], width_ratios=[1.9, 1])
-        for run in members:
+        curves = [[_ap_curve(result) for result in run['seeds'].values() if result['status'] == 'finished']
+                  for run in members]
+        are_points = all(len(curve) == 1 for of_run in curves for curve in of_run)
+        for index, (run, of_run) in enumerate(zip(members, curves, strict=True)):
             style = style_of(run['label'], labels)
-            by_seed = run['seeds'].values()
-            _draw_lines(axes['ap'], [_ap_curve(result) for result in by_seed if result['status'] == 'finished'],
-                        style, 4)
+            if are_points:
+                _draw_points(axes['ap'], index, [ap for curve in of_run for ap in curve.values()], style)
+            else:
+                _draw_lines(axes['ap'], of_run, style, 4)
             for name in panels[setting]:
-                _draw_lines(axes[name], [_curve(result['training'], name) for result in by_seed], style, 0)
+                _draw_lines(axes[name], [_curve(result['training'], name) for result in run['seeds'].values()], style,
+                            0)
         _dress(axes['ap'], f'{results["metric"]} on validation images')
+        if are_points:
+            axes['ap'].set_xlabel('run: each seed, and their mean', fontsize=FONT_SIZE)
+            axes['ap'].set_xticks([])
         for name in panels[setting]:
             _dress(axes[name], _PANELS[name])
         # The first iterations would flatten the rest.
@@ -96,6 +105,13 @@ def _draw_lines(axes: Axes, curves: Sequence[Mapping[int, float]], style: Style,
     shared = sorted(set.intersection(*(set(curve) for curve in curves)))
     axes.plot(shared, [statistics.mean(curve[i] for curve in curves) for i in shared], color=style.colour,
               linestyle=style.dashes, linewidth=1.3, marker=style.marker if marker_size else None, ms=marker_size)
+
+
+def _draw_points(axes: Axes, x: float, values: Sequence[float], style: Style) -> None:
+    """Values that belong to no iteration, above each other, small, and their mean."""
+    if values:
+        axes.plot([x] * len(values), values, color=style.colour, linestyle='', marker=style.marker, ms=3, alpha=0.5)
+        axes.plot([x], [statistics.mean(values)], color=style.colour, linestyle='', marker=style.marker, ms=7)
 
 
 def _dress(axes: Axes, label: str) -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from conftest import CONFIGS
@@ -24,6 +25,7 @@ from benchmarks.interruptions import FORK_SERVER, run_in_this_process
 from benchmarks.norms import jobs as jobs_module
 from benchmarks.norms import latency
 from benchmarks.norms.claim import claimed, holder
+from benchmarks.norms.figure import draw
 from benchmarks.norms.jobs import Job, Training, jobs_of, last_line
 from benchmarks.norms.no_eta import NoEtaHook
 from benchmarks.norms.results import collect
@@ -227,6 +229,18 @@ def test_latency_is_that_of_what_each_run_serves_beside_its_mean_ap(driven, tmp_
         ('unfused', pytest.approx(0.105)), ('fused', pytest.approx(0.205))]
     draw_ap_latency(entries, tmp_path / 'latency.png')
     assert (tmp_path / 'latency.png').stat().st_size > 10_000
+
+
+def test_runs_that_were_validated_once_are_drawn_side_by_side(driven, tmp_path):
+    results = results_of(driven, driven.study)
+    draw(results, tmp_path / 'curves.png')
+    for run in results['runs'].values():
+        for result in run['seeds'].values():
+            for values in result.get('validations', {}).values():
+                del values[:-1]
+    draw(results, tmp_path / 'points.png')
+    curves, points = (plt.imread(tmp_path / name) for name in ('curves.png', 'points.png'))
+    assert curves.shape == points.shape and (curves != points).any()
 
 
 def test_another_definition_is_noticed_and_spoils_nothing(driven, monkeypatch):
