@@ -42,8 +42,8 @@ class RecalibrationReport:
 
     @property
     def converged(self) -> bool:
-        """Whether the last pass changed every statistic by less than ``tol``."""
-        return bool(self.residuals) and self.residuals[-1] < self.tol
+        """Whether the last pass changed no statistic by more than ``tol``."""
+        return bool(self.residuals) and self.residuals[-1] <= self.tol
 
     def to_dict(self) -> dict:
         return {**asdict(self), 'passes': 1 + len(self.residuals), 'converged': self.converged}
@@ -55,11 +55,10 @@ class RecalibrationReport:
         if self.drift:
             text += (f'; in all, means moved by {self.drift.mean:.2g} sigmas and log variances by '
                      f'{self.drift.log_var:.2g}, averaged over channels')
-        if not self.converged:
-            text += (f'; the last pass changed more than tol={self.tol}: statistics of late norms may be far '
-                     'off, leave max_passes out')
+        if self.residuals and not self.converged:
+            text += (f'; the last pass changed more than tol={self.tol}, so statistics of late norms may be far off: '
+                     'give it more passes, and every pass the same images')
         return text
-
 
 
 def recalibrate(
@@ -73,10 +72,11 @@ def recalibrate(
     """Replaces the running statistics of every offline norm by those of ``batches`` at inference.
 
     The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
-    with the statistics of its batch; in further passes with those found so far, until the largest change falls
-    below ``tol``. After pass p the statistics of the first p norms are final: as many passes as norms always suffice.
-    On the way there errors of early norms can grow from norm to norm where images differ much, so that passes cut
-    short may leave statistics that are worse than those of the training (docs/results.md shows a case).
+    with the statistics of its batch; in further passes with those found so far, until the largest change is at most
+    ``tol``. Where each norm is called once per forward, and every pass sees the same data, the statistics of the first
+    p norms are final after pass p: as many passes as norms always suffice. On the way there errors of early norms can
+    grow from norm to norm where images differ much, so that passes cut short may leave statistics that are worse than
+    those of the training (docs/results.md shows a case).
 
     Parameters, gamma and training flags stay as they are; drop-path is off. In a distributed run each rank gives its
     own batches, as many as it has, and all end with the same statistics: those that one process finds on all batches.
@@ -90,7 +90,7 @@ def recalibrate(
         batches: What a data loader yields, or image tensors (B, 3, H, W); read once per pass.
         forward: Runs the model on one batch; None prepares a batch as ``test_step`` does and stops after the last
             norm.
-        max_passes: Passes over ``batches``, at least 1; None for one more than there are norms.
+        max_passes: Passes over ``batches``, at least 1; None for as many as it takes: one more than there are norms.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
 
@@ -109,8 +109,8 @@ def recalibrate(
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
     if max_passes is None:
-        # The last one finds that nothing changed.
-        max_passes = len(norms) + 1
+        # The last one finds that nothing changed. A norm that is called twice may need more than that.
+        max_passes = max(len(norms) + 1, 8)
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
     forward = forward or default_forward(model, norms)
@@ -124,6 +124,7 @@ def recalibrate(
                 previous = copy_statistics(norms)
                 for name, norm in norms.items():
                     norm.set_statistics(moments[name].mean[0], moments[name].var[0])
+                _check_kept(norms)
                 if index > 0:
                     report.residuals.append(statistics_drift(norms, previous).largest)
                     if report.converged:
@@ -182,6 +183,14 @@ def _check_finite(moments: dict[str, Moments], num_batches: int) -> None:
                 kind = 'NaN' if value.isnan().any() else 'infinite'
                 raise RecalibrationError(f'{name}: {what} is {kind} after batch {num_batches}; '
                                          'lower the learning rate or check the inputs')
+
+
+def _check_kept(norms: dict[str, OfflineNorm]) -> None:
+    # Moments are float64, and may be finite where the buffers of a norm are not.
+    for name, norm in norms.items():
+        if not all(torch.isfinite(values).all() for values in norm.statistics()):
+            raise RecalibrationError(f'{name}: mean or variance is beyond {norm.statistics()[1].dtype}; '
+                                     'lower the learning rate or check the inputs')
 
 
 def default_forward(model: nn.Module, norms: Iterable[str]) -> Callable[[object], object]:

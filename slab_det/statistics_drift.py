@@ -30,8 +30,8 @@ class Drift:
 
     @property
     def largest(self) -> float:
-        """The largest of any kind."""
-        return max(self.largest_mean, self.largest_log_var)
+        """The largest of any kind; NaN where one is."""
+        return torch.tensor([self.largest_mean, self.largest_log_var], dtype=torch.float64).max().item()
 
 
 def copy_statistics(norms: Mapping[str, OfflineNorm]) -> Statistics:

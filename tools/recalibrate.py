@@ -4,14 +4,18 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import json
+from pathlib import Path
 
+import torch
 from mmengine.fileio import put_text
 from mmengine.runner import save_checkpoint
+from mmengine.runner.checkpoint import weights_to_cpu
 
 from slab_det.cli import read_config, run_cli
 from slab_det.datasets import check_data, set_data_root
 from slab_det.datasets.recalibration import recalibration_dataloader
 from slab_det.detectors import build_detector
+from slab_det.errors import CheckpointError
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,15 +34,20 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    if Path(args.out).is_dir() or Path(args.out).resolve() == Path(args.checkpoint).resolve():
+        # The checkpoint of a training holds more than its weights.
+        raise CheckpointError(f'--out {args.out} is a folder or the checkpoint itself; give another file')
     cfg = read_config(args.config)
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)
-    model = build_detector(cfg, args.checkpoint)
+    model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
     check_data(cfg, ('train',))
     report = slab_det.recalibrate(model, recalibration_dataloader(cfg, args.num_images), max_passes=args.max_passes)
-    save_checkpoint(dict(state_dict=model.state_dict(), meta=dict(dataset_meta=model.dataset_meta)), args.out)
+    # Absent is what DetInferencer understands.
+    meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
+    save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
-        put_text(json.dumps(report.to_dict(), indent=1) + '\n', args.json)
+        put_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + '\n', args.json)
     print(f'{report}\nWritten to {args.out}')
 
 

@@ -31,16 +31,24 @@ def share_between(images: list[Path]) -> np.ndarray:
     return between / (between + np.mean(variances, axis=0))
 
 
+def evenly_spaced(files: list[Path], count: int) -> list[Path]:
+    """``count`` of the files, or all of fewer."""
+    count = min(count, len(files))
+    return [files[i * len(files) // count] for i in range(count)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folders', nargs='+', type=Path)
     parser.add_argument('--num-images', type=int, default=300, help='evenly spaced; default %(default)s')
     args = parser.parse_args()
+    if args.num_images < 1:
+        raise DataError(f'--num-images {args.num_images}: at least one image is needed')
     for folder in args.folders:
         files = sorted(path for path in folder.iterdir() if path.suffix.lower() in {'.jpg', '.jpeg', '.png'})
         if not files:
             raise DataError(f'{folder} has no images')
-        chosen = files[::max(len(files) // args.num_images, 1)][:args.num_images]
+        chosen = evenly_spaced(files, args.num_images)
         shares = ', '.join(f'{share:.2f}' for share in share_between(chosen))
         print(f'\n{folder}, {len(chosen)} images: {shares}')
 

@@ -18,14 +18,14 @@ _WIDTH = 7.2  # inches: the text width of A4
 # What the panels beside AP show; only those are drawn that a run of the study logged.
 _PANELS = {'loss': 'training loss', 'gamma': 'gamma', 'un_filtered': 'share filtered by UN',
            # Means are 0 in UN, MABN and PowerNorm.
-           'drift_log_var': 'statistics drift'}
+           'drift_log_var': 'drift of log variance'}
 
 
 def draw(results: Mapping, path: Path) -> None:
     """Draws the mean over seeds as a thick line and each seed as a thin one.
 
-    The last AP of a run is the one after recalibration, where there is one. Where all runs were validated only at their
-    end, runs stand side by side. A run that failed has only its loss.
+    The last AP of a run is the one after recalibration, where there is one. Where all runs of a setting were
+    validated only at their end, they stand side by side. A run that failed has only its loss.
     """
     runs = {name: run for name, run in results['runs'].items()
             if any(result.get('training', {}).get('iteration') for result in run['seeds'].values())}
@@ -48,7 +48,8 @@ def draw(results: Mapping, path: Path) -> None:
         axes = row.subplot_mosaic([['ap', name] for name in panels[setting]], width_ratios=[1.9, 1])
         curves = [[_ap_curve(result) for result in run['seeds'].values() if result['status'] == 'finished']
                   for run in members]
-        are_points = all(len(curve) == 1 for of_run in curves for curve in of_run)
+        # Where no run of a setting finished, there are none.
+        are_points = {len(curve) for of_run in curves for curve in of_run} == {1}
         for index, (run, of_run) in enumerate(zip(members, curves, strict=True)):
             style = style_of(run['label'], labels)
             if are_points:

@@ -48,9 +48,11 @@ def _before(run: Mapping) -> str:
 
 
 def _drift(run: Mapping) -> str:
-    found = [value['drift'] for value in by_seed(run, 'recalibration').values() if 'drift' in value]
-    return ' / '.join(f'{statistics.mean(drift[key] for drift in found):.3f}' for key in ('mean', 'log_var')
-                      ) if found else ''
+    # Of all seeds or none: older runs did not write it down.
+    found = [value.get('drift') for value in by_seed(run, 'recalibration').values()]
+    if not found or not all(found):
+        return ''
+    return ' / '.join(f'{statistics.mean(drift[key] for drift in found):.3f}' for key in ('mean', 'log_var'))
 
 
 # Columns of what only some runs have.

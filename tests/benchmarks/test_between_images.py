@@ -3,7 +3,7 @@ import cv2
 import numpy as np
 import pytest
 
-from benchmarks.norms.between_images import share_between
+from benchmarks.norms.between_images import evenly_spaced, share_between
 
 
 def write(folder, *images):
@@ -33,3 +33,9 @@ def test_the_share_is_that_of_each_channel_and_images_count_alike(tmp_path):
     first, second = stripes(10, 90), stripes(90, 130)
     second[..., 2] = first[..., 2]
     assert share_between(write(tmp_path, first, np.tile(second, (5, 1, 1)))) == pytest.approx([900 / 1900] * 2 + [0])
+
+
+def test_images_are_taken_from_the_whole_folder():
+    assert evenly_spaced(list(range(531)), 300)[-1] == 529
+    assert evenly_spaced(list(range(10)), 4) == [0, 2, 5, 7]
+    assert evenly_spaced([1, 2], 300) == [1, 2]

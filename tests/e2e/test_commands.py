@@ -54,6 +54,7 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, tmp_path):
     assert settled['meta']['dataset_meta']['classes'] == trained['meta']['dataset_meta']['classes']
     assert {key.rpartition('.')[2] for key, value in settled['state_dict'].items()
             if not torch.equal(value, trained['state_dict'][key])} == {'running_mean', 'running_var'}
+    call('fuse.py', 'small.py', 'settled.pth', '--out', 'settled_fused.pth', cwd=tmp_path)
     output = call('latency.py', 'small.py', 'run/fused_config.py', '--checkpoint', checkpoint, 'run/fused.pth',
                   '--scope', 'backbone', '--rounds', 3, '--warmup', 1, '--size', 64, 96, '--json', 'latency.json',
                   cwd=tmp_path)

@@ -61,6 +61,7 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
         (['test.py', MAIN_CONFIG, 'nowhere.pth'], 'checkpoint nowhere.pth not found'),
         (['fuse.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
         (['recalibrate.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
+        (['recalibrate.py', MAIN_CONFIG, 'same.pth', '--out', './same.pth'], 'is a folder or the checkpoint itself'),
         (['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--num-images', 0],
          'checkpoint nowhere.pth not found'),
         (['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--to', 'native'],
