@@ -48,9 +48,9 @@ def _before(run: Mapping) -> str:
 
 
 def _drift(run: Mapping) -> str:
-    # Of all seeds or none: older runs did not write it down.
+    # Of trained statistics: a training that was resumed at its end had recalibrated ones.
     found = [value.get('drift') for value in by_seed(run, 'recalibration').values()]
-    if not found or not all(found):
+    if not found or not all(found) or by_seed(run, 'ap_before_recalibration'):
         return ''
     return ' / '.join(f'{statistics.mean(drift[key] for drift in found):.3f}' for key in ('mean', 'log_var'))
 
