@@ -1,7 +1,6 @@
 """Recalibration: the running statistics that inference will see (SLAB, section 4.1, to a fixed point)."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from slab_det.distributed import errors_reach_all_ranks, sum_over_ranks
 from slab_det.errors import SlabDetError
 from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
 from slab_det.moments import Moments, pool_over_ranks
-from slab_det.statistics_drift import Drift, copy_statistics, statistics_drift
+from slab_det.statistics_drift import copy_statistics, statistics_drift
 
 
 class RecalibrationError(SlabDetError):
@@ -31,14 +30,12 @@ class RecalibrationReport:
         num_batches: Batches of one pass, over all ranks.
         tol: The bound that stops the passes.
         residuals: Largest change of each pass after the first: of a mean in sigmas, or of a log variance.
-        drift: How far the new statistics are from those that the model had; None where those were not finite.
     """
 
     num_norms: int
     num_batches: int
     tol: float
     residuals: list[float] = field(default_factory=list)
-    drift: Drift | None = None
 
     @property
     def converged(self) -> bool:
@@ -52,9 +49,6 @@ class RecalibrationReport:
         residuals = ', '.join(f'{residual:.2g}' for residual in self.residuals) or 'not measured'
         text = (f'Recalibrated {self.num_norms} norms on {self.num_batches} batches; '
                 f'change per further pass: {residuals}')
-        if self.drift:
-            text += (f'; in all, means moved by {self.drift.mean:.2g} sigmas and log variances by '
-                     f'{self.drift.log_var:.2g}, averaged over channels')
         if self.residuals and not self.converged:
             text += (f'; the last pass changed more than tol={self.tol}, so statistics of late norms may be far off: '
                      'give it more passes, and every pass the same images')
@@ -133,8 +127,6 @@ def recalibrate(
         for name, norm in norms.items():
             norm.set_statistics(*old[name])
         raise
-    moved = statistics_drift(norms, old)
-    report.drift = moved if all(map(math.isfinite, asdict(moved).values())) else None
     return report
 
 

@@ -1,8 +1,9 @@
 """Statistics drift: by how much the running statistics of offline norms moved, in training or by a recalibration."""
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class Drift:
     def largest(self) -> float:
         """The largest of any kind; NaN where one is."""
         return torch.tensor([self.largest_mean, self.largest_log_var], dtype=torch.float64).max().item()
+
+    def to_dict(self) -> dict[str, float | None]:
+        """For JSON: None for what is not finite."""
+        return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
 
 def copy_statistics(norms: Mapping[str, OfflineNorm]) -> Statistics:

@@ -16,6 +16,8 @@ from slab_det.datasets import check_data, set_data_root
 from slab_det.datasets.recalibration import recalibration_dataloader
 from slab_det.detectors import build_detector
 from slab_det.errors import CheckpointError
+from slab_det.layers.offline_norm import named_offline_norms
+from slab_det.statistics_drift import copy_statistics, statistics_drift
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,13 +44,17 @@ def main() -> None:
         set_data_root(cfg, args.data_root)
     model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
     check_data(cfg, ('train',))
+    norms = dict(named_offline_norms(model))
+    before = copy_statistics(norms)
     report = slab_det.recalibrate(model, recalibration_dataloader(cfg, args.num_images), max_passes=args.max_passes)
+    drift = statistics_drift(norms, before)
     # Absent is what DetInferencer understands.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
-        put_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + '\n', args.json)
-    print(f'{report}\nWritten to {args.out}')
+        put_text(json.dumps(dict(**report.to_dict(), drift=drift.to_dict()), indent=1) + '\n', args.json)
+    print(f'{report}\nIn all, means moved by {drift.mean:.2g} sigmas and log variances by {drift.log_var:.2g}, '
+          f'averaged over channels\nWritten to {args.out}')
 
 
 if __name__ == '__main__':
