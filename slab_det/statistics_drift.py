@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slab_det.layers.offline_norm import OfflineNorm
 
+# Mean and variance, (C,) each, by the name of the norm.
 Statistics = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -40,12 +41,17 @@ class Drift:
 
 
 def copy_statistics(norms: Mapping[str, OfflineNorm]) -> Statistics:
-    """Copies of mean and variance, (C,) each, by the name of the norm."""
+    """Copies of the statistics that the norms have now."""
     return {name: tuple(values.clone() for values in norm.statistics()) for name, norm in norms.items()}
 
 
 def statistics_drift(norms: Mapping[str, OfflineNorm], before: Statistics) -> Drift:
-    """How far the statistics that ``norms`` have now are from those of :func:`copy_statistics`."""
+    """How far the statistics that ``norms`` have now are from ``before``.
+
+    Args:
+        norms: At least one, all on one device.
+        before: Of the same norms, from :func:`copy_statistics`.
+    """
     means, log_vars = [], []
     for name, norm in norms.items():
         # A norm without mean keeps none, and a var that is not the variance: what it made of the moments counts.

@@ -14,6 +14,7 @@ import numpy as np
 from mmengine.utils import track_iter_progress
 
 from slab_det.cli import run_cli
+from slab_det.datasets.recalibration import evenly_spaced
 from slab_det.errors import DataError
 
 
@@ -31,12 +32,6 @@ def share_between(images: list[Path]) -> np.ndarray:
     return between / (between + np.mean(variances, axis=0))
 
 
-def evenly_spaced(files: list[Path], count: int) -> list[Path]:
-    """``count`` of the files, or all of fewer."""
-    count = min(count, len(files))
-    return [files[i * len(files) // count] for i in range(count)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folders', nargs='+', type=Path)
@@ -48,7 +43,7 @@ def main() -> None:
         files = sorted(path for path in folder.iterdir() if path.suffix.lower() in {'.jpg', '.jpeg', '.png'})
         if not files:
             raise DataError(f'{folder} has no images')
-        chosen = evenly_spaced(files, args.num_images)
+        chosen = [files[i] for i in evenly_spaced(len(files), args.num_images)]
         shares = ', '.join(f'{share:.2f}' for share in share_between(chosen))
         print(f'\n{folder}, {len(chosen)} images: {shares}')
 

@@ -265,17 +265,15 @@ BCCD_PADDING = Study('bccd-padding', BCCD, 'Should padding tokens be left out of
 # A validation image is four times as large as a training crop, and so is one to recalibrate on.
 FEW = dict(recalibration_images=50)
 DSB2018_PREPBN = Run('prepbn', 'PRepBN, linear', (prepbn(**FEW),), keep_trained=True)
-DSB2018_TOKEN_BN = Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN'), **FEW),), keep_trained=True)
-DSB2018_UN = Run('un', f'UN, {WARMUP}', (moving(UN, DSB2018_ITERATIONS, **FEW),), keep_trained=True)
 DSB2018_REPBN = Run('prepbn_t0.0', 'PRepBN, T = 0 (RepBN)', (prepbn(total=0.0, **FEW),))
 DSB2018_NORMS = Study('dsb2018-norms', DSB2018, 'Which norm keeps the AP of LayerNorm where images differ?', (
     LN_RUN,
-    DSB2018_TOKEN_BN,
+    Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN'), **FEW),), keep_trained=True),
     Run('bn_ffnbn', 'BN+FFNBN', (norm(dict(type='TokenBN'), ffn_norm='pre_act', **FEW),)),
     Run('progressive_bn', 'PRepBN, linear, eta fixed at 0', (prepbn(dict(type='NoEtaHook'), **FEW),)),
     DSB2018_REPBN,
     DSB2018_PREPBN,
-    DSB2018_UN,
+    Run('un', f'UN, {WARMUP}', (moving(UN, DSB2018_ITERATIONS, **FEW),), keep_trained=True),
     Run('un_unfiltered', f'UN, {WARMUP}, no filtration',
         (moving(dict(UN, filter_outliers=False), DSB2018_ITERATIONS, **FEW),)),
     Run('mabn', f'MABN, {WARMUP}', (moving(dict(type='MABN'), DSB2018_ITERATIONS, **FEW),)),
@@ -297,7 +295,7 @@ RECALIBRATED = tuple(run for run in BCCD_CHOICES.runs if run.keep_trained)
 BCCD_RECALIBRATION = Study(
     'bccd-recalibration', BCCD, 'What does the recalibration change, and how many images does it need?', RECALIBRATED,
     tuple(Recalibration(run, num_images) for run in RECALIBRATED for num_images in (0, 10, 100, 292)))
-# Of 531.
+# As trained; cut short; in full; and on other numbers of the 531 images.
 DSB2018_RECALIBRATED = tuple(run for run in DSB2018_NORMS.runs if run.keep_trained)
 DSB2018_RECALIBRATION = Study(
     'dsb2018-recalibration', DSB2018, 'What does the recalibration change where images differ?', DSB2018_RECALIBRATED,

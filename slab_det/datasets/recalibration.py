@@ -39,13 +39,18 @@ def recalibration_dataloader(cfg: Config, num_images: int) -> DataLoader:
         dataset.full_init()
     if not len(dataset):
         raise DataError('the training set is empty after filtering; check ann_file, metainfo and filter_cfg')
-    step = max(len(dataset) / num_images, 1.0)
-    indices = [int(i * step) for i in range(min(num_images, len(dataset)))]
+    indices = evenly_spaced(len(dataset), num_images)
     return Runner.build_dataloader(dict(
         dataset=Subset(dataset, indices), batch_size=1, num_workers=cfg.train_dataloader.get('num_workers', 0),
         # Without a seed, which it does not need, it would wait for all processes.
         sampler=dict(type='DefaultSampler', shuffle=False, round_up=False, seed=0),
         collate_fn=dict(type='pseudo_collate')))
+
+
+def evenly_spaced(length: int, count: int) -> list[int]:
+    """``count`` indices over a sequence of ``length``, from 0 on; all of a shorter one."""
+    step = max(length / count, 1.0)
+    return [int(i * step) for i in range(min(count, length))]
 
 
 def _innermost(dataset: dict) -> dict:

@@ -3,7 +3,8 @@ import cv2
 import numpy as np
 import pytest
 
-from benchmarks.norms.between_images import evenly_spaced, share_between
+from benchmarks.norms.between_images import share_between
+from slab_det.datasets.recalibration import evenly_spaced
 
 
 def write(folder, *images):
@@ -36,6 +37,6 @@ def test_the_share_is_that_of_each_channel_and_images_count_alike(tmp_path):
 
 
 def test_images_are_taken_from_the_whole_folder():
-    assert evenly_spaced(list(range(531)), 300)[-1] == 529
-    assert evenly_spaced(list(range(10)), 4) == [0, 2, 5, 7]
-    assert evenly_spaced([1, 2], 300) == [1, 2]
+    assert evenly_spaced(531, 300)[-1] == 529
+    assert evenly_spaced(10, 4) == [0, 2, 5, 7]
+    assert evenly_spaced(2, 300) == [0, 1]
