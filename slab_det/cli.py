@@ -186,12 +186,16 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
         help=f'torch.compile backbone and neck, in one of the modes {", ".join(COMPILE_MODES)}; not before a CONFIG',
     )
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
+    group.add_argument(
+        '--keep-memory', action='store_true', help='no fresh pages of memory between layers, as on servers; with glibc'
+    )
     group.add_argument('--image', metavar='FILE', help='photograph to run on')
 
 
 def latency_options(args: argparse.Namespace) -> dict:
     """What :func:`add_latency_arguments` parsed, as keyword arguments of ``measure_latency``."""
     names = (
-        'rounds', 'warmup', 'scope', 'repeat', 'dtype', 'tf32', 'channels_last', 'compile', 'threads', 'image'
+        'rounds', 'warmup', 'scope', 'repeat', 'dtype', 'tf32', 'channels_last', 'compile', 'threads', 'image',
+        'keep_memory'
     )  # fmt: skip
     return {'size': tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}

@@ -18,6 +18,7 @@ from slab_det.environment import describe_environment
 from slab_det.errors import LatencyError
 from slab_det.latency_table import check_comparable, describe_scope, latency_table, repeat_ratios
 from slab_det.measured_scopes import SCOPES, EncodedImage, MeasuredInput, read_image
+from slab_det.memory_pages import count_page_faults, keep_freed_memory
 from slab_det.model_cost import ModelCost, measure_cost
 
 __all__ = [
@@ -53,6 +54,9 @@ class LatencyResult:
         tf32: Whether matrix products and convolutions may use TF32.
         channels_last: Whether weights and input have the memory format channels_last.
         threads: Of torch, and of image decoding and resizing, on the CPU.
+        kept_memory: Whether memory that was freed stayed with the process.
+        page_faults: Fresh pages of memory that the system handed out in a round, the median; on a slow machine ten
+            thousand of them take 20 ms.
         warmup: Rounds before the first that counts, in every repeat.
         rounds: Rounds that count, in every repeat.
         repeats: How many times the whole measurement was made; the times below are over all of them.
@@ -82,6 +86,8 @@ class LatencyResult:
     tf32: bool
     channels_last: bool
     threads: int
+    kept_memory: bool
+    page_faults: int
     warmup: int
     rounds: int
     repeats: int
@@ -125,6 +131,7 @@ def measure_latency(
     channels_last: bool = False,
     tf32: bool = False,
     cost: bool = False,
+    keep_memory: bool = False,
 ) -> dict[str, LatencyResult]:
     """Times one image through every model, round by round, in this process.
 
@@ -153,6 +160,8 @@ def measure_latency(
         tf32: Let matrix products and convolutions on a GPU use TF32. Without it neither does, whatever torch's
             switches say outside.
         cost: Also count multiply-adds, parameters, memory and norms, by three more calls of every model.
+        keep_memory: Keep freed memory for the next allocation, from now on and in the whole process, so that no model
+            waits for fresh pages; see :func:`slab_det.memory_pages.keep_freed_memory`.
 
     Returns:
         One result per name, in the order of ``models``.
@@ -164,6 +173,8 @@ def measure_latency(
     device = _check_request(models, size, rounds, warmup, scope, device, dtype, compile, repeat, tf32)
     photo = read_image(image, size)
     mode = 'default' if compile is True else compile or None
+    if keep_memory:
+        keep_freed_memory()
     with _threads(threads), _tf32(tf32):
         runs = {
             name: _Run(name, model, scope, photo, size, device, dtype, channels_last) for name, model in models.items()
@@ -173,7 +184,7 @@ def measure_latency(
             for run in runs.values():
                 run.compile(mode)
         with torch.inference_mode():
-            times = _take_turns(runs, rounds, warmup, repeat, progress)
+            times, page_faults = _take_turns(runs, rounds, warmup, repeat, progress)
         environment = describe_environment(device)
 
     return {
@@ -194,6 +205,8 @@ def measure_latency(
             tf32=tf32,
             channels_last=channels_last,
             threads=environment['threads'],
+            kept_memory=keep_memory,
+            page_faults=int(np.median(page_faults[name])),
             warmup=warmup,
             rounds=rounds,
             repeats=repeat,
@@ -262,17 +275,20 @@ def _weights_dtype(model: nn.Module) -> torch.dtype:
 
 def _take_turns(
     runs: Mapping[str, _Run], rounds: int, warmup: int, repeat: int, progress: bool
-) -> dict[str, list[list[float]]]:
-    """The times of every model, one list per repeat."""
+) -> tuple[dict[str, list[list[float]]], dict[str, list[int]]]:
+    """The times of every model, one list per repeat, and the page faults of its rounds."""
     stopwatch = _time_cuda if next(iter(runs.values())).device.type == 'cuda' else _time_cpu
     times: dict[str, list[list[float]]] = {name: [[] for _ in range(repeat)] for name in runs}
+    page_faults: dict[str, list[int]] = {name: [] for name in runs}
     for step in _steps(repeat * (warmup + rounds), progress):
         repetition, index = divmod(step, warmup + rounds)
         for name in list(runs)[:: -1 if index % 2 else 1]:
+            faults_before = count_page_faults()
             elapsed = stopwatch(runs[name])
             if index >= warmup:
                 times[name][repetition].append(elapsed)
-    return times
+                page_faults[name].append(count_page_faults() - faults_before)
+    return times, page_faults
 
 
 def _check_request(

@@ -5,7 +5,8 @@
 
 Of every run that finished, the model of one seed: fused, or as it was trained where it has LayerNorm. Written into
 benchmarks/results/norms_STUDY_latency.json, as a table below the line `<!-- latency STUDY -->` of docs/results.md, and
-as AP over latency into docs/results_STUDY_latency.png. Let nothing else run meanwhile.
+as AP over latency into docs/results_STUDY_latency.png. Freed memory is kept, so glibc is needed: else a model would be
+charged for fresh pages by what the others have left. Let nothing else run meanwhile.
 """
 import sys
 from pathlib import Path
@@ -70,7 +71,8 @@ def measure(study: Study, seed: int, work_dir: Path, data_root: str, rounds: int
     image, size = first_image(dataset)
     models = {name: model for name, (model, _, _) in served.items()}
     latencies = {
-        scope: slab_det.measure_latency(models, size, rounds, scope=scope, threads=threads, image=image, progress=True)
+        scope: slab_det.measure_latency(models, size, rounds, scope=scope, threads=threads, image=image, progress=True,
+                                        keep_memory=True)
         for scope in MEASURED}
     return {name: dict(variant=variant, dataset=describe_dataset(dataset),
                        latency={scope: found[name].to_dict() for scope, found in latencies.items()})

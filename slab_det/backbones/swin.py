@@ -238,6 +238,9 @@ class SLABSwin(BaseModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x, hw_shape = self.patch_embed(x)
+        # Without a norm after it, the convolution leaves tokens one channel after the other, and every layer of the
+        # first stage would copy them: benchmarks/token_layout.py.
+        x = x.contiguous()
         if self.absolute_pos_embed is not None:
             x = x + self._position_embedding(hw_shape)
         x = self.drop_after_pos(x)

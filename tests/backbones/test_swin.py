@@ -13,6 +13,7 @@ from torch import nn
 
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
+from slab_det.fusion import fuse
 from slab_det.layers import PRepBN, set_gamma
 
 SMALL = dict(embed_dims=8, depths=(2, 2, 2), num_heads=(1, 2, 4), strides=(4, 2, 2), out_indices=(0, 1, 2))
@@ -221,6 +222,16 @@ def test_norm_eval_freezes_no_statistics_that_were_never_estimated(norm):
         model.load_state_dict(state)
         assert not model.train().norm1.training, name
         assert model.norm0.training, name
+
+
+def test_tokens_lie_together_in_every_block_also_without_a_norm_before(small_detector):
+    backbone = fuse(small_detector(norm_cfg=dict(type='PRepBN'))).backbone
+    contiguous = []
+    for stage in backbone.stages:
+        for block in stage.blocks:
+            block.register_forward_pre_hook(lambda module, args: contiguous.append(args[0].is_contiguous()))
+    backbone(torch.randn(2, 3, 50, 62))
+    assert contiguous == [True] * sum(len(stage.blocks) for stage in backbone.stages)
 
 
 def test_train_and_eval_return_the_model_and_set_the_mode():

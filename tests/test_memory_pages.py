@@ -1,0 +1,62 @@
+"""Fresh pages of memory in latency measurements: counted, said, and avoided on request."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from slab_det.errors import LatencyError
+from slab_det.latency import describe_scope, latency_table, measure_latency
+from slab_det.memory_pages import keep_freed_memory
+
+QUICK = {'size': (32, 32), 'rounds': 3, 'warmup': 1, 'scope': 'backbone'}
+# In a process of its own: what it asks of the allocator cannot be taken back. Of blocks larger than 32 MiB glibc gives
+# every one back to the system by default.
+SCRIPT = """
+import json
+import torch
+from slab_det import measure_latency
+
+class Spender(torch.nn.Module):
+    def forward(self, x):
+        return torch.ones(48 * 2**18)
+
+for keep_memory in (False, True):
+    result = measure_latency({'a': Spender()}, (32, 32), 5, scope='backbone', keep_memory=keep_memory)['a']
+    print(json.dumps([result.kept_memory, result.page_faults]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='the C library is not glibc')
+def test_kept_memory_needs_no_fresh_pages() -> None:
+    done = subprocess.run([sys.executable, '-c', SCRIPT], capture_output=True, text=True, check=True)
+    (kept, pages), (kept_then, pages_then) = map(json.loads, done.stdout.splitlines()[-2:])
+    assert (kept, kept_then) == (False, True)
+    # 48 MiB in pages of 4 KiB, or in fewer, larger ones.
+    assert 48 / 2 <= pages <= 1.1 * 48 * 256
+    assert pages_then < 10
+
+
+def test_table_says_how_many_pages_and_what_leaves_them_out() -> None:
+    result = measure_latency({'a': nn.Identity()}, **QUICK)['a']
+    spent = replace(result, name='b', page_faults=8128)
+    assert 'fresh pages' not in latency_table([replace(result, page_faults=0)])
+    printed = latency_table([replace(result, page_faults=0), spent])
+    assert 'fresh pages of memory per round: a 0, b 8128; --keep-memory measures without' in printed
+    kept = replace(result, kept_memory=True)
+    assert 'freed memory kept' in describe_scope(kept.to_dict())
+    with pytest.raises(LatencyError, match='kept memory False and True'):
+        latency_table([result, kept])
+
+
+def test_other_c_libraries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, 'CDLL', lambda name: object())
+    with pytest.raises(LatencyError, match='only glibc can be told to keep freed memory'):
+        keep_freed_memory()
+    monkeypatch.setattr(sys, 'platform', 'win32')
+    with pytest.raises(LatencyError, match='only glibc'):
+        keep_freed_memory()
