@@ -287,6 +287,9 @@ DSB2018_CHOICES = Study('dsb2018-choices', DSB2018, 'What brings PRepBN level wi
     DSB2018_PREPBN,
     Run('prepbn_t1.0', 'PRepBN, T = 1.0', (prepbn(total=1.0, **FEW),)),
     Run('prepbn_out_norm_ln', 'PRepBN, output norms LayerNorm', (prepbn(out_norm_cfg=dict(type='LN'), **FEW),)),
+    # Whether it takes PRepBN in the other places.
+    Run('token_bn_out_norm_ln', 'TokenBN, output norms LayerNorm',
+        (norm(dict(type='TokenBN'), out_norm_cfg=dict(type='LN'), **FEW),)),
     Run('prepbn_drop_path_0.1', 'PRepBN, drop-path 0.1', (prepbn(drop_path_rate=0.1, **FEW),)),
 ))
 
