@@ -46,14 +46,21 @@ class Moments:
         """Adds tokens, (..., C) for each of the K quantities."""
         means, deviations = [], []
         for quantity in quantities:
-            tokens = quantity.detach().flatten(0, -2).double()
+            # A copy to work in: each further array of a large map's size costs more than the arithmetic, see
+            # benchmarks/moments.py.
+            tokens = quantity.detach().flatten(0, -2).to(torch.float64, copy=True)
             means.append(tokens.mean(0))
-            deviations.append(tokens - means[-1])
+            deviations.append(tokens.sub_(means[-1]))
         if len(tokens) == 0:
             return
         part = Moments()
         part.count, part.mean = len(tokens), torch.stack(means)
-        part.scatter = torch.stack([torch.stack([(a * b).sum(0) for b in deviations]) for a in deviations])
+        part.scatter = tokens.new_empty(len(means), *part.mean.shape)
+        for i, a in enumerate(deviations):
+            for j, b in enumerate(deviations[:i]):
+                part.scatter[i, j] = part.scatter[j, i] = (a * b).sum(0)
+        for i, a in enumerate(deviations):
+            part.scatter[i, i] = a.square_().sum(0)
         self.merge(part)
 
     def merge(self, other: Moments) -> None:
