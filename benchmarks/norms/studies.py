@@ -290,6 +290,8 @@ DSB2018_CHOICES = Study('dsb2018-choices', DSB2018, 'What brings PRepBN level wi
     # Whether it takes PRepBN in the other places.
     Run('token_bn_out_norm_ln', 'TokenBN, output norms LayerNorm',
         (norm(dict(type='TokenBN'), out_norm_cfg=dict(type='LN'), **FEW),)),
+    # What BN+FFNBN has and PRepBN has not.
+    Run('prepbn_ffn_norm', 'PRepBN, one more in each FFN', (prepbn(ffn_norm='pre_act', **FEW),)),
     Run('prepbn_drop_path_0.1', 'PRepBN, drop-path 0.1', (prepbn(drop_path_rate=0.1, **FEW),)),
 ))
 
