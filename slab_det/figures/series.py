@@ -37,8 +37,9 @@ class Style(NamedTuple):
 
 # Okabe and Ito's colours, but for yellow: told apart by colour-blind readers.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
-_MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X')
-# As many dashes as markers share no factor: 35 series before a pair repeats.
+_MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*')
+# The three numbers share no factor: 40 series before marker and dashes repeat, and points without a line differ in
+# colour or marker for 56.
 _DASHES = ('-', (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (9, 3)))
 
 

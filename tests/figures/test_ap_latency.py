@@ -164,9 +164,11 @@ def test_it_can_be_read(paper: bool) -> None:
 
 
 def test_styles_differ_without_colour() -> None:
-    names = [f'series {i}' for i in range(35)]
+    names = [f'series {i}' for i in range(40)]
     styles = {style_of(name, names)[1:] for name in names}
-    assert len(styles) == 35
+    assert len(styles) == 40
+    # Points have no dashes.
+    assert len({style_of(name, names)[:2] for name in names}) == 40
     # In a picture of up to five series even dashes alone tell them apart.
     assert len({style_of(name, names).dashes for name in names[:5]}) == 5
 
