@@ -52,11 +52,20 @@ def statistics_drift(norms: Mapping[str, OfflineNorm], before: Statistics) -> Dr
         norms: At least one, all on one device.
         before: Of the same norms, from :func:`copy_statistics`.
     """
-    means, log_vars = [], []
-    for name, norm in norms.items():
-        # A norm without mean keeps none, and a var that is not the variance: what it made of the moments counts.
-        old_mean, old_var, mean, var = (values.double() for values in (*before[name], *norm.statistics()))
-        means.append((mean - old_mean).abs() / (old_var + norm.eps).sqrt())
-        log_vars.append(((var + norm.eps) / (old_var + norm.eps)).log().abs())
-    means, log_vars = torch.cat(means), torch.cat(log_vars)
+    distances = [_distances(norm, *before[name]) for name, norm in norms.items()]
+    means, log_vars = (torch.cat(values) for values in zip(*distances, strict=True))
     return Drift(*torch.stack([means.mean(), means.max(), log_vars.mean(), log_vars.max()]).tolist())
+
+
+def largest_drifts(norms: Mapping[str, OfflineNorm], before: Statistics) -> dict[str, float]:
+    """``Drift.largest`` of each norm by itself, by its name; arguments as of :func:`statistics_drift`."""
+    largest = [torch.cat(_distances(norm, *before[name])).max() for name, norm in norms.items()]
+    return dict(zip(norms, torch.stack(largest).tolist(), strict=True))
+
+
+def _distances(norm: OfflineNorm, old_mean: Tensor, old_var: Tensor) -> tuple[Tensor, Tensor]:
+    """Of means, in sigmas, and of log variances; (C,) each."""
+    # A norm without mean keeps none, and a var that is not the variance: what it made of the moments counts.
+    old_mean, old_var, mean, var = (values.double() for values in (old_mean, old_var, *norm.statistics()))
+    return ((mean - old_mean).abs() / (old_var + norm.eps).sqrt(),
+            ((var + norm.eps) / (old_var + norm.eps)).log().abs())
