@@ -238,9 +238,11 @@ class SLABSwin(BaseModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x, hw_shape = self.patch_embed(x)
-        # Without a norm after it, the convolution leaves tokens one channel after the other, and every layer of the
-        # first stage would copy them: benchmarks/token_layout.py.
-        x = x.contiguous()
+        if isinstance(self.patch_embed.norm, (nn.Identity, type(None))):
+            # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy
+            # them: benchmarks/token_layout.py. With a norm they stay as it leaves them, as in the released code: from
+            # another layout its kernels round differently.
+            x = x.contiguous()
         if self.absolute_pos_embed is not None:
             x = x + self._position_embedding(hw_shape)
         x = self.drop_after_pos(x)
