@@ -55,8 +55,8 @@ class LatencyResult:
         channels_last: Whether weights and input have the memory format channels_last.
         threads: Of torch, and of image decoding and resizing, on the CPU.
         kept_memory: Whether memory that was freed stayed with the process.
-        page_faults: Fresh pages of memory that the system handed out in a round, the median; on a slow machine ten
-            thousand of them take 20 ms.
+        page_faults: Fresh pages of memory that the system handed out in a round, the median; each takes about a
+            microsecond (docs/deploy.md). 0 where they cannot be counted.
         warmup: Rounds before the first that counts, in every repeat.
         rounds: Rounds that count, in every repeat.
         repeats: How many times the whole measurement was made; the times below are over all of them.

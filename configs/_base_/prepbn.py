@@ -1,7 +1,7 @@
 # What a run with PRepBN needs besides norm_cfg: gamma goes to 0, then the norms are folded away.
 custom_hooks = [
-    # 4/5 of the run: with a shorter decay, users of the released code report NaN from a LayerNorm start. In our runs
-    # from scratch 0, 0.5 and 0.8 were level and 1.0 was worse (docs/results.md).
+    # 4/5 of the run: with a shorter decay, users of the released code report NaN from a LayerNorm start. In our
+    # runs from scratch (one seed) 0, 0.5 and 0.8 were within the noise and 1.0 was the worst (docs/results.md).
     dict(type='ProgressiveNormHook', decay='linear', total=0.8, unit='fraction'),
     # In as many passes as it takes: cut short, it cost a detector 0.06 of its mask AP.
     dict(type='RecalibrateFuseHook'),
