@@ -1,5 +1,5 @@
-# Swin-T-PRepBN, every norm progressive, the four output norms included: the paper's row. On images that differ more than
-# COCO's, a small net gained 0.02 mask AP by out_norm_cfg=dict(type='LN') and 0.045 by ffn_norm='pre_act', which is
+# Swin-T-PRepBN, every norm progressive, the four output norms included: the paper's row. On images that differ more
+# than COCO's, a small net gained 0.02 mask AP by out_norm_cfg=dict(type='LN') and 0.045 by ffn_norm='pre_act', which is
 # fused away (docs/results.md).
 _base_ = ['./mask_rcnn_swin_t.py', './_base_/prepbn.py']
 
