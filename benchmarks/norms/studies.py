@@ -168,6 +168,11 @@ BCCD_NORMS = Study('bccd-norms', BCCD, 'Which norm keeps the AP of LayerNorm?', 
     Run('mabn', f'MABN, {WARMUP}', (moving(dict(type='MABN'), BCCD_ITERATIONS),)),
     Run('powernorm', f'PowerNorm, {WARMUP}',
         (moving(dict(type='PowerNorm'), BCCD_ITERATIONS),)),
+))
+
+BCCD_ATTENTION = Study('bccd-attention', BCCD, 'Does the answer change with simplified linear attention?', (
+    LN_RUN,
+    PREPBN_RUN,
     Run('sla_ln', 'LayerNorm', (dict(model=dict(backbone=SLA)),), 'SLA attention', 'sla_ln'),
     Run('sla_prepbn', 'PRepBN, linear', (prepbn(**SLA),), 'SLA attention', 'sla_ln'),
 ))
@@ -266,10 +271,13 @@ BCCD_PADDING = Study('bccd-padding', BCCD, 'Should padding tokens be left out of
 FEW = dict(recalibration_images=50)
 DSB2018_PREPBN = Run('prepbn', 'PRepBN, linear', (prepbn(**FEW),), keep_trained=True)
 DSB2018_REPBN = Run('prepbn_t0.0', 'PRepBN, T = 0 (RepBN)', (prepbn(total=0.0, **FEW),))
+DSB2018_FFNBN = Run('bn_ffnbn', 'BN+FFNBN', (norm(dict(type='TokenBN'), ffn_norm='pre_act', **FEW),))
+# What BN+FFNBN has and PRepBN has not.
+DSB2018_PREPBN_FFN = Run('prepbn_ffn_norm', 'PRepBN, one more in each FFN', (prepbn(ffn_norm='pre_act', **FEW),))
 DSB2018_NORMS = Study('dsb2018-norms', DSB2018, 'Which norm keeps the AP of LayerNorm where images differ?', (
     LN_RUN,
     Run('token_bn', 'TokenBN', (norm(dict(type='TokenBN'), **FEW),), keep_trained=True),
-    Run('bn_ffnbn', 'BN+FFNBN', (norm(dict(type='TokenBN'), ffn_norm='pre_act', **FEW),)),
+    DSB2018_FFNBN,
     Run('progressive_bn', 'PRepBN, linear, eta fixed at 0', (prepbn(dict(type='NoEtaHook'), **FEW),)),
     DSB2018_REPBN,
     DSB2018_PREPBN,
@@ -290,9 +298,15 @@ DSB2018_CHOICES = Study('dsb2018-choices', DSB2018, 'What brings PRepBN level wi
     # Whether it takes PRepBN in the other places.
     Run('token_bn_out_norm_ln', 'TokenBN, output norms LayerNorm',
         (norm(dict(type='TokenBN'), out_norm_cfg=dict(type='LN'), **FEW),)),
-    # What BN+FFNBN has and PRepBN has not.
-    Run('prepbn_ffn_norm', 'PRepBN, one more in each FFN', (prepbn(ffn_norm='pre_act', **FEW),)),
+    DSB2018_PREPBN_FFN,
     Run('prepbn_drop_path_0.1', 'PRepBN, drop-path 0.1', (prepbn(drop_path_rate=0.1, **FEW),)),
+))
+DSB2018_FFN_NORM = Study('dsb2018-ffn-norm', DSB2018, 'Is it BatchNorm that gains by a norm in each FFN?', (
+    LN_RUN,
+    # Not fused: this one stays at inference.
+    Run('ln_ffn_norm', 'LayerNorm, one more in each FFN', (dict(model=dict(backbone=dict(ffn_norm='pre_act'))),)),
+    DSB2018_FFNBN,
+    DSB2018_PREPBN_FFN,
 ))
 
 # 292 are all of them.
@@ -308,5 +322,5 @@ DSB2018_RECALIBRATION = Study(
           for how in ((0,), (50, 1), (50, 8), (50,), (10,), (200,))))
 
 STUDIES = {study.name: study for study in (
-    BCCD_NORMS, BCCD_DECAY, BCCD_CHOICES, BCCD_HARD, BCCD_PADDING, BCCD_RECALIBRATION,
-    DSB2018_NORMS, DSB2018_CHOICES, DSB2018_RECALIBRATION)}
+    BCCD_NORMS, BCCD_ATTENTION, BCCD_DECAY, BCCD_CHOICES, BCCD_HARD, BCCD_PADDING, BCCD_RECALIBRATION,
+    DSB2018_NORMS, DSB2018_CHOICES, DSB2018_FFN_NORM, DSB2018_RECALIBRATION)}
