@@ -271,7 +271,8 @@ BCCD_PADDING = Study('bccd-padding', BCCD, 'Should padding tokens be left out of
 FEW = dict(recalibration_images=50)
 DSB2018_PREPBN = Run('prepbn', 'PRepBN, linear', (prepbn(**FEW),), keep_trained=True)
 DSB2018_REPBN = Run('prepbn_t0.0', 'PRepBN, T = 0 (RepBN)', (prepbn(total=0.0, **FEW),))
-DSB2018_FFNBN = Run('bn_ffnbn', 'BN+FFNBN', (norm(dict(type='TokenBN'), ffn_norm='pre_act', **FEW),))
+DSB2018_FFNBN = Run('bn_ffnbn', 'BN+FFNBN', (norm(dict(type='TokenBN'), ffn_norm='pre_act', **FEW),),
+                    keep_trained=True)
 # What BN+FFNBN has and PRepBN has not.
 DSB2018_PREPBN_FFN = Run('prepbn_ffn_norm', 'PRepBN, one more in each FFN', (prepbn(ffn_norm='pre_act', **FEW),))
 DSB2018_NORMS = Study('dsb2018-norms', DSB2018, 'Which norm keeps the AP of LayerNorm where images differ?', (
