@@ -4,8 +4,9 @@
 
 Latency of backbone and whole detector, that of our LayerNorm Swin-T in the same forms beside them; how the cost grows
 with the pixels; how it depends on the size of a tile; and where the time goes, by operator. The latency is measured as
-glibc hands out memory by default, and all again with freed memory kept: deployed models need no fresh pages, so they
-gain less by that. Everything into benchmarks/results/deploy_cpu.json.
+glibc hands out memory by default, and all again with freed memory kept: deployed models need fewer fresh pages, so they
+gain less by that. Growth, tiles and operators come after that, with freed memory kept. Everything into
+benchmarks/results/deploy_cpu.json.
 """
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
@@ -33,6 +34,7 @@ ROWS = {
 }
 # A quarter, one and four times the pixels of the main size.
 SIZES = ((400, 608), (800, 1216), (1600, 2432))
+KEPT = ', freed memory kept'
 TILES = (256, 512, 1024, 2048, 4096, 8192, 1 << 20)
 
 
@@ -115,19 +117,19 @@ def main() -> None:
     args = parser.parse_args()
     size, models, results = tuple(args.size), build_all(), {}
     # What is kept stays kept: the default comes first.
-    for keep_memory, suffix in ((False, ''), (True, ', freed memory kept')):
+    for keep_memory, suffix in ((False, ''), (True, KEPT)):
         for scope in ('backbone', 'detector'):
             measured = measure_latency(models, size=size, rounds=args.rounds, warmup=2, scope=scope,
                                        threads=args.threads, progress=True, keep_memory=keep_memory)
             print(latency_table(list(measured.values())), end='\n\n')
             results[scope + suffix] = dict(ratios=ratios(measured),
                                            latency={name: result.to_dict() for name, result in measured.items()})
-    results['growth'] = measure_growth(models, max(args.rounds // 5, 1), args.threads)
-    print('\n'.join(f'{name}: latency grows with pixels^{row["exponent"]}' for name, row in results['growth'].items()))
-    results['tiles'] = measure_tiles(models['Swin-T-PRepBN, fused'].backbone, size, max(args.rounds // 3, 1),
-                                     args.threads)
-    print('median ms per tokens of a tile:', results['tiles'])
-    results['operators_ms'] = {name: profile_operators(models[name].backbone, size, args.threads) for name in models}
+    growth = measure_growth(models, max(args.rounds // 5, 1), args.threads)
+    print('\n'.join(f'{name}: latency grows with pixels^{row["exponent"]}' for name, row in growth.items()))
+    tokens = measure_tiles(models['Swin-T-PRepBN, fused'].backbone, size, max(args.rounds // 3, 1), args.threads)
+    print('median ms per tokens of a tile:', tokens)
+    operators = {name: profile_operators(model.backbone, size, args.threads) for name, model in models.items()}
+    results |= {f'growth{KEPT}': growth, f'tiles{KEPT}': tokens, f'operators_ms{KEPT}': operators}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + '\n')
     print(f'Written to {args.out}')

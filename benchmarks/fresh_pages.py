@@ -2,18 +2,22 @@
 
     python benchmarks/fresh_pages.py --threads 2
 
-What glibc was told cannot be taken back, so that the two take turns as processes, each a call of tools/latency.py.
-Random weights. Written into benchmarks/results/fresh_pages.json.
+What glibc was told cannot be taken back, so that the two take turns as processes, each a call of tools/latency.py; in
+every second turn the other one goes first. Random weights. Written into benchmarks/results/fresh_pages.json.
 """
-import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import argparse
+import json
+import os
 from statistics import median
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.experiments import ROOT, call, tool
+
 # Config, (H, W), rounds, flags.
 CASES = {
     'small Swin, 512x512': ('benchmarks/dsb2018/mask_rcnn_swin_small.py', (512, 512), 100, ()),
@@ -26,28 +30,28 @@ def measure(config: str, size: tuple[int, int], rounds: int, flags: tuple[str, .
     """The latency that a process of its own finds."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / 'report.json'
-        subprocess.run(
-            [sys.executable, str(ROOT / 'tools/latency.py'), str(ROOT / config), '--scope', 'backbone', '--size',
-             *map(str, size), '--rounds', str(rounds), '--warmup', '3', '--threads', str(threads),
-             '--device', 'cpu', '--json', str(report), *flags], check=True, capture_output=True)
+        call(tool('latency.py', config, '--scope', 'backbone', '--size', *size, '--rounds', rounds, '--warmup', 3,
+                  '--threads', threads, '--device', 'cpu', '--json', report, *flags))
         return json.loads(report.read_text())['entries'][0]['latency']
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--turns', type=int, default=3, help='processes of each kind (default %(default)s)')
+    parser.add_argument('--turns', type=int, default=5, help='processes of each kind (default %(default)s)')
     parser.add_argument('--threads', type=int, default=2)
     args = parser.parse_args()
+    os.chdir(ROOT)
     found = {}
     for name, (*case, flags) in CASES.items():
-        turns = [(measure(*case, flags, args.threads), measure(*case, (*flags, '--keep-memory'), args.threads))
-                 for _ in range(args.turns)]
-        ratios = [kept['median_ms'] / default['median_ms'] for default, kept in turns]
-        pages = median(default['page_faults'] for default, _ in turns)
+        kinds = {'default': flags, 'kept': (*flags, '--keep-memory')}
+        turns = [{kind: measure(*case, kinds[kind], args.threads) for kind in [*kinds][::-1 if turn % 2 else 1]}
+                 for turn in range(args.turns)]
+        ratios = [turn['kept']['median_ms'] / turn['default']['median_ms'] for turn in turns]
+        pages = median(turn['default']['page_faults'] for turn in turns)
         print(f'{name}: kept / default {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), '
               f'{pages:.0f} pages per round by default', flush=True)
         found[name] = dict(ratio=median(ratios), ratios=ratios, pages_by_default=pages, turns=turns)
-    path = ROOT / 'benchmarks/results/fresh_pages.json'
+    path = Path('benchmarks/results/fresh_pages.json')
     path.write_text(json.dumps(found, indent=1) + '\n')
     print(f'Written to {path}')
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from mmengine.config import Config
-from torch import Tensor, nn
+from torch import nn
 
 from slab_det.detectors import build_detector
 from slab_det.latency import latency_table, measure_latency
@@ -22,28 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL, SWIN_T = 'configs/_base_/models/mask_rcnn_swin_small.py', 'configs/mask_rcnn_prepbn_swin_t.py'
 # Config, (H, W).
 CASES = ((SMALL, (240, 320)), (SMALL, (512, 512)), (SMALL, (800, 1216)), (SWIN_T, (800, 1216)))
-
-
-class AsStored:
-    """Tokens that stay as the convolution has left them, whoever wants them contiguous."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-    def contiguous(self) -> Tensor:
-        return self.tokens
-
-
-class StoredByChannel(nn.Module):
-    """A patch embedding whose tokens stay as its convolution stores them."""
-
-    def __init__(self, patch_embed: nn.Module) -> None:
-        super().__init__()
-        self.patch_embed = patch_embed
-
-    def forward(self, image: Tensor) -> tuple[AsStored, tuple[int, int]]:
-        tokens, hw_shape = self.patch_embed(image)
-        return AsStored(tokens), hw_shape
 
 
 def build(config: str, norm: str) -> nn.Module:
@@ -60,19 +38,20 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=100)
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--device', default='cpu')
+    parser.add_argument('--out', type=Path)
     args = parser.parse_args()
     found = {}
     for config, size in CASES:
         models = {'LayerNorm': build(config, 'LN'), 'fused, tokens by channel': build(config, 'PRepBN'),
                   'fused': build(config, 'PRepBN')}
-        backbone = models['fused, tokens by channel'].backbone
-        backbone.patch_embed = StoredByChannel(backbone.patch_embed)
+        # As the released code leaves them.
+        models['fused, tokens by channel'].backbone.released_order = True
         results = measure_latency(models, size, args.rounds, scope='backbone+neck', device=args.device,
                                   threads=args.threads, progress=True, keep_memory=args.device == 'cpu')
         case = f'{Path(config).stem} {size[0]}x{size[1]}'
         print(case, latency_table(list(results.values())), sep='\n')
         found[case] = {name: result.to_dict() for name, result in results.items()}
-    path = ROOT / f'benchmarks/results/token_layout_{args.device.replace(":", "")}.json'
+    path = args.out or ROOT / f'benchmarks/results/token_layout_{args.device.replace(":", "")}.json'
     path.write_text(json.dumps(found, indent=1) + '\n')
     print(f'Written to {path}')
 

@@ -18,7 +18,7 @@ from slab_det.environment import describe_environment
 from slab_det.errors import LatencyError
 from slab_det.latency_table import check_comparable, describe_scope, latency_table, repeat_ratios
 from slab_det.measured_scopes import SCOPES, EncodedImage, MeasuredInput, read_image
-from slab_det.memory_pages import count_page_faults, keep_freed_memory
+from slab_det.memory_pages import count_page_faults, keep_freed_memory, keeps_freed_memory
 from slab_det.model_cost import ModelCost, measure_cost
 
 __all__ = [
@@ -54,9 +54,10 @@ class LatencyResult:
         tf32: Whether matrix products and convolutions may use TF32.
         channels_last: Whether weights and input have the memory format channels_last.
         threads: Of torch, and of image decoding and resizing, on the CPU.
-        kept_memory: Whether memory that was freed stayed with the process.
-        page_faults: Fresh pages of memory that the system handed out in a round, the median; each takes about a
-            microsecond (docs/deploy.md). 0 where they cannot be counted.
+        kept_memory: Whether the process keeps memory that was freed: asked for here, in an earlier call, or by glibc's
+            variables.
+        page_faults: Fresh pages of memory that the system handed out in a round, the median; each takes one or two
+            microseconds (benchmarks/fresh_pages.py). 0 where they cannot be counted.
         warmup: Rounds before the first that counts, in every repeat.
         rounds: Rounds that count, in every repeat.
         repeats: How many times the whole measurement was made; the times below are over all of them.
@@ -173,12 +174,13 @@ def measure_latency(
     device = _check_request(models, size, rounds, warmup, scope, device, dtype, compile, repeat, tf32)
     photo = read_image(image, size)
     mode = 'default' if compile is True else compile or None
-    if keep_memory:
-        keep_freed_memory()
     with _threads(threads), _tf32(tf32):
         runs = {
             name: _Run(name, model, scope, photo, size, device, dtype, channels_last) for name, model in models.items()
         }
+        if keep_memory:
+            # Once nothing can be refused any more: it cannot be taken back.
+            keep_freed_memory()
         costs = {name: run.cost() if cost else None for name, run in runs.items()}
         if mode:
             for run in runs.values():
@@ -205,7 +207,7 @@ def measure_latency(
             tf32=tf32,
             channels_last=channels_last,
             threads=environment['threads'],
-            kept_memory=keep_memory,
+            kept_memory=keeps_freed_memory(),
             page_faults=int(np.median(page_faults[name])),
             warmup=warmup,
             rounds=rounds,

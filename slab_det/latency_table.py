@@ -55,7 +55,8 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
         lines.append(f'objects found in {first.image}: {found}')
     if first.device_type == 'cpu' and any(result.page_faults for result in results):
         pages = ', '.join(f'{result.name} {result.page_faults}' for result in results)
-        lines.append(f'fresh pages of memory per round: {pages}; --keep-memory measures without')
+        lines.append(f'fresh pages of memory per round: {pages}'
+                     + ('' if first.kept_memory else '; --keep-memory measures without'))
     if first.scope == 'end-to-end':
         lines.append(f'{first.image}: {first.image_bytes / 1024:.0f} KiB'
                      + ('; noise takes longer to decode than a photograph' if first.image == NOISE else ''))
@@ -67,8 +68,8 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
 def check_comparable(latencies: Sequence[Mapping]) -> None:
     """Raises unless the latencies may stand in one ratio; takes ``LatencyResult.to_dict()``.
 
-    They must share scope, size, device, dtype, TF32, whether freed memory was kept and, on a CPU, threads. How a model
-    is run there (fused, compiled, channels_last, deployed and in which dtype) is what one compares.
+    They must share scope, size, device, dtype, TF32 and, on a CPU, threads and whether freed memory was kept. How a
+    model is run there (fused, compiled, channels_last, deployed and in which dtype) is what one compares.
 
     Raises:
         LatencyError: Names the first two that differ, and in what.
@@ -128,8 +129,9 @@ def _describe_compile(latency: Mapping) -> str:
 def _conditions(latency: Mapping) -> dict:
     conditions = {key: latency[key] for key in ('scope', 'size', 'device', 'dtype')}
     conditions['TF32'] = latency.get('tf32', False)
-    conditions['threads'] = latency['threads'] if latency['device_type'] == 'cpu' else None
-    conditions['kept memory'] = latency.get('kept_memory', False)
+    on_cpu = latency['device_type'] == 'cpu'
+    conditions['threads'] = latency['threads'] if on_cpu else None
+    conditions['kept memory'] = latency.get('kept_memory', False) if on_cpu else None
     return conditions
 
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
-from mmengine.dist import is_main_process
+from mmengine.dist import all_reduce, is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
@@ -36,13 +36,15 @@ class RecalibrationReport:
         num_batches: Batches of one pass, over all ranks.
         tol: The bound that stops the passes.
         residuals: Largest change of each pass after the first: of a mean in sigmas, or of a log variance.
-        converged: Whether the last pass had every norm at inference and changed no statistic by more than ``tol``.
+        num_by_batch: Norms that normalised by their batch in the last pass, and not as at inference.
+        converged: Whether there were none, and the last pass changed no statistic by more than ``tol``.
     """
 
     num_norms: int
     num_batches: int
     tol: float
     residuals: list[float] = field(default_factory=list)
+    num_by_batch: int = 0
     converged: bool = False
 
     def to_dict(self) -> dict:
@@ -53,8 +55,10 @@ class RecalibrationReport:
         text = (f'Recalibrated {self.num_norms} norms on {self.num_batches} batches; '
                 f'change per further pass: {residuals}')
         if self.residuals and not self.converged:
-            text += (f'; the last pass changed more than tol={self.tol}, so statistics of late norms may be far off: '
-                     'give it more passes, and every pass the same images')
+            why = (f'in the last pass {self.num_by_batch} norms were still normalising by their batch'
+                   if self.num_by_batch else f'the last pass changed more than tol={self.tol}')
+            text += (f'; {why}, so statistics of late norms may be far off: give it more passes, and every pass the '
+                     'same images')
         return text
 
 
@@ -117,6 +121,7 @@ def recalibrate(
     try:
         with torch.no_grad(), evaluating(model):
             for index in range(max_passes):
+                report.num_by_batch = len(by_batch)
                 with _normalizing_by_batch([norms[name] for name in by_batch]):
                     moments, report.num_batches = _collect(norms, batches, forward, f'{index + 1}', progress)
                 previous = copy_statistics(norms)
@@ -132,9 +137,8 @@ def recalibrate(
                 report.converged = not by_batch and report.residuals[-1] <= tol
                 if report.converged:
                     break
-                # Modules are in the order of their calls, and the first of them are final. Output norms are not, but no
-                # norm reads them. Every rank decides alike, also one without batches.
-                by_batch = [name for name in [*norms][index + 1:] if not drifts[name] <= JUMP]
+                # The first of them are final. Every rank decides alike, also one without batches.
+                by_batch = [name for name in [*moments][index + 1:] if not drifts[name] <= JUMP]
     except BaseException:
         for name, norm in norms.items():
             norm.set_statistics(*old[name])
@@ -144,13 +148,22 @@ def recalibrate(
 
 def _collect(norms: dict[str, OfflineNorm], batches: Iterable, forward: Callable[[object], object], label: str,
              progress: bool) -> tuple[dict[str, Moments], int]:
-    """One pass: the moments of every norm's input, over all batches and ranks, and the number of batches."""
+    """One pass: the moments of every norm's input, over all batches and ranks, and the number of batches.
+
+    The norms are in the order in which they were first called, which modules need not have.
+    """
     moments = {name: Moments() for name in norms}
+    calls: dict[str, int] = {}
     num_batches = 0
+
+    def see(name: str, x: Tensor) -> None:
+        calls.setdefault(name, len(calls))
+        moments[name].add(x)
+
     bar = None
     with errors_reach_all_ranks(), ExitStack() as stack:
         for name, norm in norms.items():
-            handle = norm.register_forward_pre_hook(lambda _, args, m=moments[name]: m.add(args[0]))
+            handle = norm.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
             stack.callback(handle.remove)
         if progress and is_main_process():
             print(f'Recalibration, pass {label}')
@@ -171,7 +184,10 @@ def _collect(norms: dict[str, OfflineNorm], batches: Iterable, forward: Callable
     unseen = [name for name in norms if moments[name].count == 0]
     if unseen:
         raise RecalibrationError(f'{", ".join(unseen)}: no batch reached these norms; pass a forward that does')
-    return moments, num_batches
+    # A rank without batches has called none.
+    order = torch.tensor([calls.get(name, len(norms)) for name in norms], device=_device(norms))
+    all_reduce(order, 'min')
+    return {name: moments[name] for _, name in sorted(zip(order.tolist(), norms, strict=True))}, num_batches
 
 
 def _check_finite(moments: dict[str, Moments], num_batches: int) -> None:

@@ -7,11 +7,12 @@ import torch
 import torch.multiprocessing as mp
 from conftest import SLA, randomize
 from mmdet.registry import MODELS
+from torch import nn
 
 import slab_det
 from slab_det.layers import TokenBN
 from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.recalibration import RecalibrationError
+from slab_det.recalibration import JUMP, RecalibrationError
 from slab_det.statistics_drift import Drift, copy_statistics, statistics_drift
 
 BATCHES = [(1, 3, 64, 80), (2, 3, 48, 40), (1, 3, 90, 33)]
@@ -126,6 +127,40 @@ def test_errors_do_not_grow_from_norm_to_norm(monkeypatch):
         slab_det.recalibrate(unguarded, batches, progress=False)
 
 
+class Chain(nn.Module):
+    """Norms and linear layers in turn; the norms can be registered in another order than they are called in."""
+
+    def __init__(self, reverse, depth=10, channels=6):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        norms = [TokenBN(channels) for _ in range(depth)]
+        for i, norm in reversed([*enumerate(norms)]) if reverse else enumerate(norms):
+            self.add_module(f'norm{i}', norm)
+        self.weights = [torch.randn(channels, channels, generator=generator).double() for _ in norms]
+
+    def forward(self, x):
+        for i, weight in enumerate(self.weights):
+            x = torch.expm1(getattr(self, f'norm{i}')(x).clamp(max=8)) @ weight
+        return x
+
+
+def test_norms_are_final_in_the_order_of_their_calls():
+    batches = [torch.randn(1, 60, 6, generator=torch.Generator().manual_seed(i)).double() * 10 ** i for i in range(3)]
+    reports = [slab_det.recalibrate(Chain(reverse).double().eval(), batches, tol=0, progress=False)
+               for reverse in (False, True)]
+    assert reports[0].residuals == reports[1].residuals and max(reports[0].residuals) > JUMP
+    for report in reports:
+        assert report.converged and report.residuals[-1] == 0 and len(report.residuals) <= report.num_norms, report
+
+
+def test_a_pass_with_norms_by_batch_is_not_the_last_whatever_the_tolerance():
+    cut_short = slab_det.recalibrate(*build_far_apart(), max_passes=3, tol=10, progress=False)
+    assert cut_short.residuals[-1] < 10 and not cut_short.converged
+    assert f'in the last pass {cut_short.num_by_batch} norms were still normalising by their batch' in str(cut_short)
+    report = slab_det.recalibrate(*build_far_apart(), tol=10, progress=False)
+    assert report.converged and report.num_by_batch == 0 and len(report.residuals) > 2
+
+
 def test_a_norm_that_is_called_twice_gets_more_passes_than_there_are_norms():
     norm = TokenBN(4).eval()
     batches = [torch.randn(1, 50, 4, generator=torch.Generator().manual_seed(i)) * (i + 1) for i in range(3)]
@@ -225,23 +260,29 @@ def test_a_fused_model_is_refused():
         slab_det.recalibrate(slab_det.fuse(build_backbone().eval()), build_batches(), progress=False)
 
 
+def build_far_apart():
+    """A model and batches that make norms jump."""
+    return (build_backbone(depths=(2, 2, 2, 2), norm_cfg=dict(type='TokenBN')).eval(),
+            [batch * 10 ** i for i, batch in enumerate(build_batches())])
+
+
 def _recalibrate_on_rank(rank, world_size, folder):
     torch.distributed.init_process_group(
         'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size)
-    model = build_backbone().eval()
-    # Two batches of different sizes on rank 0, one on rank 1.
-    batches = build_batches()[:2] if rank == 0 else build_batches()[2:]
-    report = slab_det.recalibrate(model, batches, max_passes=1, progress=False)
-    assert report.num_batches == 3
-    torch.save(model.state_dict(), f'{folder}/rank{rank}.pt')
+    model, batches = build_far_apart()
+    # Rank 1 has nothing to see, but decides as rank 0 does.
+    report = slab_det.recalibrate(model, batches if rank == 0 else [], progress=False)
+    torch.save((model.state_dict(), report.to_dict()), f'{folder}/rank{rank}.pt')
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_find_the_statistics_of_one(tmp_path):
+def test_a_process_without_batches_guards_the_same_norms(tmp_path):
     mp.spawn(_recalibrate_on_rank, (2, str(tmp_path)), nprocs=2)
-    alone = build_backbone().eval()
-    slab_det.recalibrate(alone, build_batches(), max_passes=1, progress=False)
-    ranks = [torch.load(tmp_path / f'rank{rank}.pt') for rank in range(2)]
-    for key, value in alone.state_dict().items():
-        assert torch.equal(ranks[0][key], ranks[1][key]), key
-        torch.testing.assert_close(ranks[0][key], value, rtol=1e-9, atol=1e-9, msg=key)
+    alone, batches = build_far_apart()
+    report = slab_det.recalibrate(alone, batches, progress=False).to_dict()
+    assert report['converged'] and max(report['residuals']) > JUMP
+    for rank in range(2):
+        statistics, found = torch.load(tmp_path / f'rank{rank}.pt')
+        assert found == report
+        for key, value in alone.state_dict().items():
+            assert torch.equal(statistics[key], value), key

@@ -20,6 +20,7 @@ import json
 import os
 import statistics
 
+import numpy as np
 from mmdet.datasets import BaseDetDataset
 from mmdet.datasets.transforms import Resize
 from mmdet.registry import DATASETS
@@ -28,6 +29,7 @@ from mmengine.runner import find_latest_checkpoint
 from torch import nn
 
 from benchmarks.experiments import ROOT, replace_table
+from benchmarks.norms.jobs import jobs_of
 from benchmarks.norms.results import write_results
 from benchmarks.norms.studies import STUDIES, Study
 from benchmarks.norms.table import by_seed, title
@@ -54,15 +56,18 @@ def served_model(folder: Path) -> tuple[nn.Module, Config, str]:
 def first_image(dataset: BaseDetDataset) -> tuple[str, tuple[int, int]]:
     """The first image, and (H, W) of what testing makes of it."""
     info = dataset.get_data_info(0)
-    sizes = [step.scale[::-1] for step in dataset.pipeline.transforms if isinstance(step, Resize)]
-    return info['img_path'], sizes[0] if sizes else (info['height'], info['width'])
+    tested = dict(img=np.zeros((info['height'], info['width'], 3), np.uint8))
+    for step in dataset.pipeline.transforms:
+        if isinstance(step, Resize):
+            tested = step(tested)
+    return info['img_path'], tested['img'].shape[:2]
 
 
 def measure(study: Study, seed: int, work_dir: Path, data_root: str, rounds: int, threads: int | None) -> dict:
     """Measures every finished run of ``study``; all are in memory at once, and take turns."""
-    folders = {run.name: work_dir / study.base.name / run.name / f'seed{seed}' for run in study.runs}
-    served = {name: served_model(folder) for name, folder in folders.items() if (folder / 'done').exists()
-              and json.loads((folder / 'done').read_text())['status'] == 'finished'}
+    # Those whose results count.
+    served = {job.name: served_model(job.folder) for job in jobs_of(study, [seed], work_dir, data_root)
+              if job.done and job.done.status == 'finished' and not job.obstacle()}
     if not served:
         raise SystemExit(f'no run of {study.name} with seed {seed} has finished below {work_dir}')
     cfg = next(iter(served.values()))[1]

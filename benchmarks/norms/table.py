@@ -50,8 +50,9 @@ def _before(run: Mapping) -> str:
 def _drift(run: Mapping) -> str:
     # Of evaluations alone: what a training ends with may have been recalibrated before.
     found = [value['drift'] for value in by_seed(run, 'recalibration').values() if 'drift' in value]
-    return ' / '.join(f'{statistics.mean(drift[key] for drift in found):.3f}' for key in ('mean', 'log_var')
-                      ) if found else ''
+    # None is what was not finite.
+    moved = [[drift[key] for drift in found] for key in ('mean', 'log_var')]
+    return ' / '.join(NONE if None in values else f'{statistics.mean(values):.3f}' for values in moved) if found else ''
 
 
 # Columns of what only some runs have.

@@ -19,7 +19,7 @@ from slab_det.layers.attention import (
     LinearWindowAttention,
     ShiftedWindowAttention,
     SoftmaxWindowAttention,
-    use_sdpa,
+    leave_released_order,
 )
 from slab_det.layers.ffn import build_ffn
 from slab_det.layers.offline_norm import named_offline_norms
@@ -230,22 +230,22 @@ class SLABSwin(BaseModule):
             self.add_module(f'norm{i}', norm)
         # Of the maps returned.
         self.memory_format = torch.contiguous_format
+        self.released_order = True
         if not any(named_offline_norms(self)):
             # Nothing will be fused: the backbone has its final form, and its fastest.
-            use_sdpa(self)
+            leave_released_order(self)
         # Before a distributed wrapper counts which parameters train.
         self._freeze()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x, hw_shape = self.patch_embed(x)
-        if isinstance(self.patch_embed.norm, (nn.Identity, type(None))):
-            # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy
-            # them: benchmarks/token_layout.py. With a norm they stay as it leaves them, as in the released code: from
-            # another layout its kernels round differently.
-            x = x.contiguous()
         if self.absolute_pos_embed is not None:
             x = x + self._position_embedding(hw_shape)
         x = self.drop_after_pos(x)
+        if not self.released_order:
+            # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy
+            # them: benchmarks/token_layout.py. From another layout kernels round differently.
+            x = x.contiguous()
         outs = []
         for i, stage in enumerate(self.stages):
             x = stage(x, hw_shape)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.errors import SlabDetError
-from slab_det.layers.attention import use_sdpa
+from slab_det.layers.attention import leave_released_order
 from slab_det.layers.offline_norm import ChannelAffine, OfflineNorm, named_offline_norms
 from slab_det.layers.repbn import named_progressive_norms
 
@@ -62,7 +62,7 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)):
             fates[name] = NormFate(name, type(module).__name__, 'kept', reason='not an offline norm of slab_det')
-    use_sdpa(model)
+    leave_released_order(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     model.fusion_report = FusionReport(sorted(fates.values(), key=lambda fate: order[fate.norm]))
     return model

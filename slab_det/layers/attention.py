@@ -96,7 +96,8 @@ class SoftmaxWindowAttention(WindowAttention):
     -100 on their logits.
 
     Unfused evaluation rounds in the order of the released code, whose numbers it has to reproduce: on logits of 10^6
-    another order lets other tokens win. Training, and inference once ``use_sdpa`` is set, take PyTorch's kernel.
+    another order lets other tokens win. Training takes PyTorch's kernel, and so does inference after
+    :func:`leave_released_order`.
 
     Args:
         qk_scale: Replaces 1 / sqrt(d).
@@ -105,7 +106,7 @@ class SoftmaxWindowAttention(WindowAttention):
     def __init__(self, *args, qk_scale: float | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.scale = qk_scale or self.head_dims ** -0.5
-        self.use_sdpa = False
+        self.released_order = True
         self.relative_position_bias_table = nn.Parameter(
             torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
         self.register_buffer('relative_position_index', relative_position_index(self.window_size))
@@ -117,7 +118,7 @@ class SoftmaxWindowAttention(WindowAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
         q, k, v = (self.split_heads(x) for x in (q, k, v))
-        mix = self._mix_with_sdpa if self.training or self.use_sdpa else self._mix_in_released_order
+        mix = self._mix_in_released_order if self.released_order and not self.training else self._mix_with_sdpa
         return mix(q, k, v, geometry, shifted).transpose(1, 2).flatten(2)
 
     def _mix_with_sdpa(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
@@ -171,11 +172,13 @@ class SoftmaxWindowAttention(WindowAttention):
         return super()._apply(*args, **kwargs)
 
 
-def use_sdpa(model: nn.Module) -> None:
-    """Lets every softmax attention of ``model`` round as PyTorch's kernel does, for speed."""
+def leave_released_order(model: nn.Module) -> None:
+    """Lets a model in its final form round otherwise than the released code does, for speed: attention, and the order
+    in which a backbone stores its tokens.
+    """
     for module in model.modules():
-        if isinstance(module, SoftmaxWindowAttention):
-            module.use_sdpa = True
+        if hasattr(module, 'released_order'):
+            module.released_order = False
 
 
 class LinearWindowAttention(LinearAttention, WindowAttention):

@@ -27,7 +27,7 @@ class OfflineNorm(nn.Module, ABC):
 
     Attributes:
         calibrating: Normalise with each batch's own statistics, as in training, and leave every state as it
-            is. Set by :func:`slab_det.recalibrate` during its first pass.
+            is. Set by :func:`slab_det.recalibrate` during its first pass, and later for norms that jumped.
         statistics_loaded: Whether a checkpoint brought running statistics of data. ``norm_eval`` freezes only those.
             A checkpoint from before any training, or of a LayerNorm model converted without calibration, has the
             initial ones, mean 0 and variance 1 in every channel: freezing them would switch the norm off.

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import CONFIGS
+from mmdet.datasets.transforms import Resize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
@@ -205,6 +206,24 @@ def test_checkpoints_before_and_after_recalibration_are_kept_and_compared(driven
     drift = seeds['prepbn@4']['seeds']['0']['recalibration']['drift']
     assert drift['mean'] == pytest.approx(torch.cat(shifts).mean().item(), rel=1e-6)
     assert drift['largest_log_var'] == pytest.approx(torch.cat(ratios).max().item(), rel=1e-6)
+
+
+def test_latency_leaves_out_what_was_trained_with_another_config(driven, tmp_path):
+    work = tmp_path / 'work'
+    shutil.copytree(driven.folder / 'work', work)
+    for done in work.glob('*/prepbn/seed0/done'):
+        done.write_text(json.dumps({**json.loads(done.read_text()), 'config': 'another'}))
+    measured = latency.measure(driven.study, 0, work, str(driven.folder / 'data'), rounds=1, threads=1)
+    assert [*measured] == ['ln']
+
+
+def test_latency_is_measured_at_the_size_that_testing_makes():
+    dataset = SimpleNamespace(
+        get_data_info=lambda _: dict(img_path='photo.png', height=256, width=320),
+        pipeline=SimpleNamespace(transforms=[Resize(scale=(512, 512), keep_ratio=True)]))
+    assert latency.first_image(dataset) == ('photo.png', (410, 512))
+    dataset.pipeline.transforms.clear()
+    assert latency.first_image(dataset) == ('photo.png', (256, 320))
 
 
 def test_latency_is_that_of_what_each_run_serves_beside_its_mean_ap(driven, tmp_path):
