@@ -173,8 +173,10 @@ class SoftmaxWindowAttention(WindowAttention):
 
 
 def leave_released_order(model: nn.Module) -> None:
-    """Lets a model in its final form round otherwise than the released code does, for speed: attention, and the order
-    in which a backbone stores its tokens.
+    """Lets a model in its final form round otherwise than the released code does, for speed.
+
+    Every module with a flag ``released_order`` is told: softmax attention then takes PyTorch's kernel, and
+    :class:`~slab_det.backbones.SLABSwin` stores the channels of a token together.
     """
     for module in model.modules():
         if hasattr(module, 'released_order'):
