@@ -13,7 +13,7 @@ from benchmarks.experiments import attempts
 from slab_det.reporting import AP_KINDS, ap_from_metrics, read_report
 
 from .jobs import Evaluation, Job, jobs_of
-from .studies import Study
+from .studies import STUDIES, Recalibration, Run, Study
 
 TIME_NOTE = ('seconds_per_iteration is the median over the run. Two runs may be compared by it only where each ran '
              'alone on the machine: jobs says how many of this driver ran beside it, nothing knows of other programs.')
@@ -27,13 +27,38 @@ def collect(study: Study, root: Path, data_root: str) -> dict:
     seeds = sorted({int(folder.name.removeprefix('seed')) for folder in (root / study.base.name).glob('*/seed*')})
     jobs = [job for job in jobs_of(study, seeds, root, data_root) if job.done and not job.obstacle()]
     runs = {}
-    for run in (*study.recalibrations, *(() if study.recalibrations else study.runs)):
+    for run in study.recalibrations or study.runs:
         by_seed = {str(job.seed): describe(job, study.base.metric) for job in jobs if job.name == run.name}
         if by_seed:
-            runs[run.name] = dict(label=run.label, setting=run.setting, control=run.control, seeds=by_seed)
+            runs[run.name] = _entry(run, by_seed)
     return dict(
         study=study.name, question=study.question, setting=study.base.setting, metric=AP_KINDS[study.base.metric] +
         ' AP', time_note=TIME_NOTE, runs=runs, environments=_environments(jobs))
+
+
+def with_stored(results: dict, study: Study, folder: Path) -> dict:
+    """Results, and beside them the runs and seeds that only the files in ``folder`` have, of any study of the dataset.
+
+    Nothing says with which config those were trained; they are taken to be of the run that has their name.
+    """
+    runs, environments = {}, list(results['environments'])
+    others = [other for other in STUDIES.values() if other.base.name == study.base.name and other.name != study.name]
+    stored = [json.loads(file.read_text()) for other in (*others, study)
+              if (file := folder / f'norms_{other.name}.json').exists()]
+    for run in study.recalibrations or study.runs:
+        # The last that has a seed counts.
+        records = [record for record in (*stored, results) if run.name in record['runs']]
+        by_seed = {seed: one for record in records for seed, one in record['runs'][run.name]['seeds'].items()}
+        if by_seed:
+            runs[run.name] = _entry(run, dict(sorted(by_seed.items(), key=lambda item: int(item[0]))))
+        for environment in (one for record in records for one in record['environments']):
+            if environment not in environments:
+                environments.append(environment)
+    return dict(results, runs=runs, environments=environments)
+
+
+def _entry(run: Run | Recalibration, by_seed: dict[str, dict]) -> dict:
+    return dict(label=run.label, setting=run.setting, control=run.control, seeds=by_seed)
 
 
 def describe(job: Job, metric: str) -> dict:

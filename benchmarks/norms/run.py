@@ -7,8 +7,10 @@
 Studies are declared in benchmarks/norms/studies.py. Every run is a call of tools/train.py, printed before it starts,
 in WORK_DIR/DATASET/RUN/seedN, with what it prints in output.txt there. Runs that are done are skipped, also those of
 another study; one that was interrupted goes on. Several drivers may work on the same study: no run is done twice. A
-run that fails does not stop the others. Results go into benchmarks/results/norms_STUDY.json after each run; at the end
-the table goes below the line `<!-- norms STUDY -->` of docs/results.md, and the picture into docs/results_STUDY.png.
+run that fails does not stop the others. Results of what WORK_DIR has go into benchmarks/results/norms_STUDY.json after
+each run, in place of what was there; with --keep-stored, runs and seeds that only benchmarks/results has stay. At the
+end the table goes below the line `<!-- norms STUDY -->` of docs/results.md, and the picture into
+docs/results_STUDY.png.
 """
 import sys
 from pathlib import Path
@@ -28,7 +30,7 @@ from fnmatch import fnmatchcase
 from benchmarks.experiments import ROOT, replace_table
 from benchmarks.norms.figure import draw
 from benchmarks.norms.jobs import Done, Evaluation, Job, Training, jobs_of
-from benchmarks.norms.results import collect, write_results
+from benchmarks.norms.results import collect, with_stored, write_results
 from benchmarks.norms.studies import STUDIES, Study
 from benchmarks.norms.table import markdown
 
@@ -42,10 +44,13 @@ class Driver:
         work_dir: Where the folders of runs are.
         data_root: The folder of the dataset.
         root: Results, table and picture go below it.
+        keep_stored: Keep results of the dataset that are stored there and not in ``work_dir``.
     """
 
-    def __init__(self, study: Study, seeds: list[int], work_dir: Path, data_root: str, root: Path = ROOT) -> None:
+    def __init__(self, study: Study, seeds: list[int], work_dir: Path, data_root: str, root: Path = ROOT,
+                 keep_stored: bool = False) -> None:
         self.study, self.seeds, self.work_dir, self.data_root, self.root = study, seeds, work_dir, data_root, root
+        self.keep_stored = keep_stored
         self.results_file = root / 'benchmarks' / 'results' / f'norms_{study.name}.json'
 
     def run(self, parallel: int = 1, only: list[str] | None = None) -> list[str]:
@@ -108,6 +113,8 @@ class Driver:
     def collect(self) -> dict:
         """Writes and returns the results so far."""
         results = collect(self.study, self.work_dir, self.data_root)
+        if self.keep_stored:
+            results = with_stored(results, self.study, self.results_file.parent)
         write_results(self.results_file, results)
         return results
 
@@ -132,11 +139,14 @@ def main() -> None:
     parser.add_argument('--only', nargs='+', metavar='NAME', help='only these runs; * matches anything')
     parser.add_argument('--jobs', type=int, default=1, metavar='N', help='runs at a time; above 1, each on one thread')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
+    parser.add_argument('--keep-stored', action='store_true',
+                        help='add to the results in benchmarks/results instead of replacing them')
     parser.add_argument('--table-only', action='store_true', help='run nothing: write table and picture again')
     args = parser.parse_args()
     study = STUDIES[args.study]
     os.chdir(ROOT)
-    driver = Driver(study, args.seeds, args.work_dir, args.data_root or f'data/{study.base.name}')
+    driver = Driver(study, args.seeds, args.work_dir, args.data_root or f'data/{study.base.name}',
+                    keep_stored=args.keep_stored)
     problems = []
     if not args.table_only:
         # As Ctrl-C: the trainings end with their driver.

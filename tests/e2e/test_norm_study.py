@@ -187,6 +187,32 @@ def test_results_are_what_the_runs_measured(driven, tmp_path):
     assert (driven.folder / 'docs' / 'results_tiny.png').stat().st_size > 10_000
 
 
+def test_stored_results_stay_where_asked(driven, tmp_path, monkeypatch):
+    """Folders of runs are large and go sooner or later; a seed that is added later must not cost the others."""
+    everything = results_of(driven, driven.study)
+    work = shutil.copytree(driven.folder / 'work', tmp_path / 'work')
+    for folder in (work / 'tiny' / 'ln', work / 'tiny' / 'prepbn' / 'seed0'):
+        shutil.rmtree(folder)
+    options = (driven.study, [0, 1], work, str(driven.folder / 'data'), tmp_path)
+    stored = tmp_path / 'benchmarks' / 'results'
+    shutil.copytree(driven.folder / 'benchmarks' / 'results', stored)
+    old = json.loads((stored / 'norms_tiny.json').read_text())
+    # What is still there counts more than what was stored of it.
+    old['runs']['prepbn']['seeds']['1']['ap'] = 0.99
+    old['environments'] = [dict(device='another')]
+    (stored / 'norms_tiny.json').write_text(json.dumps(old))
+    kept = Driver(*options, keep_stored=True).collect()
+    assert kept['runs'] == everything['runs'] and list(kept['runs']) == list(everything['runs'])
+    assert kept['environments'] == [*everything['environments'], dict(device='another')]
+    assert json.loads((stored / 'norms_tiny.json').read_text()) == kept == Driver(*options, keep_stored=True).collect()
+    # A run of the same name in another study of the dataset is the same run.
+    other = dataclasses.replace(driven.study, name='tiny-other', runs=driven.study.runs[:2])
+    monkeypatch.setitem(STUDIES, 'tiny', driven.study)
+    assert Driver(other, *options[1:], keep_stored=True).collect()['runs'] == {
+        run.name: everything['runs'][run.name] for run in other.runs}
+    assert 'ln' not in Driver(*options).collect()['runs']
+
+
 def test_checkpoints_before_and_after_recalibration_are_kept_and_compared(driven):
     folder = driven.folder / 'work' / 'tiny' / 'prepbn' / 'seed0'
     before, after, on_four = (torch.load(file, weights_only=False)['state_dict'] for file in (
