@@ -229,7 +229,24 @@ def paramwise(key: str, **multipliers: float) -> dict:
     return dict(optim_wrapper=dict(paramwise_cfg=dict(custom_keys={key: multipliers})))
 
 
-LONG = 'twice the iterations'
+def optimizer_choices(**options: object) -> tuple[Run, ...]:
+    """PRepBN with another learning rate of eta, or with the weight decay that norms are spared otherwise."""
+    return (
+        Run('prepbn_weight_decay', 'PRepBN, weight decay of norms',
+            (prepbn(**options), paramwise('norm', decay_mult=1.0))),
+        *(Run(f'prepbn_eta_lr_{factor}', f'PRepBN, learning rate of eta x{factor}',
+              (prepbn(**options), paramwise('repbn.eta', lr_mult=float(factor), decay_mult=0.0)))
+          for factor in ('0.1', '10')))
+
+
+def twice_as_long(iterations: int, validations: int, **options: object) -> tuple[Run, ...]:
+    """LayerNorm and PRepBN."""
+    schedule, setting = lasting(2 * iterations, validations), 'twice the iterations'
+    return (
+        Run('long_ln', 'LayerNorm', (schedule,), setting, 'long_ln'),
+        Run('long_prepbn', 'PRepBN, linear', (schedule, prepbn(**options)), setting, 'long_ln'))
+
+
 BCCD_CHOICES = Study('bccd-choices', BCCD, 'What brings PRepBN level with LayerNorm?', (
     LN_RUN,
     # Drop-path 0, output norms PRepBN, no weight decay of norms, learning rate of eta as of everything else.
@@ -238,13 +255,8 @@ BCCD_CHOICES = Study('bccd-choices', BCCD, 'What brings PRepBN level with LayerN
     # Its control has drop-path too.
     *DROP_PATH_03[::2],
     Run('prepbn_out_norm_ln', 'PRepBN, output norms LayerNorm', (prepbn(out_norm_cfg=dict(type='LN')),)),
-    Run('prepbn_weight_decay', 'PRepBN, weight decay of norms', (prepbn(), paramwise('norm', decay_mult=1.0))),
-    Run('prepbn_eta_lr_0.1', 'PRepBN, learning rate of eta x0.1',
-        (prepbn(), paramwise('repbn.eta', lr_mult=0.1, decay_mult=0.0))),
-    Run('prepbn_eta_lr_10', 'PRepBN, learning rate of eta x10',
-        (prepbn(), paramwise('repbn.eta', lr_mult=10.0, decay_mult=0.0))),
-    Run('long_ln', 'LayerNorm', (lasting(2 * BCCD_ITERATIONS, 5),), LONG, 'long_ln'),
-    Run('long_prepbn', 'PRepBN, linear', (lasting(2 * BCCD_ITERATIONS, 5), prepbn()), LONG, 'long_ln'),
+    *optimizer_choices(),
+    *twice_as_long(BCCD_ITERATIONS, 5),
 ))
 
 # Neither dataset pads as COCO does: on BCCD every image, in training and at test time, has the same 16 rows below its
@@ -301,6 +313,8 @@ DSB2018_CHOICES = Study('dsb2018-choices', DSB2018, 'What brings PRepBN level wi
         (norm(dict(type='TokenBN'), out_norm_cfg=dict(type='LN'), **FEW),)),
     DSB2018_PREPBN_FFN,
     Run('prepbn_drop_path_0.1', 'PRepBN, drop-path 0.1', (prepbn(drop_path_rate=0.1, **FEW),)),
+    *optimizer_choices(**FEW),
+    *twice_as_long(DSB2018_ITERATIONS, 1, **FEW),
 ))
 DSB2018_FFN_NORM = Study('dsb2018-ffn-norm', DSB2018, 'Is it BatchNorm that gains by a norm in each FFN?', (
     LN_RUN,

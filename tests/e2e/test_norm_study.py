@@ -463,8 +463,9 @@ def test_every_declared_backbone_can_be_built():
         assert [f.shape[1] for f in features] == job.config.model.neck.in_channels, job.name
 
 
-def test_multipliers_reach_the_parameters_they_name():
-    jobs = {job.name: job for job in jobs_of(STUDIES['bccd-choices'], [0], Path('unused'), 'unused')}
+@pytest.mark.parametrize('study', ['bccd-choices', 'dsb2018-choices'])
+def test_multipliers_reach_the_parameters_they_name(study):
+    jobs = {job.name: job for job in jobs_of(STUDIES[study], [0], Path('unused'), 'unused')}
     for name, lr_of_eta, decay_of_norms in (
             ('prepbn', 5e-4, 0), ('prepbn_eta_lr_10', 5e-3, 0), ('prepbn_weight_decay', 5e-4, 0.05)):
         model = MODELS.build(jobs[name].config.model)
