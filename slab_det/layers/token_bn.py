@@ -75,6 +75,8 @@ class TokenBN(OfflineNorm):
                              self.eps).transpose(1, 2)
         return y.reshape(x.shape)
 
+    # Traced, each gamma of PRepBN would be a graph of its own, and the first kernel of the statistics breaks every one.
+    @torch.compiler.disable
     def normalize_batch(self, function: type[torch.autograd.Function], x: Tensor, parameters: tuple[Tensor, ...],
                         *constants: float) -> Tensor:
         """A training forward of ``function`` on the tokens of ``x``, (..., C), which the running statistics take in.
