@@ -180,6 +180,8 @@ COMMANDS: dict[str, tuple[list[str], str, str]] = {
     'heads that do not divide': ([*TRAIN, *options('model.backbone.num_heads=3,2,2,4')], r'small\.py: .*3', ''),
     'decay of -1': ([*TRAIN, *options('custom_hooks.0.total=-1')], 'total=-1 fraction is no length', 'use 0 to 1'),
     'unknown decay': ([*TRAIN, *options('custom_hooks.0.decay=exp')], "unknown decay 'exp'", 'choose from.*cosine'),
+    'an unknown pipeline to recalibrate on': (
+        [*TRAIN, *options('custom_hooks.1.pipeline=val')], "pipeline='val'", 'one of test, train'),
     'no image to recalibrate on': ([*TRAIN, *options('custom_hooks.1.num_images=0')], 'num_images=0', 'at least 1'),
     'unknown optimizer': ([*TRAIN, *options('optim_wrapper.optimizer.type=AdamQ')], 'AdamQ is not in', 'correct'),
     'unknown sampler': ([*TRAIN, *options('train_dataloader.sampler.type=Sample')], 'Sample is not in', 'correct'),

@@ -211,17 +211,28 @@ class Evaluation(Job):
         return f'{self.training.fingerprint}@{self.recalibration.how}'
 
     def obstacle(self) -> str | None:
-        if not (self.training.folder / TRAINED).exists():
+        if self._checkpoint() is None:
             return f'waits for {self.training}'
         return super().obstacle() or self.training.obstacle()
 
+    def _checkpoint(self) -> Path | None:
+        """What to start from; None as long as there is none."""
+        folder, done = self.training.folder, self.training.done
+        if (folder / TRAINED).exists():
+            return folder / TRAINED
+        # Which statistics a recalibration replaces does not matter.
+        if self.recalibration.num_images and done is not None and done.status == 'finished':
+            return Path(find_latest_checkpoint(str(folder)))
+        return None
+
     def commands(self) -> Iterator[list[str]]:
-        config, checkpoint = self.training.config_file, self.training.folder / TRAINED
+        config, checkpoint = self.training.config_file, self._checkpoint()
         if self.recalibration.num_images:
             target = self.folder / 'recalibrated.pth'
             passes = ['--max-passes', self.recalibration.passes] if self.recalibration.passes else []
             yield tool('recalibrate.py', config, checkpoint, '--out', target, *passes, '--data-root', self.data_root,
-                       '--num-images', self.recalibration.num_images, '--json', self.folder / 'recalibration.json')
+                       '--num-images', self.recalibration.num_images, '--pipeline', self.recalibration.pipeline,
+                       '--json', self.folder / 'recalibration.json')
             checkpoint = target
         yield tool('test.py', config, checkpoint, '--work-dir', self.folder, '--data-root', self.data_root)
 

@@ -49,16 +49,18 @@ class Run:
 class Recalibration:
     """A trained run evaluated with the statistics of ``num_images`` training images; 0: as it was trained.
 
-    ``passes`` cuts the recalibration short; None: until nothing changes.
+    ``passes`` cuts the recalibration short; None: until nothing changes. ``pipeline``: see ``RecalibrateFuseHook``.
     """
 
     run: Run
     num_images: int
     passes: int | None = None
+    pipeline: str = 'test'
 
     @property
     def how(self) -> str:
-        return f'{self.num_images}x{self.passes}' if self.passes else f'{self.num_images}'
+        seen = '' if self.pipeline == 'test' else f'-{self.pipeline}'
+        return f'{self.num_images}{seen}x{self.passes}' if self.passes else f'{self.num_images}{seen}'
 
     @property
     def name(self) -> str:
@@ -68,7 +70,8 @@ class Recalibration:
     def label(self) -> str:
         if not self.num_images:
             return 'as trained'
-        return f'{self.num_images} images' + (f', cut short after pass {self.passes}' if self.passes else '')
+        return (f'{self.num_images} images' + (' as in training' if self.pipeline == 'train' else '')
+                + (f', cut short after pass {self.passes}' if self.passes else ''))
 
     @property
     def setting(self) -> str:
@@ -193,7 +196,8 @@ def norms_in(name: str, setting: str, change: dict, iterations: int = BCCD_ITERA
     changes = (change,) if iterations == BCCD_ITERATIONS else (lasting(iterations, 5), change)
     return (
         Run(control, 'LayerNorm', changes, setting, control),
-        Run(f'{name}_token_bn', 'TokenBN', (*changes, norm(dict(type='TokenBN'))), setting, control),
+        Run(f'{name}_token_bn', 'TokenBN', (*changes, norm(dict(type='TokenBN'))), setting, control,
+            keep_trained=keep_trained),
         Run(f'{name}_prepbn', 'PRepBN, linear', (*changes, prepbn()), setting, control,
             keep_trained=keep_trained),
         Run(f'{name}_un', f'UN, {WARMUP}', (*changes, moving(UN, iterations)), setting, control),
@@ -269,15 +273,20 @@ SEVERAL_SIZES = dict(train_dataloader=dict(dataset=dict(pipeline=[
     dict(type='RandomFlip', prob=0.5, direction=['horizontal', 'vertical']),
     dict(type='PackDetInputs'),
 ])))
-PADDED = norms_in('padded', 'images of several sizes, padded', SEVERAL_SIZES)
+PADDED = norms_in('padded', 'images of several sizes, padded', SEVERAL_SIZES, keep_trained=True)
 BCCD_PADDING = Study('bccd-padding', BCCD, 'Should padding tokens be left out of the statistics?', (
     *PADDED,
     Run('padded_prepbn_excluded', 'PRepBN, linear, padding excluded',
-        (SEVERAL_SIZES, prepbn(dict(type='ExcludePaddingHook'))), PADDED[0].setting, PADDED[0].name),
+        (SEVERAL_SIZES, prepbn(dict(type='ExcludePaddingHook'))), PADDED[0].setting, PADDED[0].name,
+        keep_trained=True),
     Run('padded_token_bn_excluded', 'TokenBN, padding excluded',
         (SEVERAL_SIZES, norm(dict(type='TokenBN'), dict(type='ExcludePaddingHook'))), PADDED[0].setting,
-        PADDED[0].name),
+        PADDED[0].name, keep_trained=True),
 ))
+BCCD_PIPELINE_RUNS = tuple(run for run in BCCD_PADDING.runs if run.keep_trained)
+BCCD_PIPELINE = Study(
+    'bccd-pipeline', BCCD, 'Statistics of images as inference sees them, or as training did?', BCCD_PIPELINE_RUNS,
+    tuple(Recalibration(run, *how) for run in BCCD_PIPELINE_RUNS for how in ((0,), (100,), (100, None, 'train'))))
 
 # A validation image is four times as large as a training crop, and so is one to recalibrate on.
 FEW = dict(recalibration_images=50)
@@ -328,14 +337,15 @@ DSB2018_FFN_NORM = Study('dsb2018-ffn-norm', DSB2018, 'Is it BatchNorm that gain
 RECALIBRATED = tuple(run for run in BCCD_CHOICES.runs if run.keep_trained)
 BCCD_RECALIBRATION = Study(
     'bccd-recalibration', BCCD, 'What does the recalibration change, and how many images does it need?', RECALIBRATED,
-    tuple(Recalibration(run, num_images) for run in RECALIBRATED for num_images in (0, 10, 100, 292)))
-# As trained; cut short; in full; and on other numbers of the 531 images.
+    tuple(Recalibration(run, *how) for run in RECALIBRATED for how in ((0,), (10,), (100,), (292,),
+                                                                       (100, None, 'train'))))
+# As trained; cut short; in full; and on other numbers of the 531 images. A crop is a quarter of an image.
 DSB2018_RECALIBRATED = tuple(run for run in DSB2018_NORMS.runs if run.keep_trained)
 DSB2018_RECALIBRATION = Study(
     'dsb2018-recalibration', DSB2018, 'What does the recalibration change where images differ?', DSB2018_RECALIBRATED,
     tuple(Recalibration(run, *how) for run in DSB2018_RECALIBRATED
-          for how in ((0,), (50, 1), (50, 8), (50,), (10,), (200,))))
+          for how in ((0,), (50, 1), (50, 8), (50,), (10,), (200,), (200, None, 'train'))))
 
 STUDIES = {study.name: study for study in (
-    BCCD_NORMS, BCCD_ATTENTION, BCCD_DECAY, BCCD_CHOICES, BCCD_HARD, BCCD_PADDING, BCCD_RECALIBRATION,
+    BCCD_NORMS, BCCD_ATTENTION, BCCD_DECAY, BCCD_CHOICES, BCCD_HARD, BCCD_PADDING, BCCD_PIPELINE, BCCD_RECALIBRATION,
     DSB2018_NORMS, DSB2018_CHOICES, DSB2018_FFN_NORM, DSB2018_RECALIBRATION)}

@@ -1,4 +1,4 @@
-"""Training images as inference sees them: the data of a recalibration."""
+"""The data of a recalibration: training images as inference sees them, or as training did."""
 from __future__ import annotations
 
 import copy
@@ -7,44 +7,91 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from slab_det.errors import DataError
+from slab_det.random_state import fixed_random_state
+
+# Where the images of a recalibration come from.
+PIPELINES = ('test', 'train')
 
 
-def recalibration_dataloader(cfg: Config, num_images: int) -> DataLoader:
-    """Images of the training set through the test-time pipeline, one by one: without augmentation or batch padding.
+def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test') -> DataLoader:
+    """Images of the training set, the same whenever they are read.
 
     Args:
-        cfg: A config with ``train_dataloader`` and ``test_dataloader`` or ``val_dataloader``.
+        cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
         num_images: How many images, evenly spaced over the training set; all of a smaller one.
+        pipeline: 'test': as inference sees them, one by one, without augmentation or batch padding. 'train': as
+            training saw them, augmented and in its batches, padded to the largest of each; one by one where
+            ``ExcludePaddingHook`` kept padding out of the statistics.
 
     Raises:
         DataError: If there is no test-time pipeline to take, no training set or an empty one, or ``num_images``
             is below 1.
+        ValueError: For an unknown pipeline.
     """
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one training image is needed')
+    check_pipeline(pipeline)
     test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
-    if not test_loader:
+    if pipeline == 'test' and not test_loader:
         raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
     if not cfg.get('train_dataloader'):
         raise DataError('recalibration needs training images, and the config has no train_dataloader; '
                         'give the one that the detector was trained with')
+    train = cfg.train_dataloader
+    dataset_cfg, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
+    if pipeline == 'test':
+        dataset_cfg = _with_pipeline(dataset_cfg, _innermost(test_loader.dataset).pipeline)
+    elif not _excludes_padding(cfg):
+        # Which images share a batch decides how much of it is padding.
+        batching = {key: train[key] for key in ('batch_size', 'batch_sampler') if key in train}
     # Outside a runner nobody has set it, and transforms are found by it.
     init_default_scope(cfg.get('default_scope', 'mmdet'))
-    dataset_cfg = _with_pipeline(copy.deepcopy(cfg.train_dataloader.dataset), _innermost(test_loader.dataset).pipeline)
     dataset = DATASETS.build(dataset_cfg)
     if hasattr(dataset, 'full_init'):
         dataset.full_init()
     if not len(dataset):
         raise DataError('the training set is empty after filtering; check ann_file, metainfo and filter_cfg')
-    indices = evenly_spaced(len(dataset), num_images)
     return Runner.build_dataloader(dict(
-        dataset=Subset(dataset, indices), batch_size=1, num_workers=cfg.train_dataloader.get('num_workers', 0),
-        # Without a seed, which it does not need, it would wait for all processes.
-        sampler=dict(type='DefaultSampler', shuffle=False, round_up=False, seed=0),
+        **batching, dataset=_Unchanging(dataset, evenly_spaced(len(dataset), num_images)),
+        num_workers=train.get('num_workers', 0),
+        # Kinds of images may follow each other in a dataset, and are mixed in the batches of training. Without a seed
+        # the sampler would wait for all processes to agree on one.
+        sampler=dict(type='DefaultSampler', shuffle=pipeline == 'train', round_up=False, seed=0),
         collate_fn=dict(type='pseudo_collate')))
+
+
+def check_pipeline(pipeline: str) -> None:
+    """Raises a ValueError for what :func:`recalibration_dataloader` does not know."""
+    if pipeline not in PIPELINES:
+        raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
+
+
+class _Unchanging(Dataset):
+    """Items of a dataset, augmented alike whenever they are read: passes must see the same images."""
+
+    def __init__(self, dataset: Dataset, indices: list[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict:
+        with fixed_random_state(self.indices[index]):
+            return self.dataset[self.indices[index]]
+
+    def get_data_info(self, index: int) -> dict:
+        """What batch samplers ask for."""
+        return self.dataset.get_data_info(self.indices[index])
+
+
+def _excludes_padding(cfg: Config) -> bool:
+    """Whether training kept padding out of the statistics."""
+    # As a type, or the name of one.
+    return any(getattr(hook['type'], '__name__', hook['type']) == 'ExcludePaddingHook'
+               for hook in cfg.get('custom_hooks') or () if isinstance(hook, dict))
 
 
 def evenly_spaced(length: int, count: int) -> list[int]:

@@ -1,16 +1,14 @@
 """RandomStateHook: a resumed run draws the random numbers that the interrupted one would have drawn."""
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-
-import numpy as np
 import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
+
+from slab_det.random_state import random_state, set_random_state
 
 
 @HOOKS.register_module()
@@ -58,24 +56,6 @@ class RandomStateHook(Hook):
         if self._before_val is not None:
             set_random_state(self._before_val)
         self._before_val = None
-
-
-def random_state() -> dict:
-    """The state of Python's, numpy's and torch's generators, as what may stand in a checkpoint."""
-    state = dict(python=random.getstate(), numpy=np.random.get_state(legacy=False), torch=torch.get_rng_state())
-    if torch.cuda.is_available():
-        state['cuda'] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping) -> None:
-    """Sets what :func:`random_state` returned."""
-    version, values, gauss = state['python']
-    random.setstate((version, tuple(values), gauss))
-    np.random.set_state(state['numpy'])
-    torch.set_rng_state(state['torch'].cpu())
-    if 'cuda' in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state['cuda'].cpu())
 
 
 def _seeded_samplers(loader: DataLoader) -> list:

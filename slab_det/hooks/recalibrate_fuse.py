@@ -17,7 +17,7 @@ from mmengine.runner.checkpoint import CheckpointLoader, get_state_dict, weights
 from mmengine.utils import ProgressBar
 from torch.utils.data import DataLoader
 
-from slab_det.datasets.recalibration import recalibration_dataloader
+from slab_det.datasets.recalibration import check_pipeline, recalibration_dataloader
 from slab_det.distributed import errors_reach_all_ranks, from_main_process, unwrap
 from slab_det.environment import describe_environment
 from slab_det.fusion import FusionReport, fuse, save_fused
@@ -43,26 +43,30 @@ class RecalibrateFuseHook(Hook):
     ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, and says so.
 
     Args:
-        num_images: Training images to recalibrate on, one per batch, through the test-time pipeline.
+        num_images: Training images to recalibrate on.
+        pipeline: 'test' for these images as inference sees them, 'train' for them as training saw them; see
+            :func:`slab_det.datasets.recalibration.recalibration_dataloader`.
         max_passes: See :func:`slab_det.recalibrate`.
         tol: See :func:`slab_det.recalibrate`.
         recalibrate: False keeps the running statistics, as where they were frozen in training.
         num_verify_images: Images on which the fused model is compared with the unfused one.
 
     Raises:
-        ValueError: If a count is below 1 or ``tol`` is negative.
+        ValueError: If a count is below 1, ``tol`` is negative or the pipeline unknown.
     """
 
     # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
     priority = 85
 
     def __init__(self, num_images: int = 500, max_passes: int | None = None, tol: float = 0.01,
-                 recalibrate: bool = True, num_verify_images: int = 2) -> None:
+                 recalibrate: bool = True, num_verify_images: int = 2, pipeline: str = 'test') -> None:
         # Now, not after the last epoch.
         if min(num_images, num_verify_images, 1 if max_passes is None else max_passes) < 1 or tol < 0:
             raise ValueError(f'num_images={num_images}, max_passes={max_passes} and num_verify_images='
                              f'{num_verify_images} must be at least 1, tol={tol} at least 0')
+        check_pipeline(pipeline)
         self.num_images = num_images
+        self.pipeline = pipeline
         self.max_passes = max_passes
         self.tol = tol
         self.recalibrate = recalibrate
@@ -76,7 +80,7 @@ class RecalibrateFuseHook(Hook):
             return
         path = checkpoint = None
         with errors_reach_all_ranks():
-            loader = recalibration_dataloader(runner.cfg, self.num_images)
+            loader = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
             if is_main_process():
                 path, checkpoint = last_checkpoint(runner)
         # The others may not see the file, nor write where the main process does.
@@ -120,7 +124,7 @@ class RecalibrateFuseHook(Hook):
                       recalibration: RecalibrationReport | None, check: FusionCheck, fusion: FusionReport) -> None:
         shared = dict(
             **describe_model(runner.cfg.model),
-            recalibration=recalibration and recalibration.to_dict(),
+            recalibration=recalibration and dict(recalibration.to_dict(), pipeline=self.pipeline),
             training=dict(seed=runner.seed, iterations=runner.iter,
                           batch_size=runner.cfg.train_dataloader.batch_size * get_world_size()),
             environment=describe_environment(next(unwrap(runner.model).parameters()).device))

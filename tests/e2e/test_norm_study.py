@@ -94,7 +94,7 @@ def tiny(tmp_path_factory):
     study = Study('tiny', base, '?', (
         layer_norm, progressive, Run('unknown', 'Unknown', (norm(dict(type='NoSuchNorm')),))))
     recalibration = Study('tiny-recalibration', base, '?', (progressive,),
-                          tuple(Recalibration(progressive, *how) for how in ((0,), (4,), (4, 1))))
+                          tuple(Recalibration(progressive, *how) for how in ((0,), (4,), (4, 1), (4, None, 'train'))))
     (folder / 'docs').mkdir()
     (folder / 'docs' / 'results.md').write_text('Before.\n\n<!-- norms tiny -->\n\nAfter.\n')
     return SimpleNamespace(folder=folder, study=study, recalibration=recalibration)
@@ -229,9 +229,29 @@ def test_checkpoints_before_and_after_recalibration_are_kept_and_compared(driven
               for key in before if key.endswith('running_var')]
     assert seeds['prepbn@4']['seeds']['0']['recalibration']['converged']
     assert seeds['prepbn@4x1']['seeds']['0']['recalibration']['passes'] == 1
+    # Two to a batch, as in training.
+    batches = {name: seeds[name]['seeds']['0']['recalibration']['num_batches']
+               for name in ('prepbn@4', 'prepbn@4-train')}
+    assert batches == {'prepbn@4': 4, 'prepbn@4-train': 2}
     drift = seeds['prepbn@4']['seeds']['0']['recalibration']['drift']
     assert drift['mean'] == pytest.approx(torch.cat(shifts).mean().item(), rel=1e-6)
     assert drift['largest_log_var'] == pytest.approx(torch.cat(ratios).max().item(), rel=1e-6)
+
+
+def test_a_recalibration_starts_from_the_last_checkpoint_where_none_was_kept(driven, tmp_path):
+    work = shutil.copytree(driven.folder / 'work', tmp_path / 'work')
+    folder = work / 'tiny' / 'prepbn' / 'seed0'
+    jobs = {job.name: job for job in jobs_of(driven.recalibration, [0], work, 'data')}
+    starts = {}
+    for kept in (True, False):
+        if not kept:
+            (folder / 'trained.pth').unlink()
+            assert jobs['prepbn@0'].obstacle().startswith('waits for')
+        assert jobs['prepbn@4'].obstacle() is None
+        starts[kept] = next(jobs['prepbn@4'].commands())
+    assert str(folder / 'trained.pth') in starts[True] and str(folder / 'iter_4.pth') in starts[False]
+    (folder / 'done').unlink()
+    assert jobs['prepbn@4'].obstacle().startswith('waits for')
 
 
 def test_latency_leaves_out_what_was_trained_with_another_config(driven, tmp_path):

@@ -14,7 +14,7 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import Dataset
 
-from slab_det.hooks.random_state import random_state, set_random_state
+from slab_det.random_state import random_state, set_random_state
 
 
 class Noisy(BaseModel):

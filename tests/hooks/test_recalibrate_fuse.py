@@ -65,6 +65,24 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     assert ap_from_metrics(Runner.from_cfg(test_cfg).test()) == unfused_entry.ap
 
 
+def test_statistics_are_those_of_training_where_asked(small_run_cfg):
+    cfg = small_run_cfg()
+    cfg.custom_hooks[1].update(pipeline='train', num_images=5)
+    cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='RandomResize', scale=(96, 80), ratio_range=(0.5, 1.5)))
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    last = load(Path(cfg.work_dir) / 'iter_6.pth')['state_dict']
+    model = build_detector(runner.cfg, str(Path(cfg.work_dir) / 'iter_6.pth'))
+    for pipeline in ('test', 'train'):
+        loader = recalibration_dataloader(runner.cfg, 5, pipeline)
+        slab_det.recalibrate(model, loader, max_passes=3, progress=False)
+        if pipeline == 'test':
+            assert any(not torch.equal(value, last[key]) for key, value in model.state_dict().items())
+    states_equal(model.state_dict(), last)
+    recalibration = read_report(Path(cfg.work_dir) / 'report.json').entries[0].recalibration
+    assert recalibration['pipeline'] == 'train' and recalibration['num_batches'] == 3
+
+
 def test_fused_config_loads_everywhere(finished_run):
     runner, work_dir = finished_run
     config, checkpoint = str(work_dir / 'fused_config.py'), str(work_dir / 'fused.pth')

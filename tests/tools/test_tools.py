@@ -28,7 +28,7 @@ MAIN_CONFIG = TOOLS.parent / 'configs' / 'mask_rcnn_slab_swin_t.py'
         ('test.py', '--work-dir --out --show --show-dir --wait-time --tta --latency --size --rounds --fuse --report'),
         ('latency.py', '--checkpoint --fuse --rounds --warmup --size --scope --device --dtype --compile --json'),
         ('fuse.py', '--out --size'),
-        ('recalibrate.py', '--out --num-images --max-passes --data-root --json'),
+        ('recalibrate.py', '--out --num-images --pipeline --max-passes --data-root --json'),
         ('convert_checkpoint.py', '--to --config --data-root --num-images --schedule native prepbn'),
         ('report.py', '--out --paper'),
         ('attention_rank.py', '--with --out --image --size --stage --block --head --window --channels --cfg-options'),
