@@ -13,7 +13,7 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from slab_det.cli import read_config, run_cli
 from slab_det.datasets import check_data, set_data_root
-from slab_det.datasets.recalibration import PIPELINES, recalibration_dataloader
+from slab_det.datasets.recalibration import PIPELINES, configured_pipeline, recalibration_dataloader
 from slab_det.detectors import build_detector
 from slab_det.errors import CheckpointError
 from slab_det.layers.offline_norm import named_offline_norms
@@ -27,8 +27,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
     parser.add_argument('--num-images', type=int, default=500,
                         help='training images (default %(default)s)')
-    parser.add_argument('--pipeline', choices=PIPELINES, default='test',
-                        help='these images as inference sees them, or as training did (default %(default)s)')
+    parser.add_argument('--pipeline', choices=PIPELINES,
+                        help="these images as inference sees them, or as training did (default: as the config's "
+                             'RecalibrateFuseHook has it, or else test)')
     parser.add_argument('--max-passes', type=int, metavar='N',
                         help='passes over the images; without it, until nothing changes')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
@@ -48,7 +49,7 @@ def main() -> None:
     check_data(cfg, ('train',))
     norms = dict(named_offline_norms(model))
     before = copy_statistics(norms)
-    loader = recalibration_dataloader(cfg, args.num_images, args.pipeline)
+    loader = recalibration_dataloader(cfg, args.num_images, args.pipeline or configured_pipeline(cfg))
     report = slab_det.recalibrate(model, loader, max_passes=args.max_passes)
     drift = statistics_drift(norms, before)
     # Absent is what DetInferencer understands.

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from slab_det.errors import DataError
 from slab_det.random_state import fixed_random_state
+from slab_det.reporting import type_name
 
 # Where the images of a recalibration come from.
 PIPELINES = ('test', 'train')
@@ -87,11 +88,19 @@ class _Unchanging(Dataset):
         return self.dataset.get_data_info(self.indices[index])
 
 
+def configured_pipeline(cfg: Config) -> str:
+    """The pipeline that a training with ``cfg`` recalibrates with, which is 'test' where nothing is said."""
+    return next((hook.get('pipeline', 'test') for hook in _custom_hooks(cfg, 'RecalibrateFuseHook')), 'test')
+
+
 def _excludes_padding(cfg: Config) -> bool:
     """Whether training kept padding out of the statistics."""
-    # As a type, or the name of one.
-    return any(getattr(hook['type'], '__name__', hook['type']) == 'ExcludePaddingHook'
-               for hook in cfg.get('custom_hooks') or () if isinstance(hook, dict))
+    return any(_custom_hooks(cfg, 'ExcludePaddingHook'))
+
+
+def _custom_hooks(cfg: Config, name: str) -> list[dict]:
+    hooks = [hook for hook in cfg.get('custom_hooks') or () if isinstance(hook, dict)]
+    return [hook for hook in hooks if type_name(hook['type']) == name]
 
 
 def evenly_spaced(length: int, count: int) -> list[int]:

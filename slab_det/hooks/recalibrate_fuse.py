@@ -49,7 +49,7 @@ class RecalibrateFuseHook(Hook):
         max_passes: See :func:`slab_det.recalibrate`.
         tol: See :func:`slab_det.recalibrate`.
         recalibrate: False keeps the running statistics, as where they were frozen in training.
-        num_verify_images: Images on which the fused model is compared with the unfused one.
+        num_verify_images: Batches of them on which the fused model is compared with the unfused one.
 
     Raises:
         ValueError: If a count is below 1, ``tol`` is negative or the pipeline unknown.

@@ -8,7 +8,7 @@ from conftest import CONFIGS
 from mmengine.config import Config
 
 from slab_det.datasets import generate, set_data_root
-from slab_det.datasets.recalibration import evenly_spaced, recalibration_dataloader
+from slab_det.datasets.recalibration import configured_pipeline, evenly_spaced, recalibration_dataloader
 from slab_det.hooks import ExcludePaddingHook
 from slab_det.random_state import fixed_random_state
 
@@ -78,6 +78,12 @@ def test_images_share_batches_as_the_batch_sampler_of_training_has_it(cfg):
     loader = recalibration_dataloader(cfg, 12, 'train')
     assert type(loader.batch_sampler).__name__ == 'AspectRatioBatchSampler'
     assert [len(batch) for batch in images_of(loader)] == [3] * 4
+
+
+def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg):
+    assert configured_pipeline(cfg) == configured_pipeline(Config()) == 'test'
+    cfg.custom_hooks[1].pipeline = 'train'
+    assert configured_pipeline(cfg) == 'train'
 
 
 def test_an_unknown_pipeline_is_refused(cfg):

@@ -13,5 +13,6 @@ param_scheduler = [
 ]
 custom_hooks = [
     dict(type='ProgressiveNormHook', decay='linear', total=0.65, unit='fraction'),
-    dict(type='RecalibrateFuseHook'),
+    # On images as training had them: see ../prepbn.py.
+    dict(type='RecalibrateFuseHook', pipeline='train'),
 ]
