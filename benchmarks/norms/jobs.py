@@ -215,10 +215,15 @@ class Evaluation(Job):
             return f'waits for {self.training}'
         return super().obstacle() or self.training.obstacle()
 
+    @property
+    def starts_as_trained(self) -> bool:
+        """Whether the checkpoint from before the recalibration of the training was kept."""
+        return (self.training.folder / TRAINED).exists()
+
     def _checkpoint(self) -> Path | None:
         """What to start from; None as long as there is none."""
         folder, done = self.training.folder, self.training.done
-        if (folder / TRAINED).exists():
+        if self.starts_as_trained:
             return folder / TRAINED
         # Which statistics a recalibration replaces does not matter.
         if self.recalibration.num_images and done is not None and done.status == 'finished':

@@ -72,6 +72,9 @@ def describe(job: Job, metric: str) -> dict:
     if isinstance(job, Evaluation):
         recalibration_file = job.folder / 'recalibration.json'
         recalibration = json.loads(recalibration_file.read_text()) if recalibration_file.exists() else None
+        if recalibration is not None and not job.starts_as_trained:
+            # From statistics that were not those of the training.
+            del recalibration['drift']
         ap = read_report(report_file).entries[0].ap
         return dict(**result, ap=ap[metric]['AP'], all_ap=ap, recalibration=recalibration)
     validations = curves['validations']

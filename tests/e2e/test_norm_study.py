@@ -249,6 +249,8 @@ def test_a_recalibration_starts_from_the_last_checkpoint_where_none_was_kept(dri
             assert jobs['prepbn@0'].obstacle().startswith('waits for')
         assert jobs['prepbn@4'].obstacle() is None
         starts[kept] = next(jobs['prepbn@4'].commands())
+    runs = collect(driven.recalibration, work, 'data')['runs']
+    assert 'prepbn@4' in runs and 'drift' not in runs['prepbn@4']['seeds']['0']['recalibration']
     assert str(folder / 'trained.pth') in starts[True] and str(folder / 'iter_4.pth') in starts[False]
     (folder / 'done').unlink()
     assert jobs['prepbn@4'].obstacle().startswith('waits for')
