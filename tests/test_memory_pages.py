@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from slab_det import memory_pages
 from slab_det.errors import LatencyError
 from slab_det.latency import describe_scope, latency_table, measure_latency
 from slab_det.memory_pages import keep_freed_memory
@@ -40,6 +41,13 @@ for keep_memory, dtype in ((False, torch.float32), (True, torch.float64), (False
 """
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: another test may have asked, which cannot be taken back."""
+    monkeypatch.setattr(memory_pages, '_keeps', False)
+    monkeypatch.delenv('MALLOC_MMAP_MAX_', raising=False)
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='the C library is not glibc')
 def test_kept_memory_needs_no_fresh_pages() -> None:
     done = subprocess.run([sys.executable, '-c', SCRIPT], capture_output=True, text=True, check=True)
@@ -54,7 +62,6 @@ def test_kept_memory_needs_no_fresh_pages() -> None:
 
 
 def test_variables_of_glibc_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv('MALLOC_MMAP_MAX_', raising=False)
     assert not measure_latency({'a': nn.Identity()}, **QUICK)['a'].kept_memory
     monkeypatch.setenv('MALLOC_MMAP_MAX_', '0')
     monkeypatch.setenv('MALLOC_TRIM_THRESHOLD_', '16000000000')
