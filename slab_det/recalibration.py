@@ -1,4 +1,4 @@
-"""Recalibration: the running statistics that inference will see (SLAB, section 4.1, to a fixed point)."""
+"""Recalibration: running statistics of given images at inference (SLAB, section 4.1, to a fixed point)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,6 +78,9 @@ def recalibrate(
     p norms are final after pass p: as many passes as norms always suffice. Until then a norm whose statistics jumped in
     a pass normalises by its batch in the next, or its error would grow from norm to norm where images differ much.
     Passes cut short may leave statistics that are worse than those of the training (docs/results.md shows a case).
+
+    Batches should be as in training, with padding where the training had it: weights are fitted to such statistics, and
+    those of other images cost detectors up to 0.05 of their AP (docs/results.md).
 
     Parameters, gamma and training flags stay as they are; drop-path is off. In a distributed run each rank gives its
     own batches, as many as it has, and all end with the same statistics: those that one process finds on all batches.

@@ -1,4 +1,4 @@
-"""Recalibrates a checkpoint: gives its norms the statistics that inference will see. It is not fused."""
+"""Recalibrates a checkpoint: gives its norms the statistics of training images. It is not fused."""
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
