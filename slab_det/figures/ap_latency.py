@@ -110,9 +110,12 @@ def ap_latency_figure(entries: Sequence[ReportEntry], paper: bool = False) -> Fi
     series = list(dict.fromkeys(point.name.series for column in columns for point in column.all_points))
     heights = [len(row[0].points) * 2.5 + 0.9 if len(row) > 1 else 3.6 for row in rows]
     legend = _legend(columns, series)
-    figure = Figure(figsize=(_WIDTH, sum(heights) + 0.25 * -(-len(legend) // 3)), dpi=200, layout='constrained')
+    # The line of an entry, and the space beside it, take about as much as 12 characters.
+    num_columns = max(1, min(3, _LINE // (12 + max(len(handle.get_label()) for handle in legend))))
+    height = sum(heights) + 0.25 * -(-len(legend) // num_columns)
+    figure = Figure(figsize=(_WIDTH, height), dpi=200, layout='constrained')
     FigureCanvasAgg(figure)
-    figure.legend(handles=legend, loc='outside lower center', ncols=3, fontsize=FONT_SIZE, frameon=False,
+    figure.legend(handles=legend, loc='outside lower center', ncols=num_columns, fontsize=FONT_SIZE, frameon=False,
                   handlelength=4)
     subfigures = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
     panels = [_draw_row(subfigure, row, series) for subfigure, row in zip(subfigures, rows, strict=True)]

@@ -163,6 +163,15 @@ def test_it_can_be_read(paper: bool) -> None:
     assert any('Flatten-Swin-T unfused' in text.get_text() for text in texts(figure))
 
 
+@pytest.mark.parametrize('length', [20, 26, 36, 44, 60])
+def test_a_legend_of_long_names_stays_inside(length: int) -> None:
+    entries = [entry(f'{letter * length}', 'unfused', 20 + 5 * i, 40 + i) for i, letter in enumerate('abcdef')]
+    figure = ap_latency_figure(entries)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
 def test_styles_differ_without_colour() -> None:
     names = [f'series {i}' for i in range(40)]
     styles = {style_of(name, names)[1:] for name in names}
