@@ -261,8 +261,12 @@ def test_latency_leaves_out_what_was_trained_with_another_config(driven, tmp_pat
     shutil.copytree(driven.folder / 'work', work)
     for done in work.glob('*/prepbn/seed0/done'):
         done.write_text(json.dumps({**json.loads(done.read_text()), 'config': 'another'}))
-    measured = latency.measure(driven.study, 0, work, str(driven.folder / 'data'), rounds=1, threads=1)
+    data = str(driven.folder / 'data')
+    measured = latency.measure(driven.study, [0], work, data, rounds=1, threads=1)
     assert [*measured] == ['ln']
+    # Of the first seed that counts.
+    measured = latency.measure(driven.study, [0, 1], work, data, rounds=1, threads=1)
+    assert {name: found['seed'] for name, found in measured.items()} == {'ln': 0, 'prepbn': 1}
 
 
 def test_latency_is_measured_at_the_size_that_testing_makes():
@@ -281,7 +285,7 @@ def test_latency_is_that_of_what_each_run_serves_beside_its_mean_ap(driven, tmp_
         for seed, result in run['seeds'].items():
             result['ap'] = value / 10 + int(seed) / 100
     data = str(driven.folder / 'data')
-    measured = latency.measure(driven.study, 0, driven.folder / 'work', data, rounds=3, threads=1)
+    measured = latency.measure(driven.study, [0], driven.folder / 'work', data, rounds=3, threads=1)
     assert {name: found['variant'] for name, found in measured.items()} == {'ln': 'unfused', 'prepbn': 'fused'}
     for scope in ('backbone+neck', 'detector'):
         found = measured['prepbn']['latency'][scope]
