@@ -29,7 +29,7 @@ def set_random_state(state: Mapping) -> None:
 
 @contextmanager
 def fixed_random_state(seed: int) -> Iterator[None]:
-    """Whatever is drawn on the CPU within depends on ``seed`` alone; what is drawn after it, on neither."""
+    """Within, what these generators draw on the CPU depends on ``seed`` alone; after it they go on undisturbed."""
     # Not the CUDA generators: a worker of a data loader must not touch them.
     python, legacy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
+from mmdet.models import BatchFixedSizePad
 from mmengine.dist import all_reduce, is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ def recalibrate(
     max_passes: int | None = None,
     tol: float = 0.01,
     progress: bool = True,
+    as_training: bool = False,
 ) -> RecalibrationReport:
     """Replaces the running statistics of every offline norm by those of ``batches`` at inference.
 
@@ -97,6 +99,7 @@ def recalibrate(
         max_passes: Passes over ``batches``, at least 1; None for as many as it takes: one more than there are norms.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
+        as_training: Pad batches as a ``BatchFixedSizePad`` of the data preprocessor does in training, and only there.
 
     Returns:
         The number of passes and the change that each made.
@@ -117,7 +120,7 @@ def recalibrate(
         max_passes = max(len(norms) + 1, 8)
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
-    forward = forward or default_forward(model, norms)
+    forward = forward or default_forward(model, norms, as_training)
     old = copy_statistics(norms)
     report = RecalibrationReport(len(norms), 0, tol)
     by_batch = [*norms]
@@ -216,17 +219,30 @@ def _check_kept(norms: dict[str, OfflineNorm]) -> None:
                                      'lower the learning rate or check the inputs')
 
 
-def default_forward(model: nn.Module, norms: Iterable[str]) -> Callable[[object], object]:
-    """Runs ``model`` on a batch of a data loader or of images, no further than needed to reach the modules named."""
+def default_forward(model: nn.Module, norms: Iterable[str], as_training: bool = False) -> Callable[[object], object]:
+    """Runs ``model`` on a batch of a data loader or of images, no further than needed to reach the modules named.
+
+    ``as_training`` also pads to the fixed size of the training, where the data preprocessor has one.
+    """
     before_heads = all(name.startswith(('backbone.', 'neck.')) for name in norms)
+    augments = getattr(getattr(model, 'data_preprocessor', None), 'batch_augments', None) or ()
+    # Others draw at random, and passes must see the same images.
+    pads = [augment for augment in augments if as_training and isinstance(augment, BatchFixedSizePad)]
 
     def forward(batch: object) -> object:
         if isinstance(batch, Tensor):
             return model.extract_feat(batch) if hasattr(model, 'extract_feat') else model(batch)
         data = model.data_preprocessor(batch, False)
+        inputs, samples = data['inputs'], data['data_samples']
+        for pad in pads:
+            inputs, samples = pad(inputs, samples)
         if before_heads:
-            return model.extract_feat(data['inputs'])
-        return model(**data, mode='predict')
+            return model.extract_feat(inputs)
+        for sample in samples:
+            if 'scale_factor' not in sample.metainfo:
+                # A training without Resize has none, and heads go back to the size before it.
+                sample.set_metainfo(dict(scale_factor=(1.0, 1.0)))
+        return model(inputs, samples, mode='predict')
 
     return forward
 

@@ -49,16 +49,18 @@ def main() -> None:
     check_data(cfg, ('train',))
     norms = dict(named_offline_norms(model))
     before = copy_statistics(norms)
-    loader = recalibration_dataloader(cfg, args.num_images, args.pipeline or configured_pipeline(cfg))
-    report = slab_det.recalibrate(model, loader, max_passes=args.max_passes)
+    pipeline = args.pipeline or configured_pipeline(cfg)
+    loader = recalibration_dataloader(cfg, args.num_images, pipeline)
+    report = slab_det.recalibrate(model, loader, max_passes=args.max_passes, as_training=pipeline == 'train')
     drift = statistics_drift(norms, before)
     # Absent is what DetInferencer understands.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
-        put_text(json.dumps(dict(**report.to_dict(), drift=drift.to_dict()), indent=1) + '\n', args.json)
-    print(f'{report}\nIn all, means moved by {drift.mean:.2g} sigmas and log variances by {drift.log_var:.2g}, '
-          f'averaged over channels\nWritten to {args.out}')
+        found = dict(**report.to_dict(), pipeline=pipeline, drift=drift.to_dict())
+        put_text(json.dumps(found, indent=1) + '\n', args.json)
+    print(f'{report}\nIn all, with images as in pipeline {pipeline!r}, means moved by {drift.mean:.2g} sigmas and log '
+          f'variances by {drift.log_var:.2g}, averaged over channels\nWritten to {args.out}')
 
 
 if __name__ == '__main__':

@@ -51,7 +51,10 @@ def served_model(folder: Path) -> tuple[nn.Module, Config, str]:
     fused = folder / 'fused.pth'
     if fused.exists():
         return build_detector(read_config(str(folder / 'fused_config.py')), str(fused)), trained, 'fused'
-    return build_detector(trained.copy(), find_latest_checkpoint(str(folder))), trained, 'unfused'
+    checkpoint = find_latest_checkpoint(str(folder))
+    if checkpoint is None:
+        raise SystemExit(f'{folder} has neither fused.pth nor a checkpoint; remove it and train it anew')
+    return build_detector(trained.copy(), checkpoint), trained, 'unfused'
 
 
 def first_image(dataset: BaseDetDataset) -> tuple[str, tuple[int, int]]:

@@ -8,9 +8,9 @@ Studies are declared in benchmarks/norms/studies.py. Every run is a call of tool
 in WORK_DIR/DATASET/RUN/seedN, with what it prints in output.txt there. Runs that are done are skipped, also those of
 another study; one that was interrupted goes on. Several drivers may work on the same study: no run is done twice. A
 run that fails does not stop the others. Results of what WORK_DIR has go into benchmarks/results/norms_STUDY.json after
-each run, in place of what was there; with --keep-stored, runs and seeds that only benchmarks/results has stay. At the
-end the table goes below the line `<!-- norms STUDY -->` of docs/results.md, and the picture into
-docs/results_STUDY.png.
+each run, in place of what was there; with --keep-stored, runs and seeds stay that only benchmarks/results has, in the
+file of any study of the dataset. At the end the table goes below the line `<!-- norms STUDY -->` of docs/results.md,
+and the picture into docs/results_STUDY.png.
 """
 import sys
 from pathlib import Path

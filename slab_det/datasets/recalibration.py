@@ -24,8 +24,9 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
         cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
         num_images: How many images, evenly spaced over the training set; all of a smaller one.
         pipeline: 'test': as inference sees them, one by one, without augmentation or batch padding. 'train': as
-            training saw them, augmented and in its batches, padded to the largest of each; one by one where
-            ``ExcludePaddingHook`` kept padding out of the statistics.
+            training saw them, augmented and in its batches, padded to the largest of each; one by one, so that they
+            are padded to no other, where ``ExcludePaddingHook`` kept padding out of the statistics. The pipeline is
+            that of the config: hooks that switch it during training, as RTMDet's, are not followed.
 
     Raises:
         DataError: If there is no test-time pipeline to take, no training set or an empty one, or ``num_images``
@@ -43,11 +44,15 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
                         'give the one that the detector was trained with')
     train = cfg.train_dataloader
     dataset_cfg, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
+    while type_name(dataset_cfg['type']) == 'RepeatDataset':
+        # Images evenly spaced over it may be repetitions of a few.
+        dataset_cfg = dataset_cfg['dataset']
     if pipeline == 'test':
         dataset_cfg = _with_pipeline(dataset_cfg, _innermost(test_loader.dataset).pipeline)
     elif not _excludes_padding(cfg):
         # Which images share a batch decides how much of it is padding.
-        batching = {key: train[key] for key in ('batch_size', 'batch_sampler') if key in train}
+        batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
+        batching.get('batch_sampler', {}).pop('drop_last', None)
     # Outside a runner nobody has set it, and transforms are found by it.
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     dataset = DATASETS.build(dataset_cfg)
@@ -57,7 +62,9 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
         raise DataError('the training set is empty after filtering; check ann_file, metainfo and filter_cfg')
     return Runner.build_dataloader(dict(
         **batching, dataset=_Unchanging(dataset, evenly_spaced(len(dataset), num_images)),
-        num_workers=train.get('num_workers', 0),
+        # Transforms with generators or caches of their own (Albu, CachedMosaic) would go on from pass to pass in this
+        # process. Workers begin each pass with a copy of what they were at first.
+        num_workers=max(train.get('num_workers', 0), pipeline == 'train'),
         # Kinds of images may follow each other in a dataset, and are mixed in the batches of training. Without a seed
         # the sampler would wait for all processes to agree on one.
         sampler=dict(type='DefaultSampler', shuffle=pipeline == 'train', round_up=False, seed=0),
@@ -90,17 +97,17 @@ class _Unchanging(Dataset):
 
 def configured_pipeline(cfg: Config) -> str:
     """The pipeline that a training with ``cfg`` recalibrates with, which is 'test' where nothing is said."""
-    return next((hook.get('pipeline', 'test') for hook in _custom_hooks(cfg, 'RecalibrateFuseHook')), 'test')
+    return next((hook.get('pipeline', 'test') for hook in _configured_hooks(cfg, 'RecalibrateFuseHook')), 'test')
 
 
 def _excludes_padding(cfg: Config) -> bool:
     """Whether training kept padding out of the statistics."""
-    return any(_custom_hooks(cfg, 'ExcludePaddingHook'))
+    return any(_configured_hooks(cfg, 'ExcludePaddingHook'))
 
 
-def _custom_hooks(cfg: Config, name: str) -> list[dict]:
-    hooks = [hook for hook in cfg.get('custom_hooks') or () if isinstance(hook, dict)]
-    return [hook for hook in hooks if type_name(hook['type']) == name]
+def _configured_hooks(cfg: Config, name: str) -> list[dict]:
+    hooks = [*(cfg.get('custom_hooks') or ()), *(cfg.get('default_hooks') or {}).values()]
+    return [hook for hook in hooks if isinstance(hook, dict) and type_name(hook['type']) == name]
 
 
 def evenly_spaced(length: int, count: int) -> list[int]:
@@ -117,7 +124,7 @@ def _innermost(dataset: dict) -> dict:
 
 def _with_pipeline(dataset: dict, pipeline: list) -> dict:
     """The dataset with this pipeline at its root; a wrapper that mixes images is taken off."""
-    if dataset['type'] == 'MultiImageMixDataset':
+    if type_name(dataset['type']) == 'MultiImageMixDataset':
         return _with_pipeline(dataset['dataset'], pipeline)
     if 'dataset' in dataset:
         dataset['dataset'] = _with_pipeline(dataset['dataset'], pipeline)

@@ -21,9 +21,10 @@ class ExcludePaddingHook(Hook):
     """Leaves padding tokens out of the training statistics of TokenBN, RepBN and PRepBN.
 
     Images of a batch are padded to the largest. With it, tokens that begin outside their image are normalised like all
-    others, but batch and running statistics do not see them. Evaluation and recalibration stay as they are. UN, MABN
-    and PowerNorm still see every token, and so does every norm where a transform ``Pad`` has made padding part of the
-    image. The papers' models were trained without this hook.
+    others, but batch and running statistics do not see them. Evaluation stays as it is; recalibration takes
+    images one by one, padded to multiples of 32 only. UN, MABN and PowerNorm still see every token in training, and so
+    does every norm where a transform ``Pad`` has made padding part of the image. The papers' models were trained
+    without this hook.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""RecalibrateFuseHook: the last checkpoint gets inference statistics, and a fused twin."""
+"""RecalibrateFuseHook: the last checkpoint gets the statistics that are served, and a fused twin."""
 from __future__ import annotations
 
 import copy
@@ -92,7 +92,8 @@ class RecalibrateFuseHook(Hook):
 
         recalibration = None
         if self.recalibrate:
-            recalibration = recalibrate(model, loader, max_passes=self.max_passes, tol=self.tol)
+            recalibration = recalibrate(model, loader, max_passes=self.max_passes, tol=self.tol,
+                                        as_training=self.pipeline == 'train')
             runner.logger.log(logging.INFO if recalibration.converged else logging.WARNING, str(recalibration))
             with errors_reach_all_ranks():
                 if is_main_process():

@@ -116,7 +116,7 @@ class TokenBN(OfflineNorm):
 
     def split_padding(self, x: Tensor) -> TokenSplit | None:
         """Which tokens of ``x``, (B, L, C), its statistics are to come from; None if from all."""
-        # Recalibration finds the statistics of inference, which has no padding but to multiples of 32.
+        # Recalibration then takes images one by one, padded to multiples of 32 as inference has them.
         if self.valid_tokens is None or not self.training or self.calibrating:
             return None
         return self.valid_tokens.split(x)
