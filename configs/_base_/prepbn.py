@@ -2,7 +2,7 @@
 custom_hooks = [
     # 4/5 of the run: with a shorter decay, users of the released code report NaN from a LayerNorm start. In our runs
     # from scratch 0 to 0.8 were within the noise and 1.0 was the worst where images differ (one seed); where they are
-    # alike RepBN from the first iteration was 0.03 ahead of 0.8 (two seeds; docs/results.md).
+    # alike RepBN from the first iteration was 0.02 ahead of 0.8 (three seeds; docs/results.md).
     dict(type='ProgressiveNormHook', decay='linear', total=0.8, unit='fraction'),
     # In as many passes as it takes: cut short, it cost detectors 0.06 and 0.29 of their mask AP. Of a few hundred
     # images that differ, 50 as inference has them were enough; the default is 500. As training had them, with the
