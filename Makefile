@@ -8,10 +8,10 @@ quickstart:
 	@$(ACTIVATE) && python tools/quickstart.py
 
 test:
-	@$(ACTIVATE) && ruff check . && pytest -q -n 2 --dist loadfile
+	@$(ACTIVATE) && ruff check . && ruff format --check . && pytest -q -n 2 --dist loadfile
 
 lint:
-	@$(ACTIVATE) && ruff check .
+	@$(ACTIVATE) && ruff check . && ruff format --check .
 
 # Caches only: trained models and environments stay.
 clean:

@@ -1,4 +1,5 @@
 """Installs slab_det and everything it needs; nothing is compiled."""
+
 import re
 from pathlib import Path
 

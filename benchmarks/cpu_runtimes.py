@@ -19,18 +19,22 @@ import torch
 from mmdet.structures import DetDataSample
 from torch import nn
 
-from slab_det.environment import describe_environment
-from slab_det.export import SCOPES, ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images
-from slab_det.untrained import build_untrained
+from slab_det.deployment.export import SCOPES, ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images
+from slab_det.measure.environment import describe_environment
+from slab_det.measure.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = 'mmdet, PyTorch'
 FUSED = 'fused, PyTorch'
 # Name, runtime, precision, quantized.
 RUNTIME_ROWS = (
-    ('ONNX Runtime', 'onnxruntime', 'f32', False), ('ONNX Runtime int8', 'onnxruntime', 'f32', True),
-    ('OpenVINO', 'openvino', 'f32', False), ('OpenVINO bf16', 'openvino', 'bf16', False),
-    ('OpenVINO int8', 'openvino', 'f32', True), ('OpenVINO int8+bf16', 'openvino', 'bf16', True))
+    ('ONNX Runtime', 'onnxruntime', 'f32', False),
+    ('ONNX Runtime int8', 'onnxruntime', 'f32', True),
+    ('OpenVINO', 'openvino', 'f32', False),
+    ('OpenVINO bf16', 'openvino', 'bf16', False),
+    ('OpenVINO int8', 'openvino', 'f32', True),
+    ('OpenVINO int8+bf16', 'openvino', 'bf16', True),
+)
 CALIBRATION_SIZE = (320, 416)
 # The runtimes' threads spin for a while after a call; the next one should not share the cores with them.
 PAUSE_SECONDS = 0.1
@@ -53,6 +57,7 @@ def torch_call(model: nn.Module, scope: str, pixels: torch.Tensor) -> Call:
             if scope == 'detector':
                 return model.predict(data['inputs'], data['data_samples'])
             return model.rpn_head(model.extract_feat(data['inputs']))
+
     return run
 
 
@@ -76,8 +81,10 @@ def contestants(config: str, scope: str, pixels: torch.Tensor, threads: int, fol
     plain, quantized = folder / f'{scope}.onnx', folder / f'{scope}_int8.onnx'
     export_onnx(fused, plain, scope)
     quantize_onnx(plain, quantized, random_images([CALIBRATION_SIZE]))
-    calls = {STOCK: torch_call(build('mask_rcnn_swin_t', dict(type='SwinTransformer')), scope, pixels),
-             FUSED: torch_call(fused, scope, pixels)}
+    calls = {
+        STOCK: torch_call(build('mask_rcnn_swin_t', dict(type='SwinTransformer')), scope, pixels),
+        FUSED: torch_call(fused, scope, pixels),
+    }
     for name, runtime, precision, is_int8 in RUNTIME_ROWS:
         calls[name] = runtime_call(quantized if is_int8 else plain, runtime, precision, scope, pixels, threads)
     return calls
@@ -87,7 +94,7 @@ def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each call, round by round, every second round in reverse, after one that does not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(rounds + 1):
-        for name in list(calls)[::-1 if index % 2 else 1]:
+        for name in list(calls)[:: -1 if index % 2 else 1]:
             time.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
             calls[name]()
@@ -98,10 +105,15 @@ def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
 
 def summarize(times: Mapping[str, list[float]]) -> dict[str, dict]:
     """Median, minimum, and the median over rounds of the ratio to the stock detector of the same round."""
-    return {name: dict(
-        median_ms=round(statistics.median(values), 1), min_ms=round(min(values), 1),
-        ratio=round(statistics.median(a / b for a, b in zip(values, times[STOCK], strict=True)), 3),
-        times_ms=[round(value, 1) for value in values]) for name, values in times.items()}
+    return {
+        name: dict(
+            median_ms=round(statistics.median(values), 1),
+            min_ms=round(min(values), 1),
+            ratio=round(statistics.median(a / b for a, b in zip(values, times[STOCK], strict=True)), 3),
+            times_ms=[round(value, 1) for value in values],
+        )
+        for name, values in times.items()
+    }
 
 
 def main() -> None:
@@ -115,16 +127,25 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     pixels = torch.from_numpy(random_images([tuple(args.size)])[0])
-    results = dict(config=args.config, size=list(args.size), rounds=args.rounds, threads=args.threads, batch=1,
-                   stock='configs/mask_rcnn_swin_t.py with backbone.type=SwinTransformer, eager float32',
-                   environment=describe_environment(),
-                   runtimes={name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}, scopes={})
+    results = dict(
+        config=args.config,
+        size=list(args.size),
+        rounds=args.rounds,
+        threads=args.threads,
+        batch=1,
+        stock='configs/mask_rcnn_swin_t.py with backbone.type=SwinTransformer, eager float32',
+        environment=describe_environment(),
+        runtimes={name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')},
+        scopes={},
+    )
     for scope in args.scopes:
         with tempfile.TemporaryDirectory() as folder:
             rows = summarize(measure(contestants(args.config, scope, pixels, args.threads, Path(folder)), args.rounds))
         results['scopes'][scope] = rows
-        print(f'{scope}, batch 1, {args.size[0]}x{args.size[1]}, {args.threads} threads\n'
-              '| row | median ms | min | ratio |\n|---|---:|---:|---:|')
+        print(
+            f'{scope}, batch 1, {args.size[0]}x{args.size[1]}, {args.threads} threads\n'
+            '| row | median ms | min | ratio |\n|---|---:|---:|---:|'
+        )
         for name, row in rows.items():
             print(f'| {name} | {row["median_ms"]} | {row["min_ms"]} | {row["ratio"]:.3f} |')
     args.out.parent.mkdir(parents=True, exist_ok=True)

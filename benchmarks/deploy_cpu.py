@@ -8,6 +8,7 @@ glibc hands out memory by default, and all again with freed memory kept: deploye
 gain less by that. Growth, tiles and operators come after that, with freed memory kept. Everything into
 benchmarks/results/deploy_cpu.json.
 """
+
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
@@ -21,8 +22,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from slab_det.deployment import tiles
-from slab_det.latency import LatencyResult, latency_table, measure_latency
-from slab_det.untrained import build_untrained
+from slab_det.measure.latency import LatencyResult, latency_table, measure_latency
+from slab_det.measure.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = 'Swin-T, mmdet'
@@ -47,8 +48,11 @@ def build_all() -> dict[str, nn.Module]:
     models = {STOCK: build('mask_rcnn_swin_t', dict(type='SwinTransformer'))}
     for name, (config, form) in ROWS.items():
         model = build(config, {})
-        models |= {f'{name}, {form}': model, f'{name}, deployed': slab_det.deploy(model),
-                   f'{name}, deployed in bfloat16': slab_det.deploy(model, torch.bfloat16)}
+        models |= {
+            f'{name}, {form}': model,
+            f'{name}, deployed': slab_det.deploy(model),
+            f'{name}, deployed in bfloat16': slab_det.deploy(model, torch.bfloat16),
+        }
     return models
 
 
@@ -65,9 +69,12 @@ def measure_growth(models: Mapping[str, nn.Module], rounds: int, threads: int) -
         for name, result in results.items():
             medians[name].append(result.median_ms)
     pixels = [height * width for height, width in SIZES]
-    return {name: dict(median_ms=values,
-                       exponent=round(math.log(values[-1] / values[0]) / math.log(pixels[-1] / pixels[0]), 3))
-            for name, values in medians.items()}
+    return {
+        name: dict(
+            median_ms=values, exponent=round(math.log(values[-1] / values[0]) / math.log(pixels[-1] / pixels[0]), 3)
+        )
+        for name, values in medians.items()
+    }
 
 
 class Tiled(nn.Module):
@@ -86,8 +93,14 @@ def measure_tiles(fused: nn.Module, size: tuple[int, int], rounds: int, threads:
     """Median latency of a backbone's deployed form per size of a tile, interleaved."""
     before = tiles.CPU_TILE_TOKENS
     try:
-        results = measure_latency({str(tokens): Tiled(fused, tokens) for tokens in TILES}, size=size, rounds=rounds,
-                                  warmup=1, scope='backbone', threads=threads)
+        results = measure_latency(
+            {str(tokens): Tiled(fused, tokens) for tokens in TILES},
+            size=size,
+            rounds=rounds,
+            warmup=1,
+            scope='backbone',
+            threads=threads,
+        )
     finally:
         tiles.CPU_TILE_TOKENS = before
     return {tokens: result.median_ms for tokens, result in results.items()}
@@ -104,8 +117,9 @@ def profile_operators(backbone: nn.Module, size: tuple[int, int], threads: int) 
         backbone(image)
     times = {event.key: event.self_cpu_time_total / 1e3 for event in profiler.key_averages()}
     total = sum(times.values())
-    return {name: round(time, 1) for name, time in sorted(times.items(), key=lambda item: -item[1])
-            if time >= total / 100}
+    return {
+        name: round(time, 1) for name, time in sorted(times.items(), key=lambda item: -item[1]) if time >= total / 100
+    }
 
 
 def main() -> None:
@@ -119,11 +133,20 @@ def main() -> None:
     # What is kept stays kept: the default comes first.
     for keep_memory, suffix in ((False, ''), (True, KEPT)):
         for scope in ('backbone', 'detector'):
-            measured = measure_latency(models, size=size, rounds=args.rounds, warmup=2, scope=scope,
-                                       threads=args.threads, progress=True, keep_memory=keep_memory)
+            measured = measure_latency(
+                models,
+                size=size,
+                rounds=args.rounds,
+                warmup=2,
+                scope=scope,
+                threads=args.threads,
+                progress=True,
+                keep_memory=keep_memory,
+            )
             print(latency_table(list(measured.values())), end='\n\n')
-            results[scope + suffix] = dict(ratios=ratios(measured),
-                                           latency={name: result.to_dict() for name, result in measured.items()})
+            results[scope + suffix] = dict(
+                ratios=ratios(measured), latency={name: result.to_dict() for name, result in measured.items()}
+            )
     growth = measure_growth(models, max(args.rounds // 5, 1), args.threads)
     print('\n'.join(f'{name}: latency grows with pixels^{row["exponent"]}' for name, row in growth.items()))
     tokens = measure_tiles(models['Swin-T-PRepBN, fused'].backbone, size, max(args.rounds // 3, 1), args.threads)

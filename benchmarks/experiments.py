@@ -1,4 +1,5 @@
 """What the drivers of benchmarks/finetune and benchmarks/norms share: calling tools, reading logs, writing tables."""
+
 from __future__ import annotations
 
 import json
@@ -36,8 +37,10 @@ def call(command: Sequence[str]) -> None:
 def attempts(work_dir: Path) -> list[list[dict]]:
     """What mmengine logged in a work directory: the records of each start of the run, oldest first."""
     # A line without an end is what a killed run was writing.
-    return [[json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith('\n')]
-            for file in sorted(work_dir.glob('*/vis_data/scalars.json'))]
+    return [
+        [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith('\n')]
+        for file in sorted(work_dir.glob('*/vis_data/scalars.json'))
+    ]
 
 
 def listed(values: Sequence[float], form: str) -> str:

@@ -5,6 +5,7 @@
 What glibc was told cannot be taken back, so that the two take turns as processes, each a call of tools/latency.py; in
 every second turn the other one goes first. Random weights. Written into benchmarks/results/fresh_pages.json.
 """
+
 import sys
 from pathlib import Path
 
@@ -30,8 +31,27 @@ def measure(config: str, size: tuple[int, int], rounds: int, flags: tuple[str, .
     """The latency that a process of its own finds."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / 'report.json'
-        call(tool('latency.py', config, '--scope', 'backbone', '--size', *size, '--rounds', rounds, '--warmup', 3,
-                  '--threads', threads, '--device', 'cpu', '--json', report, *flags))
+        call(
+            tool(
+                'latency.py',
+                config,
+                '--scope',
+                'backbone',
+                '--size',
+                *size,
+                '--rounds',
+                rounds,
+                '--warmup',
+                3,
+                '--threads',
+                threads,
+                '--device',
+                'cpu',
+                '--json',
+                report,
+                *flags,
+            )
+        )
         return json.loads(report.read_text())['entries'][0]['latency']
 
 
@@ -44,12 +64,17 @@ def main() -> None:
     found = {}
     for name, (*case, flags) in CASES.items():
         kinds = {'default': flags, 'kept': (*flags, '--keep-memory')}
-        turns = [{kind: measure(*case, kinds[kind], args.threads) for kind in [*kinds][::-1 if turn % 2 else 1]}
-                 for turn in range(args.turns)]
+        turns = [
+            {kind: measure(*case, kinds[kind], args.threads) for kind in [*kinds][:: -1 if turn % 2 else 1]}
+            for turn in range(args.turns)
+        ]
         ratios = [turn['kept']['median_ms'] / turn['default']['median_ms'] for turn in turns]
         pages = median(turn['default']['page_faults'] for turn in turns)
-        print(f'{name}: kept / default {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), '
-              f'{pages:.0f} pages per round by default', flush=True)
+        print(
+            f'{name}: kept / default {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), '
+            f'{pages:.0f} pages per round by default',
+            flush=True,
+        )
         found[name] = dict(ratio=median(ratios), ratios=ratios, pages_by_default=pages, turns=turns)
     path = Path('benchmarks/results/fresh_pages.json')
     path.write_text(json.dumps(found, indent=1) + '\n')

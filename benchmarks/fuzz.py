@@ -7,6 +7,7 @@ A case is its seed: SEED to SEED + DRAWS - 1 are checked, and --case shows one o
 and is the same after saving and loading; every wrong argument is refused at construction; of the detectors every 20th
 is exported to ONNX, which computes the same. Counts go into benchmarks/results/fuzz.json.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 from mmengine.registry import init_default_scope
 from mmengine.utils import ProgressBar
 
-from slab_det.environment import describe_environment
+from slab_det.measure.environment import describe_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / 'benchmarks' / 'results' / 'fuzz.json'
@@ -62,14 +63,19 @@ def summarize(outcomes: dict[int, Outcome | None], seconds: float) -> dict:
         outcomes=count(outcome.kind for outcome in done),
         worst_float64=worst(outcome.float64 for outcome in done),
         worst_float32_ratio=worst(outcome.float32_ratio for outcome in done),
-        onnx=dict(exported=len(ratios), refused=sum(outcome.onnx == 'refused' for outcome in done),
-                  worst_ratio=worst(ratios)),
-        sound=dict(parts=count(case.part for case in sound),
-                   backbones=count(case.backbone['type'] for case in sound),
-                   norms=count(case.backbone['norm_cfg']['type'] for case in sound),
-                   dtypes=count(str(case.dtype).removeprefix('torch.') for case in sound)),
-        faults=count(f"{case.backbone['type']}, {case.fault.name}" for case in cases if case.fault),
-        seconds=round(seconds), environment=describe_environment())
+        onnx=dict(
+            exported=len(ratios), refused=sum(outcome.onnx == 'refused' for outcome in done), worst_ratio=worst(ratios)
+        ),
+        sound=dict(
+            parts=count(case.part for case in sound),
+            backbones=count(case.backbone['type'] for case in sound),
+            norms=count(case.backbone['norm_cfg']['type'] for case in sound),
+            dtypes=count(str(case.dtype).removeprefix('torch.') for case in sound),
+        ),
+        faults=count(f'{case.backbone["type"]}, {case.fault.name}' for case in cases if case.fault),
+        seconds=round(seconds),
+        environment=describe_environment(),
+    )
 
 
 def count(values: Iterable[str]) -> dict[str, int]:

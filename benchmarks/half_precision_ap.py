@@ -5,6 +5,7 @@
 Every step is a command of tools/, printed before it runs. Rows and forms of earlier calls stay in the
 result file.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from slab_det.environment import describe_environment
+from slab_det.measure.environment import describe_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results' / 'half_precision_ap.json'
@@ -46,12 +47,23 @@ def measure(known: dict, config: str, checkpoint: str, data_root: str | None = N
     exact = ap['float32']
     # APs, APm and APl rest on a part of the objects each: listed in the file, but no bound.
     names = [(metric, name) for metric in exact for name in ('AP', 'AP50', 'AP75')]
-    difference = {form: max(abs(ap[form][metric][name] - exact[metric][name]) for metric, name in names)
-                  for form in ap if form != 'float32'}
+    difference = {
+        form: max(abs(ap[form][metric][name] - exact[metric][name]) for metric, name in names)
+        for form in ap
+        if form != 'float32'
+    }
     first = entries.get('float32')
-    described = known if first is None else dict(
-        detector=first['name'], attention=first['attention'], norm=first['norm'], variant=first['variant'],
-        images=first['dataset']['images'])
+    described = (
+        known
+        if first is None
+        else dict(
+            detector=first['name'],
+            attention=first['attention'],
+            norm=first['norm'],
+            variant=first['variant'],
+            images=first['dataset']['images'],
+        )
+    )
     return described | dict(ap=ap, largest_difference=difference)
 
 
@@ -60,8 +72,9 @@ def table(rows: dict[str, dict]) -> str:
     lines = ['| detector | metric | ' + ' | '.join(FORMS) + ' |', '|---|---|' + '---:|' * len(FORMS)]
     for name, row in rows.items():
         for metric in row['ap']['float32']:
-            cells = [' / '.join(f'{row["ap"][form][metric][key]:.3f}' for key in ('AP', 'AP50', 'AP75'))
-                     for form in FORMS]
+            cells = [
+                ' / '.join(f'{row["ap"][form][metric][key]:.3f}' for key in ('AP', 'AP50', 'AP75')) for form in FORMS
+            ]
             lines.append(f'| {name} ({row["variant"]}) | {metric} AP / 50 / 75 | ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines)
 
@@ -73,9 +86,17 @@ def main() -> None:
     rows = json.loads(RESULTS.read_text())['results'] if RESULTS.exists() else {}
     for name, *run in args.run:
         rows[name] = measure(rows.get(name, {}), *run)
-    RESULTS.write_text(json.dumps(
-        dict(scope='AP of tools/test.py; batch 1; half precision by autocast around the forward, or by slab_det.deploy',
-             environment=describe_environment(), results=rows), indent=1) + '\n')
+    RESULTS.write_text(
+        json.dumps(
+            dict(
+                scope='AP of tools/test.py; batch 1; half precision by autocast around forward or by slab_det.deploy',
+                environment=describe_environment(),
+                results=rows,
+            ),
+            indent=1,
+        )
+        + '\n'
+    )
     print(f'{table(rows)}\nWritten to {RESULTS}')
 
 

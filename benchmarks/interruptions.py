@@ -8,6 +8,7 @@ recalibrated checkpoint and of the fused one. A kill in the middle of writing is
 and killed only if the file that it writes is still there. While a run lasts, all files under their final names must be
 whole.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -29,10 +30,10 @@ from pathlib import Path
 import torch
 from mmengine.config import Config
 
-from slab_det.compat.engine import read_checkpoint
-from slab_det.environment import describe_environment
-from slab_det.errors import CheckpointError
-from slab_det.reporting import read_report
+from slab_det.runtime.engine import read_checkpoint
+from slab_det.measure.environment import describe_environment
+from slab_det.runtime.errors import CheckpointError
+from slab_det.measure.reporting import read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.0005
@@ -206,8 +207,15 @@ class Interruptions:
         left = [path.name for path in files.folder.glob('.*')]
         if left:
             files.torn.append(f'left behind: {left}')
-        kill = Kill(point.kind, _last_step(output), unfinished, Path(rest.split('.pth')[0]).name if found else None,
-                    **self._compare(files.folder), torn=files.torn, checks=files.checks)
+        kill = Kill(
+            point.kind,
+            _last_step(output),
+            unfinished,
+            Path(rest.split('.pth')[0]).name if found else None,
+            **self._compare(files.folder),
+            torn=files.torn,
+            checks=files.checks,
+        )
         shutil.rmtree(files.folder)
         return kill
 
@@ -264,13 +272,17 @@ class Interruptions:
         last = Path((reference / 'last_checkpoint').read_text()).name
         ours, theirs = read_checkpoint(run / last), read_checkpoint(reference / last)
         gamma = max(value.item() for key, value in ours['state_dict'].items() if key.endswith('_gamma'))
-        facts = [[(e.ap, e.recalibration, e.fusion) for e in read_report(folder / 'report.json').entries]
-                 for folder in (run, reference)]
+        facts = [
+            [(e.ap, e.recalibration, e.fusion) for e in read_report(folder / 'report.json').entries]
+            for folder in (run, reference)
+        ]
         return dict(
             weights=largest_difference(ours['state_dict'], theirs['state_dict']),
             optimizer=largest_difference(ours['optimizer'], theirs['optimizer']),
             fused=largest_difference(*(read_checkpoint(path / 'fused.pth')['state_dict'] for path in (run, reference))),
-            gamma=gamma, same_report=facts[0] == facts[1])
+            gamma=gamma,
+            same_report=facts[0] == facts[1],
+        )
 
 
 def largest_difference(a: object, b: object) -> float:
@@ -297,7 +309,9 @@ def _text(path: Path) -> str:
 def _last_step(output: Path) -> str:
     marks = ('Iter(train)', 'Saving checkpoint', 'Recalibration, pass', 'Recalibrated', 'Fused')
     lines = [line for line in _text(output).splitlines() if any(mark in line for mark in marks)]
-    return next((line[line.index(mark):][:40] for line in reversed(lines) for mark in marks if mark in line), 'nothing')
+    return next(
+        (line[line.index(mark) :][:40] for line in reversed(lines) for mark in marks if mark in line), 'nothing'
+    )
 
 
 def random_points(count: int, max_iters: int, interval: int, seed: int) -> list[KillPoint]:
@@ -307,16 +321,20 @@ def random_points(count: int, max_iters: int, interval: int, seed: int) -> list[
     def decay() -> KillPoint:
         # It is over after 0.8 of the run.
         iteration = generator.randint(1, int(0.8 * max_iters) - 1)
-        return KillPoint('decay', f'Iter(train) [{iteration:>{len(str(max_iters))}}/{max_iters}]',
-                         delay=generator.uniform(0, MAX_DELAY))
+        return KillPoint(
+            'decay',
+            f'Iter(train) [{iteration:>{len(str(max_iters))}}/{max_iters}]',
+            delay=generator.uniform(0, MAX_DELAY),
+        )
 
     def checkpoint() -> KillPoint:
         step = interval * generator.randint(1, max_iters // interval)
         return KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.*.tmp')
 
     def recalibration() -> KillPoint:
-        return KillPoint('recalibration', f'Recalibration, pass {generator.randint(1, 3)}',
-                         delay=generator.uniform(0, MAX_DELAY))
+        return KillPoint(
+            'recalibration', f'Recalibration, pass {generator.randint(1, 3)}', delay=generator.uniform(0, MAX_DELAY)
+        )
 
     def recalibrated_checkpoint() -> KillPoint:
         return KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.*.tmp')
@@ -324,8 +342,18 @@ def random_points(count: int, max_iters: int, interval: int, seed: int) -> list[
     def fused_checkpoint() -> KillPoint:
         return KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.*.tmp')
 
-    kinds = (decay, checkpoint, recalibration, fused_checkpoint, decay, checkpoint, recalibration, fused_checkpoint,
-             decay, recalibrated_checkpoint)
+    kinds = (
+        decay,
+        checkpoint,
+        recalibration,
+        fused_checkpoint,
+        decay,
+        checkpoint,
+        recalibration,
+        fused_checkpoint,
+        decay,
+        recalibrated_checkpoint,
+    )
     return [kinds[i % len(kinds)]() for i in range(count)]
 
 
@@ -369,8 +397,15 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     interval = 2
     start, interrupted = write_configs(folder, args.iters, interval, args.start_iters)
-    process = FORK_SERVER.Process(target=run_in_this_process, args=(
-        TRAIN, [str(start), '--work-dir', str(folder / 'start'), '--resume'], str(folder), str(folder / 'start.txt')))
+    process = FORK_SERVER.Process(
+        target=run_in_this_process,
+        args=(
+            TRAIN,
+            [str(start), '--work-dir', str(folder / 'start'), '--resume'],
+            str(folder),
+            str(folder / 'start.txt'),
+        ),
+    )
     process.start()
     process.join()
     runs = Interruptions(interrupted, folder)
@@ -382,18 +417,35 @@ def main() -> None:
     summary = dict(
         kills=len(kills),
         by_kind={kind: sum(kill.kind == kind for kill in kills) for kind in dict.fromkeys(k.kind for k in kills)},
-        equal_to_the_last_bit=sum(kill.weights == kill.optimizer == kill.fused == 0 and kill.same_report
-                                  for kill in kills),
+        equal_to_the_last_bit=sum(
+            kill.weights == kill.optimizer == kill.fused == 0 and kill.same_report for kill in kills
+        ),
         largest_difference=max(max(kill.weights, kill.optimizer, kill.fused) for kill in kills),
         largest_final_gamma=max(kill.gamma for kill in kills),
         killed_in_the_middle_of_a_file=sum(bool(kill.unfinished) for kill in kills),
         torn_files=sum(len(kill.torn) for kill in kills),
-        files_checked=sum(kill.checks for kill in kills))
-    scope = dict(iterations=args.iters, checkpoint_interval=interval, max_keep_ckpts=1, batch_size=2,
-                 loader_workers=0, threads=1, seed=args.seed, ap_of_the_uninterrupted_run=unfused.ap)
+        files_checked=sum(kill.checks for kill in kills),
+    )
+    scope = dict(
+        iterations=args.iters,
+        checkpoint_interval=interval,
+        max_keep_ckpts=1,
+        batch_size=2,
+        loader_workers=0,
+        threads=1,
+        seed=args.seed,
+        ap_of_the_uninterrupted_run=unfused.ap,
+    )
     path = ROOT / 'benchmarks' / 'results' / 'interruptions.json'
-    path.write_text(json.dumps(dict(scope=scope, environment=describe_environment(), summary=summary,
-                                    runs=[asdict(kill) for kill in kills]), indent=1) + '\n')
+    path.write_text(
+        json.dumps(
+            dict(
+                scope=scope, environment=describe_environment(), summary=summary, runs=[asdict(kill) for kill in kills]
+            ),
+            indent=1,
+        )
+        + '\n'
+    )
     print(f'{json.dumps(summary, indent=1)}\nWritten to {path}')
 
 

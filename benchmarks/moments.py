@@ -4,6 +4,7 @@
 
 Written into benchmarks/results/moments_cpu.json, milliseconds.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -15,8 +16,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from slab_det.environment import describe_environment
-from slab_det.moments import Moments
+from slab_det.measure.environment import describe_environment
+from slab_det.recalibration.moments import Moments
 
 # Maps of Swin-T's first two stages at 800x1216, and of the small Swin's at 512x512.
 SHAPES = ((1, 200, 304, 96), (1, 100, 152, 192), (1, 128, 128, 32))
@@ -46,7 +47,7 @@ def main() -> None:
         tokens = torch.randn(shape)
         times = {form: [] for form in (in_several_arrays, in_one_array)}
         for turn in range(args.rounds):
-            for form in [*times][::-1 if turn % 2 else 1]:
+            for form in [*times][:: -1 if turn % 2 else 1]:
                 start = time.perf_counter()
                 form(tokens)
                 times[form].append((time.perf_counter() - start) * 1e3)

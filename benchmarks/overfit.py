@@ -1,7 +1,8 @@
 """Learns 8 COCO images by heart with the quick start's SLAB-Swin Mask R-CNN: box AP50 on them should pass 0.8.
 
-    python benchmarks/overfit.py --data-root data/coco
+python benchmarks/overfit.py --data-root data/coco
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -12,8 +13,8 @@ from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.runner import Runner
 
-from slab_det.datasets import check_data, set_data_root
-from slab_det.reporting import ap_from_metrics, read_report
+from slab_det.data import check_data, set_data_root
+from slab_det.measure.reporting import ap_from_metrics, read_report
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_IMAGES = 8
@@ -40,11 +41,20 @@ def overfit_config(data_root: str, work_dir: Path) -> Config:
 
     cfg = Config.fromfile(ROOT / 'configs' / 'quickstart_mask_rcnn_slab_swin.py')
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
-        pipeline = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-                    dict(type='Resize', scale=(320, 320), keep_ratio=True), loader.dataset.pipeline[-1]]
+        pipeline = [
+            dict(type='LoadImageFromFile'),
+            dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+            dict(type='Resize', scale=(320, 320), keep_ratio=True),
+            loader.dataset.pipeline[-1],
+        ]
         prefix = str((Path(images.data_root) / images.data_prefix.img).resolve())
-        loader.dataset = dict(type='CocoDataset', ann_file=str(subset), data_prefix=dict(img=prefix),
-                              pipeline=pipeline, test_mode=loader is not cfg.train_dataloader)
+        loader.dataset = dict(
+            type='CocoDataset',
+            ann_file=str(subset),
+            data_prefix=dict(img=prefix),
+            pipeline=pipeline,
+            test_mode=loader is not cfg.train_dataloader,
+        )
     cfg.train_dataloader.batch_size = 2
     cfg.val_evaluator = cfg.test_evaluator = dict(type='CocoMetric', ann_file=str(subset), metric=['bbox', 'segm'])
     num_classes = len(CocoDataset.METAINFO['classes'])
@@ -62,10 +72,17 @@ def main() -> None:
     runner = Runner.from_cfg(overfit_config(args.data_root, args.work_dir))
     runner.train()
     recalibrated = read_report(args.work_dir / 'report.json').entries[0].ap
-    last_validation = {key.removeprefix('val/'): value.current()
-                       for key, value in runner.message_hub.log_scalars.items() if key.startswith('val/coco/')}
-    result = dict(before_recalibration=ap_from_metrics(last_validation), recalibrated=recalibrated,
-                  iterations=runner.iter, images=NUM_IMAGES)
+    last_validation = {
+        key.removeprefix('val/'): value.current()
+        for key, value in runner.message_hub.log_scalars.items()
+        if key.startswith('val/coco/')
+    }
+    result = dict(
+        before_recalibration=ap_from_metrics(last_validation),
+        recalibrated=recalibrated,
+        iterations=runner.iter,
+        images=NUM_IMAGES,
+    )
     (ROOT / 'benchmarks' / 'results' / 'overfit.json').write_text(json.dumps(result, indent=1) + '\n')
     print(json.dumps(result, indent=1))
 

@@ -17,6 +17,7 @@ Shifts are those of "batch" against the other two: of the mean in sigmas and of 
 over the channels of a norm. "pooled" compares statistics over all batches, what running averages tend to; "per batch"
 compares within each batch, then averages: by so much training normalises otherwise.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -33,11 +34,11 @@ from mmengine.runner import CheckpointLoader, Runner, set_random_seed
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
-from slab_det.datasets import set_data_root
-from slab_det.environment import describe_environment
-from slab_det.layers import set_gamma
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.moments import Moments
+from slab_det.data import set_data_root
+from slab_det.measure.environment import describe_environment
+from slab_det.norms import set_gamma
+from slab_det.norms.base import named_offline_norms
+from slab_det.recalibration.moments import Moments
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results' / 'padding_statistics.json'
@@ -101,11 +102,16 @@ class PaddingStatistics:
             for name, sets in self.pooled.items():
                 mean, var = shifts(sets['batch'], sets[reference])
                 batch_mean, batch_var = (
-                    torch.stack([pair[i].mean() for pair in self.per_batch[name, reference]]) for i in (0, 1))
+                    torch.stack([pair[i].mean() for pair in self.per_batch[name, reference]]) for i in (0, 1)
+                )
                 values = dict(
-                    pooled_mean_shift=mean.mean(), pooled_mean_shift_max=mean.max(),
-                    pooled_log_var_shift=var.mean(), pooled_log_var_shift_max=var.max(),
-                    batch_mean_shift=batch_mean.mean(), batch_log_var_shift=batch_var.mean())
+                    pooled_mean_shift=mean.mean(),
+                    pooled_mean_shift_max=mean.max(),
+                    pooled_log_var_shift=var.mean(),
+                    pooled_log_var_shift_max=var.max(),
+                    batch_mean_shift=batch_mean.mean(),
+                    batch_log_var_shift=batch_var.mean(),
+                )
                 result[reference][name] = {key: round(value.item(), 5) for key, value in values.items()}
         return result
 
@@ -124,8 +130,9 @@ def build_backbone(options: dict, checkpoint: str | None) -> nn.Module:
     if checkpoint is not None:
         state = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')['state_dict']
         prefix = 'backbone.'
-        backbone.load_state_dict({key.removeprefix(prefix): value for key, value in state.items()
-                                  if key.startswith(prefix)})
+        backbone.load_state_dict(
+            {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        )
     set_gamma(backbone, 0.0)
     return backbone.train()
 
@@ -152,21 +159,28 @@ def measure(backbone: nn.Module, loader_cfg: dict, preprocessor: nn.Module, epoc
             bar.update()
     print()
     _, own, between = (counts / counts.sum()).tolist()
-    return dict(batches=num_batches, padded_tokens=round(own + between, 5), padded_by_the_batch=round(between, 5),
-                shifts=statistics.summary())
+    return dict(
+        batches=num_batches,
+        padded_tokens=round(own + between, 5),
+        padded_by_the_batch=round(between, 5),
+        shifts=statistics.summary(),
+    )
 
 
 def table(rows: dict[str, dict]) -> str:
     """Averages over the norms, and the largest norm, of every row."""
-    lines = ['| row | padded | by the batch | against | pooled mean | pooled log var | batch mean | batch log var |',
-             '|---|---:|---:|---|---:|---:|---:|---:|']
+    lines = [
+        '| row | padded | by the batch | against | pooled mean | pooled log var | batch mean | batch log var |',
+        '|---|---:|---:|---|---:|---:|---:|---:|',
+    ]
     keys = ('pooled_mean_shift', 'pooled_log_var_shift', 'batch_mean_shift', 'batch_log_var_shift')
     for name, row in rows.items():
         for reference, norms in row['shifts'].items():
             values = [[norm[key] for norm in norms.values()] for key in keys]
             cells = ' | '.join(f'{sum(v) / len(v):.3f} (max {max(v):.3f})' for v in values)
-            lines.append(f'| {name} | {row["padded_tokens"]:.3f} | {row["padded_by_the_batch"]:.3f} '
-                         f'| {reference} | {cells} |')
+            lines.append(
+                f'| {name} | {row["padded_tokens"]:.3f} | {row["padded_by_the_batch"]:.3f} | {reference} | {cells} |'
+            )
     return '\n'.join(lines)
 
 
@@ -183,9 +197,15 @@ def main() -> None:
     init_default_scope('mmdet')
     cfg = Config.fromfile(ROOT / 'configs/_base_/datasets/coco_detection_ms_crop.py')
     set_data_root(cfg, args.data_root)
-    preprocessor = MODELS.build(dict(
-        type='DetDataPreprocessor', mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True,
-        pad_size_divisor=DIVISOR))
+    preprocessor = MODELS.build(
+        dict(
+            type='DetDataPreprocessor',
+            mean=[123.675, 116.28, 103.53],
+            std=[58.395, 57.12, 57.375],
+            bgr_to_rgb=True,
+            pad_size_divisor=DIVISOR,
+        )
+    )
     rows = {}
     for grouped in (True, False):
         loader = {**cfg.train_dataloader, 'batch_size': args.batch_size, 'num_workers': 0, 'persistent_workers': False}
@@ -194,14 +214,28 @@ def main() -> None:
         name = f'{args.name or args.backbone}, {"grouped" if grouped else "not grouped"}'
         backbone = build_backbone(BACKBONES[args.backbone], args.checkpoint)
         rows[name] = dict(
-            backbone=args.backbone, weights='trained' if args.checkpoint else 'random', batch_size=args.batch_size,
-            grouped=grouped, epochs=args.epochs, **measure(backbone, loader, preprocessor, args.epochs))
+            backbone=args.backbone,
+            weights='trained' if args.checkpoint else 'random',
+            batch_size=args.batch_size,
+            grouped=grouped,
+            epochs=args.epochs,
+            **measure(backbone, loader, preprocessor, args.epochs),
+        )
     print(table(rows))
     before = json.loads(args.out.read_text())['results'] if args.out.exists() else {}
-    args.out.write_text(json.dumps(
-        dict(scope='pipeline of configs/_base_/datasets/coco_detection_ms_crop.py; shifts are described in '
-                   'benchmarks/padding_statistics.py', data=Path(args.data_root).name,
-             environment=describe_environment(), results={**before, **rows}), indent=1) + '\n')
+    args.out.write_text(
+        json.dumps(
+            dict(
+                scope='pipeline of configs/_base_/datasets/coco_detection_ms_crop.py; shifts are described in '
+                'benchmarks/padding_statistics.py',
+                data=Path(args.data_root).name,
+                environment=describe_environment(),
+                results={**before, **rows},
+            ),
+            indent=1,
+        )
+        + '\n'
+    )
     print(f'Written to {args.out}')
 
 

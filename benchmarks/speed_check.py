@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from slab_det.cli import run_cli
-from slab_det.environment import library_versions
-from slab_det.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
-from slab_det.untrained import build_untrained
+from slab_det.measure.environment import library_versions
+from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
+from slab_det.measure.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = {'type': 'SwinTransformer'}
@@ -63,8 +63,16 @@ def build(config: str, backbone: Mapping, scope: str) -> nn.Module:
 def measure(check: Check, args: argparse.Namespace) -> list[LatencyResult]:
     models = {name: build(*how, check.scope) for name, how in check.models.items()}
     results = measure_latency(
-        models, size=check.size or tuple(args.size), rounds=args.rounds, warmup=1, repeat=args.repeat,
-        scope=check.scope, device=args.device, threads=args.threads, progress=True)
+        models,
+        size=check.size or tuple(args.size),
+        rounds=args.rounds,
+        warmup=1,
+        repeat=args.repeat,
+        scope=check.scope,
+        device=args.device,
+        threads=args.threads,
+        progress=True,
+    )
     return list(results.values())
 
 
@@ -105,8 +113,9 @@ def main() -> None:
     parser.add_argument('--repeat', type=int, default=3, help='whole measurements (default %(default)s)')
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--device', default='cpu')
-    parser.add_argument('--file', type=Path, default=ROOT / 'benchmarks' / 'results' / 'speed_check.json',
-                        help='the stored ratios')
+    parser.add_argument(
+        '--file', type=Path, default=ROOT / 'benchmarks' / 'results' / 'speed_check.json', help='the stored ratios'
+    )
     parser.add_argument('--store', action='store_true', help="store this commit's ratios")
     args = parser.parse_args()
     stored = json.loads(args.file.read_text()) if args.file.exists() else {}
@@ -114,15 +123,23 @@ def main() -> None:
         results = measure(check, args)
         scope, here = describe_scope(results[0].to_dict()), ratios(results)
         before = stored.get(scope, {'ratios': {}})
-        print(f'\n{scope}, over {results[0].name} at {results[0].median_ms:.1f} ms\n\n'
-              f'| model | this commit ({commit()}) | stored ({before.get("commit", "nothing yet")}) '
-              '| this commit / stored |\n|---|---:|---:|---:|')
+        print(
+            f'\n{scope}, over {results[0].name} at {results[0].median_ms:.1f} ms\n\n'
+            f'| model | this commit ({commit()}) | stored ({before.get("commit", "nothing yet")}) '
+            '| this commit / stored |\n|---|---:|---:|---:|'
+        )
         for name, ratio in here.items():
             print(report(name, ratio, before['ratios'].get(name)))
         if args.store:
-            stored[scope] = {'commit': commit(), 'ratios': here, 'base': results[0].name,
-                             'base_ms': results[0].median_ms, 'rounds': args.rounds, 'repeats': args.repeat,
-                             'versions': library_versions()}
+            stored[scope] = {
+                'commit': commit(),
+                'ratios': here,
+                'base': results[0].name,
+                'base_ms': results[0].median_ms,
+                'rounds': args.rounds,
+                'repeats': args.repeat,
+                'versions': library_versions(),
+            }
     if args.store:
         args.file.parent.mkdir(parents=True, exist_ok=True)
         args.file.write_text(json.dumps(stored, indent=1) + '\n')

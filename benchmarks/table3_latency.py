@@ -6,6 +6,7 @@
 All models of a row are measured interleaved in one process, and only they are in memory. The results of a row are
 written as soon as they are there: called again with the same arguments, the script goes on with the next row.
 """
+
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
@@ -23,12 +24,12 @@ from torch import nn
 
 from slab_det.cli import run_cli
 from slab_det.deployment.heads import lower_precision
-from slab_det.detectors import build_detector
-from slab_det.environment import describe_environment
-from slab_det.errors import LatencyError
-from slab_det.latency import DTYPES, SCOPES, describe_scope, measure_latency
-from slab_det.paper import SLAB_TABLE_3
-from slab_det.untrained import prepare_untrained
+from slab_det.checkpoints.build import build_detector
+from slab_det.measure.environment import describe_environment
+from slab_det.runtime.errors import LatencyError
+from slab_det.measure.latency import DTYPES, SCOPES, describe_scope, measure_latency
+from slab_det.measure.paper import SLAB_TABLE_3
+from slab_det.measure.untrained import prepare_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 MMDET_BACKBONES = {'SLABSwin': 'SwinTransformer', 'SLABPVT': 'PyramidVisionTransformer'}
@@ -95,10 +96,21 @@ def parse_arguments() -> argparse.Namespace:
     rows = [row for family in FAMILIES for row in family.rows]
     parser.add_argument('--rows', nargs='+', choices=rows, default=rows, metavar='ROW', help=f'of {", ".join(rows)}')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='(here %(default)s)')
-    parser.add_argument('--dtypes', nargs='+', choices=list(DTYPES), metavar='DTYPE',
-                        help='default: float32 float16 on a GPU, float32 on a CPU')
-    parser.add_argument('--scopes', nargs='+', choices=list(SCOPES), default=['backbone+neck', 'detector'],
-                        metavar='SCOPE', help='(default %(default)s)')
+    parser.add_argument(
+        '--dtypes',
+        nargs='+',
+        choices=list(DTYPES),
+        metavar='DTYPE',
+        help='default: float32 float16 on a GPU, float32 on a CPU',
+    )
+    parser.add_argument(
+        '--scopes',
+        nargs='+',
+        choices=list(SCOPES),
+        default=['backbone+neck', 'detector'],
+        metavar='SCOPE',
+        help='(default %(default)s)',
+    )
     parser.add_argument('--form', choices=list(FORMS), help='of the deployed models (default: graphs on a GPU)')
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1333), metavar=('H', 'W'))
     parser.add_argument('--rounds', type=int, default=50, help='(default %(default)s)')
@@ -106,8 +118,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--repeat', type=int, default=3, help='whole measurements (default %(default)s)')
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--image', metavar='FILE', help='photograph; default seeded noise')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, metavar='KEY=VALUE',
-                        help='for every config, such as smaller models to try this')
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        default={},
+        metavar='KEY=VALUE',
+        help='for every config, such as smaller models to try this',
+    )
     parser.add_argument('--out', metavar='FILE', help='default benchmarks/results/table3_latency_DEVICE.json')
     parser.add_argument('--again', action='store_true', help='measure everything anew')
     args = parser.parse_args()
@@ -197,8 +215,18 @@ class Results:
 def measure(models: Mapping[str, nn.Module], dtype: str, scope: str, args: argparse.Namespace) -> dict[str, dict]:
     """Latency of every column."""
     results = measure_latency(
-        models, size=tuple(args.size), rounds=args.rounds, warmup=args.warmup, repeat=args.repeat, scope=scope,
-        device=args.device, dtype=dtype, threads=args.threads, image=args.image, progress=True)
+        models,
+        size=tuple(args.size),
+        rounds=args.rounds,
+        warmup=args.warmup,
+        repeat=args.repeat,
+        scope=scope,
+        device=args.device,
+        dtype=dtype,
+        threads=args.threads,
+        image=args.image,
+        progress=True,
+    )
     return {name: result.to_dict() for name, result in results.items()}
 
 
@@ -217,12 +245,14 @@ def table(results: Results, dtype: str, scope: str, rows: Iterable[str]) -> str:
     for family, columns in found.items():
         for row in family.rows:
             shown = columns if row == family.prepbn else {k: v for k, v in columns.items() if not k.startswith('fused')}
-            lines.append([
-                row,
-                *(f'{shown[name]["median_ms"]:.2f}' if name in shown else '–' for name in names),
-                *(_ratio(shown, one, other) for one, other, _ in ratios),
-                _paper_ratio(row),
-            ])
+            lines.append(
+                [
+                    row,
+                    *(f'{shown[name]["median_ms"]:.2f}' if name in shown else '–' for name in names),
+                    *(_ratio(shown, one, other) for one, other, _ in ratios),
+                    _paper_ratio(row),
+                ]
+            )
     scope_line = describe_scope({**next(iter(found.values()))['stock'], 'autocast': False}) if found else ''
     return '\n'.join([f'| {" | ".join(cells)} |' for cells in lines] + ['', scope_line])
 
@@ -252,8 +282,11 @@ def notes(args: argparse.Namespace, results: Results) -> Sequence[str]:
         '"weights cast", which is the stock model spared the casts of autocast.',
         'mmdet has no Flatten or SLAB: its Swin-T stands there. "Our LN" of SLAB-Swin-T is SLAB with LayerNorm.',
         'Rows with LayerNorm have nothing to fuse.',
-        *([f'Heads are made to find the same number of objects in every model: {", ".join(map(str, found))}.']
-          if found else []),
+        *(
+            [f'Heads are made to find the same number of objects in every model: {", ".join(map(str, found))}.']
+            if found
+            else []
+        ),
     ]
 
 
@@ -277,8 +310,11 @@ def measure_missing(family: Family, dtype: str, results: Results, args: argparse
 def main() -> None:
     args = parse_arguments()
     settings = {key: getattr(args, key) for key in ('form', 'rounds', 'warmup', 'repeat', 'threads', 'image')}
-    settings |= {'size': list(args.size), 'cfg_options': dict(args.cfg_options),
-                 'device': describe_environment(args.device)['device']}
+    settings |= {
+        'size': list(args.size),
+        'cfg_options': dict(args.cfg_options),
+        'device': describe_environment(args.device)['device'],
+    }
     results = Results(args.out, settings, args.again)
     for family in FAMILIES:
         if not set(family.rows) & set(args.rows):

@@ -5,6 +5,7 @@
 Untrained models, backbone and neck; freed memory is kept, for fresh pages cost more than this is about. Written into
 benchmarks/results/token_layout_DEVICE.json.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -15,8 +16,8 @@ import torch
 from mmengine.config import Config
 from torch import nn
 
-from slab_det.detectors import build_detector
-from slab_det.latency import latency_table, measure_latency
+from slab_det.checkpoints.build import build_detector
+from slab_det.measure.latency import latency_table, measure_latency
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL, SWIN_T = 'configs/_base_/models/mask_rcnn_swin_small.py', 'configs/mask_rcnn_prepbn_swin_t.py'
@@ -42,12 +43,23 @@ def main() -> None:
     args = parser.parse_args()
     found = {}
     for config, size in CASES:
-        models = {'LayerNorm': build(config, 'LN'), 'fused, tokens by channel': build(config, 'PRepBN'),
-                  'fused': build(config, 'PRepBN')}
+        models = {
+            'LayerNorm': build(config, 'LN'),
+            'fused, tokens by channel': build(config, 'PRepBN'),
+            'fused': build(config, 'PRepBN'),
+        }
         # As the released code leaves them.
         models['fused, tokens by channel'].backbone.released_order = True
-        results = measure_latency(models, size, args.rounds, scope='backbone+neck', device=args.device,
-                                  threads=args.threads, progress=True, keep_memory=args.device == 'cpu')
+        results = measure_latency(
+            models,
+            size,
+            args.rounds,
+            scope='backbone+neck',
+            device=args.device,
+            threads=args.threads,
+            progress=True,
+            keep_memory=args.device == 'cpu',
+        )
         case = f'{Path(config).stem} {size[0]}x{size[1]}'
         print(case, latency_table(list(results.values())), sep='\n')
         found[case] = {name: result.to_dict() for name, result in results.items()}

@@ -4,8 +4,9 @@
     python benchmarks/training_cost.py --device cuda --size 800 1333
 
 The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone. The rows
-'as a sum of layers' show what the same mixture costs without slab_det.layers.rep_norm_functions.
+'as a sum of layers' show what the same mixture costs without slab_det.norms.rep_norm_functions.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from slab_det.environment import describe_environment
-from slab_det.layers import PRepBN, TokenBN, set_gamma
+from slab_det.measure.environment import describe_environment
+from slab_det.norms import PRepBN, TokenBN, set_gamma
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONES = {
@@ -77,8 +78,9 @@ class PeakMemory(TorchDispatchMode):
 class Step:
     """One training step of a backbone: its own model and optimizer, the batch of everybody."""
 
-    def __init__(self, backbone: dict, norm_cfg: dict, device: str, gamma: float = 0.0,
-                 sum_of_layers: bool = False) -> None:
+    def __init__(
+        self, backbone: dict, norm_cfg: dict, device: str, gamma: float = 0.0, sum_of_layers: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.model = MODELS.build(dict(**backbone, norm_cfg=norm_cfg, drop_path_rate=0.0)).to(device).train()
         set_gamma(self.model, gamma)
@@ -142,12 +144,16 @@ def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, 
     print()
     memory = {name: peak_bytes(step, images) for name, step in rows.items()}
     base = times['LayerNorm']
-    return {name: dict(
-        median_ms=1e3 * torch.tensor(times[name]).median().item(),
-        # The median of the ratios within a round: a slow minute of the machine is in both.
-        time_ratio=torch.tensor([t / b for t, b in zip(times[name], base, strict=True)]).median().item(),
-        peak_mib=memory[name] / 2 ** 20,
-        memory_ratio=memory[name] / memory['LayerNorm']) for name in rows}
+    return {
+        name: dict(
+            median_ms=1e3 * torch.tensor(times[name]).median().item(),
+            # The median of the ratios within a round: a slow minute of the machine is in both.
+            time_ratio=torch.tensor([t / b for t, b in zip(times[name], base, strict=True)]).median().item(),
+            peak_mib=memory[name] / 2**20,
+            memory_ratio=memory[name] / memory['LayerNorm'],
+        )
+        for name in rows
+    }
 
 
 def main() -> None:
@@ -166,13 +172,25 @@ def main() -> None:
         results[name] = measure(backbone, images, args.rounds)
         print(f'{name}\n| norm | ms | time | MiB | memory |\n|---|---:|---:|---:|---:|')
         for row, r in results[name].items():
-            print(f'| {row} | {r["median_ms"]:.0f} | {r["time_ratio"]:.3f} | {r["peak_mib"]:.0f} '
-                  f'| {r["memory_ratio"]:.3f} |')
-    scope = dict(size=args.size, batch_size=args.batch_size, rounds=args.rounds, threads=args.threads, dtype='float32',
-                 timed='forward, backward and AdamW of the backbone')
+            print(
+                f'| {row} | {r["median_ms"]:.0f} | {r["time_ratio"]:.3f} | {r["peak_mib"]:.0f} '
+                f'| {r["memory_ratio"]:.3f} |'
+            )
+    scope = dict(
+        size=args.size,
+        batch_size=args.batch_size,
+        rounds=args.rounds,
+        threads=args.threads,
+        dtype='float32',
+        timed='forward, backward and AdamW of the backbone',
+    )
     path = ROOT / 'benchmarks' / 'results' / f'training_cost_{args.device.replace(":", "")}.json'
-    path.write_text(json.dumps(dict(scope=scope, environment=describe_environment(torch.device(args.device)),
-                                    results=results), indent=1) + '\n')
+    path.write_text(
+        json.dumps(
+            dict(scope=scope, environment=describe_environment(torch.device(args.device)), results=results), indent=1
+        )
+        + '\n'
+    )
     print(f'Written to {path}')
 
 

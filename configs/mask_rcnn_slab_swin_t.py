@@ -1,7 +1,10 @@
 # SLAB-Swin-T: PRepBN, and simplified linear attention in the first two stages.
 _base_ = ['./mask_rcnn_prepbn_swin_t.py']
 
-model = dict(backbone=dict(
-    attention=('sla', 'sla', 'softmax', 'softmax'),
-    window_sizes=(56, 28, 7, 7),
-    init_cfg=dict(checkpoint='https://github.com/xinghaochen/SLAB/releases/download/ckpts/slab_swin_tiny.pth')))
+model = dict(
+    backbone=dict(
+        attention=('sla', 'sla', 'softmax', 'softmax'),
+        window_sizes=(56, 28, 7, 7),
+        init_cfg=dict(checkpoint='https://github.com/xinghaochen/SLAB/releases/download/ckpts/slab_swin_tiny.pth'),
+    )
+)

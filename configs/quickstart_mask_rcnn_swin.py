@@ -21,14 +21,15 @@ train_dataloader = dict(
     num_workers=1,
     persistent_workers=True,
     sampler=dict(type='InfiniteSampler', shuffle=True),
-    dataset=dict(type='SyntheticShapes', split='train', filter_cfg=dict(filter_empty_gt=True),
-                 pipeline=train_pipeline))
+    dataset=dict(type='SyntheticShapes', split='train', filter_cfg=dict(filter_empty_gt=True), pipeline=train_pipeline),
+)
 val_dataloader = dict(
     batch_size=1,
     num_workers=1,
     persistent_workers=True,
     sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(type='SyntheticShapes', split='val', test_mode=True, pipeline=test_pipeline))
+    dataset=dict(type='SyntheticShapes', split='val', test_mode=True, pipeline=test_pipeline),
+)
 test_dataloader = val_dataloader
 val_evaluator = dict(type='SyntheticShapesMetric', metric=['bbox', 'segm'])
 test_evaluator = val_evaluator

@@ -2,19 +2,28 @@
 
 Importing this package registers its norms, backbones, hooks and datasets.
 """
-from slab_det import compat  # noqa: F401, I001 (first: mmdet's models need the operators it supplies)
-from slab_det import backbones, datasets, hooks  # noqa: F401 (register themselves)
+
+import sys
+
+# First: mmdet's models need the operators that it supplies.
+from slab_det import runtime  # noqa: F401
+
+# isort: split
+from slab_det import backbones, data, hooks, norms  # noqa: F401 (register themselves)
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.checked_loading import install_checked_loading
-from slab_det.conversion import convert_norms
+from slab_det.conversion.convert import convert_norms
 from slab_det.deployment import deploy
 from slab_det.fusion import fuse
-from slab_det.latency import measure_latency
-from slab_det.layers import set_gamma
-from slab_det.recalibration import recalibrate
+from slab_det.measure.latency import measure_latency
+from slab_det.norms import set_gamma
+from slab_det.recalibration.recalibrate import recalibrate
 
 __version__ = '0.1.0'
 
 install_checked_loading()
+
+# The name of the norms' room in 0.1.
+sys.modules[f'{__name__}.layers'] = layers = norms
 
 __all__ = ['convert_norms', 'deploy', 'fuse', 'load_pretrained', 'measure_latency', 'recalibrate', 'set_gamma']

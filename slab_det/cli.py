@@ -11,9 +11,9 @@ from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
 
-from slab_det.datasets import set_data_root
-from slab_det.errors import ConfigError, SlabDetError, config_errors, describe_os_error
-from slab_det.latency import COMPILE_MODES, DTYPES, SCOPES
+from slab_det.data import set_data_root
+from slab_det.measure.latency import COMPILE_MODES, DTYPES, SCOPES
+from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, describe_os_error
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
 
@@ -89,8 +89,10 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     """
     started_by = LAUNCHED_BY.get(args.launcher)
     if started_by is not None and started_by.variable not in os.environ:
-        raise SlabDetError(f'--launcher {args.launcher}: {started_by.variable} is not set, so nothing launched this '
-                           f'process; start it with {started_by.command}, or leave the flag out for one process')
+        raise SlabDetError(
+            f'--launcher {args.launcher}: {started_by.variable} is not set, so nothing launched this '
+            f'process; start it with {started_by.command}, or leave the flag out for one process'
+        )
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher

@@ -1,4 +1,5 @@
 """Small models for all tests."""
+
 import os
 
 # Small tensors: more threads only wait for each other. Set before torch is loaded, for child processes too.
@@ -26,8 +27,9 @@ from mmengine.runner import Runner
 from torch import nn
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
-SMALL_SWIN = dict(type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4),
-                  norm_cfg=dict(type='PRepBN'))
+SMALL_SWIN = dict(
+    type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN')
+)
 SLA = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7))
 
 # Each `mmdet::` in a config reads all of mmdet's hundred metafiles, only to find out that it is none of theirs.
@@ -44,9 +46,10 @@ def _deterministic():
 @pytest.fixture
 def small_detector_cfg():
     """A function: the config of a small Mask or Faster R-CNN for arguments of its backbone."""
+
     def build(detector: str = 'mask_rcnn', **backbone) -> Config:
         backbone = {**SMALL_SWIN, **backbone}
-        channels = [backbone['embed_dims'] * 2 ** i for i in backbone.get('out_indices', range(4))]
+        channels = [backbone['embed_dims'] * 2**i for i in backbone.get('out_indices', range(4))]
         model = Config.fromfile(CONFIGS / '_base_/models/mask_rcnn_swin_small.py').model
         model.backbone = backbone
         model.neck.in_channels = channels
@@ -55,17 +58,20 @@ def small_detector_cfg():
             model.type = 'FasterRCNN'
             model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
         return model
+
     return build
 
 
 @pytest.fixture
 def small_detector(small_detector_cfg):
     """A function: a small detector with every weight, bias, eta and statistic random, in eval mode at gamma 0."""
+
     def build(detector: str = 'mask_rcnn', seed: int = 0, **backbone) -> nn.Module:
         model = MODELS.build(small_detector_cfg(detector, **backbone))
         randomize(model, seed)
         slab_det.set_gamma(model, 0.0)
         return model.eval()
+
     return build
 
 
@@ -90,6 +96,7 @@ def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
         cfg.work_dir = str(tmp_path / name)
         cfg.experiment_name = f'{tmp_path.name}-{name}'
         return cfg
+
     return build
 
 
@@ -101,8 +108,9 @@ class StopAfter(Hook):
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
-                         outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
+    ) -> None:
         if runner.iter + 1 == self.count:
             raise KeyboardInterrupt
 
@@ -161,9 +169,18 @@ def random_sizes(count: int, seed: int) -> list[list[int]]:
 def raw_outputs(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
     """Everything that the detector computes before its last NMS: proposals, class scores, box deltas, mask logits."""
     height, width = images.shape[-2:]
-    samples = [DetDataSample(metainfo=dict(
-        img_shape=(height, width), ori_shape=(height, width), batch_input_shape=(height, width),
-        pad_shape=(height, width), scale_factor=(1.0, 1.0))) for _ in images]
+    samples = [
+        DetDataSample(
+            metainfo=dict(
+                img_shape=(height, width),
+                ori_shape=(height, width),
+                batch_input_shape=(height, width),
+                pad_shape=(height, width),
+                scale_factor=(1.0, 1.0),
+            )
+        )
+        for _ in images
+    ]
     features = model.extract_feat(images)
     proposals = model.rpn_head.predict(features, samples, rescale=False)
     return [*(p.bboxes for p in proposals), *model.roi_head.forward(features, proposals, samples)]

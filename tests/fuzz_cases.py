@@ -1,4 +1,5 @@
 """Random backbones, detectors and inputs: one seed, one case. tests/test_fuzz.py and benchmarks/fuzz.py share them."""
+
 from __future__ import annotations
 
 import copy
@@ -65,8 +66,9 @@ def draw_case(seed: int) -> Case:
     """The case of a seed, the same on every machine."""
     rng = random.Random(seed)
     size = _draw_size(rng)
-    backbone = rng.choice((_draw_swin, _draw_swin, _draw_pvt, _draw_pvt, _draw_stock_swin, _draw_stock_pvt,
-                           _draw_stock_pvt_v2))(rng, size)
+    backbone = rng.choice(
+        (_draw_swin, _draw_swin, _draw_pvt, _draw_pvt, _draw_stock_swin, _draw_stock_pvt, _draw_stock_pvt_v2)
+    )(rng, size)
     part = rng.choice(('backbone', 'faster_rcnn', 'mask_rcnn'))
     neck = _draw_neck(rng, len(backbone['out_indices']))
     batch = rng.choice((1, 1, 2, 3))
@@ -111,16 +113,26 @@ def _draw_stock_swin(rng: random.Random, size: tuple[int, int]) -> dict:
     embed_dims = rng.choice((4, 8, 12))
     num_heads = []
     for stage in range(num_stages):
-        channels = embed_dims * 2 ** stage
+        channels = embed_dims * 2**stage
         num_heads.append(rng.choice([heads for heads in (1, 2, 3, 4, 6) if channels % heads == 0]))
     patch_size = rng.choice((4, 4, 4, 2, 3))
     out_indices = _draw_outputs(rng, num_stages)
     return dict(
-        type='SwinTransformer', embed_dims=embed_dims, depths=[rng.choice((1, 1, 2, 2, 3)) for _ in range(num_stages)],
-        num_heads=num_heads, patch_size=patch_size, strides=[patch_size, *[2] * (num_stages - 1)],
-        window_size=_draw_window(rng), mlp_ratio=rng.choice((1, 2, 4)), out_indices=out_indices,
-        qkv_bias=rng.random() < 0.7, qk_scale=rng.choice((None, None, 0.3)), patch_norm=rng.random() < 0.8,
-        act_cfg=dict(type=rng.choice(('GELU', 'ReLU'))), norm_cfg=_draw_norm(rng))
+        type='SwinTransformer',
+        embed_dims=embed_dims,
+        depths=[rng.choice((1, 1, 2, 2, 3)) for _ in range(num_stages)],
+        num_heads=num_heads,
+        patch_size=patch_size,
+        strides=[patch_size, *[2] * (num_stages - 1)],
+        window_size=_draw_window(rng),
+        mlp_ratio=rng.choice((1, 2, 4)),
+        out_indices=out_indices,
+        qkv_bias=rng.random() < 0.7,
+        qk_scale=rng.choice((None, None, 0.3)),
+        patch_norm=rng.random() < 0.8,
+        act_cfg=dict(type=rng.choice(('GELU', 'ReLU'))),
+        norm_cfg=_draw_norm(rng),
+    )
 
 
 def _draw_window(rng: random.Random) -> int:
@@ -132,11 +144,15 @@ def _draw_swin(rng: random.Random, size: tuple[int, int]) -> dict:
     backbone = _draw_stock_swin(rng, size)
     num_stages = len(backbone['depths'])
     backbone.update(
-        type='SLABSwin', use_abs_pos_embed=rng.random() < 0.3, pretrain_img_size=rng.choice((32, (48, 64))),
-        attention=_draw_attention(rng, num_stages), mask_padding=rng.random() < 0.3,
+        type='SLABSwin',
+        use_abs_pos_embed=rng.random() < 0.3,
+        pretrain_img_size=rng.choice((32, (48, 64))),
+        attention=_draw_attention(rng, num_stages),
+        mask_padding=rng.random() < 0.3,
         ffn_norm=rng.choice((None, None, 'pre_act', 'post_act')),
         out_norm_cfg=rng.choice(('same', 'same', None, dict(type='LN'), _draw_norm(rng))),
-        strides=[backbone['patch_size'], *(rng.choice((1, 2, 2, 2, 3)) for _ in range(num_stages - 1))])
+        strides=[backbone['patch_size'], *(rng.choice((1, 2, 2, 2, 3)) for _ in range(num_stages - 1))],
+    )
     if rng.random() < 0.5:
         backbone['window_sizes'] = [_draw_window(rng) for _ in range(num_stages)]
     return backbone
@@ -164,14 +180,16 @@ def _draw_pvt(rng: random.Random, size: tuple[int, int]) -> dict:
     backbone = _draw_pvt_like(rng, size, 'SLABPVT', FIRST_PATCHES, NEXT_PATCHES)
     num_stages = backbone['num_stages']
     backbone.update(
-        attention=_draw_attention(rng, num_stages), la_sr_ratios=[rng.choice((1, 1, *{1, ratio}))
-                                                                  for ratio in backbone['sr_ratios']],
-        ffn_norm=None if backbone['use_conv_ffn'] else rng.choice((None, 'pre_act', 'post_act')))
+        attention=_draw_attention(rng, num_stages),
+        la_sr_ratios=[rng.choice((1, 1, *{1, ratio})) for ratio in backbone['sr_ratios']],
+        ffn_norm=None if backbone['use_conv_ffn'] else rng.choice((None, 'pre_act', 'post_act')),
+    )
     return backbone
 
 
-def _draw_pvt_like(rng: random.Random, size: tuple[int, int], kind: str, first: tuple, others: tuple,
-                   num_stages: int | None = None) -> dict:
+def _draw_pvt_like(
+    rng: random.Random, size: tuple[int, int], kind: str, first: tuple, others: tuple, num_stages: int | None = None
+) -> dict:
     num_stages = num_stages or rng.randint(1, 4)
     patches = [rng.choice(first if stage == 0 else others) for stage in range(num_stages)]
     # Learned positions need a map in pretraining too.
@@ -183,13 +201,25 @@ def _draw_pvt_like(rng: random.Random, size: tuple[int, int], kind: str, first: 
         smallest = tuple(_map_side(side, *patch) for side in smallest)
         sr_ratios.append(rng.randint(1, min(4, *smallest)))
     return dict(
-        type=kind, pretrain_img_size=pretrain_img_size, embed_dims=rng.choice((4, 8)), num_stages=num_stages,
-        num_layers=[rng.choice((1, 1, 2)) for _ in patches], num_heads=[rng.choice((1, 2, 3)) for _ in patches],
-        patch_sizes=[kernel for kernel, _, _ in patches], strides=[stride for _, stride, _ in patches],
-        paddings=[padding for _, _, padding in patches], sr_ratios=sr_ratios,
-        out_indices=_draw_outputs(rng, num_stages), mlp_ratios=[rng.choice((1, 2, 4)) for _ in patches],
-        qkv_bias=rng.random() < 0.7, use_abs_pos_embed=has_positions, norm_after_stage=rng.random() < 0.5,
-        use_conv_ffn=rng.random() < 0.3, act_cfg=dict(type=rng.choice(('GELU', 'ReLU'))), norm_cfg=_draw_norm(rng))
+        type=kind,
+        pretrain_img_size=pretrain_img_size,
+        embed_dims=rng.choice((4, 8)),
+        num_stages=num_stages,
+        num_layers=[rng.choice((1, 1, 2)) for _ in patches],
+        num_heads=[rng.choice((1, 2, 3)) for _ in patches],
+        patch_sizes=[kernel for kernel, _, _ in patches],
+        strides=[stride for _, stride, _ in patches],
+        paddings=[padding for _, _, padding in patches],
+        sr_ratios=sr_ratios,
+        out_indices=_draw_outputs(rng, num_stages),
+        mlp_ratios=[rng.choice((1, 2, 4)) for _ in patches],
+        qkv_bias=rng.random() < 0.7,
+        use_abs_pos_embed=has_positions,
+        norm_after_stage=rng.random() < 0.5,
+        use_conv_ffn=rng.random() < 0.3,
+        act_cfg=dict(type=rng.choice(('GELU', 'ReLU'))),
+        norm_cfg=_draw_norm(rng),
+    )
 
 
 def _map_side(side: int, kernel: int, stride: int, padding: int | str) -> int:
@@ -200,9 +230,11 @@ def _map_side(side: int, kernel: int, stride: int, padding: int | str) -> int:
 def _draw_neck(rng: random.Random, num_levels: int) -> dict:
     start_level = rng.randint(0, 1) if num_levels > 1 else 0
     return dict(
-        start_level=start_level, num_outs=num_levels - start_level + rng.randint(0, 1),
+        start_level=start_level,
+        num_outs=num_levels - start_level + rng.randint(0, 1),
         add_extra_convs=rng.choice((False, 'on_input', 'on_lateral', 'on_output')),
-        norm_cfg=rng.choice((None, dict(type='BN'))))
+        norm_cfg=rng.choice((None, dict(type='BN'))),
+    )
 
 
 def _wrong(name: str, value: object, message: str) -> Fault:
@@ -212,13 +244,18 @@ def _wrong(name: str, value: object, message: str) -> Fault:
 
 def _wrong_in_a_stage(name: str, value: object, message: str) -> Fault:
     """One argument that is wrong in its last stage."""
-    return Fault(f'{name}=[..., {value}]', lambda backbone: {name: [*_listed(backbone, name)[:-1], value]},
-                 ValueError, message)
+    return Fault(
+        f'{name}=[..., {value}]', lambda backbone: {name: [*_listed(backbone, name)[:-1], value]}, ValueError, message
+    )
 
 
 def _one_too_many(name: str) -> Fault:
-    return Fault(f'{name} too long', lambda backbone: {name: [*_listed(backbone, name), 1, 1]}, ValueError,
-                 rf'{name}=.*one entry for each of the \d stages')
+    return Fault(
+        f'{name} too long',
+        lambda backbone: {name: [*_listed(backbone, name), 1, 1]},
+        ValueError,
+        rf'{name}=.*one entry for each of the \d stages',
+    )
 
 
 def _listed(backbone: dict, name: str) -> list:
@@ -242,8 +279,12 @@ _COMMON_FAULTS = (
     _wrong('norm_cfg', dict(type='NoNorm'), "there is no norm called 'NoNorm'"),
     _wrong('norm_cfg', dict(type='BN'), 'takes channels first.*TokenBN'),
     _wrong('norm_cfg', None, "norm_cfg must be a dict with a 'type'"),
-    Fault('two sources', lambda backbone: dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b')),
-          ValueError, 'two sources of weights'),
+    Fault(
+        'two sources',
+        lambda backbone: dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b')),
+        ValueError,
+        'two sources of weights',
+    ),
 )
 FAULTS: dict[str, tuple[Fault, ...]] = {
     'SLABSwin': (
@@ -264,10 +305,18 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
         _wrong_in_a_stage('mlp_ratios', 0, 'mlp_ratios=0 leaves no hidden channel'),
         _wrong_in_a_stage('patch_sizes', 0, 'patch_sizes=.*positive whole numbers'),
         _wrong_in_a_stage('paddings', 'reflect', 'unknown padding.*reflect'),
-        Fault('pretrain_img_size=2', lambda backbone: dict(pretrain_img_size=2, use_abs_pos_embed=True), ValueError,
-              r'2x2 leaves stage \d'),
-        Fault('ffn_norm with use_conv_ffn', lambda backbone: dict(ffn_norm='pre_act', use_conv_ffn=True), ValueError,
-              'set use_conv_ffn=False'),
+        Fault(
+            'pretrain_img_size=2',
+            lambda backbone: dict(pretrain_img_size=2, use_abs_pos_embed=True),
+            ValueError,
+            r'2x2 leaves stage \d',
+        ),
+        Fault(
+            'ffn_norm with use_conv_ffn',
+            lambda backbone: dict(ffn_norm='pre_act', use_conv_ffn=True),
+            ValueError,
+            'set use_conv_ffn=False',
+        ),
         _one_too_many('sr_ratios'),
         _one_too_many('num_layers'),
     ),

@@ -1,4 +1,5 @@
 """What must hold for every case of fuzz_cases.py."""
+
 from __future__ import annotations
 
 import copy
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.fusion import FusionError
-from slab_det.layers import OfflineNorm
+from slab_det.norms import OfflineNorm
 
 SMALL_DETECTOR = Path(__file__).parents[1] / 'configs/_base_/models/mask_rcnn_swin_small.py'
 CHANNELS = 8
@@ -117,8 +118,9 @@ def check_finite(outputs: list[Tensor]) -> None:
     assert outputs and all(output.isfinite().all() for output in outputs), 'an output is not finite'
 
 
-def measure_distances(model: nn.Module, inputs: tuple[Tensor, Tensor], before: list[Tensor],
-                      after: list[Tensor]) -> Outcome:
+def measure_distances(
+    model: nn.Module, inputs: tuple[Tensor, Tensor], before: list[Tensor], after: list[Tensor]
+) -> Outcome:
     """How far fused and unfused are apart; ``model`` may be fused by it.
 
     Args:
@@ -204,7 +206,7 @@ def model_config(case: Case) -> dict:
         model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
     model.backbone = backbone
     model.neck.update(in_channels=output_channels(backbone), **case.neck)
-    strides = [4 * 2 ** level for level in range(case.neck['num_outs'])]
+    strides = [4 * 2**level for level in range(case.neck['num_outs'])]
     model.rpn_head.anchor_generator.strides = strides
     for extractor in (model.roi_head.bbox_roi_extractor, model.roi_head.mask_roi_extractor):
         if extractor:
@@ -216,7 +218,7 @@ def output_channels(backbone: dict) -> list[int]:
     """Channels of every output of a backbone, which are in the order of the stages."""
     stages = sorted(backbone['out_indices'])
     if 'depths' in backbone:
-        return [backbone['embed_dims'] * 2 ** stage for stage in stages]
+        return [backbone['embed_dims'] * 2**stage for stage in stages]
     return [backbone['embed_dims'] * backbone['num_heads'][stage] for stage in stages]
 
 

@@ -1,4 +1,5 @@
 """What must hold for a case of fuzz_cases.py that is exported: the file computes what the detector does."""
+
 from __future__ import annotations
 
 import copy
@@ -11,7 +12,7 @@ from fuzz_cases import Case
 from fuzz_checks import FLOAT32_FACTOR, build_model, distance
 from torch import Tensor, nn
 
-from slab_det.export import ExportError, export_onnx, load_runtime
+from slab_det.deployment.export import ExportError, export_onnx, load_runtime
 
 
 def is_exported(case: Case) -> bool:

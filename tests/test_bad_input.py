@@ -3,6 +3,7 @@
 The first table goes through the command lines as they are typed, the second through the Python interface. Files that
 are no checkpoint for a backbone are in tests/checkpoints/test_bad_files.py.
 """
+
 from __future__ import annotations
 
 import errno
@@ -26,15 +27,15 @@ from torch import nn
 import slab_det
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import load_pretrained
-from slab_det.compat.engine import read_checkpoint
-from slab_det.conversion import calibrate_norms
-from slab_det.datasets.recalibration import recalibration_dataloader
-from slab_det.datasets.synthetic import SyntheticShapes, generate
-from slab_det.detectors import build_detector
-from slab_det.errors import CheckpointError, ConfigError, DataError, LatencyError, ReportError, SlabDetError
+from slab_det.checkpoints.build import build_detector
+from slab_det.conversion.convert import calibrate_norms
+from slab_det.data.synthetic import SyntheticShapes, generate
 from slab_det.fusion import save_fused
-from slab_det.layers import PRepBN
-from slab_det.reporting import Report, read_report, write_report
+from slab_det.measure.reporting import Report, read_report, write_report
+from slab_det.norms import PRepBN
+from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.runtime.engine import read_checkpoint
+from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, LatencyError, ReportError, SlabDetError
 
 # Beside COCO's, what a dataset can have wrong: images in the folder, annotations, categories.
 IMAGE = {'id': 1, 'file_name': 'a.png', 'width': 96, 'height': 80}
@@ -109,14 +110,24 @@ def write_world(folder: Path, small_run_cfg: Callable[..., Config]) -> None:
     slab_det.set_gamma(model, 0.0)
     save_state(folder / 'small.pth', model)
     save_fused(slab_det.fuse(model), cfg, folder / 'fused.pth')
-    for name, backbone in (('layernorm', {'norm_cfg': {'type': 'LN'}}), ('wider', {'embed_dims': 16}),
-                           ('un4', {'norm_cfg': {'type': 'UN', 'window_size': 4}}),
-                           ('un8', {'norm_cfg': {'type': 'UN', 'window_size': 8}})):
+    for name, backbone in (
+        ('layernorm', {'norm_cfg': {'type': 'LN'}}),
+        ('wider', {'embed_dims': 16}),
+        ('un4', {'norm_cfg': {'type': 'UN', 'window_size': 4}}),
+        ('un8', {'norm_cfg': {'type': 'UN', 'window_size': 8}}),
+    ):
         # As of a training, as far as it is looked at.
-        save_state(folder / f'{name}.pth', write(name, **backbone)[1], meta={'epoch': 0, 'iter': 2}, message_hub={},
-                   optimizer={})
-    torch.save({'state_dict': {'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight': torch.ones(64, 64)}},
-               folder / 'resnet.pth')
+        save_state(
+            folder / f'{name}.pth',
+            write(name, **backbone)[1],
+            meta={'epoch': 0, 'iter': 2},
+            message_hub={},
+            optimizer={},
+        )
+    torch.save(
+        {'state_dict': {'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight': torch.ones(64, 64)}},
+        folder / 'resnet.pth',
+    )
     torch.save({'state_dict': RunsCode()}, folder / 'bomb.pth')
     (folder / 'truncated.pth').write_bytes((folder / 'small.pth').read_bytes()[:-2000])
 
@@ -124,9 +135,14 @@ def write_world(folder: Path, small_run_cfg: Callable[..., Config]) -> None:
         write_data(folder / 'data' / name, *content)
     coco = cfg.copy()
     for loader in (coco.train_dataloader, coco.val_dataloader, coco.test_dataloader):
-        loader.dataset = dict(type='CocoDataset', data_root='data/coco', ann_file='annotations.json',
-                              data_prefix=dict(img='images/'), metainfo=dict(classes=('cat',)),
-                              pipeline=loader.dataset.pipeline)
+        loader.dataset = dict(
+            type='CocoDataset',
+            data_root='data/coco',
+            ann_file='annotations.json',
+            data_prefix=dict(img='images/'),
+            metainfo=dict(classes=('cat',)),
+            pipeline=loader.dataset.pipeline,
+        )
     coco.val_evaluator = coco.test_evaluator = dict(type='CocoMetric', ann_file='data/coco/annotations.json')
     coco.dump(folder / 'coco.py')
 
@@ -139,8 +155,21 @@ def write_world(folder: Path, small_run_cfg: Callable[..., Config]) -> None:
 
 
 TRAIN = ['train.py', 'small.py', '--work-dir', 'run']
-LATENCY = ['latency.py', 'small.py', '--checkpoint', 'small.pth', '--scope', 'backbone', '--rounds', '1',
-           '--warmup', '0', '--size', '64', '64']
+LATENCY = [
+    'latency.py',
+    'small.py',
+    '--checkpoint',
+    'small.pth',
+    '--scope',
+    'backbone',
+    '--rounds',
+    '1',
+    '--warmup',
+    '0',
+    '--size',
+    '64',
+    '64',
+]
 
 
 def options(*pairs: str) -> list[str]:
@@ -154,8 +183,11 @@ def on_data(name: str) -> list[str]:
 # Name: the command, what the message must name, and what it must tell to do.
 COMMANDS: dict[str, tuple[list[str], str, str]] = {
     'missing data root': (on_data('nowhere'), '--data-root data/nowhere is not a folder', ''),
-    'missing annotation file': (['train.py', 'coco.py', '--work-dir', 'run'],
-                                'train annotation file data/coco/annotations.json not found', '--data-root'),
+    'missing annotation file': (
+        ['train.py', 'coco.py', '--work-dir', 'run'],
+        'train annotation file data/coco/annotations.json not found',
+        '--data-root',
+    ),
     'wrong class names': (on_data('nuclei'), r'none of its categories \(nucleus\).*1 classes \(cat\)', 'metainfo='),
     'no annotations': (on_data('empty'), 'holds 1 images but no annotations', ''),
     'only crowds': (on_data('crowds'), r'annotations\.json: all of its 1 annotations are crowds', 'Set iscrowd to 0'),
@@ -164,91 +196,191 @@ COMMANDS: dict[str, tuple[list[str], str, str]] = {
     'unknown dataset': ([*TRAIN, *options('train_dataloader.dataset.type=Coko')], "no dataset is called 'Coko'", ''),
     'no such config': (['train.py', 'nowhere.py'], r'nowhere\.py', ''),
     'no config but a text': (['train.py', 'notes.txt'], r'notes\.txt is no config', r'\.py'),
-    'no config but a checkpoint': (['fuse.py', 'small.pth', 'small.py', '--out', 'x.pth'],
-                                   r'small\.pth is no config', r'\.py'),
-    'config that is no Python': (['test.py', 'broken.py', 'small.pth'], r'broken\.py: SyntaxError',
-                                 'correct the config'),
+    'no config but a checkpoint': (
+        ['fuse.py', 'small.pth', 'small.py', '--out', 'x.pth'],
+        r'small\.pth is no config',
+        r'\.py',
+    ),
+    'config that is no Python': (
+        ['test.py', 'broken.py', 'small.pth'],
+        r'broken\.py: SyntaxError',
+        'correct the config',
+    ),
     'config without a model': (['latency.py', 'nothing.py'], r'nothing\.py is no config of a detector', 'model=dict'),
-    'unknown attention': ([*TRAIN, *options('model.backbone.attention=linear')], r'small\.py: .*linear',
-                          'sla.*softmax'),
-    'unknown norm': ([*TRAIN, *options('model.backbone.norm_cfg.type=PReBN')], r'small\.py: .*PReBN',
-                     'correct the config'),
-    'unknown argument': ([*LATENCY, *options('model.backbone.depht=2')], "unexpected keyword argument 'depht'",
-                         'correct the config'),
-    'negative window': ([*TRAIN, *options('model.backbone.window_sizes=-7,6,7,7')], r'small\.py: .*-7',
-                        'correct the config'),
+    'unknown attention': (
+        [*TRAIN, *options('model.backbone.attention=linear')],
+        r'small\.py: .*linear',
+        'sla.*softmax',
+    ),
+    'unknown norm': (
+        [*TRAIN, *options('model.backbone.norm_cfg.type=PReBN')],
+        r'small\.py: .*PReBN',
+        'correct the config',
+    ),
+    'unknown argument': (
+        [*LATENCY, *options('model.backbone.depht=2')],
+        "unexpected keyword argument 'depht'",
+        'correct the config',
+    ),
+    'negative window': (
+        [*TRAIN, *options('model.backbone.window_sizes=-7,6,7,7')],
+        r'small\.py: .*-7',
+        'correct the config',
+    ),
     'heads that do not divide': ([*TRAIN, *options('model.backbone.num_heads=3,2,2,4')], r'small\.py: .*3', ''),
     'decay of -1': ([*TRAIN, *options('custom_hooks.0.total=-1')], 'total=-1 fraction is no length', 'use 0 to 1'),
     'unknown decay': ([*TRAIN, *options('custom_hooks.0.decay=exp')], "unknown decay 'exp'", 'choose from.*cosine'),
     'an unknown pipeline to recalibrate on': (
-        [*TRAIN, *options('custom_hooks.1.pipeline=val')], "pipeline='val'", 'one of test, train'),
+        [*TRAIN, *options('custom_hooks.1.pipeline=val')],
+        "pipeline='val'",
+        'one of test, train',
+    ),
     'no image to recalibrate on': ([*TRAIN, *options('custom_hooks.1.num_images=0')], 'num_images=0', 'at least 1'),
     'unknown optimizer': ([*TRAIN, *options('optim_wrapper.optimizer.type=AdamQ')], 'AdamQ is not in', 'correct'),
     'unknown sampler': ([*TRAIN, *options('train_dataloader.sampler.type=Sample')], 'Sample is not in', 'correct'),
-    'launcher without its launch': ([*TRAIN, '--launcher', 'pytorch'], '--launcher pytorch: RANK is not set',
-                                    r'torchrun or tools/dist_train\.sh'),
-    'batch size to scale by': ([*TRAIN, '--auto-scale-lr', *options('auto_scale_lr=None')],
-                               r'small\.py has no auto_scale_lr\.base_batch_size', ''),
+    'launcher without its launch': (
+        [*TRAIN, '--launcher', 'pytorch'],
+        '--launcher pytorch: RANK is not set',
+        r'torchrun or tools/dist_train\.sh',
+    ),
+    'batch size to scale by': (
+        [*TRAIN, '--auto-scale-lr', *options('auto_scale_lr=None')],
+        r'small\.py has no auto_scale_lr\.base_batch_size',
+        '',
+    ),
     'work dir that is a file': (['train.py', 'small.py', '--work-dir', 'notes.txt'], r'notes\.txt', 'choose a folder'),
-    'work dir below a file': (['train.py', 'small.py', '--work-dir', 'notes.txt/run'], r'notes\.txt',
-                              'choose a folder'),
+    'work dir below a file': (
+        ['train.py', 'small.py', '--work-dir', 'notes.txt/run'],
+        r'notes\.txt',
+        'choose a folder',
+    ),
     'resume from nothing': ([*TRAIN, '--resume', 'nowhere.pth'], r'no checkpoint nowhere\.pth', 'check its name'),
-    'resume another width': ([*TRAIN, '--resume', 'wider.pth'], r'wider\.pth: \d+ shapes do not fit',
-                             'make the config agree'),
-    'checkpoint of another model': (['test.py', 'small.py', 'resnet.pth', '--work-dir', 'run'],
-                                    r'resnet\.pth looks like ResNet: nothing matches', ''),
-    'fused weights, unfused config': (['test.py', 'small.py', 'fused.pth', '--work-dir', 'run'],
-                                      r'fused\.pth is fused', 'use the fused config'),
-    'unfused weights, fused config': (['test.py', 'fused_config.py', 'small.pth', '--work-dir', 'run'],
-                                      r'small\.pth is not fused', r'tools/fuse\.py'),
-    'LayerNorm weights, UN config': (['fuse.py', 'un4.py', 'layernorm.pth', '--out', 'x.pth'],
-                                     r'layernorm\.pth: 16 of 16 norms have no statistics', 'train it'),
-    'UN with another window': (['train.py', 'un8.py', '--work-dir', 'run', '--resume', 'un4.pth'],
-                               r'un4\.pth cannot be resumed from: .*averages of training', 'config in its work_dir'),
-    'LayerNorm training, PRepBN config': (['train.py', 'small.py', '--work-dir', 'run', '--resume', 'layernorm.pth'],
-                                          r'layernorm\.pth cannot be resumed from', 'load_from=FILE'),
-    'resume from weights alone': ([*TRAIN, '--resume', 'small.pth'],
-                                  r'small\.pth cannot be resumed from: it has weights, but no meta', 'load_from=FILE'),
-    'truncated checkpoint': (['test.py', 'small.py', 'truncated.pth', '--work-dir', 'run'],
-                             r'truncated\.pth: cannot be read as a checkpoint', 'get it again, or take an earlier'),
-    'checkpoint that runs code': (['fuse.py', 'small.py', 'bomb.pth', '--out', 'x.pth'],
-                                  r'bomb\.pth: holds posix\.mkdir', 'Not loaded'),
+    'resume another width': (
+        [*TRAIN, '--resume', 'wider.pth'],
+        r'wider\.pth: \d+ shapes do not fit',
+        'make the config agree',
+    ),
+    'checkpoint of another model': (
+        ['test.py', 'small.py', 'resnet.pth', '--work-dir', 'run'],
+        r'resnet\.pth looks like ResNet: nothing matches',
+        '',
+    ),
+    'fused weights, unfused config': (
+        ['test.py', 'small.py', 'fused.pth', '--work-dir', 'run'],
+        r'fused\.pth is fused',
+        'use the fused config',
+    ),
+    'unfused weights, fused config': (
+        ['test.py', 'fused_config.py', 'small.pth', '--work-dir', 'run'],
+        r'small\.pth is not fused',
+        r'tools/fuse\.py',
+    ),
+    'LayerNorm weights, UN config': (
+        ['fuse.py', 'un4.py', 'layernorm.pth', '--out', 'x.pth'],
+        r'layernorm\.pth: 16 of 16 norms have no statistics',
+        'train it',
+    ),
+    'UN with another window': (
+        ['train.py', 'un8.py', '--work-dir', 'run', '--resume', 'un4.pth'],
+        r'un4\.pth cannot be resumed from: .*averages of training',
+        'config in its work_dir',
+    ),
+    'LayerNorm training, PRepBN config': (
+        ['train.py', 'small.py', '--work-dir', 'run', '--resume', 'layernorm.pth'],
+        r'layernorm\.pth cannot be resumed from',
+        'load_from=FILE',
+    ),
+    'resume from weights alone': (
+        [*TRAIN, '--resume', 'small.pth'],
+        r'small\.pth cannot be resumed from: it has weights, but no meta',
+        'load_from=FILE',
+    ),
+    'truncated checkpoint': (
+        ['test.py', 'small.py', 'truncated.pth', '--work-dir', 'run'],
+        r'truncated\.pth: cannot be read as a checkpoint',
+        'get it again, or take an earlier',
+    ),
+    'checkpoint that runs code': (
+        ['fuse.py', 'small.py', 'bomb.pth', '--out', 'x.pth'],
+        r'bomb\.pth: holds posix\.mkdir',
+        'Not loaded',
+    ),
     'gamma above 0': (['fuse.py', 'small.py', 'mixed.pth', '--out', 'x.pth'], r'gamma = 0\.5', 'finish the training'),
-    'nothing to fuse': (['fuse.py', 'layernorm.py', 'layernorm.pth', '--out', 'x.pth'],
-                        r'layernorm\.py has no norm to fold', r'tools/convert_checkpoint\.py'),
+    'nothing to fuse': (
+        ['fuse.py', 'layernorm.py', 'layernorm.pth', '--out', 'x.pth'],
+        r'layernorm\.py has no norm to fold',
+        r'tools/convert_checkpoint\.py',
+    ),
     'fused already': (['fuse.py', 'fused_config.py', 'fused.pth', '--out', 'x.pth'], 'fused already', ''),
-    'fused below a file': (['fuse.py', 'small.py', 'small.pth', '--out', 'notes.txt/x.pth'], r'notes\.txt',
-                           'choose a folder'),
-    'image of no size': (['fuse.py', 'small.py', 'small.pth', '--out', 'x.pth', '--size', '0', '32'], '--size 0 32',
-                         'at least 1'),
-    'no LayerNorm to convert': (['convert_checkpoint.py', 'small.pth', 'x.pth', '--config', 'small.py',
-                                 '--num-images', '0'], 'no LayerNorm to convert', ''),
-    'minus three images': (['convert_checkpoint.py', 'layernorm.pth', 'x.pth', '--config', 'layernorm.py',
-                            '--num-images', '-3'], 'num_images=-3', 'at least one'),
-    'no such schedule': (['convert_checkpoint.py', 'layernorm.pth', 'x.pth', '--config', 'layernorm.py',
-                          '--num-images', '0', '--schedule', 'nowhere.py'], r'nowhere\.py', ''),
+    'fused below a file': (
+        ['fuse.py', 'small.py', 'small.pth', '--out', 'notes.txt/x.pth'],
+        r'notes\.txt',
+        'choose a folder',
+    ),
+    'image of no size': (
+        ['fuse.py', 'small.py', 'small.pth', '--out', 'x.pth', '--size', '0', '32'],
+        '--size 0 32',
+        'at least 1',
+    ),
+    'no LayerNorm to convert': (
+        ['convert_checkpoint.py', 'small.pth', 'x.pth', '--config', 'small.py', '--num-images', '0'],
+        'no LayerNorm to convert',
+        '',
+    ),
+    'minus three images': (
+        ['convert_checkpoint.py', 'layernorm.pth', 'x.pth', '--config', 'layernorm.py', '--num-images', '-3'],
+        'num_images=-3',
+        'at least one',
+    ),
+    'no such schedule': (
+        [
+            'convert_checkpoint.py',
+            'layernorm.pth',
+            'x.pth',
+            '--config',
+            'layernorm.py',
+            '--num-images',
+            '0',
+            '--schedule',
+            'nowhere.py',
+        ],
+        r'nowhere\.py',
+        '',
+    ),
     'CUDA where there is none': ([*LATENCY, '--device', 'cuda:7'], "'cuda:7' is not there", '--device cpu'),
     'a device of no kind': ([*LATENCY, '--device', 'gpu'], "'gpu'", 'cpu, cuda'),
     'no rounds': ([*LATENCY, '--rounds', '0'], 'rounds=0', ''),
     'negative size': ([*LATENCY, '--size', '-1', '64'], r'size=\(-1, 64\)', ''),
-    'two checkpoints for one config': ([*LATENCY, '--checkpoint', 'small.pth', 'small.pth'],
-                                       '1 configs but 2 checkpoints', 'write "none"'),
-    'one config twice': (['latency.py', 'small.py', 'small.py', '--checkpoint', 'small.pth', 'small.pth'],
-                         r'small\.py is listed twice', ''),
+    'two checkpoints for one config': (
+        [*LATENCY, '--checkpoint', 'small.pth', 'small.pth'],
+        '1 configs but 2 checkpoints',
+        'write "none"',
+    ),
+    'one config twice': (
+        ['latency.py', 'small.py', 'small.py', '--checkpoint', 'small.pth', 'small.pth'],
+        r'small\.py is listed twice',
+        '',
+    ),
     'image that is none': ([*LATENCY, '--image', 'notes.txt'], r'image notes\.txt cannot be decoded', ''),
     'report without entries': (['report.py', 'no_entries.json', '--out', 'table'], 'no entr', ''),
     'report that is cut off': (['report.py', 'cut_off.json', '--out', 'table'], r'cut_off\.json is not JSON', ''),
     'report of another schema': (['report.py', 'old.json', '--out', 'table'], '"schema": 1, found 0', ''),
     'predictions as text': (['test.py', 'small.py', 'small.pth', '--out', 'x.txt'], r'--out x\.txt', r'\.pkl'),
-    'latency of augmented tests': (['test.py', 'small.py', 'small.pth', '--tta', '--latency'], '--latency',
-                                   'leave out --tta'),
+    'latency of augmented tests': (
+        ['test.py', 'small.py', 'small.pth', '--tta', '--latency'],
+        '--latency',
+        'leave out --tta',
+    ),
 }
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file below a folder, with what changes when it is written."""
-    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
-            for path in folder.rglob('*') if path.is_file()}
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in folder.rglob('*')
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize('name', COMMANDS)
@@ -261,7 +393,7 @@ def test_a_wrong_command_is_one_message_and_nothing_half_done(name, world, call)
     lines = result.err.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('error: ')]
     assert len(starts) == 1, result.err
-    message = '\n'.join(lines[starts[0]:])
+    message = '\n'.join(lines[starts[0] :])
     assert re.search(cause, message, re.S) and re.search(remedy, message, re.S), message
     assert len(lines) - starts[0] == 1 or name == 'missing annotation file', message
     assert 'Traceback' not in result.out + result.err
@@ -297,8 +429,9 @@ def test_a_full_disk_at_the_last_checkpoint_leaves_the_one_before(world, call, m
         patch.setattr(os, 'fsync', sync_until_full)
         result = call_in(world, call, TRAIN)
     assert result.code == 1 and 'Traceback' not in result.err
-    assert re.fullmatch(r'error: \S*/run/iter_4\.pth: No space left on device; free some space.*--resume.*',
-                        result.err.splitlines()[-1])
+    assert re.fullmatch(
+        r'error: \S*/run/iter_4\.pth: No space left on device; free some space.*--resume.*', result.err.splitlines()[-1]
+    )
     run = world / 'run'
     # max_keep_ckpts=1: mmengine alone would have removed it before.
     assert Path((run / 'last_checkpoint').read_text()) == run / 'iter_2.pth'
@@ -312,14 +445,27 @@ def test_a_full_disk_at_the_last_checkpoint_leaves_the_one_before(world, call, m
 
 def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(world, call):
     """Killed before the first checkpoint, a fine-tune would go on from random weights in mmengine."""
-    result = call_in(world, call, [*TRAIN, '--resume', *options('load_from=mixed.pth', 'train_cfg.max_iters=1',
-                                                                'custom_hooks.0.total=5', 'custom_hooks.0.unit=iter',
-                                                                'optim_wrapper.optimizer.lr=0')])
+    result = call_in(
+        world,
+        call,
+        [
+            *TRAIN,
+            '--resume',
+            *options(
+                'load_from=mixed.pth',
+                'train_cfg.max_iters=1',
+                'custom_hooks.0.total=5',
+                'custom_hooks.0.unit=iter',
+                'optim_wrapper.optimizer.lr=0',
+            ),
+        ],
+    )
     assert result.code == 0, result.err
     assert 'run has no checkpoint yet' in result.out
     weight = 'neck.lateral_convs.0.conv.weight'
-    trained, start = (read_checkpoint(path)['state_dict'][weight] for path in (world / 'run/iter_1.pth',
-                                                                              world / 'mixed.pth'))
+    trained, start = (
+        read_checkpoint(path)['state_dict'][weight] for path in (world / 'run/iter_1.pth', world / 'mixed.pth')
+    )
     assert torch.equal(trained, start)
 
 
@@ -338,57 +484,106 @@ def finished_swin() -> SLABSwin:
 
 
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    'fuse in training mode': (lambda: slab_det.fuse(finished_swin().train() or swin(norm_cfg=dict(type='RepBN'))),
-                              SlabDetError, r'training mode.*call model\.eval\(\)'),
+    'fuse in training mode': (
+        lambda: slab_det.fuse(finished_swin().train() or swin(norm_cfg=dict(type='RepBN'))),
+        SlabDetError,
+        r'training mode.*call model\.eval\(\)',
+    ),
     'fuse a norm alone': (lambda: slab_det.fuse(_gamma_0(PRepBN(4)).eval()), SlabDetError, 'itself a norm'),
-    'recalibrate on nothing': (lambda: slab_det.recalibrate(finished_swin(), [], progress=False), SlabDetError,
-                               'no batch to recalibrate on; check the dataset'),
-    'recalibrate on an iterator': (lambda: slab_det.recalibrate(finished_swin(), iter([])), SlabDetError,
-                                   'pass a list or a data loader'),
-    'recalibrate zero times': (lambda: slab_det.recalibrate(finished_swin(), [torch.ones(1, 3, 64, 64)], max_passes=0),
-                               SlabDetError, 'max_passes must be at least 1'),
-    'recalibrate a fused model': (lambda: slab_det.recalibrate(slab_det.fuse(finished_swin()), []), SlabDetError,
-                                  'no offline norm.*recalibrate before fusing'),
-    'recalibrate on NaN': (lambda: slab_det.recalibrate(finished_swin(), [torch.full((1, 3, 64, 64), torch.nan)],
-                                                        progress=False),
-                           SlabDetError, 'NaN after batch 1; lower the learning rate or check the inputs'),
+    'recalibrate on nothing': (
+        lambda: slab_det.recalibrate(finished_swin(), [], progress=False),
+        SlabDetError,
+        'no batch to recalibrate on; check the dataset',
+    ),
+    'recalibrate on an iterator': (
+        lambda: slab_det.recalibrate(finished_swin(), iter([])),
+        SlabDetError,
+        'pass a list or a data loader',
+    ),
+    'recalibrate zero times': (
+        lambda: slab_det.recalibrate(finished_swin(), [torch.ones(1, 3, 64, 64)], max_passes=0),
+        SlabDetError,
+        'max_passes must be at least 1',
+    ),
+    'recalibrate a fused model': (
+        lambda: slab_det.recalibrate(slab_det.fuse(finished_swin()), []),
+        SlabDetError,
+        'no offline norm.*recalibrate before fusing',
+    ),
+    'recalibrate on NaN': (
+        lambda: slab_det.recalibrate(finished_swin(), [torch.full((1, 3, 64, 64), torch.nan)], progress=False),
+        SlabDetError,
+        'NaN after batch 1; lower the learning rate or check the inputs',
+    ),
     'calibrate a finished decay': (lambda: calibrate_norms(finished_swin(), []), SlabDetError, r'at gamma = 0'),
-    'convert to a norm of torch': (lambda: slab_det.convert_norms(swin(), dict(type='BN1d')), SlabDetError,
-                                   'no offline norm of slab_det; choose PRepBN'),
+    'convert to a norm of torch': (
+        lambda: slab_det.convert_norms(swin(), dict(type='BN1d')),
+        SlabDetError,
+        'no offline norm of slab_det; choose PRepBN',
+    ),
     'load from nowhere': (lambda: load_pretrained(swin(), 'nowhere.pth'), CheckpointError, 'check its name'),
-    'load as an unknown layout': (lambda: load_pretrained(swin(), swin().state_dict(), source='torchvision'),
-                                  ValueError, 'torchvision.*native'),
+    'load as an unknown layout': (
+        lambda: load_pretrained(swin(), swin().state_dict(), source='torchvision'),
+        ValueError,
+        'torchvision.*native',
+    ),
     'no attention of that name': (lambda: swin(attention='linear'), ValueError, 'linear.*softmax'),
     'attention for three stages': (lambda: swin(attention=('sla',) * 3), ValueError, 'one entry for each of the 4'),
     'negative window': (lambda: swin(window_size=-7), ValueError, '-7'),
     'window of zero': (lambda: swin(window_sizes=(7, 7, 0, 7)), ValueError, '0'),
     'heads that do not divide': (lambda: swin(num_heads=(3, 2, 2, 4)), ValueError, '3'),
-    'attention for three stages of PVT': (lambda: SLABPVT(embed_dims=8, attention=('sla',) * 3), ValueError,
-                                          'one entry for each of the 4'),
+    'attention for three stages of PVT': (
+        lambda: SLABPVT(embed_dims=8, attention=('sla',) * 3),
+        ValueError,
+        'one entry for each of the 4',
+    ),
     'tokens of another width': (lambda: PRepBN(4)(torch.ones(1, 2, 5)), ValueError, '4.*5|5.*4'),
-    'UN without a window': (lambda: MODELS.build(dict(type='UN', num_features=4, window_size=0)), ValueError,
-                            'window_size must be at least 1'),
+    'UN without a window': (
+        lambda: MODELS.build(dict(type='UN', num_features=4, window_size=0)),
+        ValueError,
+        'window_size must be at least 1',
+    ),
     'decay that grows': (lambda: HOOKS.build(dict(type='ProgressiveNormHook', total=1.5)), ValueError, 'use 0 to 1'),
-    'decay by steps': (lambda: HOOKS.build(dict(type='ProgressiveNormHook', unit='steps')), ValueError,
-                       "unknown unit 'steps': choose from"),
-    'no passes': (lambda: HOOKS.build(dict(type='RecalibrateFuseHook', max_passes=0)), ValueError,
-                  'max_passes=0.*at least 1'),
+    'decay by steps': (
+        lambda: HOOKS.build(dict(type='ProgressiveNormHook', unit='steps')),
+        ValueError,
+        "unknown unit 'steps': choose from",
+    ),
+    'no passes': (
+        lambda: HOOKS.build(dict(type='RecalibrateFuseHook', max_passes=0)),
+        ValueError,
+        'max_passes=0.*at least 1',
+    ),
     'latency of nothing': (lambda: slab_det.measure_latency({}), LatencyError, 'no model'),
-    'latency on another machine': (lambda: slab_det.measure_latency({'a': swin()}, device='cuda:9'), LatencyError,
-                                   'use --device cpu'),
-    'latency of a part': (lambda: slab_det.measure_latency({'a': swin()}, scope='head'), LatencyError,
-                          "'head' is not one of backbone"),
+    'latency on another machine': (
+        lambda: slab_det.measure_latency({'a': swin()}, device='cuda:9'),
+        LatencyError,
+        'use --device cpu',
+    ),
+    'latency of a part': (
+        lambda: slab_det.measure_latency({'a': swin()}, scope='head'),
+        LatencyError,
+        "'head' is not one of backbone",
+    ),
     'report of nothing': (lambda: read_report('nowhere.json'), ReportError, r'nowhere\.json not found'),
     'split of no name': (lambda: SyntheticShapes(split='test'), ValueError, "must be 'train' or 'val'"),
     'no image to generate': (lambda: generate(num_train=0), ValueError, 'both splits need an image'),
     'images too small to generate': (lambda: generate(size=(32, 32)), ValueError, 'at least 76 pixels'),
-    'detector of a typo': (lambda: build_detector(Config(dict(model=dict(type='MaskRCN')))), ConfigError,
-                           'MaskRCN is not in.*correct the config'),
-    'recalibration without a test pipeline': (lambda: recalibration_dataloader(Config(dict(train_dataloader={})), 4),
-                                              DataError, 'needs the test-time pipeline'),
+    'detector of a typo': (
+        lambda: build_detector(Config(dict(model=dict(type='MaskRCN')))),
+        ConfigError,
+        'MaskRCN is not in.*correct the config',
+    ),
+    'recalibration without a test pipeline': (
+        lambda: recalibration_dataloader(Config(dict(train_dataloader={})), 4),
+        DataError,
+        'needs the test-time pipeline',
+    ),
     'recalibration without a training set': (
-        lambda: recalibration_dataloader(Config(dict(test_dataloader=dict(dataset=dict(pipeline=[])))), 4), DataError,
-        'no train_dataloader; give the one'),
+        lambda: recalibration_dataloader(Config(dict(test_dataloader=dict(dataset=dict(pipeline=[])))), 4),
+        DataError,
+        'no train_dataloader; give the one',
+    ),
 }
 
 
@@ -407,4 +602,3 @@ def test_a_wrong_call_is_one_error(name, tmp_path, monkeypatch):
     assert re.search(expected, message), message
     assert '\n' not in message
     assert not list(tmp_path.iterdir())
-

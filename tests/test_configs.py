@@ -1,4 +1,5 @@
 """Every config builds the row it is named after, trains by that row's recipe, and ends with the norms that it says."""
+
 from __future__ import annotations
 
 import gzip
@@ -18,14 +19,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import slab_det
 from slab_det.checkpoints import load_pretrained
-from slab_det.layers import OfflineNorm
+from slab_det.norms import OfflineNorm
 
-ROWS = [f'{norm}{family}_{size}' for norm in ('', 'prepbn_') for family, sizes in (('swin', 'tsb'), ('pvt', 'tsm'))
-        for size in sizes]
+ROWS = [
+    f'{norm}{family}_{size}'
+    for norm in ('', 'prepbn_')
+    for family, sizes in (('swin', 'tsb'), ('pvt', 'tsm'))
+    for size in sizes
+]
 ROWS += ['slab_swin_t', 'slab_swin_s', 'slab_pvt_t', 'flatten_swin_t', 'flatten_swin_s']
 # The rows of UN's tables, and the one that stands beside them: 36 epochs.
-NO_LAYER_NORM = {'bn_swin_t': 'TokenBN', 'mabn_swin_t': 'MABN', 'powernorm_swin_t': 'PowerNorm', 'un_swin_t': 'UN',
-                 'bn_ffnbn_swin_t': 'TokenBN'}
+NO_LAYER_NORM = {
+    'bn_swin_t': 'TokenBN',
+    'mabn_swin_t': 'MABN',
+    'powernorm_swin_t': 'PowerNorm',
+    'un_swin_t': 'UN',
+    'bn_ffnbn_swin_t': 'TokenBN',
+}
 LONG = ['swin_t_3x', *NO_LAYER_NORM]
 ROWS += LONG
 # Norms whose averages start with the training.
@@ -37,16 +47,22 @@ QUICKSTART = ['quickstart_mask_rcnn_swin', 'quickstart_mask_rcnn_slab_swin']
 
 # What the papers print for their classifiers at 224, in millions of parameters and G multiply-adds.
 PUBLISHED = {
-    'swin_t': ('28', '4.5'), 'swin_s': ('50', '8.7'), 'swin_b': ('88', '15.4'),
-    'pvt_t': ('13.2', '1.9'), 'pvt_s': ('24.5', '3.8'), 'pvt_m': ('44.2', '6.7'),
+    'swin_t': ('28', '4.5'),
+    'swin_s': ('50', '8.7'),
+    'swin_b': ('88', '15.4'),
+    'pvt_t': ('13.2', '1.9'),
+    'pvt_s': ('24.5', '3.8'),
+    'pvt_m': ('44.2', '6.7'),
 }
 SWIN = 'https://github.com/SwinTransformer/storage/releases/download/v1.0.0'
 PVT = 'https://github.com/whai362/PVT/releases/download/v2'
 SLAB = 'https://github.com/xinghaochen/SLAB/releases/download/ckpts'
 # What the READMEs of the three repositories link to.
 RELEASED = {
-    **{f'{size}': f'{SWIN}/swin_{name}_patch4_window7_224.pth'
-       for size, name in (('swin_t', 'tiny'), ('swin_s', 'small'), ('swin_b', 'base'))},
+    **{
+        f'{size}': f'{SWIN}/swin_{name}_patch4_window7_224.pth'
+        for size, name in (('swin_t', 'tiny'), ('swin_s', 'small'), ('swin_b', 'base'))
+    },
     **{f'pvt_{name[0]}': f'{PVT}/pvt_{name}.pth' for name in ('tiny', 'small', 'medium')},
     **{f'prepbn_pvt_{name[0]}': f'{SLAB}/pvt_{name}_prepbn.pth' for name in ('tiny', 'small', 'medium')},
     'prepbn_swin_t': f'{SLAB}/swin_tiny_prepbn.pth',
@@ -162,8 +178,11 @@ def test_rows_of_un_differ_from_layer_norm_in_nothing_but_the_norm(row, norm):
     assert backbone.pop('ffn_norm', None) == ('pre_act' if row.startswith('bn_ffnbn') else None)
     assert (backbone.pop('norm_cfg')['type'], baseline['model']['backbone'].pop('norm_cfg')) == (norm, {'type': 'LN'})
     # All its norms, those of the outputs too.
-    assert {type(module).__name__ for module in MODELS.build(load(f'mask_rcnn_{row}').model.backbone).modules()
-            if isinstance(module, OfflineNorm)} == {norm}
+    assert {
+        type(module).__name__
+        for module in MODELS.build(load(f'mask_rcnn_{row}').model.backbone).modules()
+        if isinstance(module, OfflineNorm)
+    } == {norm}
     for key in baseline:
         assert changed[key] == baseline[key], key
     # What the files share, and the hooks that the norm needs.
@@ -201,7 +220,11 @@ def test_config_names_weights_that_were_released_and_fit(row):
     if row == 'flatten_swin_t':
         # Softmax has no position table of keys, no scale and no convolution; its bias tables have no place.
         assert {key.rpartition('attn.w_msa.')[2] for key in report.missing_unexpected} == {
-            'positional_encoding', 'scale', 'dwc.weight', 'dwc.bias'}
+            'positional_encoding',
+            'scale',
+            'dwc.weight',
+            'dwc.bias',
+        }
         assert all(key.endswith('relative_position_bias_table') for key in report.unused_unexpected)
     elif row == 'bn_ffnbn_swin_t':
         assert all('.ffn.norm.' in key for key in report.missing_unexpected) and not report.unused_unexpected
@@ -225,11 +248,11 @@ def test_number_of_parameters_is_that_of_the_papers(row):
     if 'slab' in row or 'flatten' in row:
         if backbone.type == 'SLABPVT':
             # A position per token of each stage in two blocks each, and no convolution that reduces the keys.
-            expected += 2 * sum(side ** 2 * dim for side, dim in ((56, 64), (28, 128), (14, 320), (7, 512)))
+            expected += 2 * sum(side**2 * dim for side, dim in ((56, 64), (28, 128), (14, 320), (7, 512)))
             expected -= 2 * sum((dim * ratio) ** 2 for dim, ratio in ((64, 8), (128, 4), (320, 2)))
         else:
             # One per slot in four windows, where softmax attention has 169 per head.
-            expected += 2 * 56 ** 2 * 96 + 2 * 28 ** 2 * 192
+            expected += 2 * 56**2 * 96 + 2 * 28**2 * 192
     # What is left are the parameters of the norms and of the 5x5 convolutions of values.
     assert count == pytest.approx(expected, rel=0.003)
 
@@ -251,32 +274,33 @@ def test_multiply_adds_at_224_round_to_what_the_papers_print(row):
     assert count == (count_pvt(backbone_cfg) if backbone_cfg.type == 'SLABPVT' else count_swin(backbone_cfg))
     if backbone_cfg.type == 'SLABPVT':
         # They print classifiers: the class token is a 50th token in the last stage.
-        count += backbone_cfg.num_layers[3] * (12 * 512 ** 2 + 2 * 512 * (50 ** 2 - 49 ** 2)) + 512 * 1000
+        count += backbone_cfg.num_layers[3] * (12 * 512**2 + 2 * 512 * (50**2 - 49**2)) + 512 * 1000
     assert f'{count / 1e9:.1f}' == PUBLISHED[size_of(row)][1]
 
 
 def count_swin(backbone: dict) -> int:
     """Multiply-adds at 224 by hand: projections and FFN 12 C^2 a token, 49 keys a query, merging 8 C^2 a new token."""
-    dims = [backbone.embed_dims * 2 ** i for i in range(4)]
-    count = 56 ** 2 * 48 * dims[0]
+    dims = [backbone.embed_dims * 2**i for i in range(4)]
+    count = 56**2 * 48 * dims[0]
     for i, (dim, depth) in enumerate(zip(dims, backbone.depths, strict=True)):
         tokens = (56 >> i) ** 2
-        count += depth * tokens * (12 * dim ** 2 + 2 * 49 * dim)
-        count += tokens // 4 * 8 * dim ** 2 if i < 3 else 0
+        count += depth * tokens * (12 * dim**2 + 2 * 49 * dim)
+        count += tokens // 4 * 8 * dim**2 if i < 3 else 0
     return count
 
 
 def count_pvt(backbone: dict) -> int:
     """Multiply-adds at 224 by hand: a strided convolution makes 49 keys of each stage's tokens."""
     dims, ratios, mlp_ratios = (64, 128, 320, 512), (8, 4, 2, 1), (8, 8, 4, 4)
-    count = 56 ** 2 * 48 * dims[0]
+    count = 56**2 * 48 * dims[0]
     for i, (dim, depth) in enumerate(zip(dims, backbone.num_layers, strict=True)):
         tokens = (56 >> i) ** 2
         count += tokens * 4 * dims[i - 1] * dim if i else 0
-        reduction = tokens * dim ** 2 if ratios[i] > 1 else 0
-        query_and_output, keys_and_values = 2 * tokens * dim ** 2, 2 * 49 * dim ** 2
-        count += depth * (query_and_output + keys_and_values + reduction + 2 * tokens * 49 * dim
-                          + 2 * mlp_ratios[i] * tokens * dim ** 2)
+        reduction = tokens * dim**2 if ratios[i] > 1 else 0
+        query_and_output, keys_and_values = 2 * tokens * dim**2, 2 * 49 * dim**2
+        count += depth * (
+            query_and_output + keys_and_values + reduction + 2 * tokens * 49 * dim + 2 * mlp_ratios[i] * tokens * dim**2
+        )
     return count
 
 
@@ -285,8 +309,9 @@ def spared_from_decay(name: str) -> tuple[set[str], nn.Module]:
     model = MODELS.build(cfg.model)
     wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)] for group in wrapper.optimizer.param_groups if group['weight_decay'] == 0
-            for p in group['params']}, model
+    return {
+        names[id(p)] for group in wrapper.optimizer.param_groups if group['weight_decay'] == 0 for p in group['params']
+    }, model
 
 
 def test_weight_decay_spares_norms_and_position_bias():
@@ -304,19 +329,33 @@ SMALL_PVT_V2 = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4
 
 @pytest.mark.parametrize('schedule', ['adamw_1x', 'finetune_prepbn'])
 @pytest.mark.parametrize('norm', ['LN', 'PRepBN', 'TokenBN'])
-@pytest.mark.parametrize(('kind', 'options'), [
-    ('SLABSwin', SMALL_SWIN), ('SwinTransformer', SMALL_SWIN), ('SLABPVT', SMALL_PVT),
-    ('PyramidVisionTransformer', SMALL_PVT), ('PyramidVisionTransformerV2', SMALL_PVT_V2)])
+@pytest.mark.parametrize(
+    ('kind', 'options'),
+    [
+        ('SLABSwin', SMALL_SWIN),
+        ('SwinTransformer', SMALL_SWIN),
+        ('SLABPVT', SMALL_PVT),
+        ('PyramidVisionTransformer', SMALL_PVT),
+        ('PyramidVisionTransformerV2', SMALL_PVT_V2),
+    ],
+)
 def test_weight_decay_spares_all_norms_of_every_backbone_and_no_other_weight(kind, options, norm, schedule):
     backbone = MODELS.build(dict(type=kind, norm_cfg=dict(type=norm), **options))
     model = nn.ModuleDict(dict(backbone=backbone))
     optim_wrapper = Config.fromfile(CONFIGS / '_base_' / 'schedules' / f'{schedule}.py').optim_wrapper
     optimizer = build_optim_wrapper(model, optim_wrapper).optimizer
     spared = {id(p) for group in optimizer.param_groups if group['weight_decay'] == 0 for p in group['params']}
-    expected = {id(p) for module in model.modules() if isinstance(module, (nn.LayerNorm, OfflineNorm))
-                for p in module.parameters()}
-    expected |= {id(p) for name, p in model.named_parameters()
-                 if name.endswith(('relative_position_bias_table', 'absolute_pos_embed'))}
+    expected = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, (nn.LayerNorm, OfflineNorm))
+        for p in module.parameters()
+    }
+    expected |= {
+        id(p)
+        for name, p in model.named_parameters()
+        if name.endswith(('relative_position_bias_table', 'absolute_pos_embed'))
+    }
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[key] for key in spared} == {names[key] for key in expected}
 

@@ -1,4 +1,5 @@
 """The model index and the README's table name every config, and give no number that is not the paper's or measured."""
+
 from __future__ import annotations
 
 import json
@@ -9,8 +10,8 @@ import yaml
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.paper import PAPER_TABLES
-from slab_det.reporting import describe_model
+from slab_det.measure.paper import PAPER_TABLES
+from slab_det.measure.reporting import describe_model
 
 ROOT = CONFIGS.parent
 INDEX = yaml.safe_load((ROOT / 'model-index.yml').read_text())
@@ -123,8 +124,11 @@ def test_readme_lists_every_config_once():
 
 def test_readme_gives_the_numbers_of_the_papers_and_ours_where_measured():
     benchmark = json.loads((ROOT / 'benchmarks/results/deploy_cpu.json').read_text())['backbone']['latency']
-    measured = {'mask_rcnn_swin_t.py': 'Swin-T, ours', 'mask_rcnn_prepbn_swin_t.py': 'Swin-T-PRepBN, fused',
-                'mask_rcnn_slab_swin_t.py': 'SLAB-Swin-T, fused'}
+    measured = {
+        'mask_rcnn_swin_t.py': 'Swin-T, ours',
+        'mask_rcnn_prepbn_swin_t.py': 'Swin-T-PRepBN, fused',
+        'mask_rcnn_slab_swin_t.py': 'SLAB-Swin-T, fused',
+    }
     for row in readme_rows():
         names = expand(row['config in `configs/`'].strip('`'))
         numbers = {}

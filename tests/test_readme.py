@@ -1,4 +1,5 @@
 """What the documentation tells a reader to type or to click is there."""
+
 from __future__ import annotations
 
 import itertools
@@ -18,8 +19,11 @@ ROOT = CONFIGS.parent
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 SCRIPTS = sorted((ROOT / 'tools').glob('*.sh'))
 # What a shell script of ours hands its arguments to.
-BEHIND = {'tools/dist_train.sh': 'tools/train.py', 'tools/dist_test.sh': 'tools/test.py',
-          'tools/slurm_train.sh': 'tools/train.py'}
+BEHIND = {
+    'tools/dist_train.sh': 'tools/train.py',
+    'tools/dist_test.sh': 'tools/test.py',
+    'tools/slurm_train.sh': 'tools/train.py',
+}
 
 
 def shell_lines(text: str) -> list[str]:
@@ -36,8 +40,10 @@ def shell_lines(text: str) -> list[str]:
 
 def commands() -> list:
     lines = {line: page.name for page in PAGES for line in shell_lines(page.read_text())}
-    return [pytest.param(shlex.split(line, comments=True), id=f'{page}: {" ".join(shlex.split(line, comments=True))}')
-            for line, page in lines.items()]
+    return [
+        pytest.param(shlex.split(line, comments=True), id=f'{page}: {" ".join(shlex.split(line, comments=True))}')
+        for line, page in lines.items()
+    ]
 
 
 def test_pages_have_commands():

@@ -1,4 +1,5 @@
 """docs/reproduce-coco.md lists what the papers list, with what the configs start from."""
+
 from __future__ import annotations
 
 import math
@@ -7,8 +8,8 @@ import pytest
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.paper import PAPER_TABLES, PaperTable
-from slab_det.reporting import describe_model
+from slab_det.measure.paper import PAPER_TABLES, PaperTable
+from slab_det.measure.reporting import describe_model
 
 PAGE = (CONFIGS.parent / 'docs/reproduce-coco.md').read_text()
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
@@ -28,8 +29,10 @@ def trained_as(table: PaperTable) -> list[str]:
     for path in sorted(CONFIGS.glob('*_rcnn_*.py')):
         cfg = Config.fromfile(path)
         description = describe_model(cfg.model)
-        if description['name'] in table.rows and (
-                description['detector'], cfg.train_cfg.get('max_epochs')) == (table.detector, table.epochs):
+        if description['name'] in table.rows and (description['detector'], cfg.train_cfg.get('max_epochs')) == (
+            table.detector,
+            table.epochs,
+        ):
             found.append(path.name)
     return found
 

@@ -1,4 +1,5 @@
 """Nothing here runs code from a checkpoint, or hands a shell a command made of what a user wrote."""
+
 import ast
 import os
 import shutil
@@ -9,15 +10,36 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for folder in ('slab_det', 'tools', 'benchmarks', 'configs')
-                 for path in (ROOT / folder).rglob('*.py')) + [ROOT / 'setup.py']
+SOURCES = sorted(
+    path for folder in ('slab_det', 'tools', 'benchmarks', 'configs') for path in (ROOT / folder).rglob('*.py')
+) + [ROOT / 'setup.py']
 SCRIPTS = sorted((ROOT / 'tools').glob('*.sh'))
 # Names that load pickles, or run text as code or as a shell command, whatever their arguments are.
 FORBIDDEN = {
-    'eval', 'exec', 'compile', '__import__', 'os.system', 'os.popen', 'subprocess.getoutput',
-    'subprocess.getstatusoutput', 'pickle.load', 'pickle.loads', 'pickle.Unpickler', 'pandas.read_pickle',
-    'joblib.load', 'dill.load', 'dill.loads', 'shelve.open', 'marshal.loads', 'torch.hub.load', 'yaml.load',
-    'yaml.unsafe_load', 'yaml.full_load', 'mmengine.load', 'mmengine.fileio.load'}
+    'eval',
+    'exec',
+    'compile',
+    '__import__',
+    'os.system',
+    'os.popen',
+    'subprocess.getoutput',
+    'subprocess.getstatusoutput',
+    'pickle.load',
+    'pickle.loads',
+    'pickle.Unpickler',
+    'pandas.read_pickle',
+    'joblib.load',
+    'dill.load',
+    'dill.loads',
+    'shelve.open',
+    'marshal.loads',
+    'torch.hub.load',
+    'yaml.load',
+    'yaml.unsafe_load',
+    'yaml.full_load',
+    'mmengine.load',
+    'mmengine.fileio.load',
+}
 # Names that need an argument to be safe.
 TORCH_LOADS = {'torch.load', 'torch.hub.load_state_dict_from_url', 'torch.utils.model_zoo.load_url', 'load_url'}
 SUBPROCESS = {f'subprocess.{name}' for name in ('run', 'call', 'check_call', 'check_output', 'Popen')}
@@ -70,28 +92,35 @@ def test_no_source_loads_pickles_or_builds_shell_commands():
     assert [f'{path.relative_to(ROOT)}, {call}' for path in SOURCES for call in unsafe_calls(path.read_text())] == []
 
 
-@pytest.mark.parametrize('source', [
-    'import torch\ntorch.load(path)',
-    'import torch\ntorch.load(path, weights_only=False)',
-    'from torch import load as read\nread(path, map_location="cpu")',
-    'import torch\ntorch.hub.load_state_dict_from_url(url)',
-    'import pickle\nwith open(path, "rb") as file: x = pickle.load(file)',
-    'from pickle import loads\nloads(text)',
-    'import numpy as np\nnp.load(path, allow_pickle=True)',
-    'import mmengine\nmmengine.load(path)',
-    'eval(text)',
-    'import os\nos.system("ls " + path)',
-    'import subprocess\nsubprocess.run(command, shell=True)',
-    'import subprocess as sp\nsp.run(f"ls {path}")',
-    'import subprocess\nsubprocess.Popen(" ".join(command))',
-    'from subprocess import check_output\ncheck_output("ls {}".format(path))'])
+@pytest.mark.parametrize(
+    'source',
+    [
+        'import torch\ntorch.load(path)',
+        'import torch\ntorch.load(path, weights_only=False)',
+        'from torch import load as read\nread(path, map_location="cpu")',
+        'import torch\ntorch.hub.load_state_dict_from_url(url)',
+        'import pickle\nwith open(path, "rb") as file: x = pickle.load(file)',
+        'from pickle import loads\nloads(text)',
+        'import numpy as np\nnp.load(path, allow_pickle=True)',
+        'import mmengine\nmmengine.load(path)',
+        'eval(text)',
+        'import os\nos.system("ls " + path)',
+        'import subprocess\nsubprocess.run(command, shell=True)',
+        'import subprocess as sp\nsp.run(f"ls {path}")',
+        'import subprocess\nsubprocess.Popen(" ".join(command))',
+        'from subprocess import check_output\ncheck_output("ls {}".format(path))',
+    ],
+)
 def test_the_search_finds(source):
     assert len(list(unsafe_calls(source))) == 1
 
 
 def test_the_search_lets_pass():
-    assert not list(unsafe_calls(
-        'import torch, subprocess\nmodel.eval()\ntorch.load(path, weights_only=True)\nsubprocess.run(["ls", path])'))
+    assert not list(
+        unsafe_calls(
+            'import torch, subprocess\nmodel.eval()\ntorch.load(path, weights_only=True)\nsubprocess.run(["ls", path])'
+        )
+    )
 
 
 # Spaces, and what a shell would run.
@@ -116,11 +145,15 @@ def test_a_script_passes_its_arguments_on_as_they_are(tmp_path, name):
     for program in ('python', 'torchrun', 'srun'):
         (programs / program).write_text(RECORDER)
         (programs / program).chmod(0o755)
-    environment = {**os.environ, 'NOTES': str(tmp_path / 'notes'),
-                   'PATH': f'{programs}{os.pathsep}{os.environ["PATH"]}'}
+    environment = {
+        **os.environ,
+        'NOTES': str(tmp_path / 'notes'),
+        'PATH': f'{programs}{os.pathsep}{os.environ["PATH"]}',
+    }
     environment.pop('PYTHON', None)
-    result = subprocess.run([tools / name, *CALLS[name]], cwd=here, env=environment, capture_output=True, text=True,
-                            timeout=60)
+    result = subprocess.run(
+        [tools / name, *CALLS[name]], cwd=here, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     notes = (tmp_path / 'notes').read_text().splitlines()
     assert notes.count(HOSTILE) == CALLS[name].count(HOSTILE) and f'--work-dir={HOSTILE}' in notes, notes

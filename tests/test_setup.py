@@ -1,4 +1,5 @@
 """tools/venv.sh, with an interpreter that only pretends to make environments and to install."""
+
 import ast
 import os
 import re
@@ -48,13 +49,23 @@ class Sandbox:
             (folder / 'bin' / program).write_text(content)
             (folder / 'bin' / program).chmod(0o755)
         path = f'{folder / "bin"}{os.pathsep}{os.environ["PATH"]}'
-        self.environment = {**os.environ, 'PYTHON': str(folder / 'bin' / 'python'), 'SLAB_DET_VENV': str(self.venv),
-                            'LOG': str(self.log), 'PATH': path}
+        self.environment = {
+            **os.environ,
+            'PYTHON': str(folder / 'bin' / 'python'),
+            'SLAB_DET_VENV': str(self.venv),
+            'LOG': str(self.log),
+            'PATH': path,
+        }
         self.environment.pop('SLAB_DET_LOCK', None)
 
     def start(self, **environment: str) -> subprocess.Popen:
-        return subprocess.Popen([self.tree / 'tools' / 'venv.sh'], env=self.environment | environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            [self.tree / 'tools' / 'venv.sh'],
+            env=self.environment | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def run(self, **environment: str) -> subprocess.CompletedProcess:
         process = self.start(**environment)
@@ -101,9 +112,13 @@ def test_it_installs_the_pinned_versions_by_their_hashes_and_nothing_else(sandbo
     assert sandbox.installed() == ['--require-hashes', '--no-deps', '-r', str(sandbox.tree / LOCK)]
 
 
-@pytest.mark.parametrize(('environment', 'why'), [
-    (dict(SLAB_DET_LOCK='off'), 'SLAB_DET_LOCK=off'),
-    (dict(UNAME='FreeBSD amd64'), 'no versions are pinned for FreeBSD amd64')])
+@pytest.mark.parametrize(
+    ('environment', 'why'),
+    [
+        (dict(SLAB_DET_LOCK='off'), 'SLAB_DET_LOCK=off'),
+        (dict(UNAME='FreeBSD amd64'), 'no versions are pinned for FreeBSD amd64'),
+    ],
+)
 def test_without_a_lock_that_fits_it_installs_what_setup_py_allows_and_says_so(sandbox, environment, why):
     result = sandbox.run(**environment)
     assert result.returncode == 0 and why in result.stderr, result
@@ -128,6 +143,7 @@ def test_a_misspelt_switch_is_named(sandbox):
 def test_a_changed_requirement_makes_another_environment(sandbox, tmp_path, changed):
     def place(**environment):
         return sandbox.run(SLAB_DET_VENV='', XDG_CACHE_HOME=str(tmp_path / 'cache'), **environment).stdout
+
     before = place()
     assert place() == before and installations(sandbox) == 1
     with (sandbox.tree / changed).open('a') as file:
@@ -166,8 +182,11 @@ def test_every_locked_version_is_exact_and_has_hashes():
 
 def declared():
     """The requirements of setup.py, those for the tests among them."""
-    call = next(node for node in ast.walk(ast.parse((ROOT / 'setup.py').read_text()))
-                if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'setup')
+    call = next(
+        node
+        for node in ast.walk(ast.parse((ROOT / 'setup.py').read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'setup'
+    )
     arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     extras = ast.literal_eval(arguments['extras_require'])
     return [Requirement(line) for line in ast.literal_eval(arguments['install_requires']) + extras['test']]
@@ -176,8 +195,15 @@ def declared():
 @pytest.mark.parametrize('platform', [('linux', 'x86_64'), ('linux', 'aarch64'), ('darwin', 'arm64')], ids=str)
 @pytest.mark.parametrize('version', ['3.10', '3.11', '3.12', '3.13'])
 def test_the_lock_has_one_version_of_everything_that_setup_py_asks_for(version, platform):
-    environment = dict(python_version=version, python_full_version=f'{version}.1', sys_platform=platform[0],
-                       platform_machine=platform[1], platform_system=platform[0].title(), os_name='posix', extra='')
+    environment = dict(
+        python_version=version,
+        python_full_version=f'{version}.1',
+        sys_platform=platform[0],
+        platform_machine=platform[1],
+        platform_system=platform[0].title(),
+        os_name='posix',
+        extra='',
+    )
     pinned = {}
     for requirement, _ in locked():
         if requirement.marker is None or requirement.marker.evaluate(environment):

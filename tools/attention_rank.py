@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from mmengine.config import DictAction
 
-from slab_det.attention_rank import SYNTHETIC, AttentionRank, load_image, measure_attention_rank, rank_table
+from slab_det.measure.attention_rank import SYNTHETIC, AttentionRank, load_image, measure_attention_rank, rank_table
 from slab_det.cli import read_config, run_cli
-from slab_det.detectors import build_detector
-from slab_det.environment import library_versions
-from slab_det.errors import AttentionRankError
-from slab_det.figures import draw_attention_rank
-from slab_det.reporting import describe_model
+from slab_det.checkpoints.build import build_detector
+from slab_det.measure.environment import library_versions
+from slab_det.runtime.errors import AttentionRankError
+from slab_det.measure.figures import draw_attention_rank
+from slab_det.measure.reporting import describe_model
 
 SEED = 0
 
@@ -62,8 +62,11 @@ def measure(config: str, checkpoint: str | None, args: argparse.Namespace) -> tu
         model.backbone.init_cfg = None
         model.backbone.init_weights()
     # Every run has an iter_500.pth: its folder tells it.
-    weights = (f'RANDOM WEIGHTS (seed {SEED})' if checkpoint is None
-               else f'weights of {"/".join(Path(checkpoint).absolute().parts[-2:])}')
+    weights = (
+        f'RANDOM WEIGHTS (seed {SEED})'
+        if checkpoint is None
+        else f'weights of {"/".join(Path(checkpoint).absolute().parts[-2:])}'
+    )
     inputs = load_image(model.data_preprocessor, args.image, tuple(args.size))
     options = {name: getattr(args, name) for name in ('stage', 'block', 'head', 'window')}
     result = measure_attention_rank(model.backbone, inputs, **options, num_channels=args.channels)

@@ -10,33 +10,53 @@ from mmengine.config import Config
 
 from slab_det.checkpoints.rewrite import rewrite_as_native
 from slab_det.cli import read_config, run_cli
-from slab_det.datasets import check_data, set_data_root
-from slab_det.datasets.recalibration import recalibration_dataloader
-from slab_det.errors import config_errors
-from slab_det.finetune import convert_detector
+from slab_det.data import check_data, set_data_root
+from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.runtime.errors import config_errors
+from slab_det.conversion.finetune import convert_detector
 
 SCHEDULE = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'schedules' / 'finetune_prepbn.py'
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('source', help='checkpoint of the LayerNorm detector; for native, weights of a backbone in any '
-                                       'layout that slab_det.load_pretrained knows, or timm://NAME')
-    parser.add_argument('destination', metavar='FILE.pth',
-                        help='what is written; for prepbn, FILE_config.py for the fine-tune goes beside it')
-    parser.add_argument('--to', choices=('prepbn', 'native'), default='prepbn',
-                        help="prepbn: a PRepBN detector; native: mmdet's layout of a backbone, for "
-                             "init_cfg=dict(type='Pretrained', checkpoint=FILE.pth) (default %(default)s)")
-    parser.add_argument('--config', required=True,
-                        help='prepbn: what the LayerNorm detector was trained with; native: a config with the backbone '
-                             'that the weights are for. Weights alone tell neither windows, heads, eps nor norms')
+    parser.add_argument(
+        'source',
+        help='checkpoint of the LayerNorm detector; for native, weights of a backbone in any '
+        'layout that slab_det.load_pretrained knows, or timm://NAME',
+    )
+    parser.add_argument(
+        'destination',
+        metavar='FILE.pth',
+        help='what is written; for prepbn, FILE_config.py for the fine-tune goes beside it',
+    )
+    parser.add_argument(
+        '--to',
+        choices=('prepbn', 'native'),
+        default='prepbn',
+        help="prepbn: a PRepBN detector; native: mmdet's layout of a backbone, for "
+        "init_cfg=dict(type='Pretrained', checkpoint=FILE.pth) (default %(default)s)",
+    )
+    parser.add_argument(
+        '--config',
+        required=True,
+        help='prepbn: what the LayerNorm detector was trained with; native: a config with the backbone '
+        'that the weights are for. Weights alone tell neither windows, heads, eps nor norms',
+    )
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
-    parser.add_argument('--num-images', type=int, default=100,
-                        help='training images to calibrate RepBN on; 0: none, RepBN starts at its default '
-                             '(prepbn; default %(default)s)')
-    parser.add_argument('--schedule', default=str(SCHEDULE),
-                        help="config of the fine-tune's schedule and hooks (prepbn; default configs/_base_/schedules/"
-                             'finetune_prepbn.py: 3 epochs)')
+    parser.add_argument(
+        '--num-images',
+        type=int,
+        default=100,
+        help='training images to calibrate RepBN on; 0: none, RepBN starts at its default '
+        '(prepbn; default %(default)s)',
+    )
+    parser.add_argument(
+        '--schedule',
+        default=str(SCHEDULE),
+        help="config of the fine-tune's schedule and hooks (prepbn; default configs/_base_/schedules/"
+        'finetune_prepbn.py: 3 epochs)',
+    )
     return parser.parse_args()
 
 

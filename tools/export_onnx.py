@@ -11,13 +11,13 @@ import numpy as np
 from mmengine.config import Config
 
 from slab_det.cli import read_config, run_cli
-from slab_det.datasets import check_data, set_data_root
-from slab_det.datasets.recalibration import recalibration_dataloader
-from slab_det.detectors import build_detector
-from slab_det.errors import SlabDetError
-from slab_det.export import SCOPES, check_parity, export_onnx, load_runtime, quantize_onnx, random_images
-from slab_det.export.exported_detector import as_input
-from slab_det.export.parity import SIZES
+from slab_det.data import check_data, set_data_root
+from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.checkpoints.build import build_detector
+from slab_det.runtime.errors import SlabDetError
+from slab_det.deployment.export import SCOPES, check_parity, export_onnx, load_runtime, quantize_onnx, random_images
+from slab_det.deployment.export.exported_detector import as_input
+from slab_det.deployment.export.parity import SIZES
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,11 +30,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')
     parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='compare on photographs too')
     group = parser.add_argument_group('int8')
-    group.add_argument('--int8', action='store_true', help='write FILE_int8.onnx beside it, weights and activations '
-                                                           'in int8, calibrated on training images')
+    group.add_argument(
+        '--int8',
+        action='store_true',
+        help='write FILE_int8.onnx beside it, weights and activations in int8, calibrated on training images',
+    )
     group.add_argument('--num-images', type=int, default=100, help='calibration images (default %(default)s)')
-    group.add_argument('--calibrate-with', metavar='CONFIG',
-                       help='config with the train_dataloader; a fused config has none (default: CONFIG)')
+    group.add_argument(
+        '--calibrate-with',
+        metavar='CONFIG',
+        help='config with the train_dataloader; a fused config has none (default: CONFIG)',
+    )
     group.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
     return parser.parse_args()
 
@@ -52,8 +58,10 @@ def calibration_config(args: argparse.Namespace) -> Config:
     path = args.calibrate_with or args.config
     cfg = read_config(path)
     if 'train_dataloader' not in cfg:
-        raise SlabDetError(f'{path} has no train_dataloader, whose images calibrate int8; '
-                           'give the config of the training with --calibrate-with')
+        raise SlabDetError(
+            f'{path} has no train_dataloader, whose images calibrate int8; '
+            'give the config of the training with --calibrate-with'
+        )
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)
     check_data(cfg, ('train',))

@@ -7,10 +7,10 @@ import argparse
 import torch
 
 from slab_det.cli import read_config, run_cli
-from slab_det.detectors import build_detector
+from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import FusionError, save_fused
 from slab_det.fusion.verify import verify_fusion
-from slab_det.layers.offline_norm import named_offline_norms
+from slab_det.norms.base import named_offline_norms
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -18,9 +18,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('config', help='config that the detector was trained with')
     parser.add_argument('checkpoint', help='its last checkpoint, recalibrated, gamma = 0')
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='FILE_config.py is written beside it')
-    parser.add_argument('--size', type=int, nargs=2, default=(203, 331), metavar=('H', 'W'),
-                        help='size of the image on which the fused model is compared with the original '
-                             '(default 203 331)')
+    parser.add_argument(
+        '--size',
+        type=int,
+        nargs=2,
+        default=(203, 331),
+        metavar=('H', 'W'),
+        help='size of the image on which the fused model is compared with the original (default 203 331)',
+    )
     return parser.parse_args()
 
 
@@ -32,19 +37,25 @@ def main() -> None:
     model = build_detector(cfg, args.checkpoint)
     norms = dict(named_offline_norms(model))
     if not norms:
-        raise FusionError(f'{args.config} has no norm to fold away: it is fused already, or has norms that stay, such '
-                          'as LayerNorm; then convert it with tools/convert_checkpoint.py, fine-tune, and fuse that')
+        raise FusionError(
+            f'{args.config} has no norm to fold away: it is fused already, or has norms that stay, such '
+            'as LayerNorm; then convert it with tools/convert_checkpoint.py, fine-tune, and fuse that'
+        )
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:
-        raise FusionError(f'{args.checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
-                          f'{unset[0]} for one: the fused model would find nothing; train it with this config first')
+        raise FusionError(
+            f'{args.checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
+            f'{unset[0]} for one: the fused model would find nothing; train it with this config first'
+        )
     fused = slab_det.fuse(model)
     image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
     check = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)
-    print(f'{fused.fusion_report}\nLargest relative difference of the feature maps of a random '
-          f'{args.size[0]}x{args.size[1]} image: {check.float64:.1e} in float64, {check.float32:.1e} in float32\n'
-          f'Written to {checkpoint} and {config}')
+    print(
+        f'{fused.fusion_report}\nLargest relative difference of the feature maps of a random '
+        f'{args.size[0]}x{args.size[1]} image: {check.float64:.1e} in float64, {check.float32:.1e} in float32\n'
+        f'Written to {checkpoint} and {config}'
+    )
 
 
 if __name__ == '__main__':

@@ -10,12 +10,12 @@ from mmengine.config import Config, DictAction
 from torch import nn
 
 from slab_det.cli import add_latency_arguments, latency_options, read_config, run_cli
-from slab_det.detectors import build_detector, is_fused
-from slab_det.errors import SlabDetError
-from slab_det.latency import DTYPES, latency_table
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.reporting import ReportEntry, describe_model, form_suffix, update_report
-from slab_det.untrained import OBJECTS, prepare_untrained
+from slab_det.checkpoints.build import build_detector, is_fused
+from slab_det.runtime.errors import SlabDetError
+from slab_det.measure.latency import DTYPES, latency_table
+from slab_det.norms.base import named_offline_norms
+from slab_det.measure.reporting import ReportEntry, describe_model, form_suffix, update_report
+from slab_det.measure.untrained import OBJECTS, prepare_untrained
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,8 +59,9 @@ def main() -> None:
     pairs = list(zip(args.configs, checkpoints, strict=True))
     for config, checkpoint in pairs:
         if pairs.count((config, checkpoint)) > 1:
-            raise SlabDetError(f'{config} is listed twice, with checkpoint {checkpoint}; leave one out, or measure '
-                               'again with --repeat')
+            raise SlabDetError(
+                f'{config} is listed twice, with checkpoint {checkpoint}; leave one out, or measure again with --repeat'
+            )
     models, entries = {}, {}
     for config, checkpoint in pairs:
         checkpoint = None if checkpoint == 'none' else checkpoint

@@ -12,12 +12,12 @@ from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import weights_to_cpu
 
 from slab_det.cli import read_config, run_cli
-from slab_det.datasets import check_data, set_data_root
-from slab_det.datasets.recalibration import PIPELINES, configured_pipeline, recalibration_dataloader
-from slab_det.detectors import build_detector
-from slab_det.errors import CheckpointError
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.statistics_drift import copy_statistics, statistics_drift
+from slab_det.data import check_data, set_data_root
+from slab_det.recalibration.images import PIPELINES, configured_pipeline, recalibration_dataloader
+from slab_det.checkpoints.build import build_detector
+from slab_det.runtime.errors import CheckpointError
+from slab_det.norms.base import named_offline_norms
+from slab_det.measure.statistics_drift import copy_statistics, statistics_drift
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -25,13 +25,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('config', help='config that the detector was trained with')
     parser.add_argument('checkpoint', help='any of its checkpoints, best_*.pth for one; gamma stays as it is')
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
-    parser.add_argument('--num-images', type=int, default=500,
-                        help='training images (default %(default)s)')
-    parser.add_argument('--pipeline', choices=PIPELINES,
-                        help="these images as inference sees them, or as training did (default: as the config's "
-                             'RecalibrateFuseHook has it, or else test)')
-    parser.add_argument('--max-passes', type=int, metavar='N',
-                        help='passes over the images; without it, until nothing changes')
+    parser.add_argument('--num-images', type=int, default=500, help='training images (default %(default)s)')
+    parser.add_argument(
+        '--pipeline',
+        choices=PIPELINES,
+        help="these images as inference sees them, or as training did (default: as the config's "
+        'RecalibrateFuseHook has it, or else test)',
+    )
+    parser.add_argument(
+        '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
+    )
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
     parser.add_argument('--json', metavar='FILE', help='how it went')
     return parser.parse_args()
@@ -59,8 +62,10 @@ def main() -> None:
     if args.json is not None:
         found = dict(**report.to_dict(), pipeline=pipeline, drift=drift.to_dict())
         put_text(json.dumps(found, indent=1) + '\n', args.json)
-    print(f'{report}\nIn all, with images as in pipeline {pipeline!r}, means moved by {drift.mean:.2g} sigmas and log '
-          f'variances by {drift.log_var:.2g}, averaged over channels\nWritten to {args.out}')
+    print(
+        f'{report}\nIn all, with images as in pipeline {pipeline!r}, means moved by {drift.mean:.2g} sigmas and log '
+        f'variances by {drift.log_var:.2g}, averaged over channels\nWritten to {args.out}'
+    )
 
 
 if __name__ == '__main__':

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from slab_det.cli import run_cli
-from slab_det.errors import ReportError
-from slab_det.figures import draw_ap_latency
-from slab_det.reporting import markdown_table, merge_entries, read_report
+from slab_det.runtime.errors import ReportError
+from slab_det.measure.figures import draw_ap_latency
+from slab_det.measure.reporting import markdown_table, merge_entries, read_report
 
 
 def parse_arguments() -> argparse.Namespace:

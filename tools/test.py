@@ -23,13 +23,13 @@ from slab_det.cli import (
     latency_options,
     run_cli,
 )
-from slab_det.datasets import check_data
-from slab_det.detectors import is_fused
-from slab_det.environment import describe_environment
-from slab_det.errors import SlabDetError
-from slab_det.half_precision import autocast_forward
-from slab_det.latency import DTYPES
-from slab_det.reporting import (
+from slab_det.data import check_data
+from slab_det.checkpoints.build import is_fused
+from slab_det.measure.environment import describe_environment
+from slab_det.runtime.errors import SlabDetError
+from slab_det.deployment.half_precision import autocast_forward
+from slab_det.measure.latency import DTYPES
+from slab_det.measure.reporting import (
     ReportEntry,
     ap_from_metrics,
     describe_dataset,

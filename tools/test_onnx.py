@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 from slab_det.cli import add_runner_arguments, build_runner, config_from_arguments, run_cli
-from slab_det.datasets import check_data
-from slab_det.environment import describe_environment
-from slab_det.export import PRECISIONS, RUNTIMES
-from slab_det.reporting import ap_from_metrics, describe_dataset
+from slab_det.data import check_data
+from slab_det.measure.environment import describe_environment
+from slab_det.deployment.export import PRECISIONS, RUNTIMES
+from slab_det.measure.reporting import ap_from_metrics, describe_dataset
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,18 +29,26 @@ def main() -> None:
     args = parse_arguments()
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
-    cfg.model = dict(type='ExportedDetector', file=args.file, runtime=args.runtime, threads=args.threads,
-                     precision=args.precision)
+    cfg.model = dict(
+        type='ExportedDetector', file=args.file, runtime=args.runtime, threads=args.threads, precision=args.precision
+    )
     # Hooks of training, and weights: the file has its own.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
     runner = build_runner(cfg)
     metrics = runner.test()
-    result = dict(config=args.config, file=args.file, runtime=args.runtime, precision=args.precision,
-                  dataset=describe_dataset(runner.test_dataloader.dataset), ap=ap_from_metrics(metrics),
-                  environment=describe_environment())
+    result = dict(
+        config=args.config,
+        file=args.file,
+        runtime=args.runtime,
+        precision=args.precision,
+        dataset=describe_dataset(runner.test_dataloader.dataset),
+        ap=ap_from_metrics(metrics),
+        environment=describe_environment(),
+    )
     for kind, values in result['ap'].items():
-        print(f'{kind}: ' + ', '.join(f'{name} {100 * value:.1f}' for name, value in values.items()
-                                      if value is not None))
+        print(
+            f'{kind}: ' + ', '.join(f'{name} {100 * value:.1f}' for name, value in values.items() if value is not None)
+        )
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + '\n')
 

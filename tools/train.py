@@ -9,8 +9,8 @@ from mmengine.config import Config
 from mmengine.runner import find_latest_checkpoint
 
 from slab_det.cli import add_runner_arguments, build_runner, build_training, config_from_arguments, run_cli
-from slab_det.datasets import check_data
-from slab_det.errors import SlabDetError
+from slab_det.data import check_data
+from slab_det.runtime.errors import SlabDetError
 
 
 def parse_arguments() -> argparse.Namespace:

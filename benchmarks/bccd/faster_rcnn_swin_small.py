@@ -25,16 +25,30 @@ train_dataloader = dict(
     persistent_workers=True,
     sampler=dict(type='InfiniteSampler', shuffle=True),
     dataset=dict(
-        type='CocoDataset', data_root=data_root, metainfo=metainfo, ann_file='annotations/instances_train.json',
-        data_prefix=dict(img='images/train/'), filter_cfg=dict(filter_empty_gt=True), pipeline=train_pipeline))
+        type='CocoDataset',
+        data_root=data_root,
+        metainfo=metainfo,
+        ann_file='annotations/instances_train.json',
+        data_prefix=dict(img='images/train/'),
+        filter_cfg=dict(filter_empty_gt=True),
+        pipeline=train_pipeline,
+    ),
+)
 val_dataloader = dict(
     batch_size=1,
     num_workers=1,
     persistent_workers=True,
     sampler=dict(type='DefaultSampler', shuffle=False),
     dataset=dict(
-        type='CocoDataset', data_root=data_root, metainfo=metainfo, ann_file='annotations/instances_val.json',
-        data_prefix=dict(img='images/val/'), test_mode=True, pipeline=test_pipeline))
+        type='CocoDataset',
+        data_root=data_root,
+        metainfo=metainfo,
+        ann_file='annotations/instances_val.json',
+        data_prefix=dict(img='images/val/'),
+        test_mode=True,
+        pipeline=test_pipeline,
+    ),
+)
 test_dataloader = val_dataloader
 val_evaluator = dict(type='CocoMetric', ann_file=data_root + 'annotations/instances_val.json', metric='bbox')
 test_evaluator = val_evaluator

@@ -5,7 +5,7 @@ _base_ = [
 ]
 
 data_root = 'data/dsb2018/'
-metainfo = dict(classes=('nucleus', ))
+metainfo = dict(classes=('nucleus',))
 scale = (512, 512)  # most images are 256x256 with nuclei of 17 pixels
 train_pipeline = [
     dict(type='LoadImageFromFile'),
@@ -28,22 +28,42 @@ train_dataloader = dict(
     persistent_workers=True,
     sampler=dict(type='InfiniteSampler', shuffle=True),
     dataset=dict(
-        type='CocoDataset', data_root=data_root, metainfo=metainfo, ann_file='annotations/instances_train.json',
-        data_prefix=dict(img='images/train/'), filter_cfg=dict(filter_empty_gt=True), pipeline=train_pipeline))
+        type='CocoDataset',
+        data_root=data_root,
+        metainfo=metainfo,
+        ann_file='annotations/instances_train.json',
+        data_prefix=dict(img='images/train/'),
+        filter_cfg=dict(filter_empty_gt=True),
+        pipeline=train_pipeline,
+    ),
+)
 val_dataloader = dict(
     batch_size=1,
     num_workers=1,
     persistent_workers=True,
     sampler=dict(type='DefaultSampler', shuffle=False),
     dataset=dict(
-        type='CocoDataset', data_root=data_root, metainfo=metainfo, ann_file='annotations/instances_val.json',
-        data_prefix=dict(img='images/val/'), test_mode=True, pipeline=test_pipeline))
+        type='CocoDataset',
+        data_root=data_root,
+        metainfo=metainfo,
+        ann_file='annotations/instances_val.json',
+        data_prefix=dict(img='images/val/'),
+        test_mode=True,
+        pipeline=test_pipeline,
+    ),
+)
 test_dataloader = val_dataloader
 # Up to 375 nuclei in one image: plain pycocotools counts the best 100 detections for AP whatever it is told.
-val_evaluator = dict(type='CocoMetric', ann_file=data_root + 'annotations/instances_val.json', metric=['bbox', 'segm'],
-                     use_mp_eval=True, proposal_nums=(100, 300, 400))
+val_evaluator = dict(
+    type='CocoMetric',
+    ann_file=data_root + 'annotations/instances_val.json',
+    metric=['bbox', 'segm'],
+    use_mp_eval=True,
+    proposal_nums=(100, 300, 400),
+)
 test_evaluator = val_evaluator
 
 model = dict(
     roi_head=dict(bbox_head=dict(num_classes=1), mask_head=dict(num_classes=1)),
-    test_cfg=dict(rpn=dict(nms_pre=1000, max_per_img=500), rcnn=dict(max_per_img=400)))
+    test_cfg=dict(rpn=dict(nms_pre=1000, max_per_img=500), rcnn=dict(max_per_img=400)),
+)

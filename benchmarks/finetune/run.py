@@ -8,6 +8,7 @@ Every step is a command of tools/, printed before it runs; a step whose result i
 relative to the repository. Results go into benchmarks/results/finetune_DATASET.json, the table into docs/finetune.md
 and the curves into docs/finetune_DATASET.png.
 """
+
 import sys
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from mmengine.config import Config
 from mmengine.runner import save_checkpoint
 
 from benchmarks.experiments import ROOT, attempts, call, listed, replace_table, spread, tool
-from slab_det.datasets import set_data_root
-from slab_det.datasets.recalibration import recalibration_dataloader
-from slab_det.detectors import build_detector
-from slab_det.environment import describe_environment
-from slab_det.finetune import finetune_config
+from slab_det.data import set_data_root
+from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.checkpoints.build import build_detector
+from slab_det.measure.environment import describe_environment
+from slab_det.conversion.finetune import finetune_config
 
 SCHEDULE = Path('benchmarks/finetune/schedule.py')
 
@@ -45,11 +46,19 @@ class Task:
 
 
 TASKS = {
-    'bccd': Task(Path('benchmarks/bccd/faster_rcnn_swin_small.py'), 'bbox', 50,
-                 'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222, batch 4'),
-    'dsb2018': Task(Path('benchmarks/dsb2018/mask_rcnn_swin_small.py'), 'segm', 75,
-                    'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; '
-                    'Mask R-CNN, Swin-32x2222, batch 4'),
+    'bccd': Task(
+        Path('benchmarks/bccd/faster_rcnn_swin_small.py'),
+        'bbox',
+        50,
+        'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222, batch 4',
+    ),
+    'dsb2018': Task(
+        Path('benchmarks/dsb2018/mask_rcnn_swin_small.py'),
+        'segm',
+        75,
+        'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; '
+        'Mask R-CNN, Swin-32x2222, batch 4',
+    ),
 }
 METRICS = {'bbox': 'box AP', 'segm': 'mask AP'}
 START = 'LayerNorm, 500 iterations'
@@ -120,13 +129,37 @@ class Experiment:
         self._train(config, way, f'train_cfg.val_interval={self.task.val_interval}')
 
     def _train(self, config: Path, way: str, *options: str) -> None:
-        call(tool('train.py', config, '--work-dir', self.folder / way, '--data-root', self.data_root,
-                  '--cfg-options', f'randomness.seed={self.seed}', *options))
+        call(
+            tool(
+                'train.py',
+                config,
+                '--work-dir',
+                self.folder / way,
+                '--data-root',
+                self.data_root,
+                '--cfg-options',
+                f'randomness.seed={self.seed}',
+                *options,
+            )
+        )
 
     def _convert(self, way: str, num_images: int) -> Path:
         target = self.folder / way / 'converted.pth'
-        call(tool('convert_checkpoint.py', self.trained, target, '--config', self.task.config,
-                  '--data-root', self.data_root, '--num-images', num_images, '--schedule', SCHEDULE))
+        call(
+            tool(
+                'convert_checkpoint.py',
+                self.trained,
+                target,
+                '--config',
+                self.task.config,
+                '--data-root',
+                self.data_root,
+                '--num-images',
+                num_images,
+                '--schedule',
+                SCHEDULE,
+            )
+        )
         return target.with_name('converted_config.py')
 
     def _recalibrate_and_test(self, config: Path, checkpoint: Path, way: str) -> None:
@@ -161,31 +194,41 @@ def summarize(task: Task, experiments: list[Experiment]) -> dict:
     ways = {'start': START, **WAYS}
     ap = {way: [e.final(way) for e in experiments] for way in ways}
     return dict(
-        setting=task.summary, metric=METRICS[task.metric],
-        seeds=[e.seed for e in experiments], labels=ways, ap=ap,
+        setting=task.summary,
+        metric=METRICS[task.metric],
+        seeds=[e.seed for e in experiments],
+        labels=ways,
+        ap=ap,
         iterations_between_validations=task.val_interval,
         curves={way: [e.curve(way) for e in experiments] for way in TRAINED},
-        environment=describe_environment())
+        environment=describe_environment(),
+    )
 
 
 def table(results: dict) -> str:
     """Mean and std over seeds, and the paired difference to the control."""
-    lines = [f'| way | {results["metric"]} per seed | mean ± std | minus control, per seed | mean ± std |',
-             '|---|---|---:|---|---:|']
+    lines = [
+        f'| way | {results["metric"]} per seed | mean ± std | minus control, per seed | mean ± std |',
+        '|---|---|---:|---|---:|',
+    ]
     control = results['ap']['layernorm']
     for way, label in results['labels'].items():
         ap = results['ap'][way]
         difference = [a - b for a, b in zip(ap, control, strict=True)]
-        lines.append(f'| {label} | {listed(ap, "{:.3f}")} | {spread(ap, "{:.3f}")} '
-                     f'| {listed(difference, "{:+.3f}")} | {spread(difference, "{:+.3f}")} |')
+        lines.append(
+            f'| {label} | {listed(ap, "{:.3f}")} | {spread(ap, "{:.3f}")} '
+            f'| {listed(difference, "{:+.3f}")} | {spread(difference, "{:+.3f}")} |'
+        )
     return '\n'.join(lines)
 
 
 def draw(results: dict, path: Path) -> None:
     """AP over fine-tuning iterations, one line per way, one thin line per seed; crosses where nothing was trained."""
     import matplotlib
+
     matplotlib.use('Agg')
     from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout='constrained')
     for i, (way, label) in enumerate(WAYS.items()):
         finals = results['ap'][way]
@@ -197,8 +240,9 @@ def draw(results: dict, path: Path) -> None:
         steps = [results['iterations_between_validations'] * (k + 1) for k in range(len(curves[0]))]
         for curve in curves:
             axes.plot(steps, curve, color=f'C{i}', linewidth=0.8, alpha=0.5)
-        axes.plot(steps, [statistics.mean(points) for points in zip(*curves, strict=True)], 'o-', color=f'C{i}',
-                  label=label)
+        axes.plot(
+            steps, [statistics.mean(points) for points in zip(*curves, strict=True)], 'o-', color=f'C{i}', label=label
+        )
     start = statistics.mean(results['ap']['start'])
     axes.axhline(start, color='gray', linestyle=':', label=f'{START}: {start:.3f}')
     axes.set(xlabel='fine-tuning iteration', ylabel=f'{results["metric"]} on validation images')

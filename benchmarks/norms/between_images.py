@@ -6,6 +6,7 @@ Per colour channel, with images of equal weight, b = Var(mean of an image) / (Va
 within an image)). A norm with one set of statistics for all images makes only their union standard; of each image it
 leaves a mean that is off by sqrt(b) sigmas, root mean square. At 0 images are alike, at 1 each is of one colour.
 """
+
 import argparse
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import numpy as np
 from mmengine.utils import track_iter_progress
 
 from slab_det.cli import run_cli
-from slab_det.datasets.recalibration import evenly_spaced
-from slab_det.errors import DataError
+from slab_det.recalibration.images import evenly_spaced
+from slab_det.runtime.errors import DataError
 
 
 def share_between(images: list[Path]) -> np.ndarray:

@@ -1,4 +1,5 @@
 """One process at a time in a folder, whatever dies when."""
+
 from __future__ import annotations
 
 import fcntl

@@ -1,14 +1,15 @@
 """StatisticsDriftHook: by how much running statistics move while a detector is trained."""
+
 from __future__ import annotations
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.distributed import unwrap
 from slab_det.hooks.log_interval import logs_after
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.statistics_drift import copy_statistics, statistics_drift
+from slab_det.measure.statistics_drift import copy_statistics, statistics_drift
+from slab_det.norms.base import named_offline_norms
+from slab_det.runtime.distributed import unwrap
 
 
 @HOOKS.register_module()
@@ -26,8 +27,9 @@ class StatisticsDriftHook(Hook):
         self._norms = dict(named_offline_norms(unwrap(runner.model)))
         self._before = copy_statistics(self._norms)
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
-                         outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
+    ) -> None:
         if not self._norms or not logs_after(runner, batch_idx):
             return
         drift = statistics_drift(self._norms, self._before)

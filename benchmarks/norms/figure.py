@@ -1,4 +1,5 @@
 """The picture of a study: AP, loss, gamma and drift over iterations, one row per setting."""
+
 from __future__ import annotations
 
 import statistics
@@ -11,14 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
-from slab_det.figures.labels import FONT_SIZE, wrap
-from slab_det.figures.series import Style, style_of
+from slab_det.measure.figures.labels import FONT_SIZE, wrap
+from slab_det.measure.figures.series import Style, style_of
 
 _WIDTH = 7.2  # inches: the text width of A4
 # What the panels beside AP show; only those are drawn that a run of the study logged.
-_PANELS = {'loss': 'training loss', 'gamma': 'gamma', 'un_filtered': 'share filtered by UN',
-           # Means are 0 in UN, MABN and PowerNorm.
-           'drift_log_var': 'drift of log variance'}
+_PANELS = {
+    'loss': 'training loss',
+    'gamma': 'gamma',
+    'un_filtered': 'share filtered by UN',
+    # Means are 0 in UN, MABN and PowerNorm.
+    'drift_log_var': 'drift of log variance',
+}
 
 
 def draw(results: Mapping, path: Path) -> None:
@@ -27,15 +32,20 @@ def draw(results: Mapping, path: Path) -> None:
     The last AP of a run is the one after recalibration, where there is one. Where all runs of a setting were
     validated only at their end, they stand side by side. A run that failed has only its loss.
     """
-    runs = {name: run for name, run in results['runs'].items()
-            if any(result.get('training', {}).get('iteration') for result in run['seeds'].values())}
+    runs = {
+        name: run
+        for name, run in results['runs'].items()
+        if any(result.get('training', {}).get('iteration') for result in run['seeds'].values())
+    }
     if not runs:
         return
     # Runs of one name in several settings look alike.
     labels = list(dict.fromkeys(run['label'] for run in runs.values()))
     settings = list(dict.fromkeys(run['setting'] for run in runs.values()))
-    panels = {setting: _panels([run for run in runs.values() if run['setting'] == setting], len(settings) > 2)
-              for setting in settings}
+    panels = {
+        setting: _panels([run for run in runs.values() if run['setting'] == setting], len(settings) > 2)
+        for setting in settings
+    }
     heights = [max(2.4, 1.4 * len(names) + 0.3) for names in panels.values()]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.2 * -(-len(labels) // 3) + 0.4), dpi=200, layout='constrained')
     FigureCanvasAgg(figure)
@@ -46,8 +56,9 @@ def draw(results: Mapping, path: Path) -> None:
         row.suptitle(setting, fontsize=FONT_SIZE)
         members = [run for run in runs.values() if run['setting'] == setting]
         axes = row.subplot_mosaic([['ap', name] for name in panels[setting]], width_ratios=[1.9, 1])
-        curves = [[_ap_curve(result) for result in run['seeds'].values() if result['status'] == 'finished']
-                  for run in members]
+        curves = [
+            [_ap_curve(result) for result in run['seeds'].values() if result['status'] == 'finished'] for run in members
+        ]
         # Where no run of a setting finished, there are none.
         are_points = {len(curve) for of_run in curves for curve in of_run} == {1}
         for index, (run, of_run) in enumerate(zip(members, curves, strict=True)):
@@ -57,8 +68,9 @@ def draw(results: Mapping, path: Path) -> None:
             else:
                 _draw_lines(axes['ap'], of_run, style, 4)
             for name in panels[setting]:
-                _draw_lines(axes[name], [_curve(result['training'], name) for result in run['seeds'].values()], style,
-                            0)
+                _draw_lines(
+                    axes[name], [_curve(result['training'], name) for result in run['seeds'].values()], style, 0
+                )
         _dress(axes['ap'], f'{results["metric"]} on validation images')
         if are_points:
             axes['ap'].set_xlabel('run: each seed, and their mean', fontsize=FONT_SIZE)
@@ -69,10 +81,14 @@ def draw(results: Mapping, path: Path) -> None:
         axes['loss'].set_yscale('log', subs=[1.5, 2, 3, 5])
         axes['loss'].yaxis.set_minor_formatter(ScalarFormatter())
         axes['loss'].yaxis.set_major_formatter(ScalarFormatter())
-    handles = [Line2D([], [], color=style.colour, linestyle=style.dashes, marker=style.marker, ms=4, label=label)
-               for label in labels for style in [style_of(label, labels)]]
-    figure.legend(handles=handles, loc='outside lower center', ncols=3, fontsize=FONT_SIZE, frameon=False,
-                  handlelength=4)
+    handles = [
+        Line2D([], [], color=style.colour, linestyle=style.dashes, marker=style.marker, ms=4, label=label)
+        for label in labels
+        for style in [style_of(label, labels)]
+    ]
+    figure.legend(
+        handles=handles, loc='outside lower center', ncols=3, fontsize=FONT_SIZE, frameon=False, handlelength=4
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -91,8 +107,11 @@ def _ap_curve(result: Mapping) -> dict[int, float]:
 
 
 def _curve(training: Mapping, name: str) -> dict[int, float]:
-    return {iteration: value for iteration, value in zip(training['iteration'], training.get(name, []), strict=False)
-            if value is not None}
+    return {
+        iteration: value
+        for iteration, value in zip(training['iteration'], training.get(name, []), strict=False)
+        if value is not None
+    }
 
 
 def _draw_lines(axes: Axes, curves: Sequence[Mapping[int, float]], style: Style, marker_size: float) -> None:
@@ -104,8 +123,15 @@ def _draw_lines(axes: Axes, curves: Sequence[Mapping[int, float]], style: Style,
         for curve in curves:
             axes.plot(*zip(*curve.items(), strict=True), color=style.colour, linewidth=0.5, alpha=0.4)
     shared = sorted(set.intersection(*(set(curve) for curve in curves)))
-    axes.plot(shared, [statistics.mean(curve[i] for curve in curves) for i in shared], color=style.colour,
-              linestyle=style.dashes, linewidth=1.3, marker=style.marker if marker_size else None, ms=marker_size)
+    axes.plot(
+        shared,
+        [statistics.mean(curve[i] for curve in curves) for i in shared],
+        color=style.colour,
+        linestyle=style.dashes,
+        linewidth=1.3,
+        marker=style.marker if marker_size else None,
+        ms=marker_size,
+    )
 
 
 def _draw_points(axes: Axes, x: float, values: Sequence[float], style: Style) -> None:

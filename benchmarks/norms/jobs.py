@@ -1,4 +1,5 @@
 """What a study is made of: a training with one seed, or an evaluation of one, each in a folder of its own."""
+
 from __future__ import annotations
 
 import copy
@@ -124,13 +125,16 @@ class Job(ABC):
         if self._stopped:
             return -signal.SIGTERM
         announce(command)
-        environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(
-            filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))}
+        environment = {
+            **os.environ,
+            'PYTHONPATH': os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')])),
+        }
         if jobs > 1:
             environment['OMP_NUM_THREADS'] = '1'
         with self.output.open('a') as output:
-            self._process = start(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
-                                  pass_fds=[descriptor])
+            self._process = start(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, pass_fds=[descriptor]
+            )
             if self._stopped:
                 self._process.terminate()
             return self._process.wait()
@@ -194,16 +198,28 @@ class Training(Job):
         yield self._train('config.py')
 
     def _train(self, config: str) -> list[str]:
-        return tool('train.py', self.config_file.with_name(config), '--work-dir', self.folder, '--data-root',
-                    self.data_root, '--resume')
+        return tool(
+            'train.py',
+            self.config_file.with_name(config),
+            '--work-dir',
+            self.folder,
+            '--data-root',
+            self.data_root,
+            '--resume',
+        )
 
 
 class Evaluation(Job):
     """A trained run with recalibrated statistics, evaluated."""
 
     def __init__(self, training: Training, recalibration: Recalibration) -> None:
-        super().__init__(training.base, recalibration.name, training.seed,
-                         training.folder / f'recalibrated_{recalibration.how}', training.data_root)
+        super().__init__(
+            training.base,
+            recalibration.name,
+            training.seed,
+            training.folder / f'recalibrated_{recalibration.how}',
+            training.data_root,
+        )
         self.training, self.recalibration = training, recalibration
 
     @property
@@ -235,9 +251,22 @@ class Evaluation(Job):
         if self.recalibration.num_images:
             target = self.folder / 'recalibrated.pth'
             passes = ['--max-passes', self.recalibration.passes] if self.recalibration.passes else []
-            yield tool('recalibrate.py', config, checkpoint, '--out', target, *passes, '--data-root', self.data_root,
-                       '--num-images', self.recalibration.num_images, '--pipeline', self.recalibration.pipeline,
-                       '--json', self.folder / 'recalibration.json')
+            yield tool(
+                'recalibrate.py',
+                config,
+                checkpoint,
+                '--out',
+                target,
+                *passes,
+                '--data-root',
+                self.data_root,
+                '--num-images',
+                self.recalibration.num_images,
+                '--pipeline',
+                self.recalibration.pipeline,
+                '--json',
+                self.folder / 'recalibration.json',
+            )
             checkpoint = target
         yield tool('test.py', config, checkpoint, '--work-dir', self.folder, '--data-root', self.data_root)
 

@@ -9,6 +9,7 @@ benchmarks/results/norms_STUDY_latency.json, as a table below the line `<!-- lat
 as AP over latency into docs/results_STUDY_latency.png. Freed memory is kept, so glibc is needed: else a model would be
 charged for fresh pages by what the others have left. Let nothing else run meanwhile.
 """
+
 import sys
 from pathlib import Path
 
@@ -35,11 +36,11 @@ from benchmarks.norms.results import write_results
 from benchmarks.norms.studies import STUDIES, Study
 from benchmarks.norms.table import by_seed, title
 from slab_det.cli import read_config
-from slab_det.datasets import set_data_root
-from slab_det.detectors import build_detector
-from slab_det.figures import draw_ap_latency
-from slab_det.latency import SCOPES
-from slab_det.reporting import ReportEntry, describe_dataset
+from slab_det.data import set_data_root
+from slab_det.checkpoints.build import build_detector
+from slab_det.measure.figures import draw_ap_latency
+from slab_det.measure.latency import SCOPES
+from slab_det.measure.reporting import ReportEntry, describe_dataset
 
 # Without what happens per object, and with it: trained models find different numbers of objects.
 MEASURED = ('backbone+neck', 'detector')
@@ -75,8 +76,9 @@ def measure(study: Study, seeds: list[int], work_dir: Path, data_root: str, roun
         if job.done and job.done.status == 'finished' and not job.obstacle():
             chosen.setdefault(job.name, job)
     if not chosen:
-        raise SystemExit(f'no run of {study.name} with seed {" or ".join(map(str, seeds))} has finished below '
-                         f'{work_dir}')
+        raise SystemExit(
+            f'no run of {study.name} with seed {" or ".join(map(str, seeds))} has finished below {work_dir}'
+        )
     served = {run.name: served_model(chosen[run.name].folder) for run in study.runs if run.name in chosen}
     cfg = next(iter(served.values()))[1]
     set_data_root(cfg, data_root)
@@ -84,12 +86,20 @@ def measure(study: Study, seeds: list[int], work_dir: Path, data_root: str, roun
     image, size = first_image(dataset)
     models = {name: model for name, (model, _, _) in served.items()}
     latencies = {
-        scope: slab_det.measure_latency(models, size, rounds, scope=scope, threads=threads, image=image, progress=True,
-                                        keep_memory=True)
-        for scope in MEASURED}
-    return {name: dict(variant=variant, seed=chosen[name].seed, dataset=describe_dataset(dataset),
-                       latency={scope: found[name].to_dict() for scope, found in latencies.items()})
-            for name, (_, cfg, variant) in served.items()}
+        scope: slab_det.measure_latency(
+            models, size, rounds, scope=scope, threads=threads, image=image, progress=True, keep_memory=True
+        )
+        for scope in MEASURED
+    }
+    return {
+        name: dict(
+            variant=variant,
+            seed=chosen[name].seed,
+            dataset=describe_dataset(dataset),
+            latency={scope: found[name].to_dict() for scope, found in latencies.items()},
+        )
+        for name, (_, cfg, variant) in served.items()
+    }
 
 
 def mean_ap(run: dict) -> float | None:
@@ -100,8 +110,10 @@ def mean_ap(run: dict) -> float | None:
 
 def markdown(runs: dict, latency: dict, metric: str) -> str:
     """One row per run, ratios to the run that it is compared with."""
-    lines = [f'| run | {metric} | {" | ".join(f"{scope}, ms | ratio" for scope in MEASURED)} |',
-             f'|---|---:|{"---:|" * 2 * len(MEASURED)}']
+    lines = [
+        f'| run | {metric} | {" | ".join(f"{scope}, ms | ratio" for scope in MEASURED)} |',
+        f'|---|---:|{"---:|" * 2 * len(MEASURED)}',
+    ]
     for name, found in latency.items():
         ap = mean_ap(runs[name])
         cells = [title(runs[name]), 'a seed failed' if ap is None else f'{ap:.3f}']
@@ -116,10 +128,21 @@ def markdown(runs: dict, latency: dict, metric: str) -> str:
 def entries(study: Study, runs: dict, latency: dict) -> list[ReportEntry]:
     """What the figure shows: the runs none of whose seeds failed."""
     detector = Config.fromfile(study.base.config).model.type
-    return [ReportEntry(name=title(runs[name]), variant=measured['variant'], norm='', attention='', detector=detector,
-                        config=name, dataset=measured['dataset'], ap={study.base.metric: dict(AP=ap)},
-                        latency=measured['latency']['detector'])
-            for name, measured in latency.items() if (ap := mean_ap(runs[name])) is not None]
+    return [
+        ReportEntry(
+            name=title(runs[name]),
+            variant=measured['variant'],
+            norm='',
+            attention='',
+            detector=detector,
+            config=name,
+            dataset=measured['dataset'],
+            ap={study.base.metric: dict(AP=ap)},
+            latency=measured['latency']['detector'],
+        )
+        for name, measured in latency.items()
+        if (ap := mean_ap(runs[name])) is not None
+    ]
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
 """NoEtaHook: PRepBN without its eta, the middle row of SLAB's Table 7 (BN, + progressive, + RepBN)."""
+
 from __future__ import annotations
 
 import torch
@@ -6,7 +7,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.layers.repbn import RepBN
+from slab_det.norms.repbn import RepBN
 
 
 @HOOKS.register_module()

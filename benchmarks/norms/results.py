@@ -1,4 +1,5 @@
 """Collects what the runs of a study left behind into one dictionary, and writes it as JSON."""
+
 from __future__ import annotations
 
 import json
@@ -10,13 +11,15 @@ from pathlib import Path
 from mmengine.fileio import put_text
 
 from benchmarks.experiments import attempts
-from slab_det.reporting import AP_KINDS, ap_from_metrics, read_report
+from slab_det.measure.reporting import AP_KINDS, ap_from_metrics, read_report
 
 from .jobs import Evaluation, Job, jobs_of
 from .studies import STUDIES, Recalibration, Run, Study
 
-TIME_NOTE = ('seconds_per_iteration is the median over the run. Two runs may be compared by it only where each ran '
-             'alone on the machine: jobs says how many of this driver ran beside it, nothing knows of other programs.')
+TIME_NOTE = (
+    'seconds_per_iteration is the median over the run. Two runs may be compared by it only where each ran '
+    'alone on the machine: jobs says how many of this driver ran beside it, nothing knows of other programs.'
+)
 
 
 def collect(study: Study, root: Path, data_root: str) -> dict:
@@ -32,8 +35,14 @@ def collect(study: Study, root: Path, data_root: str) -> dict:
         if by_seed:
             runs[run.name] = _entry(run, by_seed)
     return dict(
-        study=study.name, question=study.question, setting=study.base.setting, metric=AP_KINDS[study.base.metric] +
-        ' AP', time_note=TIME_NOTE, runs=runs, environments=_environments(jobs))
+        study=study.name,
+        question=study.question,
+        setting=study.base.setting,
+        metric=AP_KINDS[study.base.metric] + ' AP',
+        time_note=TIME_NOTE,
+        runs=runs,
+        environments=_environments(jobs),
+    )
 
 
 def with_stored(results: dict, study: Study, folder: Path) -> dict:
@@ -43,8 +52,11 @@ def with_stored(results: dict, study: Study, folder: Path) -> dict:
     """
     runs, environments = {}, list(results['environments'])
     others = [other for other in STUDIES.values() if other.base.name == study.base.name and other.name != study.name]
-    stored = [json.loads(file.read_text()) for other in (*others, study)
-              if (file := folder / f'norms_{other.name}.json').exists()]
+    stored = [
+        json.loads(file.read_text())
+        for other in (*others, study)
+        if (file := folder / f'norms_{other.name}.json').exists()
+    ]
     for run in study.recalibrations or study.runs:
         # The last that has a seed counts.
         records = [record for record in (*stored, results) if run.name in record['runs']]
@@ -83,8 +95,12 @@ def describe(job: Job, metric: str) -> dict:
     if report_file.exists():
         # LayerNorm has none, and nor has a run whose gamma did not reach 0.
         unfused = read_report(report_file).entries[0]
-        result.update(ap=unfused.ap[metric]['AP'], ap_before_recalibration=before, all_ap=unfused.ap,
-                      recalibration=unfused.recalibration)
+        result.update(
+            ap=unfused.ap[metric]['AP'],
+            ap_before_recalibration=before,
+            all_ap=unfused.ap,
+            recalibration=unfused.recalibration,
+        )
     return dict(**result, **curves)
 
 
@@ -116,9 +132,11 @@ def read_curves(work_dir: Path, metric: str) -> dict:
     return dict(
         seconds_per_iteration=round(statistics.median(times), 4) if times else None,
         training=logged,
-        validations=dict(iteration=list(validations),
-                         ap=[record[f'coco/{metric}_mAP'] for record in validations.values()]),
-        last_ap=ap_from_metrics(list(validations.values())[-1]) if validations else None)
+        validations=dict(
+            iteration=list(validations), ap=[record[f'coco/{metric}_mAP'] for record in validations.values()]
+        ),
+        last_ap=ap_from_metrics(list(validations.values())[-1]) if validations else None,
+    )
 
 
 def _rounded(value: float | None) -> float | None:

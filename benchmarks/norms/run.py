@@ -12,6 +12,7 @@ each run, in place of what was there; with --keep-stored, runs and seeds stay th
 file of any study of the dataset. At the end the table goes below the line `<!-- norms STUDY -->` of docs/results.md,
 and the picture into docs/results_STUDY.png.
 """
+
 import sys
 from pathlib import Path
 
@@ -47,19 +48,31 @@ class Driver:
         keep_stored: Keep results of the dataset that are stored there and not in ``work_dir``.
     """
 
-    def __init__(self, study: Study, seeds: list[int], work_dir: Path, data_root: str, root: Path = ROOT,
-                 keep_stored: bool = False) -> None:
+    def __init__(
+        self,
+        study: Study,
+        seeds: list[int],
+        work_dir: Path,
+        data_root: str,
+        root: Path = ROOT,
+        keep_stored: bool = False,
+    ) -> None:
         self.study, self.seeds, self.work_dir, self.data_root, self.root = study, seeds, work_dir, data_root, root
         self.keep_stored = keep_stored
         self.results_file = root / 'benchmarks' / 'results' / f'norms_{study.name}.json'
 
     def run(self, parallel: int = 1, only: list[str] | None = None) -> list[str]:
         """Runs what is not done, and returns what did not end well: one line for each."""
-        jobs = [job for job in jobs_of(self.study, self.seeds, self.work_dir, self.data_root)
-                if not only or any(fnmatchcase(job.name, pattern) for pattern in only)]
+        jobs = [
+            job
+            for job in jobs_of(self.study, self.seeds, self.work_dir, self.data_root)
+            if not only or any(fnmatchcase(job.name, pattern) for pattern in only)
+        ]
         if not jobs:
-            raise SystemExit(f'--only {" ".join(only)}: {self.study.name} has no such run, but '
-                             f'{", ".join(run.name for run in (*self.study.runs, *self.study.recalibrations))}')
+            raise SystemExit(
+                f'--only {" ".join(only)}: {self.study.name} has no such run, but '
+                f'{", ".join(run.name for run in (*self.study.runs, *self.study.recalibrations))}'
+            )
         problems = {}
         # Evaluations are of trainings of the same study.
         for kind in (Training, Evaluation):
@@ -88,8 +101,9 @@ class Driver:
             return False, job.done
         return True, job.run(parallel)
 
-    def _report(self, job: Job, outcome: tuple[bool, Done | str], jobs: list[Job], parallel: int,
-                problems: dict[str, str]) -> None:
+    def _report(
+        self, job: Job, outcome: tuple[bool, Done | str], jobs: list[Job], parallel: int, problems: dict[str, str]
+    ) -> None:
         ran, end = outcome
         if isinstance(end, str):
             text = end
@@ -139,14 +153,16 @@ def main() -> None:
     parser.add_argument('--only', nargs='+', metavar='NAME', help='only these runs; * matches anything')
     parser.add_argument('--jobs', type=int, default=1, metavar='N', help='runs at a time; above 1, each on one thread')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
-    parser.add_argument('--keep-stored', action='store_true',
-                        help='add to the results in benchmarks/results instead of replacing them')
+    parser.add_argument(
+        '--keep-stored', action='store_true', help='add to the results in benchmarks/results instead of replacing them'
+    )
     parser.add_argument('--table-only', action='store_true', help='run nothing: write table and picture again')
     args = parser.parse_args()
     study = STUDIES[args.study]
     os.chdir(ROOT)
-    driver = Driver(study, args.seeds, args.work_dir, args.data_root or f'data/{study.base.name}',
-                    keep_stored=args.keep_stored)
+    driver = Driver(
+        study, args.seeds, args.work_dir, args.data_root or f'data/{study.base.name}', keep_stored=args.keep_stored
+    )
     problems = []
     if not args.table_only:
         # As Ctrl-C: the trainings end with their driver.

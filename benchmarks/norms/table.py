@@ -1,4 +1,5 @@
 """The table of a study: mean and std over seeds, and the paired difference to the control."""
+
 from __future__ import annotations
 
 import math
@@ -15,8 +16,14 @@ NONE = '–'
 def markdown(results: Mapping) -> str:
     """One row per run; a run that failed says why."""
     runs = results['runs']
-    header = ['run', f'{results["metric"]} per seed', 'mean ± std', 'minus control, per seed', 'mean ± std',
-              '95 % interval']
+    header = [
+        'run',
+        f'{results["metric"]} per seed',
+        'mean ± std',
+        'minus control, per seed',
+        'mean ± std',
+        '95 % interval',
+    ]
     align = ['---', '---', '---:', '---', '---:', '---']
     extra = {heading: column for heading, column in _EXTRA.items() if any(map(column, runs.values()))}
     lines = [[*header, *extra], [*align, *['---:'] * len(extra)]]
@@ -24,10 +31,17 @@ def markdown(results: Mapping) -> str:
         own = by_seed(run)
         control = by_seed(runs[run['control']]) if run['control'] in runs and run['control'] != name else {}
         differences = [own[seed] - control[seed] for seed in own if seed in control]
-        lines.append([
-            title(run), _seeds(run, own), spread(list(own.values()), '{:.3f}') if own else NONE,
-            listed(differences, '{:+.3f}') or NONE, spread(differences, '{:+.3f}') if differences else NONE,
-            _interval(differences), *(column(run) or NONE for column in extra.values())])
+        lines.append(
+            [
+                title(run),
+                _seeds(run, own),
+                spread(list(own.values()), '{:.3f}') if own else NONE,
+                listed(differences, '{:+.3f}') or NONE,
+                spread(differences, '{:+.3f}') if differences else NONE,
+                _interval(differences),
+                *(column(run) or NONE for column in extra.values()),
+            ]
+        )
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
 
 
@@ -80,9 +94,11 @@ def _interval(differences: Sequence[float]) -> str:
 
 
 def _seeds(run: Mapping, own: Mapping[str, float]) -> str:
-    failed = [f'seed {seed} failed: {_cell(result["error"])}'
-              for seed, result in sorted(run['seeds'].items(), key=lambda item: int(item[0]))
-              if result['status'] == 'failed']
+    failed = [
+        f'seed {seed} failed: {_cell(result["error"])}'
+        for seed, result in sorted(run['seeds'].items(), key=lambda item: int(item[0]))
+        if result['status'] == 'failed'
+    ]
     return '; '.join(filter(None, [listed(list(own.values()), '{:.3f}'), *failed]))
 
 

@@ -9,4 +9,5 @@ default_hooks = dict(
     checked_load=dict(type='CheckedLoadHook'),
     pool_statistics=dict(type='PoolStatisticsHook'),
     random_state=dict(type='RandomStateHook'),
-    skipped_batches=dict(type='SkippedBatchesHook'))
+    skipped_batches=dict(type='SkippedBatchesHook'),
+)

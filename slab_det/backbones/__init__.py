@@ -1,5 +1,6 @@
 """Backbones, registered in mmdet's MODELS."""
-from .pvt import SLABPVT
-from .swin import SLABSwin
+
+from slab_det.backbones.pvt import SLABPVT
+from slab_det.backbones.swin import SLABSwin
 
 __all__ = ['SLABPVT', 'SLABSwin']

@@ -1,4 +1,5 @@
 """Checks of a backbone's arguments: an error at construction, instead of one in the middle of a forward."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -55,9 +56,13 @@ def check_norm_cfg(name: str, norm_cfg: dict) -> None:
         with MODELS.switch_scope_and_registry(None) as registry:
             norm = registry.get(kind)
         if norm is None:
-            raise ValueError(f"{name}: there is no norm called {kind!r}; 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
-                             "'MABN' and 'PowerNorm' are there, and what custom_imports registers in mmengine's MODELS")
+            raise ValueError(
+                f"{name}: there is no norm called {kind!r}; 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
+                "'MABN' and 'PowerNorm' are there, and what custom_imports registers in mmengine's MODELS"
+            )
         kind = norm
     if isclass(kind) and issubclass(kind, (_NormBase, nn.GroupNorm)):
-        raise ValueError(f'{name}: {kind.__name__} takes channels first, and would normalise tokens instead of '
-                         "channels here; dict(type='TokenBN') is the BatchNorm of tokens")
+        raise ValueError(
+            f'{name}: {kind.__name__} takes channels first, and would normalise tokens instead of '
+            "channels here; dict(type='TokenBN') is the BatchNorm of tokens"
+        )

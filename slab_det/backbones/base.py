@@ -1,4 +1,5 @@
 """What the backbones share: pretrained weights and frozen statistics."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.checkpoints import load_pretrained
-from slab_det.layers.offline_norm import named_offline_norms
+from slab_det.norms.base import named_offline_norms
 
 
 def check_init_cfg(backbone: BaseModule) -> None:
@@ -62,4 +63,5 @@ def warn_of_live_statistics(backbone: nn.Module) -> None:
     live = [name for name, norm in named_offline_norms(backbone) if not norm.statistics_loaded]
     if live:
         MMLogger.get_current_instance().warning(
-            f'norm_eval: no statistics were loaded for {", ".join(live)}; they stay live')
+            f'norm_eval: no statistics were loaded for {", ".join(live)}; they stay live'
+        )

@@ -1,4 +1,5 @@
 """SLABPVT: Pyramid Vision Transformer (V1 and V2) with any norm and any attention."""
+
 from __future__ import annotations
 
 import math
@@ -13,13 +14,18 @@ from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
-from slab_det.layers.linear_attention import LinearAttention
-from slab_det.layers.map_ffn import MapFFN, build_map_ffn
-from slab_det.layers.position_table import resize_table
-from slab_det.layers.spatial_reduction import MAP_ATTENTIONS, MapAttention
-
-from .arguments import check_mlp_ratio, check_norm_cfg, check_out_indices, check_whole_numbers, per_stage
-from .base import freeze_loaded_statistics, init_backbone
+from slab_det.attention.linear import LinearAttention
+from slab_det.attention.position_table import resize_table
+from slab_det.attention.spatial_reduction import MAP_ATTENTIONS, MapAttention
+from slab_det.backbones.arguments import (
+    check_mlp_ratio,
+    check_norm_cfg,
+    check_out_indices,
+    check_whole_numbers,
+    per_stage,
+)
+from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
+from slab_det.backbones.map_ffn import MapFFN, build_map_ffn
 
 
 class PVTBlock(BaseModule):
@@ -174,10 +180,18 @@ class SLABPVT(BaseModule):
         unknown = set(attention) - set(MAP_ATTENTIONS)
         if unknown:
             raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(MAP_ATTENTIONS)}')
-        self.sr_ratios = tuple(ratio if word == 'softmax' else la_ratio
-                               for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True))
-        check_whole_numbers(embed_dims=embed_dims, num_heads=num_heads, patch_sizes=self.patch_sizes,
-                            strides=self.strides, sr_ratios=sr_ratios, la_sr_ratios=la_sr_ratios)
+        self.sr_ratios = tuple(
+            ratio if word == 'softmax' else la_ratio
+            for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True)
+        )
+        check_whole_numbers(
+            embed_dims=embed_dims,
+            num_heads=num_heads,
+            patch_sizes=self.patch_sizes,
+            strides=self.strides,
+            sr_ratios=sr_ratios,
+            la_sr_ratios=la_sr_ratios,
+        )
         check_whole_numbers(0, num_layers=num_layers)
         check_out_indices(out_indices, num_stages)
         check_norm_cfg('norm_cfg', norm_cfg)
@@ -191,30 +205,54 @@ class SLABPVT(BaseModule):
         self.layers = ModuleList()
         for i, channels in enumerate(self.num_features):
             check_mlp_ratio('mlp_ratios', mlp_ratios[i], channels)
-            patch_embed = PatchEmbed(in_channels, channels, kernel_size=self.patch_sizes[i], stride=self.strides[i],
-                                     padding=self.paddings[i], norm_cfg=norm_cfg)
+            patch_embed = PatchEmbed(
+                in_channels,
+                channels,
+                kernel_size=self.patch_sizes[i],
+                stride=self.strides[i],
+                padding=self.paddings[i],
+                norm_cfg=norm_cfg,
+            )
             in_channels = channels
             blocks = ModuleList()
             if use_abs_pos_embed:
                 # mmdet's sizes: where patches do not overlap, those of the maps.
-                patch = math.prod(self.patch_sizes[:i + 1])
+                patch = math.prod(self.patch_sizes[: i + 1])
                 pos_shape = (pretrain_img_size[0] // patch, pretrain_img_size[1] // patch)
                 if min(pos_shape) < 1:
                     raise ValueError(
                         f'pretrain_img_size={pretrain_img_size[0]}x{pretrain_img_size[1]} leaves stage {i} no learned '
-                        f'position, at patches of {patch}x{patch}; give a larger one or use_abs_pos_embed=False')
+                        f'position, at patches of {patch}x{patch}; give a larger one or use_abs_pos_embed=False'
+                    )
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             ratio = self.sr_ratios[i]
-            special = (dict(attn_drop_rate=attn_drop_rate) if attention[i] == 'softmax'
-                       else dict(source_shape=tuple(side // ratio for side in pretrain_shapes[i])))
+            special = (
+                dict(attn_drop_rate=attn_drop_rate)
+                if attention[i] == 'softmax'
+                else dict(source_shape=tuple(side // ratio for side in pretrain_shapes[i]))
+            )
             for _ in range(num_layers[i]):
                 rate = next(drop_path_rates)
                 attn = MAP_ATTENTIONS[attention[i]](
-                    channels, num_heads[i], sr_ratio=ratio, qkv_bias=qkv_bias, proj_drop_rate=drop_rate,
-                    drop_path_rate=rate, norm_cfg=norm_cfg, **special)
+                    channels,
+                    num_heads[i],
+                    sr_ratio=ratio,
+                    qkv_bias=qkv_bias,
+                    proj_drop_rate=drop_rate,
+                    drop_path_rate=rate,
+                    norm_cfg=norm_cfg,
+                    **special,
+                )
                 ffn = build_map_ffn(
-                    ffn_norm, norm_cfg, use_conv_ffn, embed_dims=channels, act_cfg=act_cfg, drop_rate=drop_rate,
-                    feedforward_channels=int(mlp_ratios[i] * channels), drop_path_rate=rate)
+                    ffn_norm,
+                    norm_cfg,
+                    use_conv_ffn,
+                    embed_dims=channels,
+                    act_cfg=act_cfg,
+                    drop_rate=drop_rate,
+                    feedforward_channels=int(mlp_ratios[i] * channels),
+                    drop_path_rate=rate,
+                )
                 blocks.append(PVTBlock(attn, ffn, norm_cfg))
             norm = build_norm_layer(norm_cfg, channels)[1] if norm_after_stage else nn.Identity()
             self.layers.append(ModuleList([patch_embed, blocks, norm]))
@@ -247,7 +285,8 @@ class SLABPVT(BaseModule):
                 raise ValueError(
                     f'an image of {image_shape[0]}x{image_shape[1]} leaves stage {i} a map of '
                     f'{max(shape[0], 0)}x{max(shape[1], 0)}, '
-                    f'smaller than its reduction ratio {ratio}; give larger images or lower the ratio')
+                    f'smaller than its reduction ratio {ratio}; give larger images or lower the ratio'
+                )
             shapes.append(shape)
         return shapes
 
@@ -256,8 +295,10 @@ class SLABPVT(BaseModule):
         stride, padding = self.strides[stage], self.paddings[stage]
         if isinstance(padding, str):
             return tuple(math.ceil(side / stride) for side in shape)
-        return tuple((side + 2 * pad - self.patch_sizes[stage]) // stride + 1
-                     for side, pad in zip(shape, to_2tuple(padding), strict=True))
+        return tuple(
+            (side + 2 * pad - self.patch_sizes[stage]) // stride + 1
+            for side, pad in zip(shape, to_2tuple(padding), strict=True)
+        )
 
     def train(self, mode: bool = True) -> SLABPVT:
         """Sets training mode, but for loaded statistics with ``norm_eval``."""

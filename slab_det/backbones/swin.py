@@ -1,4 +1,5 @@
 """SLABSwin: Swin Transformer with any norm and any window attention."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,19 +15,24 @@ from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
-from slab_det.layers.attention import (
+from slab_det.attention.window_attention import (
     ATTENTIONS,
     LinearWindowAttention,
     ShiftedWindowAttention,
     SoftmaxWindowAttention,
     leave_released_order,
 )
-from slab_det.layers.ffn import build_ffn
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.layers.patch_merging import PatchMerging
-
-from .arguments import check_mlp_ratio, check_norm_cfg, check_out_indices, check_whole_numbers, per_stage
-from .base import freeze_loaded_statistics, init_backbone
+from slab_det.backbones.arguments import (
+    check_mlp_ratio,
+    check_norm_cfg,
+    check_out_indices,
+    check_whole_numbers,
+    per_stage,
+)
+from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
+from slab_det.backbones.ffn import build_ffn
+from slab_det.backbones.patch_merging import PatchMerging
+from slab_det.norms.base import named_offline_norms
 
 
 class SwinBlock(BaseModule):
@@ -47,17 +53,32 @@ class SwinBlock(BaseModule):
         (B, H * W, C) -> (B, H * W, C).
     """
 
-    def __init__(self, attn: ShiftedWindowAttention, embed_dims: int, feedforward_channels: int, drop_rate: float,
-                 drop_path_rate: float, act_cfg: dict, norm_cfg: dict, with_cp: bool,
-                 ffn_norm: str | None) -> None:
+    def __init__(
+        self,
+        attn: ShiftedWindowAttention,
+        embed_dims: int,
+        feedforward_channels: int,
+        drop_rate: float,
+        drop_path_rate: float,
+        act_cfg: dict,
+        norm_cfg: dict,
+        with_cp: bool,
+        ffn_norm: str | None,
+    ) -> None:
         super().__init__()
         self.with_cp = with_cp
         self.norm1 = build_norm_layer(norm_cfg, embed_dims)[1]
         self.attn = attn
         self.norm2 = build_norm_layer(norm_cfg, embed_dims)[1]
         self.ffn = build_ffn(
-            ffn_norm, norm_cfg, embed_dims=embed_dims, feedforward_channels=feedforward_channels, act_cfg=act_cfg,
-            ffn_drop=drop_rate, dropout_layer=dict(type='DropPath', drop_prob=drop_path_rate))
+            ffn_norm,
+            norm_cfg,
+            embed_dims=embed_dims,
+            feedforward_channels=feedforward_channels,
+            act_cfg=act_cfg,
+            ffn_drop=drop_rate,
+            dropout_layer=dict(type='DropPath', drop_prob=drop_path_rate),
+        )
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         if self.with_cp and x.requires_grad:
@@ -181,8 +202,13 @@ class SLABSwin(BaseModule):
         unknown = set(attention) - set(ATTENTIONS)
         if unknown:
             raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(ATTENTIONS)}')
-        check_whole_numbers(embed_dims=embed_dims, num_heads=num_heads, window_sizes=window_sizes, strides=strides,
-                            patch_size=patch_size)
+        check_whole_numbers(
+            embed_dims=embed_dims,
+            num_heads=num_heads,
+            window_sizes=window_sizes,
+            strides=strides,
+            patch_size=patch_size,
+        )
         check_whole_numbers(0, depths=depths)
         check_out_indices(out_indices, num_stages)
         check_norm_cfg('norm_cfg', norm_cfg)
@@ -191,10 +217,15 @@ class SLABSwin(BaseModule):
         self.out_indices = tuple(out_indices)
         self.frozen_stages = frozen_stages
         self.norm_eval = norm_eval
-        self.num_features = [embed_dims * 2 ** i for i in range(num_stages)]
+        self.num_features = [embed_dims * 2**i for i in range(num_stages)]
 
-        self.patch_embed = PatchEmbed(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size,
-                                      norm_cfg=norm_cfg if patch_norm else None)
+        self.patch_embed = PatchEmbed(
+            in_channels,
+            embed_dims,
+            kernel_size=patch_size,
+            stride=patch_size,
+            norm_cfg=norm_cfg if patch_norm else None,
+        )
         self.absolute_pos_embed = None
         if use_abs_pos_embed:
             self._pos_embed_shape = tuple(side // patch_size for side in to_2tuple(pretrain_img_size))
@@ -206,17 +237,31 @@ class SLABSwin(BaseModule):
         self.stages = ModuleList()
         for i, channels in enumerate(self.num_features):
             check_mlp_ratio('mlp_ratio', mlp_ratio, channels)
-            special = (dict(qk_scale=qk_scale, attn_drop_rate=attn_drop_rate) if attention[i] == 'softmax'
-                       else dict(mask_padding=mask_padding))
+            special = (
+                dict(qk_scale=qk_scale, attn_drop_rate=attn_drop_rate)
+                if attention[i] == 'softmax'
+                else dict(mask_padding=mask_padding)
+            )
             blocks = []
             for depth in range(depths[i]):
                 rate = next(drop_path_rates)
-                w_msa = ATTENTIONS[attention[i]](channels, num_heads[i], window_sizes[i], qkv_bias=qkv_bias,
-                                                 proj_drop_rate=drop_rate, **special)
+                w_msa = ATTENTIONS[attention[i]](
+                    channels, num_heads[i], window_sizes[i], qkv_bias=qkv_bias, proj_drop_rate=drop_rate, **special
+                )
                 shift_size = window_sizes[i] // 2 if depth % 2 else 0
-                blocks.append(SwinBlock(
-                    ShiftedWindowAttention(w_msa, shift_size, rate), channels, int(mlp_ratio * channels),
-                    drop_rate, rate, act_cfg, norm_cfg, with_cp, ffn_norm))
+                blocks.append(
+                    SwinBlock(
+                        ShiftedWindowAttention(w_msa, shift_size, rate),
+                        channels,
+                        int(mlp_ratio * channels),
+                        drop_rate,
+                        rate,
+                        act_cfg,
+                        norm_cfg,
+                        with_cp,
+                        ffn_norm,
+                    )
+                )
             downsample = None
             if i < num_stages - 1:
                 downsample = PatchMerging(channels, 2 * channels, strides[i + 1], norm_cfg if patch_norm else None)
@@ -282,7 +327,7 @@ class SLABSwin(BaseModule):
     def _frozen_modules(self) -> list[nn.Module]:
         if self.frozen_stages < 0:
             return []
-        frozen = [self.patch_embed, self.drop_after_pos, *self.stages[:self.frozen_stages]]
+        frozen = [self.patch_embed, self.drop_after_pos, *self.stages[: self.frozen_stages]]
         return frozen + [getattr(self, f'norm{i}') for i in self.out_indices if i < self.frozen_stages]
 
     def init_weights(self) -> None:

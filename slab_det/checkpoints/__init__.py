@@ -1,7 +1,8 @@
 """Checkpoints in our own and foreign layouts, loaded whole or not at all."""
-from . import timm_weights  # noqa: F401, I001 (registers timm:// with mmengine)
-from .detector import check_detector_checkpoint
-from .load import load_pretrained
-from .report import LoadReport
+
+from slab_det.checkpoints import timm_weights  # noqa: F401, I001 (registers timm:// with mmengine)
+from slab_det.checkpoints.detector import check_detector_checkpoint
+from slab_det.checkpoints.load import load_pretrained
+from slab_det.checkpoints.report import LoadReport
 
 __all__ = ['LoadReport', 'check_detector_checkpoint', 'load_pretrained']

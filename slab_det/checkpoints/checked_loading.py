@@ -1,4 +1,5 @@
 """Checks what mmengine and mmdet load without asking us: DetInferencer, init_detector, stock backbones."""
+
 from __future__ import annotations
 
 import logging
@@ -18,9 +19,8 @@ from mmengine.model import BaseModule, PretrainedInit
 from torch import nn
 
 from slab_det.backbones.base import check_init_cfg, load_init_cfg
-from slab_det.layers.offline_norm import named_offline_norms
-
-from .detector import check_detector_checkpoint
+from slab_det.checkpoints.detector import check_detector_checkpoint
+from slab_det.norms.base import named_offline_norms
 
 _load_checkpoint_to_model = mmengine.runner.checkpoint._load_checkpoint_to_model
 
@@ -45,9 +45,13 @@ def install_checked_loading() -> None:
             backbone.init_weights = _init_checked(backbone.init_weights)
 
 
-def _load_checked(model: nn.Module, checkpoint: dict, strict: bool = False,
-                  logger: logging.Logger | str | None = None,
-                  revise_keys: Sequence[tuple[str, str]] = ((r'^module\.', ''),)) -> dict:
+def _load_checked(
+    model: nn.Module,
+    checkpoint: dict,
+    strict: bool = False,
+    logger: logging.Logger | str | None = None,
+    revise_keys: Sequence[tuple[str, str]] = ((r'^module\.', ''),),
+) -> dict:
     if hasattr(model, 'backbone'):
         # Renamed before the check, and so not again after it.
         _revise_keys(checkpoint, revise_keys)
@@ -78,11 +82,13 @@ def _partial_allowed(load: Callable) -> Callable:
             return load(*args, **kwargs)
         finally:
             _may_be_partial.reset(token)
+
     return load_partial
 
 
 def _init_checked(init_weights: Callable[[BaseModule], None]) -> Callable[[BaseModule], None]:
     """``init_weights`` of a stock backbone, which leaves pretrained weights for our norms to our loader."""
+
     @wraps(init_weights)
     def init_weights_checked(self: BaseModule) -> None:
         init_cfg = self.init_cfg
@@ -97,12 +103,14 @@ def _init_checked(init_weights: Callable[[BaseModule], None]) -> Callable[[BaseM
         finally:
             self.init_cfg = init_cfg
         load_init_cfg(self)
+
     return init_weights_checked
 
 
 @contextmanager
 def _without_news_of_scratch() -> Iterator[None]:
     """Keeps mmdet from logging that training starts from scratch just before the weights are loaded."""
+
     def is_other_news(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith('No pre-trained weights for')
 

@@ -1,4 +1,5 @@
 """Checks a whole detector's checkpoint before a runner or an inferencer loads it."""
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -6,17 +7,21 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from slab_det.errors import CheckpointError
+from slab_det.checkpoints.formats import nothing_matched
+from slab_det.checkpoints.fused import check_fused
+from slab_det.checkpoints.load import check_shapes, find_state_dict, fit_weights, log_report
+from slab_det.checkpoints.report import LoadReport, name_some
+from slab_det.checkpoints.weight import Weight, Weights
+from slab_det.runtime.errors import CheckpointError
 
-from .formats import nothing_matched
-from .fused import check_fused
-from .load import check_shapes, find_state_dict, fit_weights, log_report
-from .report import LoadReport, name_some
-from .weight import Weight, Weights
 
-
-def check_detector_checkpoint(model: nn.Module, checkpoint: dict, name: str = 'the checkpoint', complete: bool = False,
-                              reinitialize: Sequence[str] = ()) -> LoadReport:
+def check_detector_checkpoint(
+    model: nn.Module,
+    checkpoint: dict,
+    name: str = 'the checkpoint',
+    complete: bool = False,
+    reinitialize: Sequence[str] = (),
+) -> LoadReport:
     """Checks ``checkpoint`` against ``model`` and logs the report; a foreign backbone is converted in place.
 
     Args:
@@ -43,20 +48,27 @@ def check_detector_checkpoint(model: nn.Module, checkpoint: dict, name: str = 't
     values.update(_other_values(kept, targets, report))
     if not values:
         if any(key.startswith('backbone.') for key in targets):
-            raise CheckpointError(f'{nothing_matched(name, state, targets)}. Weights of a backbone alone belong into '
-                                  "model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)")
+            raise CheckpointError(
+                f'{nothing_matched(name, state, targets)}. Weights of a backbone alone belong into '
+                "model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
+            )
         raise nothing_matched(name, state, targets)
     _report_missing(targets, values, dropped, report)
     if complete and report.missing_unexpected:
         raise CheckpointError(
             f'{name}: {len(report.missing_unexpected)} weights of the model are missing: '
-            f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with')
+            f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with'
+        )
     log_report(report)
     own_index = {key: value for key, value in targets.items() if key.endswith('relative_position_index')}
     # mmengine fills whatever it finds a place for, also what was left out on purpose.
     left_out = (state.keys() & targets.keys()) - values.keys() - own_index.keys()
-    if report.format != 'native' or report.converted or left_out or not values.keys() <= checkpoint.get(
-            'state_dict', {}).keys():
+    if (
+        report.format != 'native'
+        or report.converted
+        or left_out
+        or not values.keys() <= checkpoint.get('state_dict', {}).keys()
+    ):
         # The index is the model's own whatever the file has, and strict loading misses it.
         # mmengine sets an attribute on it, which a plain dict has not.
         checkpoint['state_dict'] = OrderedDict({**values, **own_index})
@@ -88,15 +100,17 @@ def _other_values(weights: Weights, targets: Mapping[str, Tensor], report: LoadR
     handled = 'backbone.' if report.matched else ()
     others = {key: weight for key, weight in weights.items() if not key.startswith(handled)}
     filled = {key: weight for key, weight in others.items() if key in targets}
-    check_shapes(filled, targets, report.source,
-                 'or name what should start anew in CheckedLoadHook(reinitialize=[...])')
+    check_shapes(
+        filled, targets, report.source, 'or name what should start anew in CheckedLoadHook(reinitialize=[...])'
+    )
     report.matched += filled
     report.unused_unexpected += [key for key in others if key not in filled]
     return {key: weight.value for key, weight in filled.items()}
 
 
-def _report_missing(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], dropped: tuple[str, ...],
-                    report: LoadReport) -> None:
+def _report_missing(
+    targets: Mapping[str, Tensor], values: Mapping[str, Tensor], dropped: tuple[str, ...], report: LoadReport
+) -> None:
     for key in targets:
         if key in values or key in report.missing_expected:
             continue

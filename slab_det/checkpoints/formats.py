@@ -1,17 +1,23 @@
 """The known layouts, and which of them a checkpoint has."""
+
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from slab_det.errors import CheckpointError
+from slab_det.checkpoints import microsoft_swin, native, official_pvt, slab_official, timm_pvt_v2, timm_swin
+from slab_det.checkpoints.report import name_some
+from slab_det.checkpoints.weight import CheckpointFormat
+from slab_det.runtime.errors import CheckpointError
 
-from . import microsoft_swin, native, official_pvt, slab_official, timm_pvt_v2, timm_swin
-from .report import name_some
-from .weight import CheckpointFormat
-
-FORMATS: tuple[CheckpointFormat, ...] = (slab_official.FORMAT, official_pvt.FORMAT, timm_swin.FORMAT,
-                                         timm_pvt_v2.FORMAT, microsoft_swin.FORMAT, native.FORMAT)
+FORMATS: tuple[CheckpointFormat, ...] = (
+    slab_official.FORMAT,
+    official_pvt.FORMAT,
+    timm_swin.FORMAT,
+    timm_pvt_v2.FORMAT,
+    microsoft_swin.FORMAT,
+    native.FORMAT,
+)
 
 # What errors call a checkpoint, by a key that only its family has: those we read, for a model of another of them,
 # and those that share some key names with ours.
@@ -64,4 +70,5 @@ def nothing_matched(name: str, keys: Iterable[str], targets: Iterable[str]) -> C
     return CheckpointError(
         f'{name}{looks}: nothing matches the model; the checkpoint has {name_some(keys)}, the model '
         f'{name_some(targets)}; known layouts are {", ".join(layout.name for layout in FORMATS)}: give a checkpoint of '
-        "the model's family in one of them")
+        "the model's family in one of them"
+    )

@@ -1,10 +1,11 @@
 """Tells fused checkpoints from unfused ones."""
+
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from slab_det.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError
 
 
 def check_fused(keys: Iterable[str], targets: Iterable[str], name: str) -> None:
@@ -17,10 +18,12 @@ def check_fused(keys: Iterable[str], targets: Iterable[str], name: str) -> None:
     if fused_keys and not fused_targets:
         raise CheckpointError(
             f'{name} is fused: it has no norms, the model still has them; use the fused config that was written '
-            'beside it, or the unfused checkpoint')
+            'beside it, or the unfused checkpoint'
+        )
     if fused_targets and not fused_keys:
         raise CheckpointError(
-            f'{name} is not fused, the model is; use the config it was trained with, or fuse it with tools/fuse.py')
+            f'{name} is not fused, the model is; use the config it was trained with, or fuse it with tools/fuse.py'
+        )
 
 
 def is_fused(keys: Iterable[str]) -> bool:

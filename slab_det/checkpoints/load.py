@@ -1,4 +1,5 @@
 """Loads a checkpoint of any known layout into a backbone: all of it that has a place, or nothing."""
+
 from __future__ import annotations
 
 import re
@@ -9,15 +10,14 @@ from mmengine.logging import MMLogger
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
-from slab_det.errors import CheckpointError
-
-from .formats import find_format, nothing_matched
-from .fused import check_fused
-from .norms import fit_norms
-from .pvt_layout import check_pvt_options
-from .report import LoadReport, name_some
-from .tables import resize_tables
-from .weight import Weight, Weights
+from slab_det.checkpoints.formats import find_format, nothing_matched
+from slab_det.checkpoints.fused import check_fused
+from slab_det.checkpoints.norms import fit_norms
+from slab_det.checkpoints.pvt_layout import check_pvt_options
+from slab_det.checkpoints.report import LoadReport, name_some
+from slab_det.checkpoints.tables import resize_tables
+from slab_det.checkpoints.weight import Weight, Weights
+from slab_det.runtime.errors import CheckpointError
 
 EXPECTED_UNUSED = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
@@ -33,8 +33,9 @@ EXPECTED_MISSING = (
 OUTPUT_NORM = re.compile(r'^(norm\d+|layers\.\d+\.2)\.')
 
 
-def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping,
-                    source: str | None = None, prefix: str = '') -> LoadReport:
+def load_pretrained(
+    backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping, source: str | None = None, prefix: str = ''
+) -> LoadReport:
     """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
 
     Layouts: ``slab_official`` (Swin, PVT), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
@@ -90,7 +91,8 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
         held = name_some(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
             f'{name} holds no weights under `state_dict`, under `model` or at the top, but {held or "nothing"}; '
-            'give a checkpoint')
+            'give a checkpoint'
+        )
     return tensors
 
 
@@ -104,15 +106,18 @@ def backbone_weights(state: Mapping[str, Tensor], report: LoadReport, prefix: st
     wanted = f'{prefix.removesuffix(".")}.'.removeprefix('module.') if prefix else 'backbone.'
     if not any(key.startswith(wanted) for key in state):
         if prefix:
-            raise CheckpointError(f'{report.source} has no weights under the prefix {prefix!r}, but '
-                                  f'{name_some(sorted(state))}; correct the prefix or leave it out')
+            raise CheckpointError(
+                f'{report.source} has no weights under the prefix {prefix!r}, but '
+                f'{name_some(sorted(state))}; correct the prefix or leave it out'
+            )
         return {key: Weight(value, key) for key, value in state.items()}
     report.unused_expected.update({key: 'not of the backbone' for key in state if not key.startswith(wanted)})
     return {key.removeprefix(wanted): Weight(value, key) for key, value in state.items() if key.startswith(wanted)}
 
 
-def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
-                source: str | None = None, keep_averages: bool = True) -> dict[str, Tensor]:
+def fit_weights(
+    weights: Weights, model: nn.Module, report: LoadReport, source: str | None = None, keep_averages: bool = True
+) -> dict[str, Tensor]:
     """What ``model.load_state_dict`` should get: converted, complete in the report, and checked.
 
     Args:
@@ -140,8 +145,9 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
         raise CheckpointError(f'{report.source}: {error}') from error
 
     # The index follows from the window, which may be another one than the checkpoint's.
-    filled = {key: weight for key, weight in weights.items()
-              if key in targets and not key.endswith('relative_position_index')}
+    filled = {
+        key: weight for key, weight in weights.items() if key in targets and not key.endswith('relative_position_index')
+    }
     _report_unused({key: weight for key, weight in weights.items() if key not in filled}, report)
     if not filled:
         raise nothing_matched(report.source, given, targets)
@@ -156,13 +162,17 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport,
 
 def check_shapes(weights: Weights, targets: Mapping[str, Tensor], name: str, or_else: str = '') -> None:
     """Raises CheckpointError, naming keys and shapes, if a weight does not fit its place."""
-    misfits = [f'{weight.key} {tuple(weight.value.shape)} -> {key} {tuple(targets[key].shape)}'
-               for key, weight in weights.items() if weight.value.shape != targets[key].shape]
+    misfits = [
+        f'{weight.key} {tuple(weight.value.shape)} -> {key} {tuple(targets[key].shape)}'
+        for key, weight in weights.items()
+        if weight.value.shape != targets[key].shape
+    ]
     if misfits:
         raise CheckpointError(
             f'{name}: {len(misfits)} shapes do not fit (checkpoint -> model): {"; ".join(misfits[:4])}'
             f'{"; …" if len(misfits) > 4 else ""}; make the config agree with the checkpoint'
-            f'{" " if or_else else ""}{or_else}')
+            f'{" " if or_else else ""}{or_else}'
+        )
 
 
 def log_report(report: LoadReport) -> None:

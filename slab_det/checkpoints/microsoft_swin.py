@@ -1,8 +1,9 @@
 """Microsoft's Swin Transformer layout (github.com/microsoft/Swin-Transformer), classification and detection."""
+
 from __future__ import annotations
 
-from .swin_layout import is_foreign_swin, to_native_swin
-from .weight import CheckpointFormat
+from slab_det.checkpoints.swin_layout import is_foreign_swin, to_native_swin
+from slab_det.checkpoints.weight import CheckpointFormat
 
 
 def matches(keys: set[str]) -> bool:

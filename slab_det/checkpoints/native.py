@@ -1,7 +1,8 @@
 """mmdet's layouts of SwinTransformer, PyramidVisionTransformer and PyramidVisionTransformerV2, which are our own."""
+
 from __future__ import annotations
 
-from .weight import CheckpointFormat, Weights
+from slab_det.checkpoints.weight import CheckpointFormat, Weights
 
 
 def matches(keys: set[str]) -> bool:

@@ -16,6 +16,7 @@
 | PRepBN at gamma > 0 | TokenBN, RepBN | an error: part of it is LayerNorm |
 | with eta | TokenBN | an error: eta has no place |
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -23,13 +24,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from slab_det.errors import CheckpointError
-from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
-from slab_det.layers.quadratic_norm import QuadraticNorm
-from slab_det.layers.repbn import PRepBN
-
-from .report import LoadReport, name_some
-from .weight import Weight, Weights
+from slab_det.checkpoints.report import LoadReport, name_some
+from slab_det.checkpoints.weight import Weight, Weights
+from slab_det.norms.base import OfflineNorm, named_offline_norms
+from slab_det.norms.quadratic import QuadraticNorm
+from slab_det.norms.repbn import PRepBN
+from slab_det.runtime.errors import CheckpointError
 
 # What _kind calls UN, MABN and PowerNorm, whatever of their averages a checkpoint holds.
 QUADRATIC = 'norm without mean'
@@ -62,7 +62,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
     notes: dict[str, int] = {}
     for name, norm in _named_norms(model):
         prefix = f'{name}.'
-        given = {key[len(prefix):]: fitted.pop(key) for key in weights if key.startswith(prefix)}
+        given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
         if given:
             for key, weight in _fit_norm(prefix, given, norm, report, notes, keep_averages).items():
                 fitted[prefix + key] = weight
@@ -97,20 +97,24 @@ def _check_keys(prefix: str, kind: str, given: Weights) -> None:
     if unknown:
         raise CheckpointError(
             f'{prefix[:-1]}: the checkpoint holds {name_some(unknown)} beside what a {kind} has: it is of a norm that '
-            f'is not known here; give a checkpoint with one of {", ".join(KEYS_OF_KIND)}, UN, MABN and PowerNorm')
+            f'is not known here; give a checkpoint with one of {", ".join(KEYS_OF_KIND)}, UN, MABN and PowerNorm'
+        )
     branch = 'repbn.' if kind == 'PRepBN' else ''
     is_needed = kind in ('BatchNorm', 'RepBN') or (
-        kind == 'PRepBN' and '_gamma' in given and float(given['_gamma'].value) < 1)
+        kind == 'PRepBN' and '_gamma' in given and float(given['_gamma'].value) < 1
+    )
     lost = [name for name in ('running_mean', 'running_var') if branch + name not in given]
     if is_needed and lost:
         raise CheckpointError(
             f'{prefix[:-1]}: the checkpoint holds a {kind} without {" and ".join(lost)} (it has '
             f'{name_some(weight.key for weight in given.values())}): its inference would run on statistics of no data; '
-            'get the whole checkpoint, buffers included')
+            'get the whole checkpoint, buffers included'
+        )
 
 
-def _fit_norm(prefix: str, given: Weights, norm: nn.Module, report: LoadReport, notes: dict[str, int],
-              keep_averages: bool) -> Weights:
+def _fit_norm(
+    prefix: str, given: Weights, norm: nn.Module, report: LoadReport, notes: dict[str, int], keep_averages: bool
+) -> Weights:
     kind = _kind(given)
     # Its own weights, whatever a norm of somebody else's calls them.
     is_own = isinstance(norm, OfflineNorm) and given.keys() == norm.state_dict().keys()
@@ -133,8 +137,12 @@ def _fit_progressive(prefix: str, kind: str, given: Weights, report: LoadReport,
     elif kind == 'LayerNorm':
         fitted = {f'ln.{key}': weight for key, weight in given.items()}
         fitted['_gamma'] = _constant(given, torch.ones((), dtype=torch.float64), 'gamma 1 for LayerNorm weights')
-        _expect_missing(prefix + 'repbn.', ('weight', 'bias', 'running_mean', 'running_var', 'eta'),
-                        'RepBN of LayerNorm weights', report)
+        _expect_missing(
+            prefix + 'repbn.',
+            ('weight', 'bias', 'running_mean', 'running_var', 'eta'),
+            'RepBN of LayerNorm weights',
+            report,
+        )
         _count(notes, 'LayerNorm weights fill PRepBN at gamma 1: train down to gamma 0 before fusing')
     else:
         fitted = {f'repbn.{key}': weight for key, weight in _with_eta(kind, given).items()}
@@ -145,8 +153,9 @@ def _fit_progressive(prefix: str, kind: str, given: Weights, report: LoadReport,
     return fitted
 
 
-def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, report: LoadReport,
-                 notes: dict[str, int]) -> Weights:
+def _fit_offline(
+    prefix: str, kind: str, given: Weights, norm: OfflineNorm, report: LoadReport, notes: dict[str, int]
+) -> Weights:
     names = norm.state_dict().keys()
     if given.keys() == names:
         return given
@@ -164,18 +173,23 @@ def _fit_offline(prefix: str, kind: str, given: Weights, norm: OfflineNorm, repo
         raise _misfit(prefix, 'RepBN', norm, "set norm_cfg to dict(type='RepBN') or dict(type='PRepBN')")
     if kind == 'LayerNorm':
         _expect_missing(prefix, names - given.keys(), f'{type(norm).__name__} of LayerNorm weights', report)
-        _count(notes, f'weight and bias of LayerNorm start {type(norm).__name__}, whose statistics are not loaded: '
-                      'train before measuring anything')
-        return {key: weight.changed(weight.value, f'LayerNorm as a start for {type(norm).__name__}')
-                for key, weight in given.items()}
+        _count(
+            notes,
+            f'weight and bias of LayerNorm start {type(norm).__name__}, whose statistics are not loaded: '
+            'train before measuring anything',
+        )
+        return {
+            key: weight.changed(weight.value, f'LayerNorm as a start for {type(norm).__name__}')
+            for key, weight in given.items()
+        }
     return _with_eta(kind, given) if 'eta' in names else given
 
 
-def _fit_quadratic(prefix: str, given: Weights, norm: QuadraticNorm, report: LoadReport, notes: dict[str, int],
-                   keep_averages: bool) -> Weights:
+def _fit_quadratic(
+    prefix: str, given: Weights, norm: QuadraticNorm, report: LoadReport, notes: dict[str, int], keep_averages: bool
+) -> Weights:
     targets = norm.state_dict()
-    is_same = given.keys() == targets.keys() and all(
-        given[key].value.shape == targets[key].shape for key in targets)
+    is_same = given.keys() == targets.keys() and all(given[key].value.shape == targets[key].shape for key in targets)
     if is_same and keep_averages:
         return given
     reason = f'averages of training, begun anew by {type(norm).__name__}' if keep_averages else STATE_OF_TRAINING
@@ -208,11 +222,17 @@ def _count(notes: dict[str, int], note: str) -> None:
 
 def _other_norm(prefix: str, kind: str, norm: nn.Module) -> CheckpointError:
     given = {'BatchNorm': "dict(type='TokenBN')", QUADRATIC: 'the UN, MABN or PowerNorm it was trained with'}
-    return _misfit(prefix, kind, norm, 'set norm_cfg (and out_norm_cfg for output norms) of the backbone to '
-                   + given.get(kind, f"dict(type='{kind}')"))
+    return _misfit(
+        prefix,
+        kind,
+        norm,
+        'set norm_cfg (and out_norm_cfg for output norms) of the backbone to '
+        + given.get(kind, f"dict(type='{kind}')"),
+    )
 
 
 def _misfit(prefix: str, kind: str, norm: nn.Module, remedy: str) -> CheckpointError:
     return CheckpointError(
         f'{prefix[:-1]}: the checkpoint holds a {kind}, the model a {type(norm).__name__}, which cannot take it; '
-        f'{remedy}')
+        f'{remedy}'
+    )

@@ -8,9 +8,10 @@ the first row of ``pos_embed4``, and ``norm``. SegFormer's backbones have the na
 
 LayerNorm has eps 1e-6 in the blocks and 1e-5 in patch embeddings and reductions; mmdet's PVT has 1e-6 everywhere.
 """
+
 from __future__ import annotations
 
-from .pvt_layout import is_official_pvt, note_norm_eps, to_native_pvt
-from .weight import CheckpointFormat
+from slab_det.checkpoints.pvt_layout import is_official_pvt, note_norm_eps, to_native_pvt
+from slab_det.checkpoints.weight import CheckpointFormat
 
 FORMAT = CheckpointFormat('official_pvt', is_official_pvt, to_native_pvt, note_norm_eps)

@@ -1,4 +1,5 @@
 """What all foreign PVT layouts share: the official key names, numbered from 1, and how they become mmdet's."""
+
 from __future__ import annotations
 
 import re
@@ -7,9 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from slab_det.errors import CheckpointError
-
-from .weight import Weight, Weights
+from slab_det.checkpoints.weight import Weight, Weights
+from slab_det.runtime.errors import CheckpointError
 
 # The stage's number is the first group, the block's the second.
 _STAGES = (
@@ -54,13 +54,18 @@ def to_native_pvt(weights: Weights) -> Weights:
 
 def note_norm_eps(model: nn.Module, weights: Weights) -> list[str]:
     """Says so if norms of patch embeddings and reductions have another eps than where PVT's weights were trained."""
-    found = [getattr(module, 'ln', module) for name, module in model.named_modules()
-             if _PATCH_OR_REDUCTION_NORM.fullmatch(name)]
+    found = [
+        getattr(module, 'ln', module)
+        for name, module in model.named_modules()
+        if _PATCH_OR_REDUCTION_NORM.fullmatch(name)
+    ]
     others = [norm.eps for norm in found if isinstance(norm, nn.LayerNorm) and norm.eps != 1e-5]
     if not others:
         return []
-    return [f'{len(others)} norms of patch embeddings and spatial reductions have eps {others[0]:g} as in mmdet, '
-            'and had 1e-05 when these weights were trained']
+    return [
+        f'{len(others)} norms of patch embeddings and spatial reductions have eps {others[0]:g} as in mmdet, '
+        'and had 1e-05 when these weights were trained'
+    ]
 
 
 def check_pvt_options(weights: Weights, targets: Iterable[str], name: str) -> None:
@@ -83,7 +88,8 @@ def check_pvt_options(weights: Weights, targets: Iterable[str], name: str) -> No
     if wrong:
         raise CheckpointError(
             f'{name} is of a PVT with {", ".join(wrong)}, the model is not; set this in the backbone of the config '
-            '(PVT: use_abs_pos_embed=True, use_conv_ffn=False; PVTv2 the reverse)')
+            '(PVT: use_abs_pos_embed=True, use_conv_ffn=False; PVTv2 the reverse)'
+        )
 
 
 def _native_key(key: str, first_block: int, fc2: int) -> str:
@@ -92,7 +98,7 @@ def _native_key(key: str, first_block: int, fc2: int) -> str:
         if match is None:
             continue
         stage, *block = (int(group) for group in match.groups())
-        key = replacement.format(stage=stage - 1, block=sum(block) + first_block) + key[match.end():]
+        key = replacement.format(stage=stage - 1, block=sum(block) + first_block) + key[match.end() :]
         for official, native in (*_BLOCKS, ('.mlp.fc2.', f'.ffn.layers.{fc2}.')):
             key = key.replace(official, native)
         break
@@ -117,7 +123,8 @@ def _drop_class_position(weights: Weights) -> Weights:
             raise CheckpointError(
                 f"{weights[last].key} has {length} positions, neither a quarter of the stage before's nor one more: "
                 'whether its first row is that of a class token cannot be known; give a checkpoint with cls_token, or '
-                'one in the native layout')
+                'one in the native layout'
+            )
     return {**weights, last: weights[last].changed(value[:, 1:], "class token's position dropped")}
 
 
@@ -130,8 +137,10 @@ def _pack_projections(weights: Weights) -> Weights:
         if kv is None:
             continue
         if q.value.shape[1:] != kv.value.shape[1:]:
-            raise CheckpointError(f'{q.key} {tuple(q.value.shape)} and {kv.key} {tuple(kv.value.shape)} do not fit '
-                                  'each other: the checkpoint is damaged, get it again')
+            raise CheckpointError(
+                f'{q.key} {tuple(q.value.shape)} and {kv.key} {tuple(kv.value.shape)} do not fit '
+                'each other: the checkpoint is damaged, get it again'
+            )
         del packed[key], packed[f'{match[1]}kv.{match[2]}']
         both = Weight(torch.cat([q.value, kv.value]), q.key.replace('.attn.q.', '.attn.{q,kv}.'), q.change)
         packed[f'{match[1]}attn.in_proj_{match[2]}'] = both.changed(both.value, 'q and kv packed')
@@ -143,7 +152,8 @@ def _refuse_pooling(weights: Weights) -> None:
         if key.endswith('.attn.sr.weight') and weight.value.shape[2:] == (1, 1):
             raise CheckpointError(
                 f'looks like the linear variant of PVTv2 ({weight.key} is 1x1), which pools keys and values to 7x7; '
-                'no backbone here does: give a checkpoint of PVT or PVTv2 without "li"')
+                'no backbone here does: give a checkpoint of PVT or PVTv2 without "li"'
+            )
 
 
 def _any_matches(pattern: str, keys: Iterable[str]) -> bool:

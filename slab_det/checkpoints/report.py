@@ -1,4 +1,5 @@
 """LoadReport: what came of a checkpoint."""
+
 from __future__ import annotations
 
 from collections import Counter

@@ -1,4 +1,5 @@
 """Writes pretrained weights of a backbone, in whatever layout they are, as mmdet would have saved them."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,10 +9,9 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.runner import save_checkpoint
 
-from slab_det.errors import CheckpointError
-
-from .load import load_pretrained
-from .report import LoadReport, name_some
+from slab_det.checkpoints.load import load_pretrained
+from slab_det.checkpoints.report import LoadReport, name_some
+from slab_det.runtime.errors import CheckpointError
 
 
 def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
@@ -38,7 +38,8 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
         raise CheckpointError(
             f'{source} has nothing for {len(report.missing_unexpected)} weights of {type(backbone).__name__} '
             f'({name_some(report.missing_unexpected)}), and random ones are not written; give a config whose backbone '
-            'is that of the weights')
+            'is that of the weights'
+        )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(dict(state_dict=backbone.state_dict()), str(out))

@@ -6,6 +6,7 @@ stripped of their counters exist: such a norm has gamma 0, as the released code 
 All else is as in Microsoft's Swin or the official PVT; linear attention adds ``attn.positional_encoding`` and
 ``attn.dwc``, and their PVT has no class token.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -13,18 +14,18 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from slab_det.errors import CheckpointError
-
-from .pvt_layout import is_official_pvt, to_native_pvt
-from .swin_layout import is_foreign_swin, to_native_swin
-from .weight import CheckpointFormat, Weight, Weights
+from slab_det.checkpoints.pvt_layout import is_official_pvt, to_native_pvt
+from slab_det.checkpoints.swin_layout import is_foreign_swin, to_native_swin
+from slab_det.checkpoints.weight import CheckpointFormat, Weight, Weights
+from slab_det.runtime.errors import CheckpointError
 
 NO_COUNTERS = 'gamma 0 for want of counters'
 
 
 def matches(keys: set[str]) -> bool:
     return (is_foreign_swin(keys) or is_official_pvt(keys)) and bool(
-        any(key.endswith('.total_step') for key in keys) or _repbn_names(keys))
+        any(key.endswith('.total_step') for key in keys) or _repbn_names(keys)
+    )
 
 
 def convert(weights: Weights) -> Weights:
@@ -64,8 +65,10 @@ def _pop_gamma(norm: str, weights: dict[str, Weight]) -> Weight:
     if total_step is not None:
         gamma, change = gamma_of_counters(remaining, float(total_step.value), warm), 'gamma from counters'
     elif remaining > 0 or warm > 0:
-        raise CheckpointError(f'{norm}.total_step is missing, and the decay is not finished (iter {remaining:g}, warm '
-                              f'{warm:g}): gamma cannot be known; get the whole checkpoint')
+        raise CheckpointError(
+            f'{norm}.total_step is missing, and the decay is not finished (iter {remaining:g}, warm '
+            f'{warm:g}): gamma cannot be known; get the whole checkpoint'
+        )
     else:
         gamma, change = 0.0, NO_COUNTERS
     stands_for = total_step or weights[f'{norm}.norm1.weight']
@@ -75,16 +78,21 @@ def _pop_gamma(norm: str, weights: dict[str, Weight]) -> Weight:
 def _repbn_names(keys: Iterable[str]) -> set[str]:
     # DyT has an alpha too, but no BatchNorm beside it.
     keys = set(keys)
-    return {key.removesuffix('.alpha') for key in keys
-            if key.endswith('.alpha') and f'{key.removesuffix("alpha")}bn.weight' in keys}
+    return {
+        key.removesuffix('.alpha')
+        for key in keys
+        if key.endswith('.alpha') and f'{key.removesuffix("alpha")}bn.weight' in keys
+    }
 
 
 def _note_no_counters(model: nn.Module, weights: Weights) -> list[str]:
     count = sum(weight.change == NO_COUNTERS for weight in weights.values())
     if not count:
         return []
-    return [f'{count} progressive norms have no counters in the file: taken as finished, gamma 0, which is what the '
-            'released code evaluates at the end']
+    return [
+        f'{count} progressive norms have no counters in the file: taken as finished, gamma 0, which is what the '
+        'released code evaluates at the end'
+    ]
 
 
 def _plain_repbn(weights: Weights) -> Weights:
@@ -107,7 +115,7 @@ def gamma_of_counters(remaining: float, total: float, warm: float) -> float:
 
 def _rename(weights: dict[str, Weight], old_prefix: str, new_prefix: str) -> None:
     for key in [key for key in weights if key.startswith(old_prefix)]:
-        weights[new_prefix + key[len(old_prefix):]] = weights.pop(key)
+        weights[new_prefix + key[len(old_prefix) :]] = weights.pop(key)
 
 
 FORMAT = CheckpointFormat('slab_official', matches, convert, _note_no_counters)

@@ -1,11 +1,12 @@
 """What all foreign Swin layouts share: key names and the channel order of patch merging."""
+
 from __future__ import annotations
 
 import re
 
 from torch import Tensor
 
-from .weight import Weights
+from slab_det.checkpoints.weight import Weights
 
 _RENAMES = (
     (r'^layers\.', 'stages.'),
@@ -15,7 +16,8 @@ _RENAMES = (
     (r'\.mlp\.fc2\.', '.ffn.layers.1.'),
 )
 _MERGED_CHANNELS = re.compile(
-    r'\.downsample\.(reduction\.weight|norm\.(\w+\.)*(weight|bias|running_mean|running_var))$')
+    r'\.downsample\.(reduction\.weight|norm\.(\w+\.)*(weight|bias|running_mean|running_var))$'
+)
 
 
 def is_swin(keys: set[str]) -> bool:
@@ -27,8 +29,9 @@ def is_swin(keys: set[str]) -> bool:
 def is_foreign_swin(keys: set[str]) -> bool:
     """Whether the keys are those of a Swin whose patch merging ends a stage, as in Microsoft's code."""
     # timm puts patch merging at the start of the next stage.
-    return is_swin(keys) and ('layers.0.downsample.reduction.weight' in keys
-                              or not any('.downsample.' in key for key in keys))
+    return is_swin(keys) and (
+        'layers.0.downsample.reduction.weight' in keys or not any('.downsample.' in key for key in keys)
+    )
 
 
 def to_unfold_order(merged: Tensor) -> Tensor:

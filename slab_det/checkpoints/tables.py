@@ -1,4 +1,5 @@
 """Position tables of another window or image size are interpolated."""
+
 from __future__ import annotations
 
 import math
@@ -7,10 +8,9 @@ import re
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.errors import CheckpointError
-from slab_det.layers.position_table import resize_table
-
-from .weight import Weight, Weights
+from slab_det.attention.position_table import resize_table
+from slab_det.checkpoints.weight import Weight, Weights
+from slab_det.runtime.errors import CheckpointError
 
 CHANGE = 'position table interpolated'
 
@@ -69,7 +69,8 @@ def _image_shape(model: nn.Module, key: str) -> tuple[int, int]:
         # mmdet's Swin forgets its pretrain_img_size, which need not be square.
         raise CheckpointError(
             f'{key}: the checkpoint is of another image size, and {type(swin).__name__} does not keep how many rows '
-            'and columns its own has; use SLABSwin, or give pretrain_img_size the size of the checkpoint')
+            'and columns its own has; use SLABSwin, or give pretrain_img_size the size of the checkpoint'
+        )
     return shape
 
 
@@ -89,7 +90,8 @@ def _side(length: int, key: str) -> int:
     if side * side != length:
         raise CheckpointError(
             f'{key} has {length} positions, which make no square: how to interpolate them cannot be known; give the '
-            'model the image and window sizes that the checkpoint was trained with')
+            'model the image and window sizes that the checkpoint was trained with'
+        )
     return side
 
 

@@ -4,12 +4,13 @@
 ``stages.{i}.blocks.{j}.*`` as in the official ``block{i + 1}.{j}.*`` but for ``mlp.dwconv``, ``stages.{i}.norm``.
 Norms have the eps of the official layout.
 """
+
 from __future__ import annotations
 
 import re
 
-from .pvt_layout import note_norm_eps, to_native_pvt
-from .weight import CheckpointFormat, Weights
+from slab_det.checkpoints.pvt_layout import note_norm_eps, to_native_pvt
+from slab_det.checkpoints.weight import CheckpointFormat, Weights
 
 _RENAMES = (
     (r'^patch_embed\.', r'patch_embed1.'),

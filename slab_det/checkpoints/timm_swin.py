@@ -7,23 +7,32 @@ timm's forward is not everywhere that of Microsoft's and mmdet's detectors, whic
 where the map is no larger than one (the last stage at 224; it does with ``always_partition=True``), and it pads maps
 that windows do not fill after the shift, not before. Where windows fill the map both compute the same.
 """
+
 from __future__ import annotations
 
 import re
 
-from .swin_layout import is_swin, to_native_swin
-from .weight import CheckpointFormat, Weights
+from slab_det.checkpoints.swin_layout import is_swin, to_native_swin
+from slab_det.checkpoints.weight import CheckpointFormat, Weights
 
 
 def matches(keys: set[str]) -> bool:
-    return is_swin(keys) and {'layers.1.downsample.reduction.weight'} <= keys and not any(
-        key.startswith('layers.0.downsample.') for key in keys)
+    return (
+        is_swin(keys)
+        and {'layers.1.downsample.reduction.weight'} <= keys
+        and not any(key.startswith('layers.0.downsample.') for key in keys)
+    )
 
 
 def convert(weights: Weights) -> Weights:
-    return to_native_swin({
-        re.sub(r'^layers\.(\d+)\.downsample\.', lambda match: f'layers.{int(match[1]) - 1}.downsample.', key): weight
-        for key, weight in weights.items()})
+    return to_native_swin(
+        {
+            re.sub(
+                r'^layers\.(\d+)\.downsample\.', lambda match: f'layers.{int(match[1]) - 1}.downsample.', key
+            ): weight
+            for key, weight in weights.items()
+        }
+    )
 
 
 FORMAT = CheckpointFormat('timm_swin', matches, convert)

@@ -1,4 +1,5 @@
 """``timm://NAME``: the pretrained weights that timm has under a name, wherever mmengine takes a checkpoint."""
+
 from __future__ import annotations
 
 import os
@@ -8,8 +9,8 @@ from contextlib import contextmanager
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
-from slab_det.compat.engine import MapLocation
-from slab_det.errors import CheckpointError
+from slab_det.runtime.engine import MapLocation
+from slab_det.runtime.errors import CheckpointError
 
 SCHEME = 'timm://'
 
@@ -35,7 +36,8 @@ def load_from_timm(filename: str, map_location: MapLocation = None) -> dict[str,
     if not timm.models.is_model_pretrained(name):
         raise CheckpointError(
             f'{filename}: timm has no pretrained weights of this name; python -c "import timm; '
-            "print(timm.list_models(['swin_*', 'pvt_v2_b?'], pretrained=True))\" lists those that load here")
+            "print(timm.list_models(['swin_*', 'pvt_v2_b?'], pretrained=True))\" lists those that load here"
+        )
     try:
         with weights_only():
             return timm.create_model(name, pretrained=True).state_dict()
@@ -46,7 +48,8 @@ def load_from_timm(filename: str, map_location: MapLocation = None) -> dict[str,
         raise CheckpointError(
             f'{filename}: timm cannot get the weights ({reason}). Where there is a network, run python -c "import '
             f"timm, torch; torch.save(timm.create_model('{name}', pretrained=True).state_dict(), '{name}.pth')\" "
-            f'and name that file; or train from scratch with init_cfg=None') from error
+            f'and name that file; or train from scratch with init_cfg=None'
+        ) from error
 
 
 @contextmanager

@@ -1,4 +1,5 @@
 """Weight: a tensor on its way from a file into a model."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
 """Window attention of a deployed Swin: norm, qkv, attention, projection and residual, tile by tile."""
+
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -7,17 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.layers.attention import (
+from slab_det.attention.geometry import window_geometry
+from slab_det.attention.window_attention import (
     FocusedLinearAttention,
     ShiftedWindowAttention,
     SimplifiedLinearAttention,
     SoftmaxWindowAttention,
 )
-from slab_det.layers.window import window_geometry
-
-from .linear import linear, linear_add
-from .size_cache import SizeCached
-from .tiles import WindowTile, tile_tokens, window_tiles
+from slab_det.deployment.linear import linear, linear_add
+from slab_det.deployment.size_cache import SizeCached
+from slab_det.deployment.tiles import WindowTile, tile_tokens, window_tiles
 
 
 class DeployedWindowAttention(SizeCached):
@@ -77,8 +77,9 @@ class DeployedSoftmaxAttention(DeployedWindowAttention):
     def prepare(self, tile: WindowTile, dtype: torch.dtype) -> Tensor:
         if tile.regions is None:
             # One for all such tiles.
-            return self.cached(('position', tile.tokens.device, dtype),
-                               lambda: self.w_msa.position_bias(dtype).contiguous())
+            return self.cached(
+                ('position', tile.tokens.device, dtype), lambda: self.w_msa.position_bias(dtype).contiguous()
+            )
         return (self.w_msa.position_bias(dtype) + tile.attention_mask(dtype)[:, None]).contiguous()
 
     def mix(self, qkv: Tensor, prepared: Tensor) -> Tensor:

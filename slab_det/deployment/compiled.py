@@ -1,4 +1,5 @@
 """torch.compile of a deployed detector's networks, one fixed shape at a time."""
+
 from __future__ import annotations
 
 from collections.abc import Hashable
@@ -8,7 +9,7 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from .size_cache import pin_sizes
+from slab_det.deployment.size_cache import pin_sizes
 
 # As many as torch.compile makes of one function. Images of a test set padded to multiples of 128 rather than 32
 # (data_preprocessor.pad_size_divisor) have few shapes.
@@ -36,8 +37,11 @@ class ShapeCompiled:
             return self._compiled(*inputs)
         if len(self._shapes) == MAX_SHAPES:
             if not self._warned:
-                print_log(f'more than {MAX_SHAPES} input shapes: this one runs uncompiled; raise '
-                          'data_preprocessor.pad_size_divisor to have fewer', 'current')
+                print_log(
+                    f'more than {MAX_SHAPES} input shapes: this one runs uncompiled; raise '
+                    'data_preprocessor.pad_size_divisor to have fewer',
+                    'current',
+                )
                 self._warned = True
             return self._eager(*inputs)
         self._shapes.add(shape)

@@ -1,4 +1,5 @@
 """deploy: the fastest form of a detector for inference."""
+
 from __future__ import annotations
 
 import copy
@@ -8,22 +9,26 @@ from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.backbones import SLABPVT, SLABSwin
-from slab_det.errors import DeploymentError
-from slab_det.layers.offline_norm import named_offline_norms
-
-from .compiled import compile_networks
-from .graphs import capture_graphs, check_graphs
-from .heads import check_precision, lay_out_roi_features, lower_precision
-from .linear import DeployedLinear, replace_linears
-from .pvt import deploy_pvt
-from .size_cache import SizeCached
-from .swin import deploy_swin
+from slab_det.deployment.compiled import compile_networks
+from slab_det.deployment.graphs import capture_graphs, check_graphs
+from slab_det.deployment.heads import check_precision, lay_out_roi_features, lower_precision
+from slab_det.deployment.linear import DeployedLinear, replace_linears
+from slab_det.deployment.pvt import deploy_pvt
+from slab_det.deployment.size_cache import SizeCached
+from slab_det.deployment.swin import deploy_swin
+from slab_det.norms.base import named_offline_norms
+from slab_det.runtime.errors import DeploymentError
 
 DEPLOYERS = {SLABSwin: deploy_swin, SLABPVT: deploy_pvt}
 
 
-def deploy(model: nn.Module, dtype: torch.dtype | None = None, compile: bool = False, cuda_graphs: bool = False,
-           inplace: bool = False) -> nn.Module:
+def deploy(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    compile: bool = False,
+    cuda_graphs: bool = False,
+    inplace: bool = False,
+) -> nn.Module:
     """Gives a detector its fastest form for inference, with the results of ``model``.
 
     What depends only on the size of the input (windows, masks, position biases and tables) is kept per size; residuals
@@ -86,5 +91,6 @@ def _check(model: nn.Module) -> None:
         raise DeploymentError('the model is deployed already; deploy the fused model that it was made of')
     waiting = [name for name, norm in named_offline_norms(model)]
     if waiting:
-        raise DeploymentError(f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before '
-                              'slab_det.deploy')
+        raise DeploymentError(
+            f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before slab_det.deploy'
+        )

@@ -1,14 +1,14 @@
 """FFN of a deployed backbone: norm, two linear layers and residual, tile by tile."""
+
 from __future__ import annotations
 
 from mmcv.cnn.bricks.transformer import FFN
 from torch import Tensor, nn
 
-from slab_det.layers.ffn import PostActFFN, PreActFFN
-from slab_det.layers.map_ffn import MapFFN, PostActMapFFN, PreActMapFFN
-
-from .linear import ACTIVATIONS, linear, linear_add
-from .tiles import row_tiles, tile_tokens
+from slab_det.backbones.ffn import PostActFFN, PreActFFN
+from slab_det.backbones.map_ffn import MapFFN, PostActMapFFN, PreActMapFFN
+from slab_det.deployment.linear import ACTIVATIONS, linear, linear_add
+from slab_det.deployment.tiles import row_tiles, tile_tokens
 
 
 class DeployedFFN(nn.Module):
@@ -52,8 +52,12 @@ def deploy_ffn(norm: nn.Module, ffn: nn.Module) -> DeployedFFN | None:
 
 def _two_layers(ffn: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:
     # Exactly these: a subclass may compute something else.
-    if (type(ffn) in (FFN, PreActFFN, PostActFFN) and len(ffn.layers) == 3 and ffn.add_identity
-            and _is_identity(ffn.gamma2)):
+    if (
+        type(ffn) in (FFN, PreActFFN, PostActFFN)
+        and len(ffn.layers) == 3
+        and ffn.add_identity
+        and _is_identity(ffn.gamma2)
+    ):
         (fc1, activation, _), fc2, _ = ffn.layers
         return fc1, activation, fc2
     if type(ffn) in (MapFFN, PreActMapFFN, PostActMapFFN) and len(ffn.layers) == 5:

@@ -1,4 +1,5 @@
 """CUDA graphs of backbone, neck and RPN head: at batch 1 a GPU waits for launches more than it computes."""
+
 from __future__ import annotations
 
 import operator
@@ -9,10 +10,9 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from slab_det.errors import DeploymentError
-
-from .heads import RoIFeatures
-from .size_cache import pin_sizes
+from slab_det.deployment.heads import RoIFeatures
+from slab_det.deployment.size_cache import pin_sizes
+from slab_det.runtime.errors import DeploymentError
 
 # Each keeps its activations: at 800x1333 about 1 GB in float32.
 MAX_SHAPES = 8
@@ -86,8 +86,11 @@ class GraphedDetector:
 
     def _capture(self, images: Tensor) -> DenseGraph | None:
         if sum(graph is not None for graph in self._graphs.values()) == MAX_SHAPES:
-            print_log(f'more than {MAX_SHAPES} input shapes: {tuple(images.shape)} runs without a CUDA graph; raise '
-                      'data_preprocessor.pad_size_divisor to have fewer', 'current')
+            print_log(
+                f'more than {MAX_SHAPES} input shapes: {tuple(images.shape)} runs without a CUDA graph; raise '
+                'data_preprocessor.pad_size_divisor to have fewer',
+                'current',
+            )
             return None
         graph = DenseGraph(self._dense, images)
         pin_sizes(self._model)

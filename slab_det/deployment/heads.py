@@ -1,4 +1,5 @@
 """Heads of a deployed detector: low precision where the products are, float32 where coordinates are."""
+
 from __future__ import annotations
 
 import operator
@@ -12,8 +13,8 @@ from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
 from torch import Tensor, nn
 
-from slab_det.compat.ops import at_least_float32
-from slab_det.errors import DeploymentError
+from slab_det.runtime.errors import DeploymentError
+from slab_det.runtime.ops import at_least_float32
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # They read features and return scores, deltas or logits: coordinates are made of these later, outside of them.
@@ -66,8 +67,12 @@ class RoIFeatures:
     def take_shared(self, extractor: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """What :meth:`lay_out_and_share` left, if it had the same maps; used up, so that it can be freed."""
         shared, self._shared = self._shared, None
-        same = (shared is not None and args and len(shared[0]) == len(args[0])
-                and not any(map(operator.is_not, shared[0], args[0])))
+        same = (
+            shared is not None
+            and args
+            and len(shared[0]) == len(args[0])
+            and not any(map(operator.is_not, shared[0], args[0]))
+        )
         if not same:
             return self.lay_out(extractor, args, kwargs)
         return (shared[1], *_map(args[1:], _laid_out)), _map(kwargs, _laid_out)
@@ -116,8 +121,10 @@ def check_precision(model: nn.Module, dtype: torch.dtype | None) -> None:
     known = {parameter for module in (*_networks(model), *_heads(model)) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         if parameter not in known:
-            raise DeploymentError(f'{name.rpartition(".")[0]} of {type(model).__name__}: which of its tensors are '
-                                  'coordinates is not known; deploy this detector in float32')
+            raise DeploymentError(
+                f'{name.rpartition(".")[0]} of {type(model).__name__}: which of its tensors are '
+                'coordinates is not known; deploy this detector in float32'
+            )
 
 
 def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:

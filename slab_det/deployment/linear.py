@@ -3,13 +3,14 @@
 On a CPU oneDNN takes the activation or the residual into the matrix product. For float32 it is also the faster product:
 the library behind ``F.linear`` picks its kernels by the maker of the processor, oneDNN by its instructions.
 """
+
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.compat.onednn import linear_add_onednn, linear_onednn, takes_onednn
 from slab_det.fusion.interference import find_hooks
+from slab_det.runtime.onednn import linear_add_onednn, linear_onednn, takes_onednn
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}

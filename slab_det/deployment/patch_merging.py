@@ -1,16 +1,16 @@
 """Patch merging of a deployed Swin: its weight laid out once."""
+
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.layers.patch_merging import PatchMerging
-
-from .linear import linear
+from slab_det.backbones.patch_merging import PatchMerging
+from slab_det.deployment.linear import linear
 
 
 class DeployedPatchMerging(nn.Module):
-    """A patch merging without a norm; see :class:`~slab_det.layers.patch_merging.PatchMerging` for shapes."""
+    """A patch merging without a norm; see :class:`~slab_det.backbones.patch_merging.PatchMerging` for shapes."""
 
     def __init__(self, merging: PatchMerging) -> None:
         super().__init__()

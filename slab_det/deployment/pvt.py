@@ -1,4 +1,5 @@
 """SLABPVT in its deployed form."""
+
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -8,20 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.backbones.pvt import SLABPVT, PositionEmbedding, PVTBlock
-from slab_det.fusion.interference import has_hooks
-from slab_det.layers.position_table import resize_table
-from slab_det.layers.spatial_reduction import (
+from slab_det.attention.position_table import resize_table
+from slab_det.attention.spatial_reduction import (
     FocusedMapAttention,
     MapAttention,
     SimplifiedMapAttention,
     SoftmaxMapAttention,
 )
-
-from .ffn import deploy_ffn
-from .linear import linear, linear_add
-from .size_cache import SizeCached
-from .tiles import row_tiles, tile_tokens
+from slab_det.backbones.pvt import SLABPVT, PositionEmbedding, PVTBlock
+from slab_det.deployment.ffn import deploy_ffn
+from slab_det.deployment.linear import linear, linear_add
+from slab_det.deployment.size_cache import SizeCached
+from slab_det.deployment.tiles import row_tiles, tile_tokens
+from slab_det.fusion.interference import has_hooks
 
 # (queries (B, n, C), their rows of the map) -> (B, n, C), before the output projection.
 Mixer = Callable[[Tensor, slice], Tensor]
@@ -35,8 +35,9 @@ class DeployedPositionEmbedding(SizeCached):
         self.pos_embed, self.pos_shape = embedding.pos_embed, embedding.pos_shape
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        table = self.cached((*hw_shape, x.device, x.dtype),
-                            lambda: resize_table(self.pos_embed, self.pos_shape, hw_shape).contiguous())
+        table = self.cached(
+            (*hw_shape, x.device, x.dtype), lambda: resize_table(self.pos_embed, self.pos_shape, hw_shape).contiguous()
+        )
         return x.add_(table)
 
 
@@ -90,8 +91,10 @@ class DeployedLinearMapAttention(DeployedMapAttention):
 
     def mixer(self, k: Tensor, v: Tensor, hw_shape: tuple[int, int], source_shape: tuple[int, int]) -> Mixer:
         attention = self.attention
-        position = self.cached((*source_shape, k.device, k.dtype), lambda: resize_table(
-            attention.positional_encoding, attention.source_shape, source_shape).contiguous())
+        position = self.cached(
+            (*source_shape, k.device, k.dtype),
+            lambda: resize_table(attention.positional_encoding, attention.source_shape, source_shape).contiguous(),
+        )
         summary = attention.summarize(k, v, position)
         local = attention.convolve_source(v, hw_shape, source_shape)
         return lambda q, rows: local[:, rows] + attention.read(q, summary).to(local.dtype)

@@ -1,4 +1,5 @@
 """What depends on the size of the input only, computed once per size."""
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -43,7 +44,7 @@ class SizeCached(nn.Module):
 
     def _drop_oldest(self) -> None:
         loose = [key for key in self._kept if key not in self._pinned]
-        for key in loose[:max(len(loose) - MAX_SIZES, 0)]:
+        for key in loose[: max(len(loose) - MAX_SIZES, 0)]:
             del self._kept[key]
 
     def _forget(self) -> None:

@@ -1,4 +1,5 @@
 """A map cut into tiles of whole windows, small enough that a tile's intermediate results stay in the cache."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slab_det.layers.window import MASKED_LOGIT, WindowGeometry
+from slab_det.attention.geometry import MASKED_LOGIT, WindowGeometry
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
 # to be paged in anew (docs/deploy.md, Memory). Where a process keeps all freed memory, benchmarks/deploy_cpu.py finds
@@ -29,7 +30,8 @@ class WindowTile:
         num_slots: m * N.
         tokens: The map's token in each slot that holds one, (n,).
         slots: Which slots of the tile those are, (n,); None for all.
-        regions: (m, N), see :class:`~slab_det.layers.window.WindowGeometry`; None where each window lies in one region.
+        regions: (m, N), see :class:`~slab_det.attention.geometry.WindowGeometry`; None where each window lies in one
+            region.
     """
 
     num_windows: int
@@ -71,18 +73,26 @@ def window_tiles(geometry: WindowGeometry, shifted: bool, max_tokens: int | None
     mixed = torch.zeros_like(windows, dtype=torch.bool)
     if shifted:
         mixed = (geometry.regions != geometry.regions[:, :1]).any(1)
-    size = max(1, max_tokens // geometry.window_size ** 2)
-    return [_tile(geometry, part, masked)
-            for masked in (False, True)
-            for part in windows[mixed == masked].split(size) if part.numel()]
+    size = max(1, max_tokens // geometry.window_size**2)
+    return [
+        _tile(geometry, part, masked)
+        for masked in (False, True)
+        for part in windows[mixed == masked].split(size)
+        if part.numel()
+    ]
 
 
 def _tile(geometry: WindowGeometry, windows: Tensor, masked: bool) -> WindowTile:
     is_token = torch.ones_like(geometry.index, dtype=torch.bool).index_fill_(0, geometry.padding_slots, False)
     index, is_token = (x.view(geometry.num_windows, -1)[windows].flatten() for x in (geometry.index, is_token))
     slots = None if is_token.all() else is_token.nonzero().flatten()
-    return WindowTile(windows.numel(), index.numel(), index if slots is None else index[slots], slots,
-                      geometry.regions[windows] if masked else None)
+    return WindowTile(
+        windows.numel(),
+        index.numel(),
+        index if slots is None else index[slots],
+        slots,
+        geometry.regions[windows] if masked else None,
+    )
 
 
 def row_tiles(num_rows: int, max_rows: int | None) -> Iterator[slice]:

@@ -1,4 +1,5 @@
 """FusedDetector: rebuilds the structure of a fused detector from the config of the original."""
+
 from __future__ import annotations
 
 import copy
@@ -6,9 +7,8 @@ import copy
 from mmdet.registry import MODELS
 from torch import nn
 
-from slab_det.layers.repbn import set_gamma
-
-from .fuse import fuse
+from slab_det.fusion.fuse import fuse
+from slab_det.norms.repbn import set_gamma
 
 
 @MODELS.register_module()

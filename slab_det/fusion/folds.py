@@ -1,4 +1,5 @@
 """Where norms can go: registries of functions, one per kind of module, that name the layers for each norm."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
@@ -49,17 +50,21 @@ def folds_of(*module_types: type[nn.Module]) -> Callable[[FoldRule], FoldRule]:
 
     Exact, because a subclass may read a norm's output in another place.
     """
+
     def register(rule: FoldRule) -> FoldRule:
         FOLD_RULES.update(dict.fromkeys(module_types, rule))
         return rule
+
     return register
 
 
 def folds_of_subclasses(*module_types: type[nn.Module]) -> Callable[[FoldRule], FoldRule]:
     """As :func:`folds_of`, for subclasses too: the rule looks itself at what they override."""
+
     def register(rule: FoldRule) -> FoldRule:
         SUBCLASS_FOLD_RULES.update(dict.fromkeys(module_types, rule))
         return rule
+
     return register
 
 
@@ -88,7 +93,9 @@ def output_norm_of(*backbone_types: type[nn.Module]) -> Callable[[OutputNormRule
     Its fold names the norm that an output of the backbone has passed, and the layers inside the backbone that read
     that output too, perhaps none.
     """
+
     def register(rule: OutputNormRule) -> OutputNormRule:
         OUTPUT_NORM_RULES.update(dict.fromkeys(backbone_types, rule))
         return rule
+
     return register

@@ -1,4 +1,5 @@
 """Where the output norms of a backbone go: into the 1x1 lateral convolutions of the FPN that reads them."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,8 +13,7 @@ from mmdet.models.necks import FPN
 from torch import nn
 
 from slab_det.backbones.swin import SLABSwin
-
-from .folds import OUTPUT_NORM_RULES, Fold, folds_of_subclasses, output_norm_of
+from slab_det.fusion.folds import OUTPUT_NORM_RULES, Fold, folds_of_subclasses, output_norm_of
 
 
 @output_norm_of(SLABSwin, SwinTransformer)
@@ -36,9 +36,11 @@ def output_norm_folds(detector: SingleStageDetector | TwoStageDetector) -> Itera
     for level, stage in enumerate(sorted(backbone.out_indices)):
         fold = OUTPUT_NORM_RULES[type(backbone)](backbone, stage)
         lateral = level - getattr(neck, 'start_level', 0)
-        yield Fold(f'backbone.{fold.norm}',
-                   (f'neck.lateral_convs.{lateral}.conv', *(f'backbone.{target}' for target in fold.targets)),
-                   obstacle=other_reader or _find_obstacle(neck, level) or fold.obstacle)
+        yield Fold(
+            f'backbone.{fold.norm}',
+            (f'neck.lateral_convs.{lateral}.conv', *(f'backbone.{target}' for target in fold.targets)),
+            obstacle=other_reader or _find_obstacle(neck, level) or fold.obstacle,
+        )
 
 
 def _find_other_reader(detector: nn.Module) -> str:
@@ -71,8 +73,7 @@ def _find_obstacle(neck: nn.Module | None, level: int) -> str:
     if not neck.start_level <= level < neck.backbone_end_level:
         return 'the FPN does not read this level'
     num_levels = neck.backbone_end_level - neck.start_level
-    if (neck.add_extra_convs == 'on_input' and neck.num_outs > num_levels
-            and level == neck.backbone_end_level - 1):
+    if neck.add_extra_convs == 'on_input' and neck.num_outs > num_levels and level == neck.backbone_end_level - 1:
         return f'neck.fpn_convs.{num_levels} reads the same map'
     lateral = neck.lateral_convs[level - neck.start_level]
     if not _is_plain_conv(lateral):
@@ -84,5 +85,10 @@ def _is_plain_conv(module: ConvModule) -> bool:
     if type(module) is not ConvModule or module.order[0] != 'conv':
         return False
     conv = module.conv
-    return (not module.with_explicit_padding and not module.with_spectral_norm
-            and type(conv) is nn.Conv2d and conv.groups == 1 and not any(conv.padding))
+    return (
+        not module.with_explicit_padding
+        and not module.with_spectral_norm
+        and type(conv) is nn.Conv2d
+        and conv.groups == 1
+        and not any(conv.padding)
+    )

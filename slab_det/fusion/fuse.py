@@ -1,4 +1,5 @@
 """fuse: a detector without normalization, exact to rounding."""
+
 from __future__ import annotations
 
 import copy
@@ -8,15 +9,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from slab_det.errors import SlabDetError
-from slab_det.layers.attention import leave_released_order
-from slab_det.layers.offline_norm import ChannelAffine, OfflineNorm, named_offline_norms
-from slab_det.layers.repbn import named_progressive_norms
-
-from .folds import Fold, find_folds, split_part
-from .interference import find_hooks, names_of_norms, other_owners
-from .report import FusionReport, NormFate
-from .rules import find_obstacle, fold_into_input, fold_into_output
+from slab_det.attention.window_attention import leave_released_order
+from slab_det.fusion.folds import Fold, find_folds, split_part
+from slab_det.fusion.interference import find_hooks, names_of_norms, other_owners
+from slab_det.fusion.report import FusionReport, NormFate
+from slab_det.fusion.rules import find_obstacle, fold_into_input, fold_into_output
+from slab_det.norms.base import ChannelAffine, OfflineNorm, named_offline_norms
+from slab_det.norms.repbn import named_progressive_norms
+from slab_det.runtime.errors import SlabDetError
 
 
 class FusionError(SlabDetError):
@@ -27,7 +27,7 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
     In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
-    take stays as one multiply-add, :class:`~slab_det.layers.offline_norm.ChannelAffine`. Other norms, such as
+    take stays as one multiply-add, :class:`~slab_det.norms.base.ChannelAffine`. Other norms, such as
     LayerNorm, stay as they are. ``model.fusion_report`` says which became what.
 
     Args:
@@ -70,24 +70,30 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 def _check(model: nn.Module) -> None:
     if model.training or any(norm.training for _, norm in named_offline_norms(model)):
-        raise FusionError('the model is in training mode, where norms use the statistics of each batch; '
-                          'call model.eval() before slab_det.fuse')
+        raise FusionError(
+            'the model is in training mode, where norms use the statistics of each batch; '
+            'call model.eval() before slab_det.fuse'
+        )
     mixed = {name: norm.gamma for name, norm in named_progressive_norms(model).items() if norm.gamma > 0}
     if mixed:
         name, gamma = next(iter(mixed.items()))
         raise FusionError(
             f'{len(mixed)} norms still contain LayerNorm, which cannot be folded ({name}: gamma = {gamma:g}); finish '
             'the training (ProgressiveNormHook lowers gamma to 0), or call slab_det.set_gamma(model, 0) '
-            'and fine-tune if the model was trained for that')
+            'and fine-tune if the model was trained for that'
+        )
     for name, norm in named_offline_norms(model):
         scale, shift = norm.inference_affine()
         if not (torch.isfinite(scale).all() and torch.isfinite(shift).all()):
-            raise FusionError(f'{name}: its inference scale or shift is not finite; its statistics or weights '
-                              'are damaged, take an earlier checkpoint or recalibrate')
+            raise FusionError(
+                f'{name}: its inference scale or shift is not finite; its statistics or weights '
+                'are damaged, take an earlier checkpoint or recalibrate'
+            )
         hooks = next(filter(None, map(find_hooks, norm.modules())), '')
         if hooks:
-            raise FusionError(f'{name}: it has {hooks}, which would be lost together with the norm; remove them before '
-                              'slab_det.fuse')
+            raise FusionError(
+                f'{name}: it has {hooks}, which would be lost together with the norm; remove them before slab_det.fuse'
+            )
 
 
 def _prefixed_folds(model: nn.Module) -> list[tuple[str, Fold]]:

@@ -1,11 +1,12 @@
 """What forbids changing one layer alone: code that runs beside its forward, and weights that have other owners."""
+
 from __future__ import annotations
 
 from collections import defaultdict
 
 from torch import nn
 
-from slab_det.layers.offline_norm import OfflineNorm
+from slab_det.norms.base import OfflineNorm
 
 
 def find_hooks(module: nn.Module) -> str:
@@ -30,8 +31,12 @@ def other_owners(model: nn.Module) -> dict[str, list[str]]:
         # Tensors without memory (meta) have no address.
         address = parameter.data_ptr()
         owners[(parameter.device, address) if address else id(parameter)].append(name)
-    return {name: [other for other in names if other != name]
-            for names in owners.values() if len(names) > 1 for name in names}
+    return {
+        name: [other for other in names if other != name]
+        for names in owners.values()
+        if len(names) > 1
+        for name in names
+    }
 
 
 def names_of_norms(model: nn.Module) -> dict[OfflineNorm, list[str]]:

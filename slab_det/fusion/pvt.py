@@ -1,4 +1,5 @@
 """Where the norms of SLABPVT and of mmdet's PVT and PVTv2 go; that of the patch embedding: see swin.py."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,16 +9,15 @@ from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReduction
 from mmdet.models.layers import PatchEmbed
 from torch import nn
 
-from slab_det.backbones.pvt import SLABPVT, PVTBlock
-from slab_det.layers.map_ffn import MapFFN, PostActMapFFN, PreActMapFFN
-from slab_det.layers.spatial_reduction import (
+from slab_det.attention.spatial_reduction import (
     FocusedMapAttention,
     MapAttention,
     SimplifiedMapAttention,
     SoftmaxMapAttention,
 )
-
-from .folds import Fold, find_unknown, folds_of, output_norm_of
+from slab_det.backbones.map_ffn import MapFFN, PostActMapFFN, PreActMapFFN
+from slab_det.backbones.pvt import SLABPVT, PVTBlock
+from slab_det.fusion.folds import Fold, find_unknown, folds_of, output_norm_of
 
 ATTENTIONS = (SoftmaxMapAttention, SimplifiedMapAttention, FocusedMapAttention, SpatialReductionAttention)
 FFNS = (MapFFN, PreActMapFFN, PostActMapFFN, MixFFN)
@@ -27,8 +27,11 @@ FFNS = (MapFFN, PreActMapFFN, PostActMapFFN, MixFFN)
 def block_folds(block: PVTBlock | PVTEncoderLayer) -> Iterator[Fold]:
     # Queries come from every token, keys and values from the strided convolution where there is one.
     reduces = getattr(block.attn, 'sr_ratio', 1) > 1
-    yield Fold('norm1', ('attn.attn[q]', 'attn.sr') if reduces else 'attn.attn[qkv]',
-               obstacle=find_unknown('attn', block.attn, ATTENTIONS))
+    yield Fold(
+        'norm1',
+        ('attn.attn[q]', 'attn.sr') if reduces else 'attn.attn[qkv]',
+        obstacle=find_unknown('attn', block.attn, ATTENTIONS),
+    )
     # The padding of PVTv2's depthwise convolution comes behind this layer.
     yield Fold('norm2', 'ffn.layers.0', obstacle=find_unknown('ffn', block.ffn, FFNS))
 

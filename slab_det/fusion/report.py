@@ -1,4 +1,5 @@
 """What became of every norm in a fused model."""
+
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
@@ -38,8 +39,12 @@ class FusionReport:
         return [norm for norm in self.norms if norm.fate == fate]
 
     def to_dict(self) -> dict:
-        return {'folded': len(self.select('folded')), 'affine': len(self.select('affine')),
-                'kept': len(self.select('kept')), 'norms': [asdict(norm) for norm in self.norms]}
+        return {
+            'folded': len(self.select('folded')),
+            'affine': len(self.select('affine')),
+            'kept': len(self.select('kept')),
+            'norms': [asdict(norm) for norm in self.norms],
+        }
 
     def __str__(self) -> str:
         counts = ', '.join(f'{len(self.select(fate))} {fate}' for fate in ('folded', 'affine', 'kept'))

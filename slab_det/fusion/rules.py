@@ -1,4 +1,5 @@
 """Folding one affine map per channel into the linear layer before or after it. All sums run in float64."""
+
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
@@ -7,7 +8,7 @@ import torch
 from mmcv.cnn import Conv2d, Linear
 from torch import Tensor, nn
 
-from .interference import find_hooks
+from slab_det.fusion.interference import find_hooks
 
 FoldableLayer: TypeAlias = nn.Linear | nn.Conv2d | nn.MultiheadAttention
 
@@ -121,4 +122,4 @@ def _rows(parameter: nn.Parameter, part: str) -> Tensor:
         return parameter
     first, end = PARTS[part]
     third = parameter.shape[0] // 3
-    return parameter[first * third:end * third]
+    return parameter[first * third : end * third]

@@ -1,4 +1,5 @@
 """Writes a fused detector: a checkpoint, and the config that rebuilds it."""
+
 from __future__ import annotations
 
 import copy
@@ -10,12 +11,21 @@ from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
-
-from .detector import drop_pretrained
+from slab_det.fusion.detector import drop_pretrained
 
 # What only training reads. The rest of the config serves the fused model too.
-TRAINING_KEYS = ('train_dataloader', 'train_pipeline', 'train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr',
-                 'custom_hooks', 'load_from', 'work_dir', 'launcher')
+TRAINING_KEYS = (
+    'train_dataloader',
+    'train_pipeline',
+    'train_cfg',
+    'optim_wrapper',
+    'param_scheduler',
+    'auto_scale_lr',
+    'custom_hooks',
+    'load_from',
+    'work_dir',
+    'launcher',
+)
 
 
 def fused_config(cfg: Config) -> Config:

@@ -1,4 +1,5 @@
 """Where the norms of SLABSwin go."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,19 +8,19 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.layers import PatchEmbed
 from torch import nn
 
+from slab_det.attention.window_attention import ATTENTIONS, ShiftedWindowAttention
+from slab_det.backbones.ffn import PostActFFN, PreActFFN
+from slab_det.backbones.patch_merging import PatchMerging
 from slab_det.backbones.swin import SwinBlock
-from slab_det.layers.attention import ATTENTIONS, ShiftedWindowAttention
-from slab_det.layers.ffn import PostActFFN, PreActFFN
-from slab_det.layers.patch_merging import PatchMerging
-
-from .folds import Fold, find_unknown, folds_of
+from slab_det.fusion.folds import Fold, find_unknown, folds_of
 
 
 @folds_of(SwinBlock)
 def swin_block_folds(block: SwinBlock) -> Iterator[Fold]:
     # Windows are padded after the norm: their padding tokens keep the bias that qkv has now.
-    obstacle = (find_unknown('attn', block.attn, [ShiftedWindowAttention])
-                or find_unknown('attn.w_msa', block.attn.w_msa, ATTENTIONS.values()))
+    obstacle = find_unknown('attn', block.attn, [ShiftedWindowAttention]) or find_unknown(
+        'attn.w_msa', block.attn.w_msa, ATTENTIONS.values()
+    )
     prepare = None if obstacle else block.attn.w_msa.keep_padding
     yield Fold('norm1', 'attn.w_msa.qkv', prepare=prepare, obstacle=obstacle)
     yield Fold('norm2', 'ffn.layers.0.0', obstacle=find_unknown('ffn', block.ffn, [FFN, PreActFFN, PostActFFN]))

@@ -1,4 +1,5 @@
 """Compares a fused model with the unfused one on given inputs."""
+
 from __future__ import annotations
 
 import copy
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from .fuse import FusionError, fuse
+from slab_det.fusion.fuse import FusionError, fuse
 
 # In float64 only rounding separates the two. In float32 random deep models differ from their own float64 self by
 # more than any fixed bound, so that distance is the yardstick.
@@ -49,8 +50,9 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def verify_fusion(model: nn.Module, fused: nn.Module, images: Iterable[Tensor],
-                  extract: Extract = extract_features) -> FusionCheck:
+def verify_fusion(
+    model: nn.Module, fused: nn.Module, images: Iterable[Tensor], extract: Extract = extract_features
+) -> FusionCheck:
     """Measures how far ``fused`` is from ``model``, in their own dtype and in float64.
 
     Args:
@@ -69,14 +71,15 @@ def verify_fusion(model: nn.Module, fused: nn.Module, images: Iterable[Tensor],
         reference = extract(model64, image.double())
         plain, folded = extract(model, image), extract(fused, image)
         folded64 = extract(fused64, image.double())
-        differences.append([_relative(a, b) for a, b in (
-            (folded64, reference), (folded, plain), (plain, reference))])
+        differences.append([_relative(a, b) for a, b in ((folded64, reference), (folded, plain), (plain, reference))])
     if not differences:
         raise FusionError('there was no image to verify the fused model on')
     check = FusionCheck(*(max(column) for column in zip(*differences, strict=True)), len(differences))
     if not check.exact:
-        raise FusionError(f'the fused model differs from the unfused one: {check}; do not use it, and please report '
-                          'this with the config')
+        raise FusionError(
+            f'the fused model differs from the unfused one: {check}; do not use it, and please report '
+            'this with the config'
+        )
     return check
 
 

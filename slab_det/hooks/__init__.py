@@ -13,15 +13,25 @@ Hooks with the same event run in the order of their priorities, those of mmengin
 | 85 | RecalibrateFuseHook | on pooled statistics |
 | 90 VERY_LOW | mmengine's CheckpointHook | it publishes what RecalibrateFuseHook wrote |
 """
-from .accumulated_gradients import AccumulatedGradientsHook
-from .checked_load import CheckedLoadHook
-from .exclude_padding import ExcludePaddingHook
-from .pool_statistics import PoolStatisticsHook
-from .progressive_norm import ProgressiveNormHook
-from .random_state import RandomStateHook
-from .recalibrate_fuse import RecalibrateFuseHook
-from .skipped_batches import SkippedBatchesHook
-from .unified_norm import UnifiedNormHook
 
-__all__ = ['AccumulatedGradientsHook', 'CheckedLoadHook', 'ExcludePaddingHook', 'PoolStatisticsHook',
-           'ProgressiveNormHook', 'RandomStateHook', 'RecalibrateFuseHook', 'SkippedBatchesHook', 'UnifiedNormHook']
+from slab_det.hooks.accumulated_gradients import AccumulatedGradientsHook
+from slab_det.hooks.checked_load import CheckedLoadHook
+from slab_det.hooks.exclude_padding import ExcludePaddingHook
+from slab_det.hooks.pool_statistics import PoolStatisticsHook
+from slab_det.hooks.progressive_norm import ProgressiveNormHook
+from slab_det.hooks.random_state import RandomStateHook
+from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook
+from slab_det.hooks.skipped_batches import SkippedBatchesHook
+from slab_det.hooks.unified_norm import UnifiedNormHook
+
+__all__ = [
+    'AccumulatedGradientsHook',
+    'CheckedLoadHook',
+    'ExcludePaddingHook',
+    'PoolStatisticsHook',
+    'ProgressiveNormHook',
+    'RandomStateHook',
+    'RecalibrateFuseHook',
+    'SkippedBatchesHook',
+    'UnifiedNormHook',
+]

@@ -1,4 +1,5 @@
 """AccumulatedGradientsHook: a run that is interrupted between two updates keeps the gradients summed so far."""
+
 from __future__ import annotations
 
 from mmengine.hooks import Hook
@@ -7,7 +8,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from slab_det.distributed import unwrap
+from slab_det.runtime.distributed import unwrap
 
 
 @HOOKS.register_module()
@@ -28,8 +29,10 @@ class AccumulatedGradientsHook(Hook):
             parameters = unwrap(runner.model).named_parameters()
             checkpoint['accumulated_gradients'] = dict(
                 counts=runner.optim_wrapper._accumulative_counts,
-                gradients={name: parameter.grad.detach().cpu() for name, parameter in parameters
-                           if parameter.grad is not None})
+                gradients={
+                    name: parameter.grad.detach().cpu() for name, parameter in parameters if parameter.grad is not None
+                },
+            )
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         self._resumed = checkpoint.get('accumulated_gradients') if runner._resume else None

@@ -1,4 +1,5 @@
 """CheckedLoadHook: a checkpoint is never half loaded in silence."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from mmengine.runner import BaseLoop, Runner
 from slab_det.checkpoints.detector import check_detector_checkpoint
 from slab_det.checkpoints.load import EXPECTED_MISSING
 from slab_det.checkpoints.report import LoadReport
-from slab_det.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError
 
 
 @HOOKS.register_module()
@@ -45,8 +46,9 @@ class CheckedLoadHook(Hook):
         is_training = isinstance(runner._train_loop, BaseLoop)
         starts = is_training and not runner._resume
         name = runner._load_from or 'the checkpoint'
-        report = check_detector_checkpoint(model, checkpoint, name, complete=not starts,
-                                           reinitialize=self.reinitialize if starts else ())
+        report = check_detector_checkpoint(
+            model, checkpoint, name, complete=not starts, reinitialize=self.reinitialize if starts else ()
+        )
         if runner._resume:
             check_resumable(checkpoint, report, name)
 
@@ -67,12 +69,16 @@ def check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
     if lacking or not {'epoch', 'iter'} <= checkpoint['meta'].keys():
         raise CheckpointError(
             f'{name} cannot be resumed from: it has weights, but no {" and no ".join(lacking or ["iteration"])}. '
-            'Resume from iter_N.pth or epoch_N.pth of a training, or start a new one with --cfg-options load_from=FILE')
+            'Resume from iter_N.pth or epoch_N.pth of a training, or start a new one with --cfg-options load_from=FILE'
+        )
     computed = {reason for _, reason in EXPECTED_MISSING}
-    changed = {**report.converted, **{key: reason for key, reason in report.missing_expected.items()
-                                      if reason not in computed}}
+    changed = {
+        **report.converted,
+        **{key: reason for key, reason in report.missing_expected.items() if reason not in computed},
+    }
     if changed:
         key, reason = next(iter(changed.items()))
         raise CheckpointError(
             f'{name} cannot be resumed from: {len(changed)} values are not those of this model ({key}: {reason}). '
-            'Resume with the config in its work_dir, or start a new training with --cfg-options load_from=FILE')
+            'Resume with the config in its work_dir, or start a new training with --cfg-options load_from=FILE'
+        )

@@ -1,4 +1,5 @@
 """ExcludePaddingHook: the statistics of training are those of the images, not of what they are padded with."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,10 +11,10 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slab_det.distributed import unwrap
-from slab_det.errors import SlabDetError
-from slab_det.layers.token_bn import TokenBN
-from slab_det.layers.valid_tokens import ValidTokens
+from slab_det.norms.token_bn import TokenBN
+from slab_det.norms.valid_tokens import ValidTokens
+from slab_det.runtime.distributed import unwrap
+from slab_det.runtime.errors import SlabDetError
 
 
 @HOOKS.register_module()
@@ -71,7 +72,9 @@ class _TellsSizes:
     def __call__(self, module: nn.Module, args: tuple, batch: dict) -> None:
         samples = batch.get('data_samples') if isinstance(batch, dict) else None
         if not samples or not all(hasattr(sample, 'img_shape') for sample in samples):
-            raise SlabDetError(f'ExcludePaddingHook: {type(module).__name__} returns no data_samples with img_shape, '
-                               'which says how large images are; use DetDataPreprocessor and keep img_shape in the '
-                               'meta_keys of PackDetInputs, or remove the hook')
+            raise SlabDetError(
+                f'ExcludePaddingHook: {type(module).__name__} returns no data_samples with img_shape, '
+                'which says how large images are; use DetDataPreprocessor and keep img_shape in the '
+                'meta_keys of PackDetInputs, or remove the hook'
+            )
         self.valid_tokens.set_batch([sample.img_shape for sample in samples], batch['inputs'].shape[-2:])

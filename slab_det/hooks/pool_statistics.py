@@ -1,4 +1,5 @@
 """PoolStatisticsHook: all processes of a run validate, save and go on with the same statistics."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slab_det.distributed import unwrap
-from slab_det.errors import SlabDetError
-from slab_det.layers.offline_norm import OfflineNorm, named_offline_norms
-from slab_det.layers.quadratic_norm import named_quadratic_norms
-from slab_det.layers.token_bn import TokenBN
-from slab_det.moments import pool_moments
+from slab_det.norms.base import OfflineNorm, named_offline_norms
+from slab_det.norms.quadratic import named_quadratic_norms
+from slab_det.norms.token_bn import TokenBN
+from slab_det.recalibration.moments import pool_moments
+from slab_det.runtime.distributed import unwrap
+from slab_det.runtime.errors import SlabDetError
 
 
 @HOOKS.register_module()
@@ -44,22 +45,25 @@ class PoolStatisticsHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         _check_same_start(runner)
-        undecided = [module for module in runner.model.modules()
-                     if isinstance(module, TokenBN) and module.sync is None]
+        undecided = [module for module in runner.model.modules() if isinstance(module, TokenBN) and module.sync is None]
         if get_world_size() == 1 or not undecided:
             return
         images = getattr(runner.train_dataloader.batch_sampler, 'batch_size', None)
         if images is None:
             raise SlabDetError(
                 f'PoolStatisticsHook: {type(runner.train_dataloader.batch_sampler).__name__} does not say how many '
-                'images a batch has; set sync=True or sync=False in norm_cfg')
+                'images a batch has; set sync=True or sync=False in norm_cfg'
+            )
         for norm in undecided:
             norm.sync = images < self.sync_below
-        runner.logger.info(f'PoolStatisticsHook: {len(undecided)} norms take their statistics from the images of '
-                           f'{"all processes" if undecided[0].sync else "their process"}, {images} per process')
+        runner.logger.info(
+            f'PoolStatisticsHook: {len(undecided)} norms take their statistics from the images of '
+            f'{"all processes" if undecided[0].sync else "their process"}, {images} per process'
+        )
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
-                         outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
+    ) -> None:
         if any(_saves_after_iter(hook, runner) for hook in runner.hooks):
             self._pool(runner)
 
@@ -84,15 +88,22 @@ def _check_same_start(runner: Runner) -> None:
     """Raises SlabDetError, in every process, if some resume and others find no checkpoint to resume from."""
     starts = all_gather_object(runner.iter)
     if len(set(starts)) > 1:
-        raise SlabDetError(f'the processes start at iterations {starts}: the checkpoint to resume from must be where '
-                           'each of them looks for it; copy it there, or name it with --resume')
+        raise SlabDetError(
+            f'the processes start at iterations {starts}: the checkpoint to resume from must be where '
+            'each of them looks for it; copy it there, or name it with --resume'
+        )
 
 
 def _saves_after_iter(hook: Hook, runner: Runner) -> bool:
     """Whether this is a CheckpointHook that saves after the current iteration: the condition is mmengine's."""
-    return isinstance(hook, CheckpointHook) and not hook.by_epoch and (
-        hook.every_n_train_iters(runner, hook.interval, hook.save_begin)
-        or (hook.save_last and hook.is_last_train_iter(runner)))
+    return (
+        isinstance(hook, CheckpointHook)
+        and not hook.by_epoch
+        and (
+            hook.every_n_train_iters(runner, hook.interval, hook.save_begin)
+            or (hook.save_last and hook.is_last_train_iter(runner))
+        )
+    )
 
 
 @torch.no_grad()
@@ -117,8 +128,7 @@ def pool_statistics(model: nn.Module) -> None:
 
 
 def _torch_batch_norms(model: nn.Module) -> Iterator[_BatchNorm]:
-    return (module for module in model.modules()
-            if isinstance(module, _BatchNorm) and module.running_mean is not None)
+    return (module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None)
 
 
 def _statistics(norm: OfflineNorm | _BatchNorm) -> tuple[Tensor, Tensor]:

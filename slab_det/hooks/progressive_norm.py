@@ -1,4 +1,5 @@
 """ProgressiveNormHook: gamma goes from LayerNorm to RepBN with the iterations of the runner."""
+
 from __future__ import annotations
 
 import math
@@ -9,10 +10,10 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.distributed import unwrap
-from slab_det.errors import SlabDetError
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.layers.repbn import PRepBN, named_progressive_norms
+from slab_det.norms.base import named_offline_norms
+from slab_det.norms.repbn import PRepBN, named_progressive_norms
+from slab_det.runtime.distributed import unwrap
+from slab_det.runtime.errors import SlabDetError
 
 # Share of gamma_start that is left when a fraction t of the decay is over (SLAB, eq. 4, is the linear one).
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -45,8 +46,12 @@ class ProgressiveNormHook(Hook):
     # After EMAHook (NORMAL), whose average of gamma means nothing; before LoggerHook and CheckpointHook.
     priority = 55
 
-    def __init__(self, decay: Literal['linear', 'cosine', 'step'] = 'linear', total: float = 0.8,
-                 unit: Literal['fraction', 'iter', 'epoch'] = 'fraction') -> None:
+    def __init__(
+        self,
+        decay: Literal['linear', 'cosine', 'step'] = 'linear',
+        total: float = 0.8,
+        unit: Literal['fraction', 'iter', 'epoch'] = 'fraction',
+    ) -> None:
         if decay not in DECAYS:
             raise ValueError(f'unknown decay {decay!r}: choose from {sorted(DECAYS)}')
         if unit not in ('fraction', 'iter', 'epoch'):
@@ -65,36 +70,48 @@ class ProgressiveNormHook(Hook):
         model = unwrap(runner.model)
         self._norms = named_progressive_norms(model)
         if not self._norms:
-            runner.logger.warning("ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') "
-                                  'or remove the hook')
+            runner.logger.warning(
+                "ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') or remove the hook"
+            )
         self._num_iters = self._length_in_iters(runner)
         if self._gamma_start is None:
             self._gamma_start = {name: norm.gamma for name, norm in self._norms.items()}
         elif set(self._gamma_start) != set(self._norms):
-            raise SlabDetError('the checkpoint to resume from was trained with other PRepBN layers than this config '
-                               'has; resume with the config in its work_dir')
+            raise SlabDetError(
+                'the checkpoint to resume from was trained with other PRepBN layers than this config '
+                'has; resume with the config in its work_dir'
+            )
         for name in self._live:
             model.get_submodule(name).statistics_loaded = False
         self._check_frozen()
         self._set_gamma(runner.iter)
-        runner.logger.info(f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after '
-                           f'{self._num_iters} of {runner.max_iters} iterations; now gamma = {self._largest_gamma():g}')
+        runner.logger.info(
+            f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after '
+            f'{self._num_iters} of {runner.max_iters} iterations; now gamma = {self._largest_gamma():g}'
+        )
 
     def _check_frozen(self) -> None:
         """Raises SlabDetError for norms that cannot train and whose RepBN has seen no data: gamma would unveil it."""
-        frozen = [name for name, norm in self._norms.items() if norm.gamma > 0 and not norm.statistics_loaded
-                  and not any(parameter.requires_grad for parameter in norm.parameters())]
+        frozen = [
+            name
+            for name, norm in self._norms.items()
+            if norm.gamma > 0
+            and not norm.statistics_loaded
+            and not any(parameter.requires_grad for parameter in norm.parameters())
+        ]
         if frozen:
             raise SlabDetError(
                 f'{len(frozen)} frozen norms are still LayerNorm ({frozen[0]}, ...): lowering gamma would replace them '
                 'by a RepBN that never trained. Set frozen_stages=-1, or start from what tools/convert_checkpoint.py '
-                'writes, or from a checkpoint whose decay was finished')
+                'writes, or from a checkpoint whose decay was finished'
+            )
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:
         runner.message_hub.update_scalar('train/gamma', self._largest_gamma())
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
-                         outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
+    ) -> None:
         self._set_gamma(runner.iter + 1)
 
     def after_train(self, runner: Runner) -> None:
@@ -102,7 +119,8 @@ class ProgressiveNormHook(Hook):
         if gamma > 0:
             runner.logger.error(
                 f'The run ended with gamma = {gamma:g}: the norms still contain LayerNorm and cannot be fused. Lower '
-                f'`total` of ProgressiveNormHook (now {self.total} {self.unit}) or train longer with --resume.')
+                f'`total` of ProgressiveNormHook (now {self.total} {self.unit}) or train longer with --resume.'
+            )
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         if self._gamma_start is None:

@@ -1,4 +1,5 @@
 """RandomStateHook: a resumed run draws the random numbers that the interrupted one would have drawn."""
+
 from __future__ import annotations
 
 import torch
@@ -8,7 +9,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
 
-from slab_det.random_state import random_state, set_random_state
+from slab_det.runtime.random_state import random_state, set_random_state
 
 
 @HOOKS.register_module()
@@ -31,8 +32,10 @@ class RandomStateHook(Hook):
         self._before_val: dict | None = None
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        checkpoint['random_state'] = {**random_state(), 'sampler_seed': [
-            sampler.seed for sampler in _seeded_samplers(runner.train_dataloader)]}
+        checkpoint['random_state'] = {
+            **random_state(),
+            'sampler_seed': [sampler.seed for sampler in _seeded_samplers(runner.train_dataloader)],
+        }
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         self._resumed = checkpoint.get('random_state') if runner._resume else None

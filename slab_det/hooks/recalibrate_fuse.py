@@ -1,4 +1,5 @@
 """RecalibrateFuseHook: the last checkpoint gets the statistics that are served, and a fused twin."""
+
 from __future__ import annotations
 
 import copy
@@ -17,14 +18,21 @@ from mmengine.runner.checkpoint import CheckpointLoader, get_state_dict, weights
 from mmengine.utils import ProgressBar
 from torch.utils.data import DataLoader
 
-from slab_det.datasets.recalibration import check_pipeline, recalibration_dataloader
-from slab_det.distributed import errors_reach_all_ranks, from_main_process, unwrap
-from slab_det.environment import describe_environment
 from slab_det.fusion import FusionReport, fuse, save_fused
 from slab_det.fusion.verify import FusionCheck, verify_fusion
-from slab_det.layers.repbn import named_progressive_norms
-from slab_det.recalibration import RecalibrationReport, recalibrate
-from slab_det.reporting import Report, ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report
+from slab_det.measure.environment import describe_environment
+from slab_det.measure.reporting import (
+    Report,
+    ReportEntry,
+    ap_from_metrics,
+    describe_dataset,
+    describe_model,
+    write_report,
+)
+from slab_det.norms.repbn import named_progressive_norms
+from slab_det.recalibration.images import check_pipeline, recalibration_dataloader
+from slab_det.recalibration.recalibrate import RecalibrationReport, recalibrate
+from slab_det.runtime.distributed import errors_reach_all_ranks, from_main_process, unwrap
 
 
 @HOOKS.register_module()
@@ -45,7 +53,7 @@ class RecalibrateFuseHook(Hook):
     Args:
         num_images: Training images to recalibrate on.
         pipeline: 'test' for these images as inference sees them, 'train' for them as training saw them; see
-            :func:`slab_det.datasets.recalibration.recalibration_dataloader`.
+            :func:`slab_det.recalibration.images.recalibration_dataloader`.
         max_passes: See :func:`slab_det.recalibrate`.
         tol: See :func:`slab_det.recalibrate`.
         recalibrate: False keeps the running statistics, as where they were frozen in training.
@@ -58,12 +66,21 @@ class RecalibrateFuseHook(Hook):
     # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
     priority = 85
 
-    def __init__(self, num_images: int = 500, max_passes: int | None = None, tol: float = 0.01,
-                 recalibrate: bool = True, num_verify_images: int = 2, pipeline: str = 'test') -> None:
+    def __init__(
+        self,
+        num_images: int = 500,
+        max_passes: int | None = None,
+        tol: float = 0.01,
+        recalibrate: bool = True,
+        num_verify_images: int = 2,
+        pipeline: str = 'test',
+    ) -> None:
         # Now, not after the last epoch.
         if min(num_images, num_verify_images, 1 if max_passes is None else max_passes) < 1 or tol < 0:
-            raise ValueError(f'num_images={num_images}, max_passes={max_passes} and num_verify_images='
-                             f'{num_verify_images} must be at least 1, tol={tol} at least 0')
+            raise ValueError(
+                f'num_images={num_images}, max_passes={max_passes} and num_verify_images='
+                f'{num_verify_images} must be at least 1, tol={tol} at least 0'
+            )
         check_pipeline(pipeline)
         self.num_images = num_images
         self.pipeline = pipeline
@@ -75,8 +92,10 @@ class RecalibrateFuseHook(Hook):
     def after_train(self, runner: Runner) -> None:
         mixed = [name for name, norm in named_progressive_norms(unwrap(runner.model)).items() if norm.gamma > 0]
         if mixed:
-            runner.logger.error(f'RecalibrateFuseHook: nothing was recalibrated or fused, because {len(mixed)} norms '
-                                f'still contain LayerNorm (gamma > 0), {mixed[0]} for one')
+            runner.logger.error(
+                f'RecalibrateFuseHook: nothing was recalibrated or fused, because {len(mixed)} norms '
+                f'still contain LayerNorm (gamma > 0), {mixed[0]} for one'
+            )
             return
         path = checkpoint = None
         with errors_reach_all_ranks():
@@ -85,15 +104,17 @@ class RecalibrateFuseHook(Hook):
                 path, checkpoint = last_checkpoint(runner)
         # The others may not see the file, nor write where the main process does.
         state_dict, averaged = from_main_process(
-            checkpoint and (checkpoint['state_dict'], 'ema_state_dict' in checkpoint))
+            checkpoint and (checkpoint['state_dict'], 'ema_state_dict' in checkpoint)
+        )
         model = copy.deepcopy(unwrap(runner.model))
         model.load_state_dict(state_dict)
         model.eval()
 
         recalibration = None
         if self.recalibrate:
-            recalibration = recalibrate(model, loader, max_passes=self.max_passes, tol=self.tol,
-                                        as_training=self.pipeline == 'train')
+            recalibration = recalibrate(
+                model, loader, max_passes=self.max_passes, tol=self.tol, as_training=self.pipeline == 'train'
+            )
             runner.logger.log(logging.INFO if recalibration.converged else logging.WARNING, str(recalibration))
             with errors_reach_all_ranks():
                 if is_main_process():
@@ -108,33 +129,71 @@ class RecalibrateFuseHook(Hook):
             if is_main_process():
                 self._write_fused(runner, model, loader, path, metrics, recalibration)
 
-    def _write_fused(self, runner: Runner, model: BaseModel, loader: DataLoader, path: Path, metrics: dict,
-                     recalibration: RecalibrationReport | None) -> None:
+    def _write_fused(
+        self,
+        runner: Runner,
+        model: BaseModel,
+        loader: DataLoader,
+        path: Path,
+        metrics: dict,
+        recalibration: RecalibrationReport | None,
+    ) -> None:
         """Fuses, verifies and writes ``model``; ``path`` is its unfused checkpoint."""
         fused = fuse(model)
         images = (model.data_preprocessor(batch, False)['inputs'] for batch in islice(loader, self.num_verify_images))
         check = verify_fusion(model, fused, images)
-        runner.logger.info(f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: '
-                           f'{check.float64:.1e} in float64, {check.float32:.1e} in float32')
+        runner.logger.info(
+            f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: '
+            f'{check.float64:.1e} in float64, {check.float32:.1e} in float32'
+        )
         meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
         fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
         runner.logger.info(f'Fused model: {fused_config} with {fused_path}')
         self._write_report(runner, path, fused_path, fused_config, metrics, recalibration, check, fused.fusion_report)
 
-    def _write_report(self, runner: Runner, path: Path, fused_path: Path, fused_config: Path, metrics: dict,
-                      recalibration: RecalibrationReport | None, check: FusionCheck, fusion: FusionReport) -> None:
+    def _write_report(
+        self,
+        runner: Runner,
+        path: Path,
+        fused_path: Path,
+        fused_config: Path,
+        metrics: dict,
+        recalibration: RecalibrationReport | None,
+        check: FusionCheck,
+        fusion: FusionReport,
+    ) -> None:
         shared = dict(
             **describe_model(runner.cfg.model),
             recalibration=recalibration and dict(recalibration.to_dict(), pipeline=self.pipeline),
-            training=dict(seed=runner.seed, iterations=runner.iter,
-                          batch_size=runner.cfg.train_dataloader.batch_size * get_world_size()),
-            environment=describe_environment(next(unwrap(runner.model).parameters()).device))
-        write_report(Path(runner.work_dir) / 'report.json', Report([
-            ReportEntry(**shared, variant='unfused', config=str(runner.cfg.filename), checkpoint=str(path),
+            training=dict(
+                seed=runner.seed,
+                iterations=runner.iter,
+                batch_size=runner.cfg.train_dataloader.batch_size * get_world_size(),
+            ),
+            environment=describe_environment(next(unwrap(runner.model).parameters()).device),
+        )
+        write_report(
+            Path(runner.work_dir) / 'report.json',
+            Report(
+                [
+                    ReportEntry(
+                        **shared,
+                        variant='unfused',
+                        config=str(runner.cfg.filename),
+                        checkpoint=str(path),
                         dataset=runner.val_loop and describe_dataset(runner.val_loop.dataloader.dataset),
-                        ap=ap_from_metrics(metrics) or None),
-            ReportEntry(**shared, variant='fused', config=str(fused_config), checkpoint=str(fused_path),
-                        fusion={**fusion.to_dict(), 'difference': check.to_dict()})]))
+                        ap=ap_from_metrics(metrics) or None,
+                    ),
+                    ReportEntry(
+                        **shared,
+                        variant='fused',
+                        config=str(fused_config),
+                        checkpoint=str(fused_path),
+                        fusion={**fusion.to_dict(), 'difference': check.to_dict()},
+                    ),
+                ]
+            ),
+        )
 
 
 def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
@@ -152,8 +211,7 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
         if checkpoint.get('meta', {}).get('iter') == runner.iter:
             return Path(path), checkpoint
     path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
-    runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False,
-                           meta=dict(epoch=runner.epoch, iter=runner.iter))
+    runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False, meta=dict(epoch=runner.epoch, iter=runner.iter))
     return path, CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
 
 

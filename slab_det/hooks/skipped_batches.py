@@ -1,14 +1,14 @@
 """SkippedBatchesHook: batches that norms leave out of their statistics do not go unnoticed."""
+
 from __future__ import annotations
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.distributed import unwrap
-from slab_det.layers.offline_norm import skipped_batches
-
-from .log_interval import logs_after
+from slab_det.hooks.log_interval import logs_after
+from slab_det.norms.base import skipped_batches
+from slab_det.runtime.distributed import unwrap
 
 
 @HOOKS.register_module()
@@ -30,8 +30,9 @@ class SkippedBatchesHook(Hook):
     def before_train(self, runner: Runner) -> None:
         self._before = skipped_batches(unwrap(runner.model))
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
-                         outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
+    ) -> None:
         if not logs_after(runner, batch_idx):
             return
         now = skipped_batches(unwrap(runner.model))
@@ -48,4 +49,5 @@ class SkippedBatchesHook(Hook):
                 f'Up to iteration {runner.iter + 1} {len(new)} of {len(now)} norms met NaN or infinite values and left '
                 f'those batches out of their statistics: {name} {count}, at most {max(new.values())} since the last '
                 'line of the log. A few are harmless under --amp; if they go on, lower the learning rate or look at '
-                'the images and the losses')
+                'the images and the losses'
+            )

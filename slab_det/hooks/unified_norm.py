@@ -1,4 +1,5 @@
 """UnifiedNormHook: the moving averages of UN, MABN and PowerNorm start with a training and last as long as it does."""
+
 from __future__ import annotations
 
 import torch
@@ -7,11 +8,10 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import Tensor
 
-from slab_det.distributed import unwrap
-from slab_det.layers.quadratic_norm import named_quadratic_norms
-from slab_det.layers.unified_norm import UN
-
-from .log_interval import logs_after
+from slab_det.hooks.log_interval import logs_after
+from slab_det.norms.quadratic import named_quadratic_norms
+from slab_det.norms.unified_norm import UN
+from slab_det.runtime.distributed import unwrap
 
 
 @HOOKS.register_module()
@@ -38,15 +38,18 @@ class UnifiedNormHook(Hook):
     def before_train(self, runner: Runner) -> None:
         norms = named_quadratic_norms(unwrap(runner.model)).values()
         if not norms:
-            runner.logger.warning('UnifiedNormHook: the model has no UN, MABN or PowerNorm; '
-                                  "use norm_cfg=dict(type='UN') or remove the hook")
+            runner.logger.warning(
+                'UnifiedNormHook: the model has no UN, MABN or PowerNorm; '
+                "use norm_cfg=dict(type='UN') or remove the hook"
+            )
         if not self._resumed:
             for norm in norms:
                 norm.reset_state()
         self._filters = [norm for norm in norms if isinstance(norm, UN) and norm.filter_outliers]
 
-    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None,
-                         outputs: dict | None = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
+    ) -> None:
         if self._filters and logs_after(runner, batch_idx):
             runner.message_hub.update_scalar('train/un_filtered', filtered_share(self._filters))
 

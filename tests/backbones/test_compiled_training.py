@@ -1,4 +1,5 @@
 """Training a backbone under torch.compile, as mmengine's ``compile=True`` does, is training it without."""
+
 import copy
 
 import pytest
@@ -6,9 +7,9 @@ import torch
 from mmdet.registry import MODELS
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from slab_det.layers.repbn import set_gamma
-from slab_det.layers.token_bn import TokenBN
-from slab_det.layers.valid_tokens import ValidTokens
+from slab_det.norms.repbn import set_gamma
+from slab_det.norms.token_bn import TokenBN
+from slab_det.norms.valid_tokens import ValidTokens
 
 
 class Training:
@@ -34,9 +35,19 @@ class Training:
 @pytest.mark.parametrize('norm, with_cp', [('PRepBN', False), ('PRepBN', True), ('UN', False)])
 def test_a_compiled_backbone_trains_to_the_same_weights_and_statistics(norm, with_cp):
     torch._dynamo.reset()
-    backbone = MODELS.build(dict(
-        type='SLABSwin', embed_dims=8, depths=(1,), num_heads=(1,), strides=(4,), out_indices=(0,),
-        drop_path_rate=0.0, norm_cfg=dict(type=norm), with_cp=with_cp)).train()
+    backbone = MODELS.build(
+        dict(
+            type='SLABSwin',
+            embed_dims=8,
+            depths=(1,),
+            num_heads=(1,),
+            strides=(4,),
+            out_indices=(0,),
+            drop_path_rate=0.0,
+            norm_cfg=dict(type=norm),
+            with_cp=with_cp,
+        )
+    ).train()
     start = copy.deepcopy(backbone.state_dict())
     # Traces and guards as every backend, and needs no C++ compiler.
     counter = CompileCounterWithBackend('aot_eager')

@@ -1,4 +1,5 @@
 """SLABPVT against mmdet's PVT and PVTv2, and what its own arguments promise."""
+
 import inspect
 import warnings
 
@@ -10,13 +11,14 @@ from torch import nn
 from torch.export import Dim, export
 
 import slab_det
+from slab_det.attention.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention, SoftmaxMapAttention
 from slab_det.backbones import SLABPVT
-from slab_det.layers import PRepBN, set_gamma
-from slab_det.layers.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention, SoftmaxMapAttention
+from slab_det.norms import PRepBN, set_gamma
 
 SMALL = dict(embed_dims=8, num_layers=(2, 1, 2, 1), num_heads=(1, 2, 3, 4), mlp_ratios=(3, 2, 2, 2))
-V2 = dict(patch_sizes=[7, 3, 3, 3], paddings=[3, 1, 1, 1], use_abs_pos_embed=False, norm_after_stage=True,
-          use_conv_ffn=True)
+V2 = dict(
+    patch_sizes=[7, 3, 3, 3], paddings=[3, 1, 1, 1], use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
 MIXED = dict(attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 1, 1, 1))
 PREPBN = dict(type='PRepBN', ln_eps=1e-6)
 
@@ -48,11 +50,17 @@ def assert_same(ours, theirs, tolerance=1e-10):
 
 
 @pytest.mark.parametrize('size', [(224, 224), (75, 103), (113, 64), (71, 150)])
-@pytest.mark.parametrize('config', [
-    dict(version='V1'), dict(version='V2'),
-    dict(version='V1', qkv_bias=False, norm_after_stage=True, out_indices=(1, 3), pretrain_img_size=(96, 160)),
-    dict(version='V2', sr_ratios=(4, 2, 1, 1), qkv_bias=False),
-    dict(version='V1', paddings=[0, 'corner', 'same', (1, 1)], patch_sizes=[4, 2, 3, 2])], ids=str)
+@pytest.mark.parametrize(
+    'config',
+    [
+        dict(version='V1'),
+        dict(version='V2'),
+        dict(version='V1', qkv_bias=False, norm_after_stage=True, out_indices=(1, 3), pretrain_img_size=(96, 160)),
+        dict(version='V2', sr_ratios=(4, 2, 1, 1), qkv_bias=False),
+        dict(version='V1', paddings=[0, 'corner', 'same', (1, 1)], patch_sizes=[4, 2, 3, 2]),
+    ],
+    ids=str,
+)
 @torch.no_grad()
 def test_equals_mmdet_given_the_same_state_dict(size, config):
     ours, theirs = (model.eval() for model in twins(**config))
@@ -108,10 +116,11 @@ def test_arguments_and_keys_are_mmdets():
     ours, theirs = (inspect.signature(kind).parameters for kind in (SLABPVT, PyramidVisionTransformer))
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default, name
-    assert list(ours)[:len(theirs)] == list(theirs), 'positional arguments mean the same'
+    assert list(ours)[: len(theirs)] == list(theirs), 'positional arguments mean the same'
     for kind, extra in ((PyramidVisionTransformer, {}), (PyramidVisionTransformerV2, V2)):
         assert {key: value.shape for key, value in SLABPVT(**extra).state_dict().items()} == {
-            key: value.shape for key, value in kind().state_dict().items()}
+            key: value.shape for key, value in kind().state_dict().items()
+        }
     assert MODELS.get('SLABPVT') is SLABPVT
 
 
@@ -119,15 +128,28 @@ def test_one_word_or_one_per_stage():
     model = SLABPVT(**SMALL, **MIXED)
     attentions = [[block.attn for block in blocks if hasattr(block, 'attn')] for _, blocks, _ in model.layers]
     assert [{type(attn) for attn in stage} for stage in attentions] == [
-        {SimplifiedMapAttention}, {FocusedMapAttention}, {SoftmaxMapAttention}, {SimplifiedMapAttention}]
+        {SimplifiedMapAttention},
+        {FocusedMapAttention},
+        {SoftmaxMapAttention},
+        {SimplifiedMapAttention},
+    ]
     assert [[attn.sr_ratio for attn in stage] for stage in attentions] == [[2, 2], [1], [2, 2], [1]]
     # Half of the 56 x 56 positions of stage 0, all 28 x 28 of stage 1.
     assert attentions[0][0].positional_encoding.shape == (1, 28 * 28, 8)
     assert attentions[1][0].positional_encoding.shape == (1, 28 * 28, 16)
     with_sla = {key for key in SLABPVT(**SMALL, attention='sla').state_dict() if key.startswith('layers.0.1.1.attn.')}
-    assert with_sla == {f'layers.0.1.1.attn.{key}' for key in (
-        'attn.in_proj_weight', 'attn.in_proj_bias', 'attn.out_proj.weight', 'attn.out_proj.bias',
-        'positional_encoding', 'dwc.weight', 'dwc.bias')}
+    assert with_sla == {
+        f'layers.0.1.1.attn.{key}'
+        for key in (
+            'attn.in_proj_weight',
+            'attn.in_proj_bias',
+            'attn.out_proj.weight',
+            'attn.out_proj.bias',
+            'positional_encoding',
+            'dwc.weight',
+            'dwc.bias',
+        )
+    }
 
 
 def test_linear_positions_are_those_of_overlapping_patches():
@@ -137,8 +159,17 @@ def test_linear_positions_are_those_of_overlapping_patches():
     assert sizes == [25 * 18, 13 * 9, 7 * 5, 4 * 3]
 
 
-@pytest.mark.parametrize('config', [{}, MIXED, dict(V2, attention='sla'), dict(attention='focused', ffn_norm='pre_act'),
-                                    dict(ffn_norm='post_act', norm_eval=True)], ids=str)
+@pytest.mark.parametrize(
+    'config',
+    [
+        {},
+        MIXED,
+        dict(V2, attention='sla'),
+        dict(attention='focused', ffn_norm='pre_act'),
+        dict(ffn_norm='post_act', norm_eval=True),
+    ],
+    ids=str,
+)
 def test_any_size_trains(config):
     model = SLABPVT(**SMALL, **config, norm_cfg=PREPBN, drop_rate=0.1, drop_path_rate=0.2)
     set_gamma(model, 0.5)
@@ -186,30 +217,33 @@ def test_ffn_norm_stands_between_the_layers(place):
     hidden = x @ ffn.layers[0].weight[:, :, 0, 0].T + ffn.layers[0].bias
     if place == 'pre_act':
         hidden = normalize(hidden)
-    hidden = hidden * (1 + torch.erf(hidden / 2 ** 0.5)) / 2
+    hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
     if place == 'post_act':
         hidden = normalize(hidden)
     expected = hidden @ ffn.layers[3].weight[:, :, 0, 0].T + ffn.layers[3].bias
     torch.testing.assert_close(ffn(x, (2, 3)), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(('config', 'message'), [
-    (dict(attention='linear'), 'unknown attention.*linear'),
-    (dict(attention=('sla', 'softmax')), 'attention=.*4 stages'),
-    (dict(num_layers=(1, 1)), 'num_layers=.*4 stages'),
-    (dict(num_heads=(1, 2)), 'num_heads=.*4 stages'),
-    (dict(sr_ratios=(8, 4, 2)), 'sr_ratios=.*4 stages'),
-    (dict(sr_ratios=(8, 4, 2, 0)), 'positive'),
-    (dict(la_sr_ratios=(1, 1)), 'la_sr_ratios=.*4 stages'),
-    (dict(mlp_ratios=(1, 1)), 'mlp_ratios=.*4 stages'),
-    (dict(out_indices=(3, 4)), 'out_indices'),
-    (dict(pretrain_img_size=16), '16x16 leaves stage 0 a map of 4x4.*ratio 8'),
-    (dict(attention='sla', la_sr_ratios=(1, 1, 1, 8)), 'stage 3 a map of 7x7.*ratio 8'),
-    (dict(paddings=(0, 'corners', 0, 0)), r"unknown padding \['corners'\].*'same'"),
-    (dict(ffn_norm='act'), "unknown ffn_norm 'act'"),
-    (dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),
-    (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
-])
+@pytest.mark.parametrize(
+    ('config', 'message'),
+    [
+        (dict(attention='linear'), 'unknown attention.*linear'),
+        (dict(attention=('sla', 'softmax')), 'attention=.*4 stages'),
+        (dict(num_layers=(1, 1)), 'num_layers=.*4 stages'),
+        (dict(num_heads=(1, 2)), 'num_heads=.*4 stages'),
+        (dict(sr_ratios=(8, 4, 2)), 'sr_ratios=.*4 stages'),
+        (dict(sr_ratios=(8, 4, 2, 0)), 'positive'),
+        (dict(la_sr_ratios=(1, 1)), 'la_sr_ratios=.*4 stages'),
+        (dict(mlp_ratios=(1, 1)), 'mlp_ratios=.*4 stages'),
+        (dict(out_indices=(3, 4)), 'out_indices'),
+        (dict(pretrain_img_size=16), '16x16 leaves stage 0 a map of 4x4.*ratio 8'),
+        (dict(attention='sla', la_sr_ratios=(1, 1, 1, 8)), 'stage 3 a map of 7x7.*ratio 8'),
+        (dict(paddings=(0, 'corners', 0, 0)), r"unknown padding \['corners'\].*'same'"),
+        (dict(ffn_norm='act'), "unknown ffn_norm 'act'"),
+        (dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),
+        (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
+    ],
+)
 def test_wrong_arguments_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         SLABPVT(**{**SMALL, **config})
@@ -223,8 +257,12 @@ def test_a_fused_model_exports_once_for_all_sizes(config, strict):
     set_gamma(model, 0)
     fused = slab_det.fuse(model)
     side = {'min': 64, 'max': 2048}
-    exported = export(fused, (torch.randn(1, 3, 230, 310),), strict=strict,
-                      dynamic_shapes=({2: Dim('h', **side), 3: Dim('w', **side)},)).module()
+    exported = export(
+        fused,
+        (torch.randn(1, 3, 230, 310),),
+        strict=strict,
+        dynamic_shapes=({2: Dim('h', **side), 3: Dim('w', **side)},),
+    ).module()
     # The size of the position tables, and one where nothing divides.
     for size in ((224, 224), (97, 131)):
         x = torch.randn(1, 3, *size)
@@ -237,19 +275,30 @@ def test_one_word_pads_every_stage():
     assert [tuple(out.shape[2:]) for out in model(torch.randn(1, 3, 65, 97))] == [(17, 25), (9, 13), (5, 7), (3, 4)]
 
 
-@pytest.mark.parametrize(('config', 'size', 'message'), [
-    ({}, (64, 31), '64x31 leaves stage 0 a map of 16x7, smaller than its reduction ratio 8'),
-    (dict(attention='sla'), (40, 20), 'stage 3 a map of 1x0'),
-    (dict(paddings='corner'), (64, 28), '64x28 leaves stage 0 a map of 16x7'),
-])
+@pytest.mark.parametrize(
+    ('config', 'size', 'message'),
+    [
+        ({}, (64, 31), '64x31 leaves stage 0 a map of 16x7, smaller than its reduction ratio 8'),
+        (dict(attention='sla'), (40, 20), 'stage 3 a map of 1x0'),
+        (dict(paddings='corner'), (64, 28), '64x28 leaves stage 0 a map of 16x7'),
+    ],
+)
 def test_an_image_that_leaves_too_small_a_map_is_refused(config, size, message):
     with pytest.raises(ValueError, match=message):
         SLABPVT(**SMALL, **config)(torch.randn(1, 3, *size))
 
 
 def test_fewer_stages_take_the_default_paddings_and_ratios():
-    model = SLABPVT(embed_dims=8, num_stages=2, num_layers=(1, 1), num_heads=(1, 2), patch_sizes=(4, 2),
-                    strides=(4, 2), sr_ratios=(2, 1), out_indices=(0, 1))
+    model = SLABPVT(
+        embed_dims=8,
+        num_stages=2,
+        num_layers=(1, 1),
+        num_heads=(1, 2),
+        patch_sizes=(4, 2),
+        strides=(4, 2),
+        sr_ratios=(2, 1),
+        out_indices=(0, 1),
+    )
     assert [out.shape[1] for out in model(torch.randn(1, 3, 32, 32))] == [8, 16]
 
 
@@ -282,7 +331,8 @@ def test_norm_eval_freezes_loaded_statistics_only():
     assert model.train() is model
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model(torch.randn(2, 3, 64, 64))
-    moved = {key.rpartition('.repbn.')[0] for key, value in model.state_dict().items()
-             if not torch.equal(value, before[key])}
+    moved = {
+        key.rpartition('.repbn.')[0] for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    }
     assert moved == {'layers.3.2'}
     assert all(parameter.requires_grad for parameter in model.parameters())

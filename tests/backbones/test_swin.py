@@ -1,4 +1,5 @@
 """SLABSwin against mmdet's and timm's Swin, and what its own arguments promise."""
+
 import inspect
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
 from slab_det.fusion import fuse
-from slab_det.layers import PRepBN, set_gamma
+from slab_det.norms import PRepBN, set_gamma
 
 SMALL = dict(embed_dims=8, depths=(2, 2, 2), num_heads=(1, 2, 4), strides=(4, 2, 2), out_indices=(0, 1, 2))
 PREPBN = dict(type='PRepBN')
@@ -44,8 +45,14 @@ def assert_same(ours: tuple, theirs: tuple, tolerance: float = 1e-9) -> None:
 
 
 @pytest.mark.parametrize('size', [(32, 32), (75, 43), (113, 37), (29, 150)])
-@pytest.mark.parametrize('config', [{}, dict(window_size=4, use_abs_pos_embed=False, qkv_bias=False),
-                                    dict(window_size=5, patch_norm=False, qk_scale=0.3, out_indices=(1, 2))])
+@pytest.mark.parametrize(
+    'config',
+    [
+        {},
+        dict(window_size=4, use_abs_pos_embed=False, qkv_bias=False),
+        dict(window_size=5, patch_norm=False, qk_scale=0.3, out_indices=(1, 2)),
+    ],
+)
 @torch.no_grad()
 def test_equals_mmdet_given_the_same_state_dict(size, config):
     config = {**SMALL, **config}
@@ -84,9 +91,10 @@ def test_arguments_and_keys_are_mmdets():
     ours, theirs = (inspect.signature(kind).parameters for kind in (SLABSwin, SwinTransformer))
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default, name
-    assert list(ours)[:len(theirs)] == list(theirs), 'positional arguments mean the same'
+    assert list(ours)[: len(theirs)] == list(theirs), 'positional arguments mean the same'
     assert {key: value.shape for key, value in SLABSwin().state_dict().items()} == {
-        key: value.shape for key, value in SwinTransformer().state_dict().items()}
+        key: value.shape for key, value in SwinTransformer().state_dict().items()
+    }
 
 
 def microsoft_state(model: nn.Module) -> dict:
@@ -100,11 +108,15 @@ def microsoft_state(model: nn.Module) -> dict:
     return state
 
 
-@pytest.mark.parametrize(('kwargs', 'stages'), [
-    # At 224 the last map is one window, and stock timm does not shift it.
-    (dict(), 3),
-    # Built for 448 it keeps the shift, as detection does, whatever it is fed.
-    (dict(img_size=448, strict_img_size=False), 4)])
+@pytest.mark.parametrize(
+    ('kwargs', 'stages'),
+    [
+        # At 224 the last map is one window, and stock timm does not shift it.
+        (dict(), 3),
+        # Built for 448 it keeps the shift, as detection does, whatever it is fed.
+        (dict(img_size=448, strict_img_size=False), 4),
+    ],
+)
 @torch.no_grad()
 def test_equals_timm_at_224(kwargs, stages):
     theirs = timm.create_model('swin_tiny_patch4_window7_224', **kwargs).double().eval()
@@ -128,17 +140,20 @@ def test_one_word_or_one_per_stage():
     assert {block.attn.w_msa.window_size for stage in model.stages for block in stage.blocks} == {7}
 
 
-@pytest.mark.parametrize(('config', 'message'), [
-    (dict(attention='linear'), 'unknown attention.*linear'),
-    (dict(attention=('sla', 'softmax')), 'attention=.*3 stages'),
-    (dict(window_sizes=(7, 7)), 'window_sizes=.*3 stages'),
-    (dict(window_sizes=(7, 0, 7)), 'positive'),
-    (dict(num_heads=(1, 3, 4)), 'does not divide'),
-    (dict(num_heads=(1, 2)), 'num_heads=.*3 stages'),
-    (dict(strides=(2, 2, 2)), 'strides'),
-    (dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
-    (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
-])
+@pytest.mark.parametrize(
+    ('config', 'message'),
+    [
+        (dict(attention='linear'), 'unknown attention.*linear'),
+        (dict(attention=('sla', 'softmax')), 'attention=.*3 stages'),
+        (dict(window_sizes=(7, 7)), 'window_sizes=.*3 stages'),
+        (dict(window_sizes=(7, 0, 7)), 'positive'),
+        (dict(num_heads=(1, 3, 4)), 'does not divide'),
+        (dict(num_heads=(1, 2)), 'num_heads=.*3 stages'),
+        (dict(strides=(2, 2, 2)), 'strides'),
+        (dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
+        (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
+    ],
+)
 def test_wrong_arguments_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         SLABSwin(**{**SMALL, **config})
@@ -151,8 +166,9 @@ def test_output_norms(out_norm):
     assert all(type(getattr(model, f'norm{i}')) is kind for i in range(3))
 
 
-@pytest.mark.parametrize(('gamma', 'ffn_norm'), [
-    (0.0, None), (0.5, None), (1.0, None), (0.0, 'pre_act'), (0.5, 'post_act')])
+@pytest.mark.parametrize(
+    ('gamma', 'ffn_norm'), [(0.0, None), (0.5, None), (1.0, None), (0.0, 'pre_act'), (0.5, 'post_act')]
+)
 def test_with_cp_changes_nothing(gamma, ffn_norm):
     # Dropout and drop-path included: the random state is replayed.
     config = dict(**SMALL, **SLAB, norm_cfg=PREPBN, drop_path_rate=0.3, drop_rate=0.1, ffn_norm=ffn_norm)

@@ -1,10 +1,11 @@
 """The share of the variance between images, on images whose share is known."""
+
 import cv2
 import numpy as np
 import pytest
 
 from benchmarks.norms.between_images import share_between
-from slab_det.datasets.recalibration import evenly_spaced
+from slab_det.recalibration.images import evenly_spaced
 
 
 def write(folder, *images):

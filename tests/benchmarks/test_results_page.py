@@ -1,4 +1,5 @@
 """docs/results.md says what benchmarks/results has."""
+
 import json
 import re
 import shutil

@@ -32,8 +32,11 @@ def call(script: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def rows(printed: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip('|').split('|')] for line in printed.splitlines()
-            if line.startswith('| quick')]
+    return [
+        [cell.strip() for cell in line.strip('|').split('|')]
+        for line in printed.splitlines()
+        if line.startswith('| quick')
+    ]
 
 
 def test_ratios_are_compared_with_the_stored_ones_of_the_same_scope(call, tmp_path: Path) -> None:

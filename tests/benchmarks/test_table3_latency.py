@@ -11,8 +11,8 @@ import pytest
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.paper import SLAB_TABLE_3
+from slab_det.measure.paper import SLAB_TABLE_3
+from slab_det.norms.base import named_offline_norms
 
 SCRIPT = CONFIGS.parent / 'benchmarks' / 'table3_latency.py'
 # The width of the neck and of all heads.
@@ -65,8 +65,12 @@ def test_rows_are_measured_once_and_printed_with_targets(call) -> None:
     assert list(measured) == [f'Swin-T + Swin-T-PRepBN, float32, {scope}' for scope in ('backbone+neck', 'detector')]
     columns = measured['Swin-T + Swin-T-PRepBN, float32, backbone+neck']
     assert {name: (column['fused'], column['deployed']) for name, column in columns.items()} == {
-        'stock': (False, False), 'layer norm': (False, False), 'layer norm deployed': (False, True),
-        'fused': (True, False), 'fused deployed': (True, True)}
+        'stock': (False, False),
+        'layer norm': (False, False),
+        'layer norm deployed': (False, True),
+        'fused': (True, False),
+        'fused deployed': (True, True),
+    }
     assert {tuple(column['interleaved']) for column in columns.values()} == {tuple(columns)}
     heads = measured['Swin-T + Swin-T-PRepBN, float32, detector']
     assert len({column['detections'] for column in heads.values()}) == 1

@@ -1,4 +1,5 @@
 """What is no checkpoint for the backbone at hand is refused in one line, and nothing is loaded."""
+
 import os
 import zipfile
 
@@ -9,7 +10,7 @@ from mmcv import imwrite
 
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import load_pretrained
-from slab_det.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError
 
 SWIN = dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
 PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
@@ -46,14 +47,21 @@ def wrong_size(state) -> dict:
 
 def dyt(state) -> dict:
     """A Swin or PVT with DyT for its norms, in the authors' names: tanh(alpha x), weight and bias."""
-    names = ('layers.0.blocks.0.attn.qkv.weight', 'layers.0.downsample.reduction.weight') if any(
-        'w_msa' in key for key in state) else (
-        'patch_embed1.proj.weight', 'block1.0.attn.q.weight', 'block1.0.attn.kv.weight')
+    names = (
+        ('layers.0.blocks.0.attn.qkv.weight', 'layers.0.downsample.reduction.weight')
+        if any('w_msa' in key for key in state)
+        else ('patch_embed1.proj.weight', 'block1.0.attn.q.weight', 'block1.0.attn.kv.weight')
+    )
     blocks = 'layers.0.blocks.0' if len(names) == 2 else 'block1.0'
-    return {name: torch.ones(8, 3, 4, 4) if 'proj' in name else torch.ones(8, 8) for name in names} | {
-        'cls_token': torch.ones(1, 1, 8), 'pos_embed1': torch.ones(1, 3137, 8)} | {
-        f'{blocks}.{norm}.{name}': torch.ones(1 if name == 'alpha' else 8)
-        for norm in ('norm1', 'norm2') for name in ('alpha', 'weight', 'bias')}
+    return (
+        {name: torch.ones(8, 3, 4, 4) if 'proj' in name else torch.ones(8, 8) for name in names}
+        | {'cls_token': torch.ones(1, 1, 8), 'pos_embed1': torch.ones(1, 3137, 8)}
+        | {
+            f'{blocks}.{norm}.{name}': torch.ones(1 if name == 'alpha' else 8)
+            for norm in ('norm1', 'norm2')
+            for name in ('alpha', 'weight', 'bias')
+        }
+    )
 
 
 UNREADABLE = 'cannot be read as a checkpoint'
@@ -70,16 +78,29 @@ BAD = {
     'no dict': (lambda path, state: torch.save([1, 2], path), 'no weights.*list'),
     'a tensor': (lambda path, state: torch.save(torch.ones(2), path), 'no weights.*Tensor'),
     'zero matches': (lambda path, state: torch.save({'encoder.weight': torch.ones(2)}, path), 'nothing matches'),
-    'wrong size': (lambda path, state: torch.save(wrong_size(state), path),
-                   r'1 shapes do not fit.*norm1\.weight \(11,\).*\(8,\)'),
-    'one name in common': (lambda path, state: torch.save({
-        next(key for key in state if key.endswith('norm1.weight')): torch.ones(8), 'foo.bar': torch.ones(1)}, path),
-        'nothing matches'),
+    'wrong size': (
+        lambda path, state: torch.save(wrong_size(state), path),
+        r'1 shapes do not fit.*norm1\.weight \(11,\).*\(8,\)',
+    ),
+    'one name in common': (
+        lambda path, state: torch.save(
+            {next(key for key in state if key.endswith('norm1.weight')): torch.ones(8), 'foo.bar': torch.ones(1)}, path
+        ),
+        'nothing matches',
+    ),
     'DyT': (lambda path, state: torch.save(dyt(state), path), r'norm\d\.alpha beside what a LayerNorm has'),
-    'ResNet': (lambda path, state: torch.save({'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight':
-                                               torch.ones(64, 64, 1, 1)}, path), 'looks like ResNet'),
-    'ViT': (lambda path, state: torch.save({'cls_token': torch.ones(1, 1, 8), 'blocks.0.attn.qkv.weight':
-                                            torch.ones(24, 8)}, path), 'looks like DeiT or ViT'),
+    'ResNet': (
+        lambda path, state: torch.save(
+            {'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight': torch.ones(64, 64, 1, 1)}, path
+        ),
+        'looks like ResNet',
+    ),
+    'ViT': (
+        lambda path, state: torch.save(
+            {'cls_token': torch.ones(1, 1, 8), 'blocks.0.attn.qkv.weight': torch.ones(24, 8)}, path
+        ),
+        'looks like DeiT or ViT',
+    ),
 }
 
 
@@ -110,8 +131,13 @@ def test_unknown_schemes_are_named_with_the_known_ones(address):
 
 def test_swin_v2_of_microsoft_is_no_swin():
     block = 'layers.0.blocks.0.attn'
-    state = {f'{block}.qkv.weight': torch.ones(24, 8), f'{block}.logit_scale': torch.ones(1, 1, 1),
-             f'{block}.cpb_mlp.0.weight': torch.ones(512, 2), 'layers.0.blocks.0.norm1.weight': torch.ones(8),
-             'layers.0.downsample.reduction.weight': torch.ones(16, 32), 'patch_embed.norm.weight': torch.ones(8)}
+    state = {
+        f'{block}.qkv.weight': torch.ones(24, 8),
+        f'{block}.logit_scale': torch.ones(1, 1, 1),
+        f'{block}.cpb_mlp.0.weight': torch.ones(512, 2),
+        'layers.0.blocks.0.norm1.weight': torch.ones(8),
+        'layers.0.downsample.reduction.weight': torch.ones(16, 32),
+        'patch_embed.norm.weight': torch.ones(8),
+    }
     with pytest.raises(CheckpointError, match='looks like Swin V2'):
         load_pretrained(BACKBONES['swin'](), state)

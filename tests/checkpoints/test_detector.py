@@ -1,4 +1,5 @@
 """Whole detectors: what load_from, --resume and testing may load."""
+
 from types import SimpleNamespace
 
 import mmdet.apis  # noqa: F401 (binds what loads checkpoints)
@@ -13,8 +14,8 @@ from torch import nn
 
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import check_detector_checkpoint
-from slab_det.errors import CheckpointError
 from slab_det.hooks.checked_load import CheckedLoadHook
+from slab_det.runtime.errors import CheckpointError
 
 SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
 
@@ -28,8 +29,10 @@ class Detector(nn.Module):
 
 
 def checkpoint_of(model: nn.Module, prefix: str = '') -> dict:
-    state = {prefix + key: torch.rand_like(value) if value.is_floating_point() else value
-             for key, value in model.state_dict().items()}
+    state = {
+        prefix + key: torch.rand_like(value) if value.is_floating_point() else value
+        for key, value in model.state_dict().items()
+    }
     # As mmengine saves it, with what it resumes from.
     return dict(meta=dict(epoch=0, iter=0), message_hub={}, state_dict=state)
 
@@ -39,8 +42,14 @@ def official_checkpoint() -> dict:
     native = checkpoint_of(Detector(norm_cfg=dict(type='RepBN'), out_norm_cfg=dict(type='LN')))['state_dict']
     state = {}
     for key, value in native.items():
-        for ours, theirs in (('stages.', 'layers.'), ('projection', 'proj'), ('attn.w_msa', 'attn'),
-                             ('ffn.layers.0.0', 'mlp.fc1'), ('ffn.layers.1', 'mlp.fc2'), ('.eta', '.alpha')):
+        for ours, theirs in (
+            ('stages.', 'layers.'),
+            ('projection', 'proj'),
+            ('attn.w_msa', 'attn'),
+            ('ffn.layers.0.0', 'mlp.fc1'),
+            ('ffn.layers.1', 'mlp.fc2'),
+            ('.eta', '.alpha'),
+        ):
             key = key.replace(ours, theirs)
         if f'{key.rpartition(".")[0]}.'.endswith(('norm.', 'norm1.', 'norm2.')) and 'backbone.norm' not in key:
             key = key if key.endswith('.alpha') else '.bn.'.join(key.rsplit('.', 1))
@@ -76,7 +85,7 @@ def test_renamed_norms_and_wrapped_models_load_without_a_runner(tmp_path):
         if key.endswith('_gamma'):
             checkpoint['state_dict'][key] = torch.zeros((), dtype=torch.float64)
     check_detector_checkpoint(target, checkpoint, complete=True)
-    # As slab_det.detectors.build_detector loads it: nothing strips a prefix there.
+    # As slab_det.checkpoints.build.build_detector loads it: nothing strips a prefix there.
     missing, unexpected = target.load_state_dict(checkpoint['state_dict'], strict=False)
     assert not [key for key in missing if not key.endswith('relative_position_index')]
     assert not unexpected
@@ -127,8 +136,9 @@ def test_shapes_that_do_not_fit_are_errors_unless_reinitialized():
     assert torch.equal(model.neck.weight, checkpoint['state_dict']['neck.weight'])
 
 
-@pytest.mark.parametrize(('options', 'strict'), [(dict(), False), (dict(resume=True), True),
-                                                 (dict(training=False), True)])
+@pytest.mark.parametrize(
+    ('options', 'strict'), [(dict(), False), (dict(resume=True), True), (dict(training=False), True)]
+)
 @pytest.mark.parametrize('lost', ['neck.weight', 'backbone.norm1.weight', 'backbone.stages.0.blocks.1.norm1.bias'])
 def test_missing_weights_are_errors_where_all_are_needed(options, strict, lost):
     model = Detector()
@@ -222,13 +232,17 @@ def test_a_pretrained_detector_may_be_a_part(tmp_path):
         load_checkpoint(model, path)
 
 
-@pytest.mark.parametrize(('rename', 'options'), [
-    (lambda key: f'module.{key}', {}),
-    (lambda key: f'ema.{key}', dict(revise_keys=[(r'^ema\.', '')])),
-    (lambda key: key.removeprefix('backbone.'), dict(revise_keys=[(r'^(?!neck|bbox_head)', 'backbone.')])),
-    (lambda key: f'module.student.{key}', dict(revise_keys=[(r'^module\.student\.', '')])),
-    (lambda key: f'a.b.{key}', dict(revise_keys=[(r'^a\.', ''), (r'^b\.', '')])),
-], ids=['module', 'ema', 'added', 'module.student', 'two'])
+@pytest.mark.parametrize(
+    ('rename', 'options'),
+    [
+        (lambda key: f'module.{key}', {}),
+        (lambda key: f'ema.{key}', dict(revise_keys=[(r'^ema\.', '')])),
+        (lambda key: key.removeprefix('backbone.'), dict(revise_keys=[(r'^(?!neck|bbox_head)', 'backbone.')])),
+        (lambda key: f'module.student.{key}', dict(revise_keys=[(r'^module\.student\.', '')])),
+        (lambda key: f'a.b.{key}', dict(revise_keys=[(r'^a\.', ''), (r'^b\.', '')])),
+    ],
+    ids=['module', 'ema', 'added', 'module.student', 'two'],
+)
 @pytest.mark.parametrize('holder', ['state_dict', 'model', None])
 def test_keys_are_revised_before_they_are_checked(tmp_path, rename, options, holder):
     path, state = saved(tmp_path, Detector(norm_cfg=dict(type='PRepBN')), rename)
@@ -252,13 +266,23 @@ class Trainable(BaseModel):
 
 def make_runner(work_dir, **kwargs) -> Runner:
     return Runner(
-        model=Trainable(Detector(norm_cfg=dict(type='PRepBN'))), work_dir=str(work_dir), experiment_name=work_dir.name,
-        train_dataloader=dict(dataset=[dict(x=torch.randn(3, 20, 20))] * 4, batch_size=2, num_workers=0,
-                              sampler=dict(type='DefaultSampler', shuffle=False),
-                              collate_fn=dict(type='default_collate')),
-        train_cfg=dict(by_epoch=False, max_iters=2), optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+        model=Trainable(Detector(norm_cfg=dict(type='PRepBN'))),
+        work_dir=str(work_dir),
+        experiment_name=work_dir.name,
+        train_dataloader=dict(
+            dataset=[dict(x=torch.randn(3, 20, 20))] * 4,
+            batch_size=2,
+            num_workers=0,
+            sampler=dict(type='DefaultSampler', shuffle=False),
+            collate_fn=dict(type='default_collate'),
+        ),
+        train_cfg=dict(by_epoch=False, max_iters=2),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=1)),
-        custom_hooks=[dict(type='CheckedLoadHook'), dict(type='EMAHook')], log_level='WARNING', **kwargs)
+        custom_hooks=[dict(type='CheckedLoadHook'), dict(type='EMAHook')],
+        log_level='WARNING',
+        **kwargs,
+    )
 
 
 def test_a_runner_checks_what_it_loads(tmp_path):

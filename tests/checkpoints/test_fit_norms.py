@@ -1,4 +1,5 @@
 """Checkpoints with UN, MABN and PowerNorm: what may go where, and what of it."""
+
 import pytest
 import torch
 from conftest import randomize
@@ -7,7 +8,7 @@ from torch import nn
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.detector import check_detector_checkpoint
-from slab_det.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError
 
 SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
 QUADRATIC = ('UN', 'MABN', 'PowerNorm')
@@ -60,6 +61,7 @@ def test_a_training_starts_without_the_averages_of_another(norm):
 @pytest.mark.parametrize('norm', QUADRATIC)
 def test_a_detector_that_goes_on_gets_its_averages_back(norm, complete):
     """In a run that starts from a detector they are UnifiedNormHook's to reset."""
+
     class Detector(nn.Module):
         def __init__(self, backbone):
             super().__init__()
@@ -82,9 +84,15 @@ def test_a_checkpoint_from_before_training_holds_no_statistics(norm):
     assert not target.norm0.statistics_loaded
 
 
-@pytest.mark.parametrize('source, target, options', [
-    *((source, target, {}) for source in QUADRATIC for target in QUADRATIC if source != target),
-    ('UN', 'UN', dict(window_size=3)), ('MABN', 'MABN', dict(window_size=5))], ids=str)
+@pytest.mark.parametrize(
+    'source, target, options',
+    [
+        *((source, target, {}) for source in QUADRATIC for target in QUADRATIC if source != target),
+        ('UN', 'UN', dict(window_size=3)),
+        ('MABN', 'MABN', dict(window_size=5)),
+    ],
+    ids=str,
+)
 def test_another_of_them_takes_what_inference_needs_and_starts_its_averages(source, target, options):
     source, target = trained(source), build(target, **options)
     fresh = copy_state(target)
@@ -127,15 +135,28 @@ def test_layernorm_weights_are_a_start(norm):
     assert not target.norm0.statistics_loaded
 
 
-@pytest.mark.parametrize('source, target, remedy', [
-    *((source, target, 'UN, MABN or PowerNorm it was trained with')
-      for source in QUADRATIC for target in ('LN', 'TokenBN', 'RepBN', 'PRepBN')),
-    *((source, target, rf"dict\(type='{source}'\)")
-      for source in ('TokenBN', 'RepBN', 'PRepBN') for target in QUADRATIC)])
+@pytest.mark.parametrize(
+    'source, target, remedy',
+    [
+        *(
+            (source, target, 'UN, MABN or PowerNorm it was trained with')
+            for source in QUADRATIC
+            for target in ('LN', 'TokenBN', 'RepBN', 'PRepBN')
+        ),
+        *(
+            (source, target, rf"dict\(type='{source}'\)")
+            for source in ('TokenBN', 'RepBN', 'PRepBN')
+            for target in QUADRATIC
+        ),
+    ],
+)
 def test_norms_with_and_without_mean_do_not_mix(source, target, remedy):
     backbone = build(target)
     before = copy_state(backbone)
-    with pytest.raises(CheckpointError, match=rf'patch_embed\.norm: .*{target if target != "LN" else "LayerNorm"}.*'
-                                              rf'cannot take it; set norm_cfg.*{remedy}'):
+    with pytest.raises(
+        CheckpointError,
+        match=rf'patch_embed\.norm: .*{target if target != "LN" else "LayerNorm"}.*'
+        rf'cannot take it; set norm_cfg.*{remedy}',
+    ):
         load_pretrained(backbone, copy_state(build(source)))
     assert all(torch.equal(value, before[key]) for key, value in backbone.state_dict().items())

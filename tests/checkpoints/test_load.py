@@ -1,4 +1,5 @@
 """Checkpoints of every layout arrive whole, or not at all."""
+
 import gzip
 import json
 import re
@@ -14,8 +15,8 @@ from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.slab_official import gamma_of_counters
 from slab_det.checkpoints.swin_layout import to_unfold_order
-from slab_det.errors import CheckpointError
-from slab_det.layers import PRepBN
+from slab_det.norms import PRepBN
+from slab_det.runtime.errors import CheckpointError
 
 DATA = Path(__file__).parents[1] / 'data'
 PREPBN, LN = dict(type='PRepBN'), dict(type='LN')
@@ -30,15 +31,25 @@ def random_state(shapes: dict) -> dict:
     generator = torch.Generator().manual_seed(0)
     state = {key: torch.rand(shape, generator=generator) for key, shape in shapes.items()}
     # A finished decay, as released.
-    state.update({key: torch.tensor(0 if key.endswith(('.iter', '.warm')) else 300000)
-                  for key in state if key.endswith(('.iter', '.warm', '.total_step'))})
+    state.update(
+        {
+            key: torch.tensor(0 if key.endswith(('.iter', '.warm')) else 300000)
+            for key in state
+            if key.endswith(('.iter', '.warm', '.total_step'))
+        }
+    )
     return state
 
 
 def microsoft_state(model: nn.Module) -> dict:
     """The state dict of an LN ``model`` in Microsoft's key names; values in random channel order, as they come."""
-    renames = (('stages.', 'layers.'), ('projection', 'proj'), ('attn.w_msa', 'attn'), ('ffn.layers.0.0', 'mlp.fc1'),
-               ('ffn.layers.1', 'mlp.fc2'))
+    renames = (
+        ('stages.', 'layers.'),
+        ('projection', 'proj'),
+        ('attn.w_msa', 'attn'),
+        ('ffn.layers.0.0', 'mlp.fc1'),
+        ('ffn.layers.1', 'mlp.fc2'),
+    )
     state = {}
     for key, value in model.state_dict().items():
         for native, microsoft in renames:
@@ -59,8 +70,13 @@ def official_backbone(name: str) -> tuple[SLABSwin, dict]:
     fixture = torch.load(DATA / f'{name}.pt', weights_only=True)
     config = fixture['config']
     backbone = SLABSwin(
-        embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'], norm_cfg=PREPBN,
-        out_norm_cfg=LN, **(SLAB if name.startswith('slab') else {})).eval()
+        embed_dims=config['embed_dim'],
+        depths=config['depths'],
+        num_heads=config['num_heads'],
+        norm_cfg=PREPBN,
+        out_norm_cfg=LN,
+        **(SLAB if name.startswith('slab') else {}),
+    ).eval()
     report = load_pretrained(backbone, fixture['state_dict'])
     assert report.complete, str(report)
     assert report.format == 'slab_official'
@@ -72,8 +88,10 @@ def official_backbone(name: str) -> tuple[SLABSwin, dict]:
 def distances(backbone: nn.Module, fixture: dict) -> list[float]:
     """Largest difference over largest value, per stage."""
     outputs = backbone(fixture['input'].to(backbone.patch_embed.projection.weight.dtype))
-    return [((ours - theirs).abs().max() / theirs.abs().max()).item()
-            for ours, theirs in zip(outputs, fixture['outputs'], strict=True)]
+    return [
+        ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        for ours, theirs in zip(outputs, fixture['outputs'], strict=True)
+    ]
 
 
 @pytest.mark.parametrize('name', ['slab_swin_official', 'prepbn_swin_official'])
@@ -82,19 +100,22 @@ def test_official_outputs_are_reproduced(name):
     assert max(per_stage) < 1e-4, per_stage
 
 
-@pytest.mark.parametrize(('name', 'layout', 'config', 'gammas'), [
-    ('slab_swin_tiny', 'slab_official', dict(norm_cfg=PREPBN, **SLAB), {0.0}),
-    ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
-    ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
-    ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=LN), set()),
-    ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=PREPBN), {1.0}),
-    ('timm_swin_tiny_patch4_window7_224', 'timm_swin', dict(norm_cfg=LN), set()),
-    ('timm_swin_tiny_patch4_window7_224', 'timm_swin', dict(norm_cfg=PREPBN), {1.0}),
-    ('mmdet_swin_tiny', 'native', dict(norm_cfg=LN), set()),
-    ('mmdet_swin_tiny', 'native', dict(norm_cfg=PREPBN), {1.0}),
-    ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
-    ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
-])
+@pytest.mark.parametrize(
+    ('name', 'layout', 'config', 'gammas'),
+    [
+        ('slab_swin_tiny', 'slab_official', dict(norm_cfg=PREPBN, **SLAB), {0.0}),
+        ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
+        ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
+        ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=LN), set()),
+        ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=PREPBN), {1.0}),
+        ('timm_swin_tiny_patch4_window7_224', 'timm_swin', dict(norm_cfg=LN), set()),
+        ('timm_swin_tiny_patch4_window7_224', 'timm_swin', dict(norm_cfg=PREPBN), {1.0}),
+        ('mmdet_swin_tiny', 'native', dict(norm_cfg=LN), set()),
+        ('mmdet_swin_tiny', 'native', dict(norm_cfg=PREPBN), {1.0}),
+        ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
+        ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
+    ],
+)
 def test_released_layouts_load_with_nothing_unexpected(name, layout, config, gammas):
     backbone = SLABSwin(**config)
     report = load_pretrained(backbone, {'model': random_state(MANIFESTS[name])})
@@ -109,8 +130,10 @@ def test_released_layouts_load_with_nothing_unexpected(name, layout, config, gam
         assert norm.gamma == report.gammas.get(key, 1.0), key
 
 
-@pytest.mark.parametrize('name', ['official_pvt_tiny', 'slab_pvt_tiny', 'deit_tiny_prepbn', 'slab_cswin_tiny',
-                                  'timm_pvt_v2_b1', 'mmdet_pvt_tiny'])
+@pytest.mark.parametrize(
+    'name',
+    ['official_pvt_tiny', 'slab_pvt_tiny', 'deit_tiny_prepbn', 'slab_cswin_tiny', 'timm_pvt_v2_b1', 'mmdet_pvt_tiny'],
+)
 def test_other_families_are_refused(name):
     backbone = SLABSwin(**SMALL)
     before = copy_state(backbone)
@@ -126,8 +149,13 @@ def test_patch_merging_order_against_the_formula():
     merging = model.stages[0].downsample
     norm, reduction = torch.rand(2, 32).double(), torch.rand(16, 32).double()
     state = microsoft_state(model)
-    state.update({'layers.0.downsample.norm.weight': norm[0], 'layers.0.downsample.norm.bias': norm[1],
-                  'layers.0.downsample.reduction.weight': reduction})
+    state.update(
+        {
+            'layers.0.downsample.norm.weight': norm[0],
+            'layers.0.downsample.norm.bias': norm[1],
+            'layers.0.downsample.reduction.weight': reduction,
+        }
+    )
     load_pretrained(model, state)
     x = torch.rand(2, 6, 10, 8).double()
     slices = [x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]]
@@ -150,8 +178,12 @@ def test_statistics_of_patch_merging_are_reordered_with_its_weights():
     state = random_state(MANIFESTS['slab_swin_tiny'])
     load_pretrained(backbone, state)
     norm = backbone.stages[1].downsample.norm.repbn
-    for ours, theirs in (('running_mean', 'bn.running_mean'), ('running_var', 'bn.running_var'),
-                         ('weight', 'bn.weight'), ('bias', 'bn.bias')):
+    for ours, theirs in (
+        ('running_mean', 'bn.running_mean'),
+        ('running_var', 'bn.running_var'),
+        ('weight', 'bn.weight'),
+        ('bias', 'bn.bias'),
+    ):
         given = state[f'layers.1.downsample.norm.norm2.{theirs}'].view(4, 192)
         for channel, place in ((0, 0), (7, 1), (191, 3)):
             # Slices stand column by column, mmdet's places row by row.
@@ -159,16 +191,32 @@ def test_statistics_of_patch_merging_are_reordered_with_its_weights():
             assert getattr(norm, ours)[channel * 4 + place] == given[slice_index, channel], (ours, channel, place)
 
 
-@pytest.mark.parametrize(('remaining', 'total', 'warm', 'gamma'), [
-    (0, 300000, 0, 0.0), (300000, 300000, 0, 1.0), (75000, 300000, 0, 0.25), (0, 300000, 5, 1.0), (0, 0, 0, 0.0),
-    (9, 3, 0, 1.0)])
+@pytest.mark.parametrize(
+    ('remaining', 'total', 'warm', 'gamma'),
+    [
+        (0, 300000, 0, 0.0),
+        (300000, 300000, 0, 1.0),
+        (75000, 300000, 0, 0.25),
+        (0, 300000, 5, 1.0),
+        (0, 0, 0, 0.0),
+        (9, 3, 0, 1.0),
+    ],
+)
 def test_gamma_of_counters(remaining, total, warm, gamma):
     assert gamma_of_counters(remaining, total, warm) == gamma
 
 
-@pytest.mark.parametrize(('source', 'target', 'lost'), [
-    ('RepBN', 'PRepBN', 'running_var'), ('RepBN', 'RepBN', 'running_mean'), ('TokenBN', 'PRepBN', 'running_var'),
-    ('TokenBN', 'TokenBN', 'running_var'), ('PRepBN', 'PRepBN', 'running_mean'), ('PRepBN', 'RepBN', 'running_var')])
+@pytest.mark.parametrize(
+    ('source', 'target', 'lost'),
+    [
+        ('RepBN', 'PRepBN', 'running_var'),
+        ('RepBN', 'RepBN', 'running_mean'),
+        ('TokenBN', 'PRepBN', 'running_var'),
+        ('TokenBN', 'TokenBN', 'running_var'),
+        ('PRepBN', 'PRepBN', 'running_mean'),
+        ('PRepBN', 'RepBN', 'running_var'),
+    ],
+)
 def test_own_norms_without_statistics_are_named(source, target, lost):
     kind = source.replace('Token', 'Batch').replace('BatchBN', 'BatchNorm')
     source, target = (SLABSwin(norm_cfg=dict(type=name), **SMALL) for name in (source, target))
@@ -184,8 +232,11 @@ COUNTERS = ('.warm', '.iter', '.total_step')
 def test_a_wrapped_file_without_counters_is_a_finished_decay():
     state = random_state(MANIFESTS['swin_tiny_prepbn_wrapped'])
     stripped = {key: value for key, value in state.items() if not key.endswith(COUNTERS)}
-    expected, backbone, plain = SLABSwin(norm_cfg=PREPBN), SLABSwin(norm_cfg=PREPBN), SLABSwin(
-        norm_cfg=dict(type='RepBN'))
+    expected, backbone, plain = (
+        SLABSwin(norm_cfg=PREPBN),
+        SLABSwin(norm_cfg=PREPBN),
+        SLABSwin(norm_cfg=dict(type='RepBN')),
+    )
     load_pretrained(expected, state)
     report = load_pretrained(backbone, stripped)
     assert report.complete and report.format == 'slab_official', str(report)
@@ -212,8 +263,11 @@ def test_a_block_of_layernorm_and_plain_repbn_is_not_one_progressive_norm():
 
 def test_a_running_decay_without_its_length_is_an_error():
     state = random_state(MANIFESTS['swin_tiny_prepbn_wrapped'])
-    state = {key: torch.tensor(5) if key.endswith('.iter') else value
-             for key, value in state.items() if not key.endswith('.total_step')}
+    state = {
+        key: torch.tensor(5) if key.endswith('.iter') else value
+        for key, value in state.items()
+        if not key.endswith('.total_step')
+    }
     with pytest.raises(CheckpointError, match=r'norm\d?\.total_step is missing.*iter 5'):
         load_pretrained(SLABSwin(norm_cfg=PREPBN), state)
 
@@ -232,8 +286,10 @@ def test_official_norms_without_statistics_are_named(name, lost, target):
 
 def test_unfinished_decay_keeps_its_gamma():
     fixture = torch.load(DATA / 'prepbn_swin_official.pt', weights_only=True)
-    state = {key: torch.tensor(75000) if key.endswith('.iter') else value
-             for key, value in fixture['state_dict']['model'].items()}
+    state = {
+        key: torch.tensor(75000) if key.endswith('.iter') else value
+        for key, value in fixture['state_dict']['model'].items()
+    }
     config = fixture['config']
     config = dict(embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'])
     backbone = SLABSwin(norm_cfg=PREPBN, out_norm_cfg=LN, **config)
@@ -264,8 +320,9 @@ def randomised(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize(('source', 'target'), [
-    ('TokenBN', 'RepBN'), ('TokenBN', 'PRepBN'), ('RepBN', 'PRepBN'), ('PRepBN', 'RepBN')])
+@pytest.mark.parametrize(
+    ('source', 'target'), [('TokenBN', 'RepBN'), ('TokenBN', 'PRepBN'), ('RepBN', 'PRepBN'), ('PRepBN', 'RepBN')]
+)
 def test_offline_norms_exchange_exactly(source, target):
     torch.manual_seed(0)
     source, target = (SLABSwin(norm_cfg=dict(type=name), **SMALL).double() for name in (source, target))
@@ -290,8 +347,9 @@ def test_layernorm_weights_start_batch_norms_and_the_report_says_so():
     assert target.train().norm0.training, 'statistics that were not loaded must stay live'
 
 
-@pytest.mark.parametrize(('source', 'target'), [('PRepBN', 'LN'), ('RepBN', 'LN'), ('TokenBN', 'LN'),
-                                                ('RepBN', 'TokenBN')])
+@pytest.mark.parametrize(
+    ('source', 'target'), [('PRepBN', 'LN'), ('RepBN', 'LN'), ('TokenBN', 'LN'), ('RepBN', 'TokenBN')]
+)
 def test_norms_that_cannot_hold_the_checkpoint_name_the_remedy(source, target):
     backbone = SLABSwin(norm_cfg=dict(type=target), **SMALL)
     before = copy_state(backbone)
@@ -329,8 +387,12 @@ def test_absolute_position_embeddings_take_the_shape_of_the_image(size, shape):
     got = large.absolute_pos_embed.detach().reshape(*shape, 8)
     for axis, channel in ((0, 0), (1, 1)):
         assert (got[..., channel].diff(dim=axis) > 0).all(), 'it grows along its own axis'
-        torch.testing.assert_close(got[..., channel].diff(dim=1 - axis), torch.zeros_like(
-            got[..., channel].diff(dim=1 - axis)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            got[..., channel].diff(dim=1 - axis),
+            torch.zeros_like(got[..., channel].diff(dim=1 - axis)),
+            atol=1e-5,
+            rtol=0,
+        )
 
 
 def test_position_embeddings_of_unknown_shape_are_refused():
@@ -353,15 +415,20 @@ def test_interpolated_tables_keep_rows_and_columns_apart():
     torch.testing.assert_close(table, table[:, :1].expand(11, 11))
 
 
-@pytest.mark.parametrize('wrap', [
-    lambda state: state,
-    lambda state: {'state_dict': state},
-    lambda state: {'model': state},
-    lambda state: {f'module.{key}': value for key, value in state.items()},
-    lambda state: {'state_dict': {f'backbone.{key}': value for key, value in state.items()} | {
-        'neck.lateral_convs.0.conv.weight': torch.zeros(1)}},
-    lambda state: {f'module.backbone.{key}': value for key, value in state.items()},
-])
+@pytest.mark.parametrize(
+    'wrap',
+    [
+        lambda state: state,
+        lambda state: {'state_dict': state},
+        lambda state: {'model': state},
+        lambda state: {f'module.{key}': value for key, value in state.items()},
+        lambda state: {
+            'state_dict': {f'backbone.{key}': value for key, value in state.items()}
+            | {'neck.lateral_convs.0.conv.weight': torch.zeros(1)}
+        },
+        lambda state: {f'module.backbone.{key}': value for key, value in state.items()},
+    ],
+)
 def test_wrappers_and_prefixes_come_off(wrap):
     source, target = SLABSwin(**SMALL), SLABSwin(**SMALL)
     nn.init.uniform_(source.norm0.weight)
@@ -442,8 +509,11 @@ EMA = 'ema.backbone.'
 def test_a_prefix_chooses_among_several_backbones(tmp_path, prefix, way):
     path = tmp_path / 'both.pth'
     wanted, other = copy_state(randomised(SLABSwin(**SMALL))), copy_state(randomised(SLABSwin(**SMALL)))
-    torch.save({f'module.{EMA}{key}': value for key, value in wanted.items()} | {
-        f'module.backbone.{key}': value for key, value in other.items()}, path)
+    torch.save(
+        {f'module.{EMA}{key}': value for key, value in wanted.items()}
+        | {f'module.backbone.{key}': value for key, value in other.items()},
+        path,
+    )
     init_cfg = dict(type='Pretrained', checkpoint=str(path), prefix=prefix)
     target = SLABSwin(**SMALL, init_cfg=init_cfg if way == 'init_cfg' else None)
     if way == 'init_cfg':
@@ -461,9 +531,14 @@ def test_a_prefix_that_nothing_has_is_an_error():
         load_pretrained(SLABSwin(**SMALL), copy_state(SLABSwin(**SMALL)), prefix=EMA)
 
 
-@pytest.mark.parametrize(('init_cfg', 'named'), [
-    (dict(type='Pretrained', checkpoint='x.pth', strict=True, map_location='cpu'), 'remove map_location, strict'),
-    (dict(type='Pretrained'), 'takes init_cfg=None'), ([dict(type='Pretrained', checkpoint='x.pth')], 'got')])
+@pytest.mark.parametrize(
+    ('init_cfg', 'named'),
+    [
+        (dict(type='Pretrained', checkpoint='x.pth', strict=True, map_location='cpu'), 'remove map_location, strict'),
+        (dict(type='Pretrained'), 'takes init_cfg=None'),
+        ([dict(type='Pretrained', checkpoint='x.pth')], 'got'),
+    ],
+)
 def test_options_of_init_cfg_that_nothing_would_read_are_refused(init_cfg, named):
     with pytest.raises(ValueError, match=named):
         SLABSwin(**SMALL, init_cfg=init_cfg).init_weights()
@@ -475,8 +550,14 @@ def test_init_cfg_loads_through_the_converter(tmp_path):
     torch.save(fixture['state_dict'], path)
     config = fixture['config']
     backbone = SLABSwin(
-        embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'], norm_cfg=PREPBN,
-        out_norm_cfg=LN, norm_eval=True, init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+        embed_dims=config['embed_dim'],
+        depths=config['depths'],
+        num_heads=config['num_heads'],
+        norm_cfg=PREPBN,
+        out_norm_cfg=LN,
+        norm_eval=True,
+        init_cfg=dict(type='Pretrained', checkpoint=str(path)),
+    )
     backbone.init_weights()
     norm = backbone.train().stages[0].blocks[0].norm1
     assert norm.gamma == 0.0

@@ -1,4 +1,5 @@
 """mmdet's backbones and detectors: our backbones compute the same with their weights."""
+
 import pytest
 import torch
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
@@ -7,8 +8,9 @@ from torch import nn
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import load_pretrained
 
-V2 = dict(patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True,
-          use_conv_ffn=True)
+V2 = dict(
+    patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
 SMALL_PVT = dict(embed_dims=8, num_layers=(1, 2, 1, 1), num_heads=(1, 2, 2, 4))
 SMALL_SWIN = dict(embed_dims=8, depths=(2, 2, 2, 2), num_heads=(1, 2, 2, 4))
 PAIRS = {
@@ -32,11 +34,18 @@ def pair(name: str, **options) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize('name', PAIRS)
-@pytest.mark.parametrize('wrap', [
-    lambda state: state,
-    lambda state: dict(meta={}, state_dict={f'backbone.{key}': value for key, value in state.items()} | {
-        'neck.fpn_convs.0.conv.weight': torch.zeros(1), 'bbox_head.fc_cls.weight': torch.zeros(2)}),
-], ids=['backbone', 'detector'])
+@pytest.mark.parametrize(
+    'wrap',
+    [
+        lambda state: state,
+        lambda state: dict(
+            meta={},
+            state_dict={f'backbone.{key}': value for key, value in state.items()}
+            | {'neck.fpn_convs.0.conv.weight': torch.zeros(1), 'bbox_head.fc_cls.weight': torch.zeros(2)},
+        ),
+    ],
+    ids=['backbone', 'detector'],
+)
 @pytest.mark.parametrize('norm', ['LN', 'PRepBN'])
 def test_features_are_those_of_mmdet(name, wrap, norm):
     # The eps of LayerNorm that the mmdet backbone has by default.

@@ -1,4 +1,5 @@
 """The PVT authors' and the SLAB authors' layouts of PVT, against forwards written from their key names."""
+
 import gzip
 import json
 import math
@@ -16,14 +17,15 @@ from torch import Tensor, nn
 import slab_det
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import LoadReport, load_pretrained
-from slab_det.errors import CheckpointError
 from slab_det.hooks.checked_load import CheckedLoadHook
-from slab_det.layers import PRepBN
+from slab_det.norms import PRepBN
+from slab_det.runtime.errors import CheckpointError
 
 DIMS, DEPTHS, HEADS, RATIOS, REDUCTIONS = (8, 16, 16, 32), (1, 2, 1, 1), (1, 2, 2, 4), (8, 8, 4, 4), (8, 4, 2, 1)
 SMALL = dict(embed_dims=8, num_layers=DEPTHS, num_heads=HEADS, pretrain_img_size=64)
-V2 = dict(patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True,
-          use_conv_ffn=True)
+V2 = dict(
+    patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
 PREPBN = dict(type='PRepBN', ln_eps=1e-6)
 
 with gzip.open(Path(__file__).parents[1] / 'data' / 'checkpoint_manifests.json.gz') as file:
@@ -47,9 +49,15 @@ def official_shapes(version: int = 1, img_size: int = 64, linear: bool = False) 
             shapes[f'pos_embed{i}'] = (1, positions + (i == 4 and not linear), dim)
         for j in range(depth):
             block = f'block{i}.{j}'
-            for name, shape in (('norm1', (dim,)), ('attn.q', (dim, dim)), ('attn.kv', (2 * dim, dim)),
-                                ('attn.proj', (dim, dim)), ('norm2', (dim,)), ('mlp.fc1', (ratio * dim, dim)),
-                                ('mlp.fc2', (dim, ratio * dim))):
+            for name, shape in (
+                ('norm1', (dim,)),
+                ('attn.q', (dim, dim)),
+                ('attn.kv', (2 * dim, dim)),
+                ('attn.proj', (dim, dim)),
+                ('norm2', (dim,)),
+                ('mlp.fc1', (ratio * dim, dim)),
+                ('mlp.fc2', (dim, ratio * dim)),
+            ):
                 affine(f'{block}.{name}', *shape)
             if linear:
                 shapes[f'{block}.attn.positional_encoding'] = (1, positions, dim)
@@ -71,13 +79,17 @@ def official_shapes(version: int = 1, img_size: int = 64, linear: bool = False) 
 
 def random_state(shapes: dict, seed: int = 0) -> dict:
     generator = torch.Generator().manual_seed(seed)
-    return {key: torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(
-        math.prod(shape[1:]) if len(shape) in (2, 4) else 2) + ('norm' in key) for key, shape in shapes.items()}
+    return {
+        key: torch.randn(shape, generator=generator, dtype=torch.float64)
+        / math.sqrt(math.prod(shape[1:]) if len(shape) in (2, 4) else 2)
+        + ('norm' in key)
+        for key, shape in shapes.items()
+    }
 
 
 def layer_norm(state: dict, name: str, x: Tensor, eps: float) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
-    unit = centred / ((centred ** 2).mean(-1, keepdim=True) + eps).sqrt()
+    unit = centred / ((centred**2).mean(-1, keepdim=True) + eps).sqrt()
     return unit * state[f'{name}.weight'] + state[f'{name}.bias']
 
 
@@ -118,8 +130,11 @@ def official_attention(state: dict, name: str, x: Tensor, h: int, w: int, heads:
     """Softmax with spatial reduction, or linear where the state holds a table P; head by head."""
     source = x
     if f'{name}.sr.weight' in state:
-        source = norm(state, f'{name}.norm', to_tokens(conv(
-            state, f'{name}.sr', to_image(x, h, w), state[f'{name}.sr.weight'].shape[-1])))
+        source = norm(
+            state,
+            f'{name}.norm',
+            to_tokens(conv(state, f'{name}.sr', to_image(x, h, w), state[f'{name}.sr.weight'].shape[-1])),
+        )
     q, (k, v) = linear(state, f'{name}.q', x), linear(state, f'{name}.kv', source).chunk(2, -1)
     is_linear = f'{name}.positional_encoding' in state
     if is_linear:
@@ -147,15 +162,23 @@ def official_features(state: dict, image: Tensor, norm=official_norm) -> list[Te
         if f'pos_embed{i}' in state:
             table = state[f'pos_embed{i}']
             side = math.isqrt(table.shape[1])
-            table = to_image(table[:, -side * side:], side, side)
+            table = to_image(table[:, -side * side :], side, side)
             x = x + to_tokens(F.interpolate(table, (h, w), mode='bilinear'))
         for j in range(depth):
             block = f'block{i}.{j}'
             x = x + official_attention(state, f'{block}.attn', norm(state, f'{block}.norm1', x), h, w, heads, norm)
             hidden = linear(state, f'{block}.mlp.fc1', norm(state, f'{block}.norm2', x))
             if f'{block}.mlp.dwconv.dwconv.weight' in state:
-                hidden = to_tokens(conv(state, f'{block}.mlp.dwconv.dwconv', to_image(hidden, h, w), 1, padding=1,
-                                        groups=hidden.shape[-1]))
+                hidden = to_tokens(
+                    conv(
+                        state,
+                        f'{block}.mlp.dwconv.dwconv',
+                        to_image(hidden, h, w),
+                        1,
+                        padding=1,
+                        groups=hidden.shape[-1],
+                    )
+                )
             x = x + linear(state, f'{block}.mlp.fc2', F.gelu(hidden))
         if f'norm{i}.weight' in state:
             x = norm(state, f'norm{i}', x)
@@ -214,15 +237,30 @@ def test_report_says_what_was_converted_and_of_the_other_eps(version):
     assert not report.notes
 
 
-@pytest.mark.parametrize('name', ['official_pvt_tiny', 'official_pvt_small', 'timm_pvt_v2_b1', 'mmdet_pvt_tiny',
-                                  'mmdet_pvt_v2_b1', 'slab_pvt_tiny', 'slab_pvt_small', 'pvt_tiny_prepbn_like'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'official_pvt_tiny',
+        'official_pvt_small',
+        'timm_pvt_v2_b1',
+        'mmdet_pvt_tiny',
+        'mmdet_pvt_v2_b1',
+        'slab_pvt_tiny',
+        'slab_pvt_small',
+        'pvt_tiny_prepbn_like',
+    ],
+)
 def test_released_shapes_load_with_nothing_unexpected(name):
     depths = (3, 4, 6, 3) if 'small' in name else (2, 2, 2, 2)
     options = dict(num_layers=depths, **(V2 if 'v2' in name else {}))
     if 'slab' in name or 'prepbn' in name:
         options.update(norm_cfg=PREPBN, attention='sla' if 'slab' in name else 'softmax')
-    state = {key: torch.rand(shape) if not key.endswith(('.iter', '.warm', '.total_step'))
-             else torch.tensor(300000 if key.endswith('.total_step') else 0) for key, shape in MANIFESTS[name].items()}
+    state = {
+        key: torch.rand(shape)
+        if not key.endswith(('.iter', '.warm', '.total_step'))
+        else torch.tensor(300000 if key.endswith('.total_step') else 0)
+        for key, shape in MANIFESTS[name].items()
+    }
     model = SLABPVT(**options)
     report = load_pretrained(model, state)
     assert report.complete, str(report)
@@ -250,8 +288,12 @@ def slab_state(remaining: int | None) -> dict:
             state[f'{prefix}.alpha'] = torch.full((1,), 0.75, dtype=torch.float64)
         if remaining is not None:
             state[f'{name}.norm1.{part}'] = value.flip(0)
-            state.update({f'{name}.{counter}': torch.tensor(count) for counter, count in (
-                ('warm', 0), ('iter', remaining), ('total_step', 40))})
+            state.update(
+                {
+                    f'{name}.{counter}': torch.tensor(count)
+                    for counter, count in (('warm', 0), ('iter', remaining), ('total_step', 40))
+                }
+            )
     return state
 
 
@@ -312,7 +354,7 @@ def test_maps_that_are_no_square_keep_their_first_position(size, has_row):
     state = pvt_of_size(*size, has_row)
     model = build('ours', pretrain_img_size=size)
     assert load_pretrained(model, state).complete
-    assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, int(has_row):])
+    assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, int(has_row) :])
 
 
 @pytest.mark.parametrize('lost', [(), ('pos_embed3',)])
@@ -337,10 +379,11 @@ def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
     assert_same_features(other, same(image), image)
     for stage, (height, width) in enumerate([(24, 40), (12, 20), (6, 10), (3, 5)]):
         # Rows of a table that says where it is: the new rows must be the old ones' neighbours, in order.
-        side = 16 // 2 ** stage
+        side = 16 // 2**stage
         ramp = torch.arange(float(side), dtype=torch.float64)[:, None].expand(side, side).reshape(1, -1, 1)
-        state[f'pos_embed{stage + 1}'] = torch.cat([ramp[:, :1]] * (stage == 3) + [ramp], 1).expand(
-            -1, -1, DIMS[stage]).clone()
+        state[f'pos_embed{stage + 1}'] = (
+            torch.cat([ramp[:, :1]] * (stage == 3) + [ramp], 1).expand(-1, -1, DIMS[stage]).clone()
+        )
         load_pretrained(other, state)
         got = other.state_dict()[f'layers.{stage}.1.0.pos_embed'].view(height, width, -1)
         rows = ((torch.arange(height, dtype=torch.float64) + 0.5) * side / height - 0.5).clamp(0, side - 1)
@@ -365,8 +408,10 @@ def test_tables_that_are_no_square_are_refused():
     assert load_pretrained(build('ours', pretrain_img_size=(64, 96)), source.state_dict()).complete
 
 
-@pytest.mark.parametrize(('source', 'target', 'option'), [(1, 2, 'use_abs_pos_embed=True, use_conv_ffn=False'),
-                                                          (2, 1, 'use_abs_pos_embed=False, use_conv_ffn=True')])
+@pytest.mark.parametrize(
+    ('source', 'target', 'option'),
+    [(1, 2, 'use_abs_pos_embed=True, use_conv_ffn=False'), (2, 1, 'use_abs_pos_embed=False, use_conv_ffn=True')],
+)
 @pytest.mark.parametrize('kind', ['official', 'native'])
 def test_the_other_version_of_pvt_is_refused(kind, source, target, option):
     # Block 1 of V2 has the keys of block 0 of V1.
@@ -379,15 +424,20 @@ def test_the_other_version_of_pvt_is_refused(kind, source, target, option):
 
 
 def test_pooling_variant_is_refused():
-    shapes = {key: (*shape[:2], 1, 1) if key.endswith('.sr.weight') else shape
-              for key, shape in official_shapes(2).items()}
+    shapes = {
+        key: (*shape[:2], 1, 1) if key.endswith('.sr.weight') else shape for key, shape in official_shapes(2).items()
+    }
     with pytest.raises(CheckpointError, match=r'linear variant of PVTv2 \(block1\.0\.attn\.sr\.weight'):
         load_pretrained(build('ours', 2), random_state(shapes))
 
 
-@pytest.mark.parametrize(('shape', 'named'), [
-    ((8, 9), r'block1\.0\.attn\.q\.weight \(8, 9\) and block1\.0\.attn\.kv\.weight \(16, 8\) do not fit'),
-    ((9, 8), r'block1\.0\.attn\.\{q,kv\}\.weight \(25, 8\).*in_proj_weight \(24, 8\)')])
+@pytest.mark.parametrize(
+    ('shape', 'named'),
+    [
+        ((8, 9), r'block1\.0\.attn\.q\.weight \(8, 9\) and block1\.0\.attn\.kv\.weight \(16, 8\) do not fit'),
+        ((9, 8), r'block1\.0\.attn\.\{q,kv\}\.weight \(25, 8\).*in_proj_weight \(24, 8\)'),
+    ],
+)
 def test_wrong_sizes_are_named_by_the_keys_of_the_file(shape, named):
     state = random_state(official_shapes())
     state['block1.0.attn.q.weight'] = torch.zeros(shape)
@@ -415,8 +465,11 @@ class Detector(nn.Module):
 
 
 def official_detector(options: dict) -> dict:
-    state = {f'backbone.{key}': value for key, value in random_state(official_shapes(**options)).items()
-             if not key.startswith(('head.', 'norm.', 'cls_token'))}
+    state = {
+        f'backbone.{key}': value
+        for key, value in random_state(official_shapes(**options)).items()
+        if not key.startswith(('head.', 'norm.', 'cls_token'))
+    }
     return dict(meta={}, state_dict={**state, 'neck.weight': torch.rand(4, 32, 1, 1), 'neck.bias': torch.rand(4)})
 
 
@@ -464,7 +517,8 @@ def test_fused_and_unfused_pvt_are_told_apart(kind, version):
     with pytest.raises(CheckpointError, match='is fused'):
         CheckedLoadHook().after_load_checkpoint(
             SimpleNamespace(model=model, _resume=False, _load_from='x.pth', _train_loop={}),
-            dict(state_dict={f'backbone.{key}': value for key, value in state.items()}))
+            dict(state_dict={f'backbone.{key}': value for key, value in state.items()}),
+        )
 
 
 def test_source_names_the_layout():
@@ -472,8 +526,11 @@ def test_source_names_the_layout():
     assert load_pretrained(build('ours'), state, source='official_pvt').complete
     with pytest.raises(CheckpointError, match='nothing matches'):
         load_pretrained(build('ours'), state, source='microsoft_swin')
-    with pytest.raises(ValueError, match=r"\['microsoft_swin', 'native', 'official_pvt', 'slab_official', "
-                                         r"'timm_pvt_v2', 'timm_swin'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"\['microsoft_swin', 'native', 'official_pvt', 'slab_official', "
+        r"'timm_pvt_v2', 'timm_swin'\]",
+    ):
         load_pretrained(build('ours'), state, source='pvt')
 
 
@@ -504,5 +561,6 @@ def test_output_norms_are_new_for_classifiers_of_v1():
     model = build('ours', norm_after_stage=True)
     report = load_pretrained(model, random_state(official_shapes()))
     assert report.complete, str(report)
-    assert report.missing_expected == {f'layers.{stage}.2.{name}': 'output norm, new in detection'
-                                       for stage in range(4) for name in ('weight', 'bias')}
+    assert report.missing_expected == {
+        f'layers.{stage}.2.{name}': 'output norm, new in detection' for stage in range(4) for name in ('weight', 'bias')
+    }

@@ -1,4 +1,5 @@
 """mmdet's own backbones load pretrained weights into our norms completely, or say why not."""
+
 import pytest
 import torch
 from conftest import randomize
@@ -6,8 +7,8 @@ from mmdet.registry import MODELS
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
 
-from slab_det.errors import CheckpointError
-from slab_det.layers import PRepBN
+from slab_det.norms import PRepBN
+from slab_det.runtime.errors import CheckpointError
 
 SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
 PVT = dict(type='PyramidVisionTransformer', embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2])
@@ -28,8 +29,9 @@ def saved_layernorm(backbone, folder):
 def test_layernorm_weights_fill_every_progressive_norm(backbone, tmp_path):
     source, init_cfg = saved_layernorm(backbone, tmp_path)
     eps = next(m.eps for m in source.modules() if isinstance(m, torch.nn.LayerNorm))
-    model = MODELS.build(dict(**backbone, norm_cfg=dict(type='PRepBN', ln_eps=eps), convert_weights=False,
-                              init_cfg=init_cfg))
+    model = MODELS.build(
+        dict(**backbone, norm_cfg=dict(type='PRepBN', ln_eps=eps), convert_weights=False, init_cfg=init_cfg)
+    )
     model.init_weights()
     model.eval()
     assert {norm.gamma for norm in model.modules() if isinstance(norm, PRepBN)} == {1.0}
@@ -50,13 +52,23 @@ def test_weights_of_another_model_are_an_error(backbone, tmp_path):
 @pytest.mark.parametrize('backbone', [SWIN, PVT], ids=lambda cfg: cfg['type'])
 def test_a_prefix_is_honoured_and_nothing_is_said_of_random_weights(backbone, tmp_path, monkeypatch):
     source, init_cfg = saved_layernorm(backbone, tmp_path)
-    torch.save({f'ema.backbone.{key}': value for key, value in source.state_dict().items()} | {
-        f'backbone.{key}': torch.zeros_like(value) for key, value in source.state_dict().items()}, init_cfg.checkpoint)
-    model = MODELS.build(dict(**backbone, norm_cfg=dict(type='TokenBN'), convert_weights=False,
-                              init_cfg=dict(init_cfg, prefix='ema.backbone.')))
+    torch.save(
+        {f'ema.backbone.{key}': value for key, value in source.state_dict().items()}
+        | {f'backbone.{key}': torch.zeros_like(value) for key, value in source.state_dict().items()},
+        init_cfg.checkpoint,
+    )
+    model = MODELS.build(
+        dict(
+            **backbone,
+            norm_cfg=dict(type='TokenBN'),
+            convert_weights=False,
+            init_cfg=dict(init_cfg, prefix='ema.backbone.'),
+        )
+    )
     printed = []
-    monkeypatch.setattr(MMLogger.get_current_instance(), 'callHandlers',
-                        lambda record: printed.append(record.getMessage()))
+    monkeypatch.setattr(
+        MMLogger.get_current_instance(), 'callHandlers', lambda record: printed.append(record.getMessage())
+    )
     model.init_weights()
     name = next(key for key in source.state_dict() if key.endswith('projection.weight'))
     assert torch.equal(model.state_dict()[name], source.state_dict()[name])

@@ -1,4 +1,5 @@
 """timm's Swin and PVTv2: the same features, from a state dict, a safetensors file and timm's own names."""
+
 import os
 import sys
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import load_pretrained
-from slab_det.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError
 
-V2 = dict(patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True,
-          use_conv_ffn=True)
+V2 = dict(
+    patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -31,16 +33,31 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 def timm_swin(**options) -> nn.Module:
     """Windows and shifts in every block, for every size of image."""
-    options = dict(embed_dim=8, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), num_classes=5, strict_img_size=False,
-                   always_partition=True) | options
+    options = (
+        dict(
+            embed_dim=8,
+            depths=(2, 2, 2, 2),
+            num_heads=(1, 2, 4, 8),
+            num_classes=5,
+            strict_img_size=False,
+            always_partition=True,
+        )
+        | options
+    )
     return randomised(timm.models.swin_transformer.SwinTransformer(**options))
 
 
 def swin_like(kind: str, theirs: nn.Module, window_size: int = 7) -> nn.Module:
     """Ours or mmdet's, without norms on the outputs."""
     depths = [len(stage.blocks) for stage in theirs.layers]
-    config = dict(embed_dims=8, depths=depths, num_heads=[2 ** i for i in range(len(depths))],
-                  strides=(4, 2, 2, 2)[:len(depths)], out_indices=tuple(range(len(depths))), window_size=window_size)
+    config = dict(
+        embed_dims=8,
+        depths=depths,
+        num_heads=[2**i for i in range(len(depths))],
+        strides=(4, 2, 2, 2)[: len(depths)],
+        out_indices=tuple(range(len(depths))),
+        window_size=window_size,
+    )
     if kind == 'ours':
         return SLABSwin(out_norm_cfg=None, **config).double().eval()
     model = SwinTransformer(**config).double()
@@ -51,8 +68,11 @@ def swin_like(kind: str, theirs: nn.Module, window_size: int = 7) -> nn.Module:
 
 
 def timm_pvt_v2() -> nn.Module:
-    return randomised(timm.models.pvt_v2.PyramidVisionTransformerV2(
-        embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), num_classes=5))
+    return randomised(
+        timm.models.pvt_v2.PyramidVisionTransformerV2(
+            embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), num_classes=5
+        )
+    )
 
 
 def pvt_v2_like(kind: str) -> nn.Module:
@@ -65,18 +85,22 @@ def distances(ours: nn.Module, theirs: nn.Module, size: tuple[int, int]) -> list
     """Largest difference over largest value, per stage."""
     image = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected: list[Tensor] = theirs.forward_intermediates(image, intermediates_only=True, output_fmt='NCHW')
-    return [((got - want).abs().max() / want.abs().max()).item()
-            for got, want in zip(ours(image), expected, strict=True)]
+    return [
+        ((got - want).abs().max() / want.abs().max()).item() for got, want in zip(ours(image), expected, strict=True)
+    ]
 
 
 @pytest.mark.parametrize('kind', ['ours', 'mmdet'])
-@pytest.mark.parametrize(('options', 'size'), [
-    (dict(), (224, 224)),
-    # Neither maps nor windows are even, and windows fill every map.
-    (dict(depths=(2, 2), num_heads=(1, 2), window_size=3), (72, 120)),
-    # Windows do not fill the maps, which is the same without shifted windows; merging pads odd maps.
-    (dict(depths=(1, 1, 1, 1)), (92, 116)),
-])
+@pytest.mark.parametrize(
+    ('options', 'size'),
+    [
+        (dict(), (224, 224)),
+        # Neither maps nor windows are even, and windows fill every map.
+        (dict(depths=(2, 2), num_heads=(1, 2), window_size=3), (72, 120)),
+        # Windows do not fill the maps, which is the same without shifted windows; merging pads odd maps.
+        (dict(depths=(1, 1, 1, 1)), (92, 116)),
+    ],
+)
 def test_swin_features_are_those_of_timm(kind, options, size):
     theirs = timm_swin(**options)
     ours = swin_like(kind, theirs, options.get('window_size', 7))
@@ -114,13 +138,15 @@ def test_pvt_v2_features_are_those_of_timm(kind, size):
 
 def test_pooling_variant_of_timm_is_refused():
     theirs = timm.models.pvt_v2.PyramidVisionTransformerV2(
-        embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), linear=True)
+        embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), linear=True
+    )
     with pytest.raises(CheckpointError, match='linear variant of PVTv2'):
         load_pretrained(pvt_v2_like('ours'), theirs.state_dict())
 
 
-@pytest.mark.parametrize('name', ['swinv2_cr_tiny_224', 'swinv2_tiny_window8_256', 'resnet18', 'convnext_atto',
-                                  'deit_tiny_patch16_224'])
+@pytest.mark.parametrize(
+    'name', ['swinv2_cr_tiny_224', 'swinv2_tiny_window8_256', 'resnet18', 'convnext_atto', 'deit_tiny_patch16_224']
+)
 def test_other_models_of_timm_are_refused(name):
     with torch.device('meta'):
         state = timm.create_model(name).state_dict()
@@ -198,6 +224,7 @@ def test_safetensors_are_not_taken_from_an_address():
 
 def serve(monkeypatch, path) -> None:
     """Every download of timm is this file."""
+
     def download(repo_id: str, filename: str, **kwargs) -> str:
         if not filename.endswith(path.suffix):
             raise timm.models._hub.EntryNotFoundError('no such file')
@@ -223,8 +250,9 @@ def test_timm_names_load(tmp_path, monkeypatch, name, suffix):
     assert report.complete and report.source == f'timm://{name}'
 
 
-@pytest.mark.parametrize('name', ['swin_enormous', 'pvt_v2_b0.no_such_tag', '', 'hf-hub:someone/swin',
-                                  'local-dir:somewhere', 'swin_tiny'])
+@pytest.mark.parametrize(
+    'name', ['swin_enormous', 'pvt_v2_b0.no_such_tag', '', 'hf-hub:someone/swin', 'local-dir:somewhere', 'swin_tiny']
+)
 def test_unknown_timm_names_say_where_the_names_are(name):
     with pytest.raises(CheckpointError, match=r'timm has no pretrained weights of this name.*list_models'):
         load_pretrained(pvt_v2_like('ours'), f'timm://{name}')
@@ -248,8 +276,9 @@ class RunsCode:
         return self.call[0], self.call[1:]
 
 
-@pytest.mark.parametrize('variables', [
-    {}, {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}, {'TORCH_FORCE_WEIGHTS_ONLY_LOAD': '0'}], ids=str)
+@pytest.mark.parametrize(
+    'variables', [{}, {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}, {'TORCH_FORCE_WEIGHTS_ONLY_LOAD': '0'}], ids=str
+)
 def test_downloads_of_timm_run_no_code(tmp_path, monkeypatch, variables):
     for name in ('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'):
         monkeypatch.delenv(name, raising=False)
@@ -265,6 +294,7 @@ def test_downloads_of_timm_run_no_code(tmp_path, monkeypatch, variables):
         CheckpointLoader.load_checkpoint('timm://pvt_v2_b0')
     assert not proof.exists()
     assert {key: value for key, value in os.environ.items() if key.startswith('TORCH')} == {
-        key: value for key, value in before.items() if key.startswith('TORCH')}
+        key: value for key, value in before.items() if key.startswith('TORCH')
+    }
     torch.save(timm.create_model('pvt_v2_b0').state_dict(), path)
     assert CheckpointLoader.load_checkpoint('timm://pvt_v2_b0')

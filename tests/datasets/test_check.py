@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from mmengine.config import Config
 
-from slab_det.datasets import check_data, set_data_root
-from slab_det.errors import DataError
+from slab_det.data import check_data, set_data_root
+from slab_det.runtime.errors import DataError
 
 
 @pytest.fixture

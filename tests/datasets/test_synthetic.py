@@ -15,8 +15,8 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from slab_det.datasets.synthetic import CLASSES, SyntheticShapes, draw_image, generate
-from slab_det.errors import DataError
+from slab_det.data.synthetic import CLASSES, SyntheticShapes, draw_image, generate
+from slab_det.runtime.errors import DataError
 
 SMALL = {'num_train': 6, 'num_val': 5, 'size': (96, 80), 'seed': 3}
 

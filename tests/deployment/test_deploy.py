@@ -10,6 +10,7 @@ from mmdet.structures import DetDataSample
 from torch import nn
 
 import slab_det
+from slab_det.attention.window_attention import SoftmaxWindowAttention
 from slab_det.backbones.swin import SwinBlock
 from slab_det.deployment import tiles
 from slab_det.deployment.attention import DeployedWindowAttention
@@ -17,14 +18,24 @@ from slab_det.deployment.compiled import compile_networks
 from slab_det.deployment.ffn import DeployedFFN
 from slab_det.deployment.linear import DeployedLinear
 from slab_det.deployment.size_cache import MAX_SIZES, SizeCached
-from slab_det.errors import DeploymentError
-from slab_det.layers.attention import SoftmaxWindowAttention
+from slab_det.runtime.errors import DeploymentError
 
 PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
 SWIN = dict(type='SLABSwin', embed_dims=16, depths=(2, 2), num_heads=(2, 4), strides=(4, 2), out_indices=(0, 1))
-PVT = dict(type='SLABPVT', embed_dims=8, num_stages=2, num_layers=(2, 1), num_heads=(1, 2), patch_sizes=(4, 2),
-           strides=(4, 2), paddings=(0, 0), sr_ratios=(4, 1), mlp_ratios=(4, 4), out_indices=(0, 1),
-           pretrain_img_size=64)
+PVT = dict(
+    type='SLABPVT',
+    embed_dims=8,
+    num_stages=2,
+    num_layers=(2, 1),
+    num_heads=(1, 2),
+    patch_sizes=(4, 2),
+    strides=(4, 2),
+    paddings=(0, 0),
+    sr_ratios=(4, 1),
+    mlp_ratios=(4, 4),
+    out_indices=(0, 1),
+    pretrain_img_size=64,
+)
 PVT_V2 = dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True)
 BACKBONES = {
     'swin': {**SWIN, **PREPBN},
@@ -51,17 +62,21 @@ BACKBONES = {
 @pytest.fixture
 def fused_backbone():
     """A function: a fused backbone with every weight and statistic random."""
+
     def build(name: str) -> nn.Module:
         model = MODELS.build(copy.deepcopy(BACKBONES[name]))
         randomize(model, seed=0)
         slab_det.set_gamma(model, 0.0)
         return slab_det.fuse(model.eval(), inplace=True)
+
     return build
 
 
 def relative_difference(outputs, references):
-    return max(float((out.double() - ref.double()).abs().max() / ref.double().abs().max())
-               for out, ref in zip(outputs, references, strict=True))
+    return max(
+        float((out.double() - ref.double()).abs().max() / ref.double().abs().max())
+        for out, ref in zip(outputs, references, strict=True)
+    )
 
 
 @pytest.mark.parametrize('tile', [3 * 49, 2048], ids=['many tiles', 'few tiles'])
@@ -117,8 +132,9 @@ def test_sizes_are_computed_once_and_few_are_kept(fused_backbone, monkeypatch):
     deployed = slab_det.deploy(fused_backbone('swin'))
     made = []
     make = DeployedWindowAttention._prepare_tiles
-    monkeypatch.setattr(DeployedWindowAttention, '_prepare_tiles',
-                        lambda self, *args: made.append(self) or make(self, *args))
+    monkeypatch.setattr(
+        DeployedWindowAttention, '_prepare_tiles', lambda self, *args: made.append(self) or make(self, *args)
+    )
     images = torch.randn(1, 3, 64, 80)
     first = deployed(images)
     assert len(made) == len(set(made)) == 4
@@ -157,11 +173,19 @@ def test_low_precision_keeps_coordinates_in_float32(small_detector):
     model.test_cfg.rcnn.score_thr = 0.0
     seen = []
     model.roi_head.bbox_roi_extractor.register_forward_hook(
-        lambda module, inputs, out: seen.append((inputs[1].dtype, out.dtype)))
+        lambda module, inputs, out: seen.append((inputs[1].dtype, out.dtype))
+    )
     deployed = slab_det.deploy(model, torch.bfloat16)
     assert {p.dtype for p in deployed.parameters()} == {torch.bfloat16}
-    sample = DetDataSample(metainfo=dict(img_shape=(96, 128), ori_shape=(96, 128), batch_input_shape=(96, 128),
-                                         pad_shape=(96, 128), scale_factor=(1.0, 1.0)))
+    sample = DetDataSample(
+        metainfo=dict(
+            img_shape=(96, 128),
+            ori_shape=(96, 128),
+            batch_input_shape=(96, 128),
+            pad_shape=(96, 128),
+            scale_factor=(1.0, 1.0),
+        )
+    )
     with torch.no_grad():
         instances = deployed.predict(torch.randn(1, 3, 96, 128), [sample])[0].pred_instances
     assert len(instances) and instances.bboxes.dtype == instances.scores.dtype == torch.float32
@@ -219,7 +243,8 @@ def rois_and_maps(model, images):
     for module in model.modules():
         if isinstance(module, BaseRoIExtractor):
             module.register_forward_hook(
-                lambda _, inputs, out: seen.extend((inputs[0][0].dtype, inputs[1].dtype, out.dtype)))
+                lambda _, inputs, out: seen.extend((inputs[0][0].dtype, inputs[1].dtype, out.dtype))
+            )
         elif isinstance(module, BBoxHead):
             module.register_forward_hook(lambda _, inputs, out: seen.extend(x.dtype for x in out))
     raw_outputs(model, images)
@@ -230,9 +255,16 @@ def test_cascades_keep_coordinates_in_float32_too(small_detector_cfg):
     cfg = small_detector_cfg('faster_rcnn')
     head = cfg.roi_head
     box_head = dict(head.bbox_head, type='Shared2FCBBoxHead')
-    cfg.type, cfg.roi_head = 'CascadeRCNN', dict(
-        type='CascadeRoIHead', num_stages=2, stage_loss_weights=[1, 0.5], bbox_roi_extractor=head.bbox_roi_extractor,
-        bbox_head=[box_head, copy.deepcopy(box_head)])
+    cfg.type, cfg.roi_head = (
+        'CascadeRCNN',
+        dict(
+            type='CascadeRoIHead',
+            num_stages=2,
+            stage_loss_weights=[1, 0.5],
+            bbox_roi_extractor=head.bbox_roi_extractor,
+            bbox_head=[box_head, copy.deepcopy(box_head)],
+        ),
+    )
     cfg.train_cfg.rcnn = [cfg.train_cfg.rcnn, copy.deepcopy(cfg.train_cfg.rcnn)]
     model = MODELS.build(cfg)
     randomize(model, seed=0)
@@ -251,7 +283,7 @@ def test_masks_with_maps_of_their_own_keep_coordinates_in_float32(small_detector
 def test_nothing_of_an_image_is_kept_for_the_next(small_detector):
     deployed = slab_det.deploy(slab_det.fuse(small_detector()))
     features = [torch.randn(1, 64, 32 >> i, 32 >> i) for i in range(4)]
-    rois = torch.tensor([[0, 0, 0, 60, 60.]])
+    rois = torch.tensor([[0, 0, 0, 60, 60.0]])
     boxes, masks = deployed.roi_head.bbox_roi_extractor, deployed.roi_head.mask_roi_extractor
     with torch.no_grad():
         boxes(features, rois)

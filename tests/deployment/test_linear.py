@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from slab_det.compat.onednn import takes_onednn
 from slab_det.deployment.linear import DeployedLinear, linear, linear_add
+from slab_det.runtime.onednn import takes_onednn
 
-ERF = {'none': lambda x: x, 'relu': lambda x: x.clamp(min=0), 'gelu': lambda x: x * (1 + torch.erf(x / 2 ** 0.5)) / 2}
+ERF = {'none': lambda x: x, 'relu': lambda x: x.clamp(min=0), 'gelu': lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2}
 
 
 @pytest.mark.parametrize('dtype, bound', [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -16,8 +16,10 @@ def test_linear_with_activation_and_residual(dtype, bound, activation, bias):
     x, weight, residual = (torch.randn(*shape).to(dtype) for shape in ((2, 7, 12), (20, 12), (2, 7, 20)))
     b = torch.randn(20).to(dtype) if bias else None
     product = torch.einsum('blc,oc->blo', x.double(), weight.double()) + (b.double() if bias else 0)
-    for out, expected in ((linear(x, weight, b, activation), ERF[activation](product)),
-                          (linear_add(x, weight, b, residual), product + residual.double())):
+    for out, expected in (
+        (linear(x, weight, b, activation), ERF[activation](product)),
+        (linear_add(x, weight, b, residual), product + residual.double()),
+    ):
         assert out.dtype == dtype
         difference = (out.double() - expected).abs().max() / expected.abs().max()
         assert difference <= bound, (dtype, activation, bias, difference)

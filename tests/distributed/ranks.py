@@ -3,6 +3,7 @@
 Importing torch and mmdet takes seconds, so it is done once, and the processes are forked from here. Each writes what it
 saw to FOLDER/<rank>.json, where the tests read it.
 """
+
 import slab_det  # noqa: F401, I001 (before mmdet)
 
 import errno
@@ -30,12 +31,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from slab_det.datasets.synthetic import generate
-from slab_det.errors import DataError
+from slab_det.data.synthetic import generate
+from slab_det.runtime.errors import DataError
 from slab_det.fusion import verify
 from slab_det.hooks import ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
 from slab_det.hooks.pool_statistics import PoolStatisticsHook, pool_statistics
-from slab_det.layers import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
+from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 CHANNELS = 6
@@ -99,8 +100,13 @@ def batch_norm_of_union(kind, gamma):
         num = x.shape[1]
         mean = 0.9 * mean + 0.1 * mu.detach()
         var = 0.9 * var + 0.1 * sigma2.detach() * num / (num - 1)
-    gradients = {'weight': weight.grad, 'bias': bias.grad, 'eta': eta.grad, 'ln.weight': ln_weight.grad,
-                 'ln.bias': ln_bias.grad}
+    gradients = {
+        'weight': weight.grad,
+        'bias': bias.grad,
+        'eta': eta.grad,
+        'ln.weight': ln_weight.grad,
+        'ln.bias': ln_bias.grad,
+    }
     return y.detach(), x.grad, gradients, mean, var
 
 
@@ -156,9 +162,15 @@ def smoothed_norm(kind, sync):
         all_x.requires_grad_()
         (alone(all_x) * all_upstream).sum().backward()
     states = all_gather_object({name: buffer.clone() for name, buffer in norm.named_buffers()})
-    found = {'before': digest(norm.named_buffers()), 'input gradient': distance(x.grad, own_part(all_x.grad)),
-             'state': max(distance(a.double(), b.double()) for (_, a), (_, b) in zip(
-                 norm.named_buffers(), alone.named_buffers(), strict=True) if b.any())}
+    found = {
+        'before': digest(norm.named_buffers()),
+        'input gradient': distance(x.grad, own_part(all_x.grad)),
+        'state': max(
+            distance(a.double(), b.double())
+            for (_, a), (_, b) in zip(norm.named_buffers(), alone.named_buffers(), strict=True)
+            if b.any()
+        ),
+    }
     pool_statistics(norm)
     found['after'] = digest(norm.named_buffers())
     found['pooled'] = 0.0
@@ -187,7 +199,8 @@ def pooled_statistics():
         variances = torch.stack([state[f'{index}.running_var'] for state in each])
         found[f'{index}.running_mean'] = distance(model[index].running_mean, means.mean(0))
         found[f'{index}.running_var'] = distance(
-            model[index].running_var, variances.mean(0) + means.var(0, correction=0))
+            model[index].running_var, variances.mean(0) + means.var(0, correction=0)
+        )
     squares = torch.stack([state['2.running_var'] for state in each])
     found['2.running_var'] = distance(model[2].running_var, squares.mean(0))
     pool_statistics(model)
@@ -199,8 +212,15 @@ def pooled_statistics():
 
 def backbone():
     torch.manual_seed(0)
-    model = MODELS.build({'type': 'SLABSwin', 'embed_dims': 8, 'depths': (2, 2, 1, 1), 'num_heads': (1, 2, 2, 4),
-                          'norm_cfg': {'type': 'PRepBN', 'sync': True}}).double()
+    model = MODELS.build(
+        {
+            'type': 'SLABSwin',
+            'embed_dims': 8,
+            'depths': (2, 2, 1, 1),
+            'num_heads': (1, 2, 2, 4),
+            'norm_cfg': {'type': 'PRepBN', 'sync': True},
+        }
+    ).double()
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
@@ -216,8 +236,9 @@ def images_of(rank):
 
 def recalibrated_alone():
     model = backbone().eval()
-    slab_det.recalibrate(model, [image for rank in range(len(IMAGES)) for image in images_of(rank)], max_passes=4,
-                         tol=0, progress=False)
+    slab_det.recalibrate(
+        model, [image for rank in range(len(IMAGES)) for image in images_of(rank)], max_passes=4, tol=0, progress=False
+    )
     return model.state_dict()
 
 
@@ -226,8 +247,13 @@ def recalibrated_together(alone):
     model = backbone().train()
     report = slab_det.recalibrate(model, images_of(get_rank()), max_passes=4, tol=0, progress=False)
     statistics = [(model.state_dict()[key], value) for key, value in alone.items() if 'running' in key]
-    return {'distance': max(distance(*pair) for pair in statistics), 'statistics': len(statistics),
-            'digest': digest(model.state_dict()), 'batches': report.num_batches, 'residuals': report.residuals}
+    return {
+        'distance': max(distance(*pair) for pair in statistics),
+        'statistics': len(statistics),
+        'digest': digest(model.state_dict()),
+        'batches': report.num_batches,
+        'residuals': report.residuals,
+    }
 
 
 def recalibration_fails_on_one():
@@ -297,19 +323,30 @@ class Watch(Hook):
 
 def regression_runner(work_dir, batch_size, resume=False):
     torch.manual_seed(0)
-    loader = {'batch_size': batch_size, 'num_workers': 0, 'dataset': Points(),
-              'collate_fn': {'type': 'default_collate'}}
+    loader = {
+        'batch_size': batch_size,
+        'num_workers': 0,
+        'dataset': Points(),
+        'collate_fn': {'type': 'default_collate'},
+    }
     watch = Watch()
     runner = Runner(
-        Regression(), str(work_dir), launcher='pytorch', default_scope='mmengine', resume=resume,
+        Regression(),
+        str(work_dir),
+        launcher='pytorch',
+        default_scope='mmengine',
+        resume=resume,
         train_dataloader={**loader, 'sampler': {'type': 'InfiniteSampler', 'seed': 0}},
         val_dataloader={**loader, 'sampler': {'type': 'DefaultSampler', 'shuffle': False}},
-        train_cfg={'type': 'IterBasedTrainLoop', 'max_iters': 6, 'val_interval': 3}, val_cfg={},
+        train_cfg={'type': 'IterBasedTrainLoop', 'max_iters': 6, 'val_interval': 3},
+        val_cfg={},
         val_evaluator=[MeanLoss(collect_device='gpu')],
         optim_wrapper={'optimizer': {'type': 'AdamW', 'lr': 0.01}, 'accumulative_counts': 2},
         default_hooks={'checkpoint': {'type': 'CheckpointHook', 'interval': 2, 'by_epoch': False}},
         custom_hooks=[ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), {'type': 'EMAHook'}, watch],
-        randomness={'seed': 0}, experiment_name=f'{work_dir}-{resume}')
+        randomness={'seed': 0},
+        experiment_name=f'{work_dir}-{resume}',
+    )
     return runner, watch
 
 
@@ -318,10 +355,17 @@ def training(folder, batch_size):
     runner, watch = regression_runner(folder, batch_size)
     runner.train()
     model = runner.model.module
-    found = {'after': watch.after, 'validated': watch.validated, 'gammas': watch.gammas, 'ema': watch.ema,
-             'sync': model.norm.repbn.sync, 'wrapper': type(runner.model).__name__,
-             'find_unused': runner.model.find_unused_parameters, 'end': digest(model.state_dict()),
-             'files': sorted(path.name for path in folder.glob('*.pth'))}
+    found = {
+        'after': watch.after,
+        'validated': watch.validated,
+        'gammas': watch.gammas,
+        'ema': watch.ema,
+        'sync': model.norm.repbn.sync,
+        'wrapper': type(runner.model).__name__,
+        'find_unused': runner.model.find_unused_parameters,
+        'end': digest(model.state_dict()),
+        'files': sorted(path.name for path in folder.glob('*.pth')),
+    }
     if get_rank() == 0:
         saved = torch.load(folder / 'iter_4.pth', weights_only=False)
         # With EMAHook the model that is trained lies there.
@@ -400,8 +444,14 @@ def free_port():
 
 def slurm(rank, world_size, folder, port):
     """mmengine's Slurm launcher, with what Slurm would set."""
-    os.environ.update(SLURM_PROCID=str(rank), SLURM_NTASKS=str(world_size), SLURM_NODELIST='node[1-2]',
-                      SLURM_LOCALID=str(rank), MASTER_PORT=port, PATH=f'{folder}:{os.environ["PATH"]}')
+    os.environ.update(
+        SLURM_PROCID=str(rank),
+        SLURM_NTASKS=str(world_size),
+        SLURM_NODELIST='node[1-2]',
+        SLURM_LOCALID=str(rank),
+        MASTER_PORT=port,
+        PATH=f'{folder}:{os.environ["PATH"]}',
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         init_dist('slurm', timeout=60)
@@ -416,8 +466,9 @@ def slurm(rank, world_size, folder, port):
 
 def run(rank, world_size, folder, ports, alone, cfg):
     found = {'slurm': slurm(rank, world_size, folder, ports[0])}
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1',
-                      MASTER_PORT=ports[1])
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1', MASTER_PORT=ports[1]
+    )
     init_dist('pytorch', timeout=60)
     found['batch norms'] = {
         'TokenBN': synced_batch_norm(TokenBN),
@@ -426,8 +477,11 @@ def run(rank, world_size, folder, ports, alone, cfg):
         'PRepBN at 0.3': synced_batch_norm(PRepBN, 0.3),
         'PRepBN at 0, recomputed': synced_batch_norm(PRepBN, 0.0, recompute=True),
     }
-    found['smoothed norms'] = {f'{kind.__name__}, {sync}': smoothed_norm(kind, sync)
-                               for kind in (UN, MABN, PowerNorm) for sync in (True, False)}
+    found['smoothed norms'] = {
+        f'{kind.__name__}, {sync}': smoothed_norm(kind, sync)
+        for kind in (UN, MABN, PowerNorm)
+        for sync in (True, False)
+    }
     found['pooled statistics'] = pooled_statistics()
     found['recalibration'] = recalibrated_together(alone)
     found['failed recalibration'] = recalibration_fails_on_one()

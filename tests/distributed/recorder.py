@@ -1,4 +1,5 @@
 """What a process of a run that the command lines started notes for the tests; imported by its config."""
+
 import hashlib
 import json
 from pathlib import Path
@@ -37,11 +38,15 @@ class StepRecorder(Hook):
 
     def after_train(self, runner):
         self.notes.update(
-            end=digest(runner.model.module.state_dict()), gamma=max(norm.gamma for norm in self.norms(runner)),
-            wrapper=type(runner.model).__name__, find_unused=runner.model.find_unused_parameters,
-            device=str(next(runner.model.parameters()).device), world_size=get_world_size(),
+            end=digest(runner.model.module.state_dict()),
+            gamma=max(norm.gamma for norm in self.norms(runner)),
+            wrapper=type(runner.model).__name__,
+            find_unused=runner.model.find_unused_parameters,
+            device=str(next(runner.model.parameters()).device),
+            world_size=get_world_size(),
             lr=runner.optim_wrapper.param_groups[0]['initial_lr'],
-            sync=[norm.repbn.sync for norm in self.norms(runner)])
+            sync=[norm.repbn.sync for norm in self.norms(runner)],
+        )
         Path(runner.work_dir, 'notes.json').write_text(json.dumps(self.notes))
 
     @staticmethod

@@ -1,4 +1,5 @@
 """tools/dist_train.sh, dist_test.sh and slurm_train.sh: two processes without a GPU and without a common work dir."""
+
 import json
 import os
 import pickle
@@ -41,13 +42,26 @@ work_dir = 'rank{{{{$RANK:0}}}}'
 
 
 def environment(**variables):
-    return {**os.environ, 'PYTHON': sys.executable, 'PYTHONPATH': f'{REPO}:{Path(__file__).parent}',
-            'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', **variables}
+    return {
+        **os.environ,
+        'PYTHON': sys.executable,
+        'PYTHONPATH': f'{REPO}:{Path(__file__).parent}',
+        'CUDA_VISIBLE_DEVICES': '',
+        'OMP_NUM_THREADS': '1',
+        **variables,
+    }
 
 
 def call(folder, script, *arguments, **variables):
-    done = subprocess.run([str(REPO / 'tools' / script), *map(str, arguments)], cwd=folder, capture_output=True,
-                          text=True, env=environment(**variables), timeout=600, check=False)
+    done = subprocess.run(
+        [str(REPO / 'tools' / script), *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment(**variables),
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 
@@ -58,8 +72,18 @@ def folder(tmp_path_factory):
     (folder / 'config.py').write_text(CONFIG)
     cache = {'SLAB_DET_CACHE': str(folder / 'cache')}
     call(folder, 'dist_train.sh', 'config.py', 2, '--auto-scale-lr', **cache)
-    call(folder, 'dist_test.sh', 'rank0/fused_config.py', 'rank0/fused.pth', 2, '--work-dir', 'test', '--out',
-         'together.pkl', **cache)
+    call(
+        folder,
+        'dist_test.sh',
+        'rank0/fused_config.py',
+        'rank0/fused.pth',
+        2,
+        '--work-dir',
+        'test',
+        '--out',
+        'together.pkl',
+        **cache,
+    )
     return folder
 
 
@@ -96,9 +120,16 @@ def test_processes_have_the_same_parameters_always_and_the_same_buffers_where_th
 
 def test_the_main_process_alone_writes_and_the_others_have_what_it_wrote(folder, notes):
     assert sorted(path.name for path in (folder / 'rank0').glob('*.pth')) == [
-        'fused.pth', 'iter_2.pth', 'iter_4.pth', 'iter_6.pth']
-    assert not [*(folder / 'rank1').glob('*.pth'), *(folder / 'rank1').glob('fused*'),
-                *(folder / 'rank1').glob('report.json')]
+        'fused.pth',
+        'iter_2.pth',
+        'iter_4.pth',
+        'iter_6.pth',
+    ]
+    assert not [
+        *(folder / 'rank1').glob('*.pth'),
+        *(folder / 'rank1').glob('fused*'),
+        *(folder / 'rank1').glob('report.json'),
+    ]
     assert digest(torch.load(folder / 'rank0' / 'iter_6.pth', weights_only=False)['state_dict']) == notes[1]['end']
 
 
@@ -119,7 +150,8 @@ def test_two_processes_predict_what_one_does(folder, monkeypatch):
     runner.test()
     together, alone = (
         {sample['img_id']: sample['pred_instances'] for sample in pickle.loads((folder / name).read_bytes())}
-        for name in ('together.pkl', 'alone.pkl'))
+        for name in ('together.pkl', 'alone.pkl')
+    )
     assert together.keys() == alone.keys() and len(alone) == 5
     for image, expected in alone.items():
         assert len(expected['scores']) > 0
@@ -131,16 +163,43 @@ def test_slurm_script_starts_one_task_per_gpu(tmp_path):
     srun = tmp_path / 'srun'
     srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
-    done = call(tmp_path, 'slurm_train.sh', 'my config.py', '--cfg-options', 'a=1', GPUS='16', PARTITION='gpu',
-                SRUN_ARGS='--time=1:00 --mem=0', PYTHON='python3', PATH=f'{tmp_path}:{os.environ["PATH"]}')
+    done = call(
+        tmp_path,
+        'slurm_train.sh',
+        'my config.py',
+        '--cfg-options',
+        'a=1',
+        GPUS='16',
+        PARTITION='gpu',
+        SRUN_ARGS='--time=1:00 --mem=0',
+        PYTHON='python3',
+        PATH=f'{tmp_path}:{os.environ["PATH"]}',
+    )
     assert done.stdout.splitlines() == [
-        '--job-name=slab_det', '--ntasks=16', '--ntasks-per-node=8', '--gres=gpu:8', '--cpus-per-task=5',
-        '--partition=gpu', '--kill-on-bad-exit=1', '--time=1:00', '--mem=0', 'python3', '-u',
-        str(REPO / 'tools' / 'train.py'), 'my config.py', '--cfg-options', 'a=1', '--launcher', 'slurm']
+        '--job-name=slab_det',
+        '--ntasks=16',
+        '--ntasks-per-node=8',
+        '--gres=gpu:8',
+        '--cpus-per-task=5',
+        '--partition=gpu',
+        '--kill-on-bad-exit=1',
+        '--time=1:00',
+        '--mem=0',
+        'python3',
+        '-u',
+        str(REPO / 'tools' / 'train.py'),
+        'my config.py',
+        '--cfg-options',
+        'a=1',
+        '--launcher',
+        'slurm',
+    ]
 
 
-@pytest.mark.parametrize('script, arguments', [
-    ('dist_train.sh', ['config.py']), ('dist_test.sh', ['config.py', 'weights.pth']), ('slurm_train.sh', [])])
+@pytest.mark.parametrize(
+    'script, arguments',
+    [('dist_train.sh', ['config.py']), ('dist_test.sh', ['config.py', 'weights.pth']), ('slurm_train.sh', [])],
+)
 def test_missing_arguments_are_answered_with_the_usage(script, arguments):
     done = subprocess.run([str(REPO / 'tools' / script), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and f'usage: {script} CONFIG' in done.stderr

@@ -1,4 +1,5 @@
 """What four gloo processes saw in ranks.py."""
+
 import json
 import os
 import subprocess
@@ -16,9 +17,13 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp('ranks')
     script = Path(__file__).with_name('ranks.py')
     done = subprocess.run(
-        [sys.executable, str(script), str(NUM_RANKS), str(folder)], capture_output=True, text=True, timeout=600,
+        [sys.executable, str(script), str(NUM_RANKS), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=600,
         env={**os.environ, 'PYTHONPATH': str(script.parents[2]), 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'},
-        check=False)
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f'{rank}.json').read_text()) for rank in range(NUM_RANKS)]
 

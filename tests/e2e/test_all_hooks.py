@@ -1,4 +1,5 @@
 """Every hook and every way of saving memory in one run, interrupted where it hurts most."""
+
 import pytest
 import torch
 from conftest import StopAfter
@@ -23,10 +24,12 @@ MAX_ITERS = 8
 @pytest.fixture
 def train(small_run_cfg):
     """A function: one run, up to ``stop_after`` or to the end."""
+
     def run(name, stop_after=None, resume=False, without=()):
         cfg = small_run_cfg(name, MAX_ITERS, with_cp=True, drop_path_rate=0.3)
-        cfg.train_dataloader.dataset.pipeline.insert(2, dict(
-            type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False))
+        cfg.train_dataloader.dataset.pipeline.insert(
+            2, dict(type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False)
+        )
         cfg.optim_wrapper.accumulative_counts = 3
         cfg.train_cfg.val_interval = 4
         cfg.default_hooks.checkpoint.interval = 1
@@ -43,6 +46,7 @@ def train(small_run_cfg):
         except KeyboardInterrupt:
             pass
         return runner
+
     return run
 
 

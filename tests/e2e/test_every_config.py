@@ -1,4 +1,5 @@
 """Every config, made small, goes the whole way: a real training iteration, gamma 0, recalibration, fusion."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from mmengine.hooks import Hook
 from mmengine.runner import CheckpointLoader, Runner
 
 import slab_det
-from slab_det.layers import OfflineNorm
-from slab_det.layers.offline_norm import ChannelAffine, named_offline_norms
-from slab_det.layers.repbn import named_progressive_norms
-from slab_det.reporting import read_report
+from slab_det.measure.reporting import read_report
+from slab_det.norms import OfflineNorm
+from slab_det.norms.base import ChannelAffine, named_offline_norms
+from slab_det.norms.repbn import named_progressive_norms
 
 NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
 # Keys of a detector's config that count channels.
@@ -82,7 +83,7 @@ def shrink(cfg: Config, work_dir: Path) -> Config:
         backbone.depths = tuple(max(2, depth // 6) for depth in backbone.depths)
         if 'window_sizes' in backbone:
             backbone.window_sizes = tuple(side if side <= 7 else side // 5 for side in backbone.window_sizes)
-        model.neck.in_channels = [backbone.embed_dims * 2 ** i for i in range(4)]
+        model.neck.in_channels = [backbone.embed_dims * 2**i for i in range(4)]
     else:
         backbone.embed_dims = 8
         backbone.num_layers = tuple(max(1, depth // 3) for depth in backbone.num_layers)
@@ -96,9 +97,13 @@ def shrink(cfg: Config, work_dir: Path) -> Config:
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         change_values(loader.dataset.pipeline, SIZES, lambda side: side // 8 if side > 200 else side // 2)
         loader.dataset = dict(
-            type='SyntheticShapes', split='train', generator=dict(num_train=2, num_val=1, size=(96, 80)),
-            pipeline=loader.dataset.pipeline, test_mode=loader.dataset.get('test_mode', False),
-            serialize_data=False)  # it collects all garbage of the process
+            type='SyntheticShapes',
+            split='train',
+            generator=dict(num_train=2, num_val=1, size=(96, 80)),
+            pipeline=loader.dataset.pipeline,
+            test_mode=loader.dataset.get('test_mode', False),
+            serialize_data=False,
+        )  # it collects all garbage of the process
         loader.num_workers = 0
         loader.persistent_workers = False
     # Two images: one iteration, whether the run counts epochs or iterations.

@@ -1,4 +1,5 @@
 """A run that is killed and resumed ends as if it had not been; the full count is in benchmarks/interruptions.py."""
+
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ def runs(tmp_path_factory) -> Interruptions:
     """A training whose loss, data and layers all draw random numbers, run once to the end."""
     folder = tmp_path_factory.mktemp('interruptions')
     cfg = Config.fromfile(Path(__file__).parents[2] / 'configs' / 'quickstart_mask_rcnn_slab_swin.py')
-    cfg.model.backbone.update(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7),
-                              drop_path_rate=0.3)
+    cfg.model.backbone.update(
+        embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7), drop_path_rate=0.3
+    )
     cfg.model.neck.in_channels = [8, 16, 32, 64]
     cfg.model.test_cfg.rpn.max_per_img = cfg.model.train_cfg.rpn_proposal.max_per_img = 50
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
@@ -34,11 +36,15 @@ def runs(tmp_path_factory) -> Interruptions:
         yield Interruptions(folder / 'small.py', folder)
 
 
-@pytest.mark.parametrize('point', [
-    KillPoint('decay', f'Iter(train) [3/{MAX_ITERS}]'),
-    KillPoint('recalibration', 'Recalibration, pass 2'),
-    KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.*.tmp'),
-], ids=lambda point: point.kind)
+@pytest.mark.parametrize(
+    'point',
+    [
+        KillPoint('decay', f'Iter(train) [3/{MAX_ITERS}]'),
+        KillPoint('recalibration', 'Recalibration, pass 2'),
+        KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.*.tmp'),
+    ],
+    ids=lambda point: point.kind,
+)
 def test_a_killed_run_ends_as_the_uninterrupted_one(runs, point):
     kill = runs.kill(point)
     assert (kill.weights, kill.optimizer, kill.fused, kill.gamma, kill.same_report) == (0, 0, 0, 0, True), kill
@@ -58,4 +64,7 @@ def test_the_comparison_sees_a_torn_file(tmp_path):
     (tmp_path / 'report.json').write_text('{"schema": 1, "entr')
     files.check()
     assert sorted(message.partition(':')[0] for message in files.torn) == [
-        'iter_4.pth', 'last_checkpoint', 'report.json']
+        'iter_4.pth',
+        'last_checkpoint',
+        'report.json',
+    ]

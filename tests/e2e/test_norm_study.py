@@ -1,4 +1,5 @@
 """A small norm study driven as benchmarks/norms/run.py does it, with a kill, a failure and a changed definition."""
+
 import dataclasses
 import json
 import os
@@ -32,9 +33,9 @@ from benchmarks.norms.results import collect
 from benchmarks.norms.run import Driver
 from benchmarks.norms.studies import STUDIES, Base, Recalibration, Run, Study, lasting, norm, prepbn
 from benchmarks.norms.table import T_QUANTILES, markdown, t_interval
-from slab_det.datasets import generate
-from slab_det.figures import draw_ap_latency
-from slab_det.reporting import read_report
+from slab_det.data import generate
+from slab_det.measure.figures import draw_ap_latency
+from slab_det.measure.reporting import read_report
 
 ITERATIONS = 4
 
@@ -50,7 +51,7 @@ class Processes:
     def start(self, command, stdout, cwd, **options):
         text = ' '.join(command)
         self.started.append(text)
-        descriptor, = options['pass_fds']
+        (descriptor,) = options['pass_fds']
         assert os.path.samestat(os.fstat(descriptor), os.stat(Path(stdout.name).with_name('claim')))
         if 'unknown/seed0' in text:
             # This one as outside of tests, for its environment and its exit code.
@@ -91,10 +92,16 @@ def tiny(tmp_path_factory):
     base = Base('tiny', folder / 'base.py', 'segm', changes, '8 generated images')
     layer_norm = Run('ln', 'LayerNorm')
     progressive = Run('prepbn', 'PRepBN', (prepbn(recalibration_images=2),), keep_trained=True)
-    study = Study('tiny', base, '?', (
-        layer_norm, progressive, Run('unknown', 'Unknown', (norm(dict(type='NoSuchNorm')),))))
-    recalibration = Study('tiny-recalibration', base, '?', (progressive,),
-                          tuple(Recalibration(progressive, *how) for how in ((0,), (4,), (4, 1), (4, None, 'train'))))
+    study = Study(
+        'tiny', base, '?', (layer_norm, progressive, Run('unknown', 'Unknown', (norm(dict(type='NoSuchNorm')),)))
+    )
+    recalibration = Study(
+        'tiny-recalibration',
+        base,
+        '?',
+        (progressive,),
+        tuple(Recalibration(progressive, *how) for how in ((0,), (4,), (4, 1), (4, None, 'train'))),
+    )
     (folder / 'docs').mkdir()
     (folder / 'docs' / 'results.md').write_text('Before.\n\n<!-- norms tiny -->\n\nAfter.\n')
     return SimpleNamespace(folder=folder, study=study, recalibration=recalibration)
@@ -131,7 +138,14 @@ def results_of(driven, study):
 
 def test_a_killed_run_goes_on_and_finished_ones_are_left_alone(driven):
     assert sorted(names(driven.first.started)) == [
-        'ln/seed0', 'ln/seed1', 'prepbn/seed0', 'prepbn/seed1', 'prepbn/seed1', 'unknown/seed0', 'unknown/seed1']
+        'ln/seed0',
+        'ln/seed1',
+        'prepbn/seed0',
+        'prepbn/seed1',
+        'prepbn/seed1',
+        'unknown/seed0',
+        'unknown/seed1',
+    ]
     assert any(problem.startswith('tiny/prepbn seed 0 was ended by signal 9') for problem in driven.first.problems)
     # Its training, then recalibration and fusion.
     assert names(driven.second.started) == ['prepbn/seed0'] * 2
@@ -160,8 +174,11 @@ def test_results_are_what_the_runs_measured(driven, tmp_path):
     work = shutil.copytree(driven.folder / 'work', tmp_path / 'work')
     values = iter(range(1, 100))
     for file in [*work.glob('tiny/*/seed?/report.json'), *work.glob('tiny/*/seed?/*/vis_data/scalars.json')]:
-        file.write_text(re.sub(r'("AP"|"coco/segm_mAP"): [^,}]+', lambda found: f'{found[1]}: {next(values) / 100}',
-                               file.read_text()))
+        file.write_text(
+            re.sub(
+                r'("AP"|"coco/segm_mAP"): [^,}]+', lambda found: f'{found[1]}: {next(values) / 100}', file.read_text()
+            )
+        )
     runs = collect(driven.study, work, '')['runs']
     for seed in ('0', '1'):
         folder = work / 'tiny' / 'prepbn' / f'seed{seed}'
@@ -209,29 +226,43 @@ def test_stored_results_stay_where_asked(driven, tmp_path, monkeypatch):
     other = dataclasses.replace(driven.study, name='tiny-other', runs=driven.study.runs[:2])
     monkeypatch.setitem(STUDIES, 'tiny', driven.study)
     assert Driver(other, *options[1:], keep_stored=True).collect()['runs'] == {
-        run.name: everything['runs'][run.name] for run in other.runs}
+        run.name: everything['runs'][run.name] for run in other.runs
+    }
     assert 'ln' not in Driver(*options).collect()['runs']
 
 
 def test_checkpoints_before_and_after_recalibration_are_kept_and_compared(driven):
     folder = driven.folder / 'work' / 'tiny' / 'prepbn' / 'seed0'
-    before, after, on_four = (torch.load(file, weights_only=False)['state_dict'] for file in (
-        folder / 'trained.pth', folder / 'iter_4.pth', folder / 'recalibrated_4' / 'recalibrated.pth'))
+    before, after, on_four = (
+        torch.load(file, weights_only=False)['state_dict']
+        for file in (folder / 'trained.pth', folder / 'iter_4.pth', folder / 'recalibrated_4' / 'recalibrated.pth')
+    )
     moved = {key for key in before if not torch.equal(before[key], after[key])}
     assert moved and all(key.endswith(('running_mean', 'running_var')) for key in moved)
     seeds = results_of(driven, driven.recalibration)['runs']
-    assert seeds['prepbn@0']['seeds']['0']['ap'] == results_of(
-        driven, driven.study)['runs']['prepbn']['seeds']['0']['ap_before_recalibration']
-    shifts = [((on_four[key].double() - before[key].double()).abs()
-               / (before[key.replace('mean', 'var')].double() + 1e-5).sqrt())
-              for key in before if key.endswith('running_mean')]
-    ratios = [((on_four[key].double() + 1e-5) / (before[key].double() + 1e-5)).log().abs()
-              for key in before if key.endswith('running_var')]
+    assert (
+        seeds['prepbn@0']['seeds']['0']['ap']
+        == results_of(driven, driven.study)['runs']['prepbn']['seeds']['0']['ap_before_recalibration']
+    )
+    shifts = [
+        (
+            (on_four[key].double() - before[key].double()).abs()
+            / (before[key.replace('mean', 'var')].double() + 1e-5).sqrt()
+        )
+        for key in before
+        if key.endswith('running_mean')
+    ]
+    ratios = [
+        ((on_four[key].double() + 1e-5) / (before[key].double() + 1e-5)).log().abs()
+        for key in before
+        if key.endswith('running_var')
+    ]
     assert seeds['prepbn@4']['seeds']['0']['recalibration']['converged']
     assert seeds['prepbn@4x1']['seeds']['0']['recalibration']['passes'] == 1
     # Two to a batch, as in training.
-    batches = {name: seeds[name]['seeds']['0']['recalibration']['num_batches']
-               for name in ('prepbn@4', 'prepbn@4-train')}
+    batches = {
+        name: seeds[name]['seeds']['0']['recalibration']['num_batches'] for name in ('prepbn@4', 'prepbn@4-train')
+    }
     assert batches == {'prepbn@4': 4, 'prepbn@4-train': 2}
     drift = seeds['prepbn@4']['seeds']['0']['recalibration']['drift']
     assert drift['mean'] == pytest.approx(torch.cat(shifts).mean().item(), rel=1e-6)
@@ -272,7 +303,8 @@ def test_latency_leaves_out_what_was_trained_with_another_config(driven, tmp_pat
 def test_latency_is_measured_at_the_size_that_testing_makes():
     dataset = SimpleNamespace(
         get_data_info=lambda _: dict(img_path='photo.png', height=256, width=320),
-        pipeline=SimpleNamespace(transforms=[Resize(scale=(512, 512), keep_ratio=True)]))
+        pipeline=SimpleNamespace(transforms=[Resize(scale=(512, 512), keep_ratio=True)]),
+    )
     assert latency.first_image(dataset) == ('photo.png', (410, 512))
     dataset.pipeline.transforms.clear()
     assert latency.first_image(dataset) == ('photo.png', (256, 320))
@@ -293,10 +325,14 @@ def test_latency_is_that_of_what_each_run_serves_beside_its_mean_ap(driven, tmp_
         assert found['image'].endswith('.png') and found['size'] == [160, 192]
         measured['ln']['latency'][scope]['median_ms'], found['median_ms'] = 20.0, 15.0
     assert latency.markdown(runs, measured, 'AP').splitlines()[2:] == [
-        '| LayerNorm | 0.105 | 20.0 | 1.00 | 20.0 | 1.00 |', '| PRepBN | 0.205 | 15.0 | 0.75 | 15.0 | 0.75 |']
+        '| LayerNorm | 0.105 | 20.0 | 1.00 | 20.0 | 1.00 |',
+        '| PRepBN | 0.205 | 15.0 | 0.75 | 15.0 | 0.75 |',
+    ]
     entries = latency.entries(driven.study, runs, measured)
     assert [(entry.variant, entry.ap['segm']['AP']) for entry in entries] == [
-        ('unfused', pytest.approx(0.105)), ('fused', pytest.approx(0.205))]
+        ('unfused', pytest.approx(0.105)),
+        ('fused', pytest.approx(0.205)),
+    ]
     draw_ap_latency(entries, tmp_path / 'latency.png')
     assert (tmp_path / 'latency.png').stat().st_size > 10_000
 
@@ -324,7 +360,8 @@ def test_another_definition_is_noticed_and_spoils_nothing(driven, monkeypatch):
     problems = driver(driven, study).run()
     assert not processes.started
     assert len(problems) == 2 and all(
-        'was trained with another config (optim_wrapper.optimizer.lr)' in problem for problem in problems)
+        'was trained with another config (optim_wrapper.optimizer.lr)' in problem for problem in problems
+    )
     assert list(results_of(driven, study)['runs']) == ['prepbn']
     # How a run is logged is not what it is.
     logged = dataclasses.replace(study.base, changes={**study.base.changes, 'log_processor': dict(window_size=3)})
@@ -342,8 +379,10 @@ class Sleeping(Job):
 
 def test_a_claim_lasts_as_long_as_the_driver_or_its_training(tmp_path, tiny):
     job = Sleeping(tiny.study.base, 'sleep', 0, tmp_path, '')
-    script = ('import sys, time; from pathlib import Path; from benchmarks.norms.claim import claimed\n'
-              'with claimed(Path(sys.argv[1])) as claim: print(claim is not None, flush=True); time.sleep(60)')
+    script = (
+        'import sys, time; from pathlib import Path; from benchmarks.norms.claim import claimed\n'
+        'with claimed(Path(sys.argv[1])) as claim: print(claim is not None, flush=True); time.sleep(60)'
+    )
     other = subprocess.Popen([sys.executable, '-c', script, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert other.stdout.readline() == 'True\n'
@@ -398,21 +437,34 @@ def finished(**ap):
 def test_table_compares_seed_by_seed():
     control, other = [0.512, 0.498, 0.530], [0.505, 0.499, 0.502]
     runs = dict(
-        ln=dict(label='LayerNorm', setting='', control='ln',
-                seeds=finished(s0=control[0], s1=control[1], s10=control[2])),
+        ln=dict(
+            label='LayerNorm', setting='', control='ln', seeds=finished(s0=control[0], s1=control[1], s10=control[2])
+        ),
         bn=dict(label='BN', setting='deep', control='ln', seeds=finished(s10=other[2], s0=other[0], s1=other[1])),
-        un=dict(label='UN', setting='', control='ln', seeds={
-            **finished(s1=0.4), '0': dict(status='failed', error='AssertionError | NaN')}))
+        un=dict(
+            label='UN',
+            setting='',
+            control='ln',
+            seeds={**finished(s1=0.4), '0': dict(status='failed', error='AssertionError | NaN')},
+        ),
+    )
     first, second, third = [
-        [cell.strip() for cell in line.strip('|').split('|')] for line in markdown(
-            dict(metric='box AP', runs=runs)).splitlines()[2:]]
+        [cell.strip() for cell in line.strip('|').split('|')]
+        for line in markdown(dict(metric='box AP', runs=runs)).splitlines()[2:]
+    ]
     assert first == ['LayerNorm', '0.512, 0.498, 0.530', '0.513 ± 0.016', '–', '–', '–']
     difference = [b - a for a, b in zip(control, other, strict=True)]
     mean = sum(difference) / 3
     std = (sum((value - mean) ** 2 for value in difference) / 2) ** 0.5
-    half = 4.303 * std / 3 ** 0.5
-    assert second == ['deep: BN', '0.505, 0.499, 0.502', '0.502 ± 0.003', '-0.007, +0.001, -0.028',
-                      f'{mean:+.3f} ± {std:.3f}', f'[{mean - half:+.3f}, {mean + half:+.3f}]']
+    half = 4.303 * std / 3**0.5
+    assert second == [
+        'deep: BN',
+        '0.505, 0.499, 0.502',
+        '0.502 ± 0.003',
+        '-0.007, +0.001, -0.028',
+        f'{mean:+.3f} ± {std:.3f}',
+        f'[{mean - half:+.3f}, {mean + half:+.3f}]',
+    ]
     # Its only seed beside that of the control; two seeds have no interval.
     assert third == ['UN', '0.400; seed 0 failed: AssertionError / NaN', '0.400', '-0.098', '-0.098', '–']
     assert t_interval(difference[:2]) is None
@@ -425,7 +477,7 @@ def test_quantiles_leave_a_fortieth_in_the_tail(freedom):
     width = T_QUANTILES[freedom] / steps
     x = (torch.arange(steps, dtype=torch.float64) + 0.5) * width
     log_scale = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
-    density = log_scale.double().exp() / (freedom * torch.pi) ** 0.5 * (1 + x ** 2 / freedom) ** (-(freedom + 1) / 2)
+    density = log_scale.double().exp() / (freedom * torch.pi) ** 0.5 * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
     assert 0.5 + (density.sum() * width).item() == pytest.approx(0.975, abs=5e-5)
 
 
@@ -447,8 +499,9 @@ def test_what_a_killed_run_was_logging_is_no_record(tmp_path):
 def test_a_failure_is_told_by_its_last_line_and_what_was_logged(tmp_path):
     output = tmp_path / 'output.txt'
     logged = '11/21 12:00:00 - mmengine - INFO - '
-    output.write_text(f'{logged}Iter(train) [ 20/800]\n{logged}loss become infinite or NaN!\nTraceback\n  x\n'
-                      'AssertionError: None\n\n')
+    output.write_text(
+        f'{logged}Iter(train) [ 20/800]\n{logged}loss become infinite or NaN!\nTraceback\n  x\nAssertionError: None\n\n'
+    )
     assert last_line(output) == 'AssertionError: None; last logged: loss become infinite or NaN!'
     output.write_text(f'{logged}Iter(train) [ 20/800]\nerror: no data\n')
     assert last_line(output) == 'error: no data'
@@ -480,7 +533,7 @@ def test_declared_studies_are_consistent():
 def test_every_declared_backbone_can_be_built():
     backbones = {}
     for study in STUDIES.values():
-        for job in jobs_of(study, [0], Path('unused'), 'unused')[:len(study.runs)]:
+        for job in jobs_of(study, [0], Path('unused'), 'unused')[: len(study.runs)]:
             backbones[json.dumps(job.config.model.backbone)] = job
     for job in backbones.values():
         model = MODELS.build(job.config.model.backbone)
@@ -493,7 +546,10 @@ def test_every_declared_backbone_can_be_built():
 def test_multipliers_reach_the_parameters_they_name(study):
     jobs = {job.name: job for job in jobs_of(STUDIES[study], [0], Path('unused'), 'unused')}
     for name, lr_of_eta, decay_of_norms in (
-            ('prepbn', 5e-4, 0), ('prepbn_eta_lr_10', 5e-3, 0), ('prepbn_weight_decay', 5e-4, 0.05)):
+        ('prepbn', 5e-4, 0),
+        ('prepbn_eta_lr_10', 5e-3, 0),
+        ('prepbn_weight_decay', 5e-4, 0.05),
+    ):
         model = MODELS.build(jobs[name].config.model)
         optimizer = build_optim_wrapper(model, jobs[name].config.optim_wrapper).optimizer
         groups = {id(group['params'][0]): group for group in optimizer.param_groups}
@@ -505,8 +561,17 @@ def test_multipliers_reach_the_parameters_they_name(study):
 
 
 def test_without_eta_the_repbn_is_batchnorm():
-    model = MODELS.build(dict(type='SLABSwin', embed_dims=8, depths=(1, 1), num_heads=(1, 2), strides=(4, 2),
-                              out_indices=(0, 1), norm_cfg=dict(type='RepBN'))).train()
+    model = MODELS.build(
+        dict(
+            type='SLABSwin',
+            embed_dims=8,
+            depths=(1, 1),
+            num_heads=(1, 2),
+            strides=(4, 2),
+            out_indices=(0, 1),
+            norm_cfg=dict(type='RepBN'),
+        )
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     NoEtaHook().before_train(SimpleNamespace(model=model))
     for _ in range(2):

@@ -1,4 +1,5 @@
 """Output norms fold in every detector that hands them to an FPN and to nothing else."""
+
 import pytest
 import torch
 from conftest import SMALL_SWIN, random_sizes, randomize, raw_outputs
@@ -7,7 +8,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
-from slab_det.layers.offline_norm import ChannelAffine
+from slab_det.norms.base import ChannelAffine
 
 IN_CHANNELS = [8, 16, 32, 64]
 ON_INPUT = 'neck.fpn_convs.3 reads the same map'
@@ -31,6 +32,7 @@ def build():
         slab_det.set_gamma(model, 0)
         model.eval()
         return model.double()
+
     return build
 
 
@@ -58,13 +60,17 @@ def left_affine(fused):
 
 
 @pytest.mark.parametrize('backbone', ['SLABSwin', 'SwinTransformer'])
-@pytest.mark.parametrize(('neck', 'left'), [
-    # mmdet's RetinaNet: start_level=1, add_extra_convs='on_input'
-    ({}, {'backbone.norm0': 'the FPN does not read this level', 'backbone.norm3': ON_INPUT}),
-    (dict(add_extra_convs='on_output'), {'backbone.norm0': 'the FPN does not read this level'}),
-    (dict(add_extra_convs='on_lateral', start_level=0), {}),
-    (dict(add_extra_convs=False), {'backbone.norm0': 'the FPN does not read this level'}),
-], ids=str)
+@pytest.mark.parametrize(
+    ('neck', 'left'),
+    [
+        # mmdet's RetinaNet: start_level=1, add_extra_convs='on_input'
+        ({}, {'backbone.norm0': 'the FPN does not read this level', 'backbone.norm3': ON_INPUT}),
+        (dict(add_extra_convs='on_output'), {'backbone.norm0': 'the FPN does not read this level'}),
+        (dict(add_extra_convs='on_lateral', start_level=0), {}),
+        (dict(add_extra_convs=False), {'backbone.norm0': 'the FPN does not read this level'}),
+    ],
+    ids=str,
+)
 def test_retinanet_fuses_exactly(build, backbone, neck, left):
     model = build('retinanet_r50_fpn', dict(SMALL_SWIN, type=backbone), **neck)
     fused = slab_det.fuse(model)
@@ -109,10 +115,15 @@ class WithReader(RetinaNet, Reader):
     """A reader behind mmdet's own classes in the order of inheritance."""
 
 
-@pytest.mark.parametrize(('kind', 'reason'), [
-    (Renamed, ''), (OwnFeatures, 'OwnFeatures has an extract_feat of its own'),
-    (SecondReader, 'SecondReader.predict may read the backbone too'),
-    (WithReader, 'Reader.stages may read the backbone too')])
+@pytest.mark.parametrize(
+    ('kind', 'reason'),
+    [
+        (Renamed, ''),
+        (OwnFeatures, 'OwnFeatures has an extract_feat of its own'),
+        (SecondReader, 'SecondReader.predict may read the backbone too'),
+        (WithReader, 'Reader.stages may read the backbone too'),
+    ],
+)
 def test_a_subclass_that_may_read_the_outputs_elsewhere_keeps_their_norms(build, kind, reason):
     model = build('retinanet_r50_fpn', start_level=0, add_extra_convs='on_output')
     model.__class__ = kind
@@ -125,4 +136,5 @@ def test_a_detector_whose_extract_feat_was_replaced_keeps_its_norms(build):
     model = build('retinanet_r50_fpn', start_level=0, add_extra_convs='on_output')
     model.extract_feat = lambda images: model.backbone(images)
     assert {fate.norm for fate in slab_det.fuse(model).fusion_report.select('affine')} == {
-        f'backbone.norm{i}' for i in range(4)}
+        f'backbone.norm{i}' for i in range(4)
+    }

@@ -9,11 +9,15 @@ from torch import nn
 import slab_det
 from slab_det.fusion import FusionError
 from slab_det.fusion.verify import verify_fusion
-from slab_det.layers import OfflineNorm
-from slab_det.layers.offline_norm import ChannelAffine
+from slab_det.norms import OfflineNorm
+from slab_det.norms.base import ChannelAffine
 
-ATTENTIONS = {'softmax': {}, 'sla': SLA, 'focused': dict(SLA, attention='focused'),
-              'sla, mask_padding': dict(SLA, mask_padding=True)}
+ATTENTIONS = {
+    'softmax': {},
+    'sla': SLA,
+    'focused': dict(SLA, attention='focused'),
+    'sla, mask_padding': dict(SLA, mask_padding=True),
+}
 
 
 @pytest.mark.parametrize('detector, num_outputs', [('mask_rcnn', 3), ('faster_rcnn', 2)])
@@ -93,8 +97,9 @@ def test_layer_norms_on_the_outputs_are_kept_and_named(small_detector):
 
 
 @pytest.mark.parametrize('norm', ['TokenBN', 'RepBN'])
-@pytest.mark.parametrize('options', [
-    dict(qkv_bias=False), dict(patch_norm=False), dict(out_indices=(1, 2, 3))], ids=str)
+@pytest.mark.parametrize(
+    'options', [dict(qkv_bias=False), dict(patch_norm=False), dict(out_indices=(1, 2, 3))], ids=str
+)
 def test_other_norms_and_options_fuse_exactly(small_detector, norm, options):
     model = small_detector(norm_cfg=dict(type=norm), **options)
     fused = slab_det.fuse(model)
@@ -119,15 +124,18 @@ def test_the_norm_inside_the_ffn_folds_exactly(small_detector, norm, ffn_norm, l
             assert difference <= 1e-9, (height, width, difference)
 
 
-@pytest.mark.parametrize('neck, level, reason', [
-    (dict(add_extra_convs='on_input', num_outs=5), 3, 'reads the same map'),
-    (dict(start_level=1, num_outs=4), 0, 'does not read this level'),
-    (dict(norm_cfg=dict(type='BN')), None, ''),
-])
+@pytest.mark.parametrize(
+    'neck, level, reason',
+    [
+        (dict(add_extra_convs='on_input', num_outs=5), 3, 'reads the same map'),
+        (dict(start_level=1, num_outs=4), 0, 'does not read this level'),
+        (dict(norm_cfg=dict(type='BN')), None, ''),
+    ],
+)
 def test_output_norms_fold_only_where_the_fpn_alone_reads_them(small_detector_cfg, neck, level, reason):
     cfg = small_detector_cfg()
     cfg.neck.update(neck)
-    cfg.rpn_head.anchor_generator.strides = [4, 8, 16, 32, 64][-cfg.neck.num_outs:]
+    cfg.rpn_head.anchor_generator.strides = [4, 8, 16, 32, 64][-cfg.neck.num_outs :]
     model = MODELS.build(cfg)
     randomize(model, 3)
     slab_det.set_gamma(model, 0)

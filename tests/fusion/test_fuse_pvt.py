@@ -1,4 +1,5 @@
 """SLABPVT and mmdet's stock PVT and PVTv2 in a detector: training, recalibration and exact fusion."""
+
 import numpy as np
 import pytest
 import torch
@@ -14,14 +15,21 @@ from torch import nn
 import slab_det
 from slab_det.fusion import save_fused
 from slab_det.fusion.verify import verify_fusion
-from slab_det.layers import OfflineNorm
-from slab_det.layers.offline_norm import ChannelAffine
+from slab_det.norms import OfflineNorm
+from slab_det.norms.base import ChannelAffine
 
 HEADS = (1, 2, 3, 4)
-SMALL = dict(embed_dims=8, num_layers=(2, 1, 2, 1), num_heads=HEADS, mlp_ratios=(3, 2, 2, 2),
-             sr_ratios=(4, 2, 2, 1), pretrain_img_size=64)
-V2 = dict(patch_sizes=[7, 3, 3, 3], paddings=[3, 1, 1, 1], use_abs_pos_embed=False, norm_after_stage=True,
-          use_conv_ffn=True)
+SMALL = dict(
+    embed_dims=8,
+    num_layers=(2, 1, 2, 1),
+    num_heads=HEADS,
+    mlp_ratios=(3, 2, 2, 2),
+    sr_ratios=(4, 2, 2, 1),
+    pretrain_img_size=64,
+)
+V2 = dict(
+    patch_sizes=[7, 3, 3, 3], paddings=[3, 1, 1, 1], use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
 STOCK = [dict(type='PyramidVisionTransformer'), dict(type='PyramidVisionTransformerV2')]
 OURS = {
     'softmax': {},
@@ -46,17 +54,20 @@ def pvt_detector_cfg(small_detector_cfg):
         cfg.neck.in_channels = [8 * HEADS[i] for i in sorted(backbone.get('out_indices', range(4)))]
         cfg.test_cfg.rpn.update(nms_pre=40, max_per_img=20)
         return cfg
+
     return build
 
 
 @pytest.fixture
 def pvt_detector(pvt_detector_cfg):
     """A function: a detector whose every weight, bias, eta and statistic is random, in eval mode at gamma 0."""
+
     def build(seed=0, **backbone):
         model = MODELS.build(pvt_detector_cfg(**backbone))
         randomize(model, seed)
         slab_det.set_gamma(model, 0)
         return model.eval()
+
     return build
 
 
@@ -140,8 +151,11 @@ def test_a_norm_after_a_stage_that_is_no_output_folds_into_the_next_stage_alone(
     fused = slab_det.fuse(model)
     into = {fate.norm: fate.into for fate in fused.fusion_report.norms}
     assert [into[f'backbone.layers.{i}.2'] for i in range(4)] == [
-        'backbone.layers.1.0.projection', 'neck.lateral_convs.0.conv, backbone.layers.2.0.projection',
-        'backbone.layers.3.0.projection', 'neck.lateral_convs.1.conv']
+        'backbone.layers.1.0.projection',
+        'neck.lateral_convs.0.conv, backbone.layers.2.0.projection',
+        'backbone.layers.3.0.projection',
+        'neck.lateral_convs.1.conv',
+    ]
     assert_fused_equals(fused, model, count=2)
 
 
@@ -156,14 +170,17 @@ def test_a_bare_backbone_keeps_the_norms_of_its_outputs(pvt_detector):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize('neck, levels, reason', [
-    (dict(add_extra_convs='on_input', num_outs=5), [3], 'reads the same map'),
-    (dict(start_level=1, num_outs=4), [0], 'does not read this level'),
-])
+@pytest.mark.parametrize(
+    'neck, levels, reason',
+    [
+        (dict(add_extra_convs='on_input', num_outs=5), [3], 'reads the same map'),
+        (dict(start_level=1, num_outs=4), [0], 'does not read this level'),
+    ],
+)
 def test_a_norm_with_one_reader_that_cannot_take_it_stays_whole(pvt_detector_cfg, neck, levels, reason):
     cfg = pvt_detector_cfg(norm_after_stage=True)
     cfg.neck.update(neck)
-    cfg.rpn_head.anchor_generator.strides = [4, 8, 16, 32, 64][-cfg.neck.num_outs:]
+    cfg.rpn_head.anchor_generator.strides = [4, 8, 16, 32, 64][-cfg.neck.num_outs :]
     model = MODELS.build(cfg)
     randomize(model, 3)
     slab_det.set_gamma(model, 0)
@@ -212,16 +229,23 @@ def test_adaptive_padding_keeps_the_norm_before_it(pvt_detector):
 
 
 def training_sample(size):
-    instances = InstanceData(bboxes=torch.tensor([[8., 8., 50., 40.]]), labels=torch.tensor([1]),
-                             masks=BitmapMasks(np.ones((1, *size), np.uint8), *size))
-    sample = DetDataSample(metainfo=dict(img_shape=size, batch_input_shape=size, pad_shape=size, ori_shape=size,
-                                         scale_factor=(1.0, 1.0)))
+    instances = InstanceData(
+        bboxes=torch.tensor([[8.0, 8.0, 50.0, 40.0]]),
+        labels=torch.tensor([1]),
+        masks=BitmapMasks(np.ones((1, *size), np.uint8), *size),
+    )
+    sample = DetDataSample(
+        metainfo=dict(img_shape=size, batch_input_shape=size, pad_shape=size, ori_shape=size, scale_factor=(1.0, 1.0))
+    )
     sample.gt_instances = instances
     return sample
 
 
-@pytest.mark.parametrize('backbone', [*STOCK, dict(OURS['mixed'], norm_after_stage=True, ffn_norm='pre_act')],
-                         ids=lambda backbone: backbone.get('type', 'SLABPVT'))
+@pytest.mark.parametrize(
+    'backbone',
+    [*STOCK, dict(OURS['mixed'], norm_after_stage=True, ffn_norm='pre_act')],
+    ids=lambda backbone: backbone.get('type', 'SLABPVT'),
+)
 def test_it_trains_recalibrates_and_fuses(pvt_detector_cfg, backbone):
     model = MODELS.build(pvt_detector_cfg(**backbone))
     model.init_weights()
@@ -242,13 +266,17 @@ def test_it_trains_recalibrates_and_fuses(pvt_detector_cfg, backbone):
     slab_det.set_gamma(model, 0)
     model.eval().double()
     report = slab_det.recalibrate(model, [torch.randn(2, 3, 90, 70).double()], progress=False, max_passes=40)
-    assert report.converged and report.num_norms == sum(not name.endswith('repbn') for name, m in
-                                                        model.named_modules() if isinstance(m, OfflineNorm))
+    assert report.converged and report.num_norms == sum(
+        not name.endswith('repbn') for name, m in model.named_modules() if isinstance(m, OfflineNorm)
+    )
     assert_fused_equals(slab_det.fuse(model), model, count=1)
 
 
-@pytest.mark.parametrize('backbone', [dict(OURS['mixed'], qkv_bias=False), dict(OURS['V2'], attention='focused'),
-                                      *STOCK], ids=lambda backbone: backbone.get('type', 'SLABPVT'))
+@pytest.mark.parametrize(
+    'backbone',
+    [dict(OURS['mixed'], qkv_bias=False), dict(OURS['V2'], attention='focused'), *STOCK],
+    ids=lambda backbone: backbone.get('type', 'SLABPVT'),
+)
 def test_a_saved_fused_detector_is_rebuilt_from_its_config(tmp_path, pvt_detector, pvt_detector_cfg, backbone):
     fused = slab_det.fuse(pvt_detector(**backbone))
     cfg = pvt_detector_cfg(**backbone)

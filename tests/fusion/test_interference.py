@@ -1,4 +1,5 @@
 """Layers and norms that cannot be changed alone: unknown classes around them, hooks on them, several owners."""
+
 import pytest
 import torch
 from conftest import randomize, raw_outputs
@@ -8,13 +9,21 @@ from mmdet.registry import MODELS
 from torch import nn
 
 import slab_det
+from slab_det.attention.window_attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.fusion import FusionError
-from slab_det.layers import OfflineNorm
-from slab_det.layers.attention import ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.norms import OfflineNorm
 
 BLOCK = 'backbone.stages.0.blocks.1'
-PVT = dict(type='SLABPVT', embed_dims=8, num_layers=(2, 1, 1, 1), num_heads=(1, 2, 3, 4), mlp_ratios=(2, 2, 2, 2),
-           sr_ratios=(4, 2, 2, 1), norm_cfg=dict(type='PRepBN'), norm_after_stage=True)
+PVT = dict(
+    type='SLABPVT',
+    embed_dims=8,
+    num_layers=(2, 1, 1, 1),
+    num_heads=(1, 2, 3, 4),
+    mlp_ratios=(2, 2, 2, 2),
+    sr_ratios=(4, 2, 2, 1),
+    norm_cfg=dict(type='PRepBN'),
+    norm_after_stage=True,
+)
 SIZE = (75, 102)
 
 
@@ -63,8 +72,10 @@ class OtherWindowAttention(SoftmaxWindowAttention):
     """May do anything."""
 
 
-@pytest.mark.parametrize(('part', 'kind', 'norm'), [
-    ('attn', NosyAttention, 'norm1'), ('attn.w_msa', OtherWindowAttention, 'norm1'), ('ffn', NosyFFN, 'norm2')])
+@pytest.mark.parametrize(
+    ('part', 'kind', 'norm'),
+    [('attn', NosyAttention, 'norm1'), ('attn.w_msa', OtherWindowAttention, 'norm1'), ('ffn', NosyFFN, 'norm2')],
+)
 def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(small_detector, part, kind, norm):
     model = small_detector().double()
     model.get_submodule(f'{BLOCK}.{part}').__class__ = kind
@@ -109,16 +120,19 @@ def replace_forward(module):
 
 
 @pytest.mark.filterwarnings('ignore::FutureWarning')
-@pytest.mark.parametrize(('change', 'layer', 'norm', 'reason'), [
-    (nn.utils.weight_norm, 'attn.w_msa.qkv', 'norm1', 'hooks'),
-    (nn.utils.parametrizations.weight_norm, 'attn.w_msa.qkv', 'norm1', 'ParametrizedLinear'),
-    (add_norm_hook, 'ffn.layers.0.0', 'norm2', 'hooks'),
-    (add_pre_hook, 'attn.w_msa.qkv', 'norm1', 'hooks'),
-    (add_hook, 'ffn.layers.0.0', 'norm2', 'hooks'),
-    (add_pre_hook, 'attn', 'norm1', f'{BLOCK}.attn has forward hooks'),
-    (add_pre_hook, 'ffn.layers.0', 'norm2', f'{BLOCK}.ffn.layers.0 has forward hooks'),
-    (replace_forward, 'attn.w_msa.qkv', 'norm1', 'a forward of its own'),
-])
+@pytest.mark.parametrize(
+    ('change', 'layer', 'norm', 'reason'),
+    [
+        (nn.utils.weight_norm, 'attn.w_msa.qkv', 'norm1', 'hooks'),
+        (nn.utils.parametrizations.weight_norm, 'attn.w_msa.qkv', 'norm1', 'ParametrizedLinear'),
+        (add_norm_hook, 'ffn.layers.0.0', 'norm2', 'hooks'),
+        (add_pre_hook, 'attn.w_msa.qkv', 'norm1', 'hooks'),
+        (add_hook, 'ffn.layers.0.0', 'norm2', 'hooks'),
+        (add_pre_hook, 'attn', 'norm1', f'{BLOCK}.attn has forward hooks'),
+        (add_pre_hook, 'ffn.layers.0', 'norm2', f'{BLOCK}.ffn.layers.0 has forward hooks'),
+        (replace_forward, 'attn.w_msa.qkv', 'norm1', 'a forward of its own'),
+    ],
+)
 def test_what_runs_beside_a_layer_keeps_the_norm_out_of_it(small_detector, change, layer, norm, reason):
     model = small_detector().double()
     change(model.get_submodule(f'{BLOCK}.{layer}'))
@@ -159,8 +173,10 @@ def test_a_layer_that_two_blocks_share_takes_no_norm(small_detector):
     fused = slab_det.fuse(model)
     left = left_affine(fused)
     assert left.keys() == {f'backbone.stages.0.blocks.{i}.norm1' for i in range(2)}
-    assert 'its weight is also backbone.stages.0.blocks.1.attn.w_msa.qkv.weight' in left[
-        'backbone.stages.0.blocks.0.norm1']
+    assert (
+        'its weight is also backbone.stages.0.blocks.1.attn.w_msa.qkv.weight'
+        in left['backbone.stages.0.blocks.0.norm1']
+    )
     assert_fused_equals(fused, model)
 
 

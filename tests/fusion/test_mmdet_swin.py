@@ -1,4 +1,5 @@
 """Stock mmdet SwinTransformer with our norms: it trains, recalibrates and fuses exactly."""
+
 import copy
 
 import pytest
@@ -13,21 +14,25 @@ from mmengine.config import Config
 from torch import nn
 
 import slab_det
+from slab_det.attention.window_attention import ShiftedWindowAttention
 from slab_det.fusion import mmdet_swin, save_fused
 from slab_det.fusion.verify import verify_fusion
-from slab_det.layers import OfflineNorm
-from slab_det.layers.attention import ShiftedWindowAttention
-from slab_det.layers.offline_norm import ChannelAffine
+from slab_det.norms import OfflineNorm
+from slab_det.norms.base import ChannelAffine
 
 NORMS = ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm']
 SMALL = dict(type='SwinTransformer', embed_dims=8, depths=(2, 2, 4, 2), num_heads=(1, 2, 2, 4), window_size=7)
 # Maps of 19 x 26, 10 x 13, 5 x 7 and 3 x 4 tokens: padded to windows of 7 in height and width, odd in both.
 SIZE = (75, 102)
-OPTIONS = {'qk_scale': dict(qk_scale=0.3), 'no patch_norm': dict(patch_norm=False),
-           'absolute positions': dict(use_abs_pos_embed=True, pretrain_img_size=(76, 104)),
-           'no qkv_bias': dict(qkv_bias=False), 'with_cp': dict(with_cp=True),
-           'window 4, odd strides': dict(window_size=4, strides=(4, 2, 3, 2)),
-           'out_indices': dict(out_indices=(1, 3))}
+OPTIONS = {
+    'qk_scale': dict(qk_scale=0.3),
+    'no patch_norm': dict(patch_norm=False),
+    'absolute positions': dict(use_abs_pos_embed=True, pretrain_img_size=(76, 104)),
+    'no qkv_bias': dict(qkv_bias=False),
+    'with_cp': dict(with_cp=True),
+    'window 4, odd strides': dict(window_size=4, strides=(4, 2, 3, 2)),
+    'out_indices': dict(out_indices=(1, 3)),
+}
 
 
 def assert_same_outputs(fused, model, sizes):
@@ -53,8 +58,10 @@ def set_mode(model, mode):
 @pytest.fixture
 def stock_detector(small_detector):
     """A function: a small detector on a stock Swin with random weights and statistics, float64, in eval mode."""
+
     def build(norm='PRepBN', **options):
         return small_detector(**{**SMALL, 'norm_cfg': dict(type=norm), **options}).double()
+
     return build
 
 
@@ -94,8 +101,11 @@ def test_padding_tokens_keep_the_unfused_bias(stock_detector):
     fused = slab_det.fuse(model)
     paddings = [m for m in fused.modules() if hasattr(m, 'padding_qkv')]
     assert len(paddings) == sum(SMALL['depths'])
-    for block, stock in zip((b for s in fused.backbone.stages for b in s.blocks),
-                            (b for s in model.backbone.stages for b in s.blocks), strict=True):
+    for block, stock in zip(
+        (b for s in fused.backbone.stages for b in s.blocks),
+        (b for s in model.backbone.stages for b in s.blocks),
+        strict=True,
+    ):
         assert torch.equal(block.attn.w_msa.padding_qkv, stock.attn.w_msa.qkv.bias)
         block.attn.w_msa.padding_qkv = None
     with torch.no_grad():
@@ -149,7 +159,8 @@ def test_only_the_attention_behind_an_offline_norm_is_replaced(stock_detector):
     kinds = [{type(block.attn) for block in stage.blocks} for stage in fused.backbone.stages]
     assert kinds == [{ShiftedWindowAttention}, {ShiftWindowMSA}, {ShiftedWindowAttention}, {ShiftedWindowAttention}]
     assert [fate.norm for fate in fused.fusion_report.select('kept')] == [
-        f'backbone.stages.1.blocks.{i}.norm1' for i in range(2)]
+        f'backbone.stages.1.blocks.{i}.norm1' for i in range(2)
+    ]
     assert_same_outputs(fused, model, [SIZE])
 
 
@@ -164,9 +175,14 @@ class DoublingFFN(FFN):
         return super().forward(x, identity) + x
 
 
-@pytest.mark.parametrize('part, kind, norm', [
-    ('attn', type('OtherAttention', (ShiftWindowMSA,), {}), 'norm1'),
-    ('attn.w_msa', CountingWindowMSA, 'norm1'), ('ffn', DoublingFFN, 'norm2')])
+@pytest.mark.parametrize(
+    'part, kind, norm',
+    [
+        ('attn', type('OtherAttention', (ShiftWindowMSA,), {}), 'norm1'),
+        ('attn.w_msa', CountingWindowMSA, 'norm1'),
+        ('ffn', DoublingFFN, 'norm2'),
+    ],
+)
 def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(stock_detector, part, kind, norm):
     model = stock_detector()
     model.backbone.stages[0].blocks[1].get_submodule(part).__class__ = kind
@@ -181,14 +197,27 @@ def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(stock_detector, part, k
 @pytest.mark.parametrize('training', [False, True])
 @pytest.mark.parametrize('shift', [0, 3])
 def test_replaced_attention_is_the_same_layer(shift, training):
-    theirs = ShiftWindowMSA(8, 2, 7, shift, qk_scale=0.7, attn_drop_rate=0.1, proj_drop_rate=0.2,
-                            dropout_layer=dict(type='DropPath', drop_prob=0.3)).double().train(training)
+    theirs = (
+        ShiftWindowMSA(
+            8,
+            2,
+            7,
+            shift,
+            qk_scale=0.7,
+            attn_drop_rate=0.1,
+            proj_drop_rate=0.2,
+            dropout_layer=dict(type='DropPath', drop_prob=0.3),
+        )
+        .double()
+        .train(training)
+    )
     randomize(theirs, 1)
     theirs.w_msa.proj.weight.requires_grad = False
     ours = mmdet_swin.own_attention(theirs)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
-    for (name, value), (_, reference) in zip(sorted(ours.state_dict(keep_vars=True).items()),
-                                             sorted(theirs.state_dict(keep_vars=True).items()), strict=True):
+    for (name, value), (_, reference) in zip(
+        sorted(ours.state_dict(keep_vars=True).items()), sorted(theirs.state_dict(keep_vars=True).items()), strict=True
+    ):
         assert value is reference, name
     assert {m.training for m in ours.modules()} == {training}
     assert ours.w_msa.attn_drop_rate == 0.1 and ours.w_msa.proj_drop.p == 0.2 and ours.drop.drop_prob == 0.3
@@ -218,8 +247,9 @@ def test_fusing_a_copy_leaves_the_stock_model_alone(stock_detector):
 
 def test_recomputation_changes_nothing():
     """mmdet's with_cp is the reentrant kind: gradients and running statistics as without."""
-    plain, recomputed = (set_mode(small_backbone(with_cp=with_cp, drop_path_rate=0.0).double(), True)
-                         for with_cp in (False, True))
+    plain, recomputed = (
+        set_mode(small_backbone(with_cp=with_cp, drop_path_rate=0.0).double(), True) for with_cp in (False, True)
+    )
     randomize(plain, 2)
     slab_det.set_gamma(plain, 0.5)
     recomputed.load_state_dict(plain.state_dict())
@@ -235,8 +265,14 @@ def test_recomputation_changes_nothing():
 
 @pytest.mark.parametrize('norm', NORMS)
 def test_a_stock_swin_trains_recalibrates_and_fuses(norm):
-    backbone = small_backbone(norm_cfg=dict(type=norm), depths=(2, 2), num_heads=(1, 2), strides=(4, 2),
-                              out_indices=(0, 1), drop_path_rate=0.3).double()
+    backbone = small_backbone(
+        norm_cfg=dict(type=norm),
+        depths=(2, 2),
+        num_heads=(1, 2),
+        strides=(4, 2),
+        out_indices=(0, 1),
+        drop_path_rate=0.3,
+    ).double()
     backbone.init_weights()
     slab_det.set_gamma(backbone, 0.5)
     before = copy.deepcopy(backbone.state_dict())
@@ -244,8 +280,11 @@ def test_a_stock_swin_trains_recalibrates_and_fuses(norm):
     sum(out.square().mean() for out in backbone(torch.randn(2, 3, *SIZE).double())).backward()
     assert all(parameter.grad is not None for parameter in backbone.parameters())
     optimizer.step()
-    still = {key for key, value in backbone.state_dict().items()
-             if key.endswith(('weight', 'bias', 'eta', 'running_var')) and torch.equal(value, before[key])}
+    still = {
+        key
+        for key, value in backbone.state_dict().items()
+        if key.endswith(('weight', 'bias', 'eta', 'running_var')) and torch.equal(value, before[key])
+    }
     assert not still
 
     set_mode(backbone, False)

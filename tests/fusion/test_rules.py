@@ -99,22 +99,25 @@ def hooked(layer):
     return layer
 
 
-@pytest.mark.parametrize(('layer', 'side', 'part', 'reason'), [
-    (nn.Linear(6, 4), 'input', '', ''),
-    (nn.Conv2d(6, 4, 3, padding=1), 'output', '', ''),
-    (nn.Conv2d(6, 4, 3, padding=1), 'input', '', 'padding=0'),
-    (OtherConv2d(6, 4, 1), 'input', '', 'OtherConv2d'),
-    (OtherConv2d(6, 4, 1), 'output', '', 'OtherConv2d'),
-    (nn.Identity(), 'input', '', 'Identity'),
-    (nn.Linear(6, 18), 'input', 'q', r'\[q\] of a Linear'),
-    (nn.MultiheadAttention(6, 2), 'input', 'kv', ''),
-    (nn.MultiheadAttention(6, 2), 'input', '', 'named as one of q, k, v'),
-    (nn.MultiheadAttention(6, 2), 'output', '', 'inputs of an attention'),
-    (nn.MultiheadAttention(6, 2, kdim=4), 'input', 'q', 'not packed'),
-    (computed_linear(), 'input', '', 'its weight is no parameter'),
-    (hooked(nn.Conv2d(6, 4, 1)), 'output', '', 'it has forward hooks'),
-    (hooked(nn.MultiheadAttention(6, 2)), 'input', 'q', 'it has forward hooks'),
-])
+@pytest.mark.parametrize(
+    ('layer', 'side', 'part', 'reason'),
+    [
+        (nn.Linear(6, 4), 'input', '', ''),
+        (nn.Conv2d(6, 4, 3, padding=1), 'output', '', ''),
+        (nn.Conv2d(6, 4, 3, padding=1), 'input', '', 'padding=0'),
+        (OtherConv2d(6, 4, 1), 'input', '', 'OtherConv2d'),
+        (OtherConv2d(6, 4, 1), 'output', '', 'OtherConv2d'),
+        (nn.Identity(), 'input', '', 'Identity'),
+        (nn.Linear(6, 18), 'input', 'q', r'\[q\] of a Linear'),
+        (nn.MultiheadAttention(6, 2), 'input', 'kv', ''),
+        (nn.MultiheadAttention(6, 2), 'input', '', 'named as one of q, k, v'),
+        (nn.MultiheadAttention(6, 2), 'output', '', 'inputs of an attention'),
+        (nn.MultiheadAttention(6, 2, kdim=4), 'input', 'q', 'not packed'),
+        (computed_linear(), 'input', '', 'its weight is no parameter'),
+        (hooked(nn.Conv2d(6, 4, 1)), 'output', '', 'it has forward hooks'),
+        (hooked(nn.MultiheadAttention(6, 2)), 'input', 'q', 'it has forward hooks'),
+    ],
+)
 def test_obstacles_are_named_and_refuse_the_fold(layer, side, part, reason):
     obstacle = find_obstacle(layer, side, part)
     assert bool(obstacle) == bool(reason)

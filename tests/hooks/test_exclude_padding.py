@@ -1,4 +1,5 @@
 """ExcludePaddingHook in a real run on images of several sizes."""
+
 import copy
 import math
 import pickle
@@ -11,10 +12,10 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch import nn
 
-from slab_det.errors import SlabDetError
 from slab_det.hooks.exclude_padding import exclude_padding
-from slab_det.layers import PRepBN, TokenBN
-from slab_det.layers.valid_tokens import ValidTokens
+from slab_det.norms import PRepBN, TokenBN
+from slab_det.norms.valid_tokens import ValidTokens
+from slab_det.runtime.errors import SlabDetError
 
 NORMS = ['backbone.patch_embed.norm', 'backbone.stages.1.downsample.norm', 'backbone.norm3']
 
@@ -38,8 +39,12 @@ class Watch(Hook):
         x = args[0].detach().double()
         stride = math.isqrt(self.shape[0] * self.shape[1] // x.shape[1])
         columns = self.shape[1] // stride
-        inside = torch.tensor([[i // columns * stride < height and i % columns * stride < width
-                                for i in range(x.shape[1])] for height, width in self.sizes])
+        inside = torch.tensor(
+            [
+                [i // columns * stride < height and i % columns * stride < width for i in range(x.shape[1])]
+                for height, width in self.sizes
+            ]
+        )
         self.padded[norm] = 1 - inside.double().mean()
         self.all[norm], self.inside[norm] = x.flatten(0, 1).mean(0), x[inside].mean(0)
 
@@ -47,16 +52,19 @@ class Watch(Hook):
 @pytest.fixture
 def run(small_run_cfg):
     """A function: trains two iterations on images of several sizes and watches them."""
+
     def train(*hooks, **backbone):
         cfg = small_run_cfg('-'.join(['run', *(hook['type'] for hook in hooks)]), 2, **backbone)
-        cfg.train_dataloader.dataset.pipeline.insert(2, dict(
-            type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False))
+        cfg.train_dataloader.dataset.pipeline.insert(
+            2, dict(type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False)
+        )
         cfg.custom_hooks = list(hooks)
         cfg.update(val_dataloader=None, val_cfg=None, val_evaluator=None)
         runner, watch = Runner.from_cfg(cfg), Watch()
         runner.register_hook(watch)
         runner.train()
         return watch
+
     return train
 
 
@@ -87,8 +95,9 @@ def test_other_norms_are_left_alone_and_a_preprocessor_without_sizes_is_named():
     assert preprocessor(torch.zeros(1, 3, 8, 8))['inputs'].shape == (1, 3, 8, 8)
 
 
-@pytest.mark.parametrize('copied', [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-                         ids=['deepcopy', 'pickle'])
+@pytest.mark.parametrize(
+    'copied', [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=['deepcopy', 'pickle']
+)
 def test_a_copy_of_the_model_knows_its_own_batches(copied):
     model = nn.ModuleDict(dict(data_preprocessor=DetDataPreprocessor(pad_size_divisor=32), norm=TokenBN(3)))
     exclude_padding(model, model.data_preprocessor)

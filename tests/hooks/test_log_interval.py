@@ -1,4 +1,5 @@
 """logs_after agrees with what mmengine's LoggerHook does."""
+
 from types import SimpleNamespace
 from unittest.mock import Mock
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import slab_det
-from slab_det.errors import SlabDetError
 from slab_det.hooks import ProgressiveNormHook
-from slab_det.layers import PRepBN
+from slab_det.norms import PRepBN
+from slab_det.runtime.errors import SlabDetError
 
 NUM_ITERS = 10
 
@@ -40,8 +40,10 @@ class Regression(BaseModel):
 
     def forward(self, x, target, mode='tensor'):
         for norm, linear in zip(self.norms, self.linears, strict=True):
+
             def block(x, norm=norm, linear=linear):
                 return x + linear(norm(x)).relu()
+
             x = checkpoint(block, x, use_reentrant=False) if self.with_cp and self.training else block(x)
         if not self.training:
             self.gammas_in_eval.append(self.norms[0].gamma)
@@ -64,22 +66,38 @@ class Recorder(Hook):
             raise KeyboardInterrupt
 
 
-def run(work_dir, model=None, resume=False, stop_after=None, val=False, accumulate=1, load_from=None, hook=None,
-        max_iters=NUM_ITERS, custom_hooks=()):
+def run(
+    work_dir,
+    model=None,
+    resume=False,
+    stop_after=None,
+    val=False,
+    accumulate=1,
+    load_from=None,
+    hook=None,
+    max_iters=NUM_ITERS,
+    custom_hooks=(),
+):
     torch.manual_seed(3)
     model = model or Regression()
     recorder = Recorder(stop_after)
     loader = dict(dataset=Points(), batch_size=4, num_workers=0, collate_fn=dict(type='default_collate'))
     runner = Runner(
-        model, str(work_dir), train_dataloader=dict(**loader, sampler=dict(type='InfiniteSampler', seed=0)),
+        model,
+        str(work_dir),
+        train_dataloader=dict(**loader, sampler=dict(type='InfiniteSampler', seed=0)),
         train_cfg=dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=2 if val else max_iters + 1),
         optim_wrapper=dict(optimizer=dict(type='AdamW', lr=0.01), accumulative_counts=accumulate),
         val_dataloader=dict(**loader, sampler=dict(type='DefaultSampler', shuffle=False)) if val else None,
-        val_cfg={} if val else None, val_evaluator=dict(type='DumpResults', out_file_path=f'{work_dir}/out.pkl')
-        if val else None,
+        val_cfg={} if val else None,
+        val_evaluator=dict(type='DumpResults', out_file_path=f'{work_dir}/out.pkl') if val else None,
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, by_epoch=False)),
-        custom_hooks=[hook or ProgressiveNormHook(), recorder, *custom_hooks], resume=resume, load_from=load_from,
-        experiment_name=f'{work_dir.name}-{resume}', randomness=dict(seed=0))
+        custom_hooks=[hook or ProgressiveNormHook(), recorder, *custom_hooks],
+        resume=resume,
+        load_from=load_from,
+        experiment_name=f'{work_dir.name}-{resume}',
+        randomness=dict(seed=0),
+    )
     try:
         runner.train()
     except KeyboardInterrupt:
@@ -87,15 +105,18 @@ def run(work_dir, model=None, resume=False, stop_after=None, val=False, accumula
     return runner, recorder
 
 
-@pytest.mark.parametrize('hook, expected', [
-    (dict(total=1.0), lambda t: 1 - t / 10),
-    (dict(), lambda t: max(0, 1 - t / 8)),
-    (dict(total=5, unit='iter'), lambda t: max(0, 1 - t / 5)),
-    (dict(total=2, unit='epoch'), lambda t: max(0, 1 - t / 4)),
-    (dict(total=0), lambda t: 0),
-    (dict(decay='cosine', total=1.0), lambda t: (1 + math.cos(math.pi * t / 10)) / 2),
-    (dict(decay='step', total=1.0), lambda t: 1 - math.floor(4 * t / 10) / 4),
-])
+@pytest.mark.parametrize(
+    'hook, expected',
+    [
+        (dict(total=1.0), lambda t: 1 - t / 10),
+        (dict(), lambda t: max(0, 1 - t / 8)),
+        (dict(total=5, unit='iter'), lambda t: max(0, 1 - t / 5)),
+        (dict(total=2, unit='epoch'), lambda t: max(0, 1 - t / 4)),
+        (dict(total=0), lambda t: 0),
+        (dict(decay='cosine', total=1.0), lambda t: (1 + math.cos(math.pi * t / 10)) / 2),
+        (dict(decay='step', total=1.0), lambda t: 1 - math.floor(4 * t / 10) / 4),
+    ],
+)
 def test_iteration_t_runs_with_gamma_of_t_and_the_end_stores_gamma_of_T(tmp_path, hook, expected):
     runner, recorder = run(tmp_path, hook=ProgressiveNormHook(**hook))
     assert recorder.ran_with == pytest.approx([expected(t) for t in range(NUM_ITERS)], abs=1e-12)
@@ -147,7 +168,10 @@ def test_gradient_accumulation_and_activation_checkpointing_leave_gamma_and_stat
     gammas, accumulated = final('accumulation', accumulate=2)
     assert gammas == plain_gammas
     # The first norm's input depends on no weight: its statistics see every iteration once, whoever steps when.
-    for buffer in ('running_mean', 'running_var', ):
+    for buffer in (
+        'running_mean',
+        'running_var',
+    ):
         assert torch.equal(accumulated[f'norms.0.repbn.{buffer}'], plain[f'norms.0.repbn.{buffer}'])
 
 
@@ -179,6 +203,7 @@ def test_prolonging_a_finished_run_does_not_raise_gamma(tmp_path):
 @pytest.mark.parametrize('update_buffers', [False, True])
 def test_averaged_weights_carry_the_runners_gamma(tmp_path, update_buffers):
     from mmengine.hooks import EMAHook
+
     run(tmp_path, custom_hooks=[EMAHook(momentum=0.1, update_buffers=update_buffers)], val=True)
     for t, gamma in ((4, 0.5), (NUM_ITERS, 0.0)):
         saved = torch.load(tmp_path / f'iter_{t}.pth', weights_only=False)
@@ -198,18 +223,34 @@ def test_a_model_without_prepbn_gets_a_warning(tmp_path):
     model.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
     hook = ProgressiveNormHook()
     torch.manual_seed(3)
-    runner = Runner(model, str(tmp_path), train_dataloader=dict(
-        dataset=Points(), batch_size=4, num_workers=0, collate_fn=dict(type='default_collate'),
-        sampler=dict(type='InfiniteSampler', seed=0)),
+    runner = Runner(
+        model,
+        str(tmp_path),
+        train_dataloader=dict(
+            dataset=Points(),
+            batch_size=4,
+            num_workers=0,
+            collate_fn=dict(type='default_collate'),
+            sampler=dict(type='InfiniteSampler', seed=0),
+        ),
         train_cfg=dict(type='IterBasedTrainLoop', max_iters=1),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)), custom_hooks=[hook], experiment_name='no-prepbn')
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+        custom_hooks=[hook],
+        experiment_name='no-prepbn',
+    )
     runner.train()
     assert 'the model has no PRepBN' in next(tmp_path.glob('*/*.log')).read_text()
 
 
-@pytest.mark.parametrize('arguments', [
-    dict(total=-1), dict(total=1.5), dict(decay='exponential'), dict(unit='steps'),
-])
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        dict(total=-1),
+        dict(total=1.5),
+        dict(decay='exponential'),
+        dict(unit='steps'),
+    ],
+)
 def test_wrong_arguments_are_refused(arguments):
     with pytest.raises(ValueError):
         ProgressiveNormHook(**arguments)

@@ -1,4 +1,5 @@
 """RandomStateHook: a resumed run goes on with the random numbers of the interrupted one."""
+
 from __future__ import annotations
 
 import random
@@ -14,7 +15,7 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import Dataset
 
-from slab_det.random_state import random_state, set_random_state
+from slab_det.runtime.random_state import random_state, set_random_state
 
 
 class Noisy(BaseModel):
@@ -52,17 +53,34 @@ def train(work_dir, by_epoch=False, hooks=(), resume=False, seed=5, with_hook=Tr
     sampler = {'type': 'DefaultSampler', 'shuffle': True} if by_epoch else {'type': 'InfiniteSampler'}
     length = {'by_epoch': True, 'max_epochs': 3} if by_epoch else {'by_epoch': False, 'max_iters': 8, 'val_interval': 4}
     runner = Runner(
-        Noisy(), str(work_dir), resume=resume,
+        Noisy(),
+        str(work_dir),
+        resume=resume,
         train_dataloader={'batch_size': 4, 'num_workers': 0, 'sampler': sampler, 'dataset': Points()},
-        val_dataloader={'batch_size': 4, 'num_workers': 0, 'sampler': {'type': 'DefaultSampler', 'shuffle': False},
-                        'dataset': Points()},
-        val_evaluator=[Nothing()], val_cfg={}, train_cfg=length,
+        val_dataloader={
+            'batch_size': 4,
+            'num_workers': 0,
+            'sampler': {'type': 'DefaultSampler', 'shuffle': False},
+            'dataset': Points(),
+        },
+        val_evaluator=[Nothing()],
+        val_cfg={},
+        train_cfg=length,
         optim_wrapper={'type': 'OptimWrapper', 'optimizer': {'type': 'SGD', 'lr': 0.001}},
-        default_hooks={'checkpoint': {'type': 'CheckpointHook', 'interval': 1 if by_epoch else 4, 'by_epoch': by_epoch,
-                                      'save_best': 'count', 'rule': 'greater'}},
-        custom_hooks=[*hooks, *([{'type': 'RandomStateHook'}] if with_hook else [])], randomness={'seed': seed},
+        default_hooks={
+            'checkpoint': {
+                'type': 'CheckpointHook',
+                'interval': 1 if by_epoch else 4,
+                'by_epoch': by_epoch,
+                'save_best': 'count',
+                'rule': 'greater',
+            }
+        },
+        custom_hooks=[*hooks, *([{'type': 'RandomStateHook'}] if with_hook else [])],
+        randomness={'seed': seed},
         default_scope='mmengine',
-        experiment_name=f'{work_dir.name}-{np.random.rand()}')
+        experiment_name=f'{work_dir.name}-{np.random.rand()}',
+    )
     try:
         runner.train()
     except KeyboardInterrupt:

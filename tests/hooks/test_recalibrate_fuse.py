@@ -1,4 +1,5 @@
 """RecalibrateFuseHook in real runs of a small Mask R-CNN on generated images."""
+
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,13 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 import slab_det
-from slab_det.datasets.recalibration import recalibration_dataloader
-from slab_det.detectors import build_detector
-from slab_det.errors import CheckpointError
+from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import FusionError
-from slab_det.layers.offline_norm import named_offline_norms
-from slab_det.recalibration import RecalibrationError
-from slab_det.reporting import ap_from_metrics, read_report
+from slab_det.measure.reporting import ap_from_metrics, read_report
+from slab_det.norms.base import named_offline_norms
+from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.recalibration.recalibrate import RecalibrationError
+from slab_det.runtime.errors import CheckpointError
 
 
 def load(path):
@@ -119,8 +120,11 @@ def test_resuming_a_finished_run_repeats_only_recalibration_and_fusion(finished_
     assert resumed.iter == 6
     for name, checkpoint in first.items():
         states_equal(load(work_dir / name)['state_dict'], checkpoint['state_dict'])
-    for group, old_group in zip(load(work_dir / 'iter_6.pth')['optimizer']['state'].values(),
-                                first['iter_6.pth']['optimizer']['state'].values(), strict=True):
+    for group, old_group in zip(
+        load(work_dir / 'iter_6.pth')['optimizer']['state'].values(),
+        first['iter_6.pth']['optimizer']['state'].values(),
+        strict=True,
+    ):
         assert all(torch.equal(group[key], old_group[key]) for key in group)
 
 
@@ -167,7 +171,7 @@ def test_best_checkpoints_keep_their_gamma_and_are_not_fused(small_run_cfg):
     # After 6 iterations every validation has AP 0, so the first one, at gamma 0.6, stays the best.
     cfg.default_hooks.checkpoint.update(save_best='coco/bbox_mAP', rule='greater')
     Runner.from_cfg(cfg).train()
-    best, = Path(cfg.work_dir).glob('best_*.pth')
+    (best,) = Path(cfg.work_dir).glob('best_*.pth')
     iteration = int(best.stem.rpartition('_')[2])
     gamma = load(best)['state_dict']['backbone.norm0._gamma'].item()
     assert gamma == pytest.approx(max(0.0, 1 - iteration / 5), abs=1e-12)
@@ -214,14 +218,19 @@ def test_official_recipe_keeps_loaded_statistics_and_its_output_norms(small_run_
     slab_det.set_gamma(pretrained, 0.0)
     for _, norm in named_offline_norms(pretrained):
         norm.set_statistics(torch.randn(norm.num_features), torch.rand(norm.num_features) + 0.5)
-    backbone = {key.removeprefix('backbone.'): value for key, value in pretrained.state_dict().items()
-                if key.startswith('backbone.') and not key.startswith('backbone.norm')}
+    backbone = {
+        key.removeprefix('backbone.'): value
+        for key, value in pretrained.state_dict().items()
+        if key.startswith('backbone.') and not key.startswith('backbone.norm')
+    }
     Path(cfg.work_dir).mkdir(parents=True)
     path = Path(cfg.work_dir) / 'pretrained.pth'
     torch.save(dict(state_dict=backbone), path)
     cfg.model.backbone.init_cfg = dict(type='Pretrained', checkpoint=str(path))
-    cfg.custom_hooks = [dict(type='ProgressiveNormHook', total=0),
-                        dict(type='RecalibrateFuseHook', recalibrate=False, num_images=2)]
+    cfg.custom_hooks = [
+        dict(type='ProgressiveNormHook', total=0),
+        dict(type='RecalibrateFuseHook', recalibrate=False, num_images=2),
+    ]
     runner = Runner.from_cfg(cfg)
     runner.train()
     state = load(Path(cfg.work_dir) / 'iter_2.pth')['state_dict']

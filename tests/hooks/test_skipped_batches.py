@@ -1,4 +1,5 @@
 """SkippedBatchesHook in a real run in half precision, with an image that overflows."""
+
 import json
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-from slab_det.layers.offline_norm import named_offline_norms
+from slab_det.norms.base import named_offline_norms
 
 
 class Overflow(Hook):
@@ -17,12 +18,14 @@ class Overflow(Hook):
 
     def before_train(self, runner):
         runner.model.backbone.register_forward_pre_hook(
-            lambda module, args: (args[0] * float('inf'),) if runner.iter in self.iterations else None)
+            lambda module, args: (args[0] * float('inf'),) if runner.iter in self.iterations else None
+        )
 
 
 @pytest.fixture
 def run(small_run_cfg):
     """A function: trains, and returns the runner, its warnings and what it logged as norm_skipped."""
+
     def train(norm, iters, bad, resume=False):
         cfg = small_run_cfg('run', iters, norm_cfg=dict(type=norm))
         # The scaler takes the step back, which weights would not survive.
@@ -39,6 +42,7 @@ def run(small_run_cfg):
         warnings = [line for line in next(folder.glob('*.log')).read_text().splitlines() if 'NaN or infinite' in line]
         records = map(json.loads, (folder / 'vis_data/scalars.json').read_text().splitlines())
         return runner, warnings, [record.get('norm_skipped') for record in records if 'loss' in record]
+
     return train
 
 

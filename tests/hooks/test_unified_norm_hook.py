@@ -1,4 +1,5 @@
 """UnifiedNormHook in real runs of a small Mask R-CNN on generated images."""
+
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
 from slab_det.hooks.unified_norm import UnifiedNormHook, filtered_share
-from slab_det.layers import UN
-from slab_det.layers.quadratic_norm import named_quadratic_norms
+from slab_det.norms import UN
+from slab_det.norms.quadratic import named_quadratic_norms
 
 NORM = dict(type='UN', warmup_iters=2, window_size=2)
 
@@ -60,6 +61,7 @@ def run(small_run_cfg):
         except KeyboardInterrupt:
             pass
         return runner, watch, next(Path(runner.work_dir).glob('*/*.log')).read_text()
+
     return run
 
 

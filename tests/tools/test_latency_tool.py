@@ -11,7 +11,7 @@ import torch
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.untrained import OBJECTS
+from slab_det.measure.untrained import OBJECTS
 
 TOOL = CONFIGS.parent / 'tools' / 'latency.py'
 QUICK = ('--device', 'cpu', '--size', 64, 96, '--rounds', 2, '--warmup', 1, '--threads', 1)
@@ -44,8 +44,20 @@ def latencies() -> dict[str, dict]:
 
 
 def test_end_to_end_of_deployed_models_is_measured_repeatedly(call) -> None:
-    printed = call('layernorm.py', 'prepbn.py', '--fuse', '--deploy', '--scope', 'end-to-end', '--repeat', 2,
-                   '--channels-last', '--json', 'report.json', *QUICK)
+    printed = call(
+        'layernorm.py',
+        'prepbn.py',
+        '--fuse',
+        '--deploy',
+        '--scope',
+        'end-to-end',
+        '--repeat',
+        2,
+        '--channels-last',
+        '--json',
+        'report.json',
+        *QUICK,
+    )
     assert 'layernorm (unfused, deployed)' in printed and 'prepbn (fused, deployed)' in printed
     assert 'medians of 2 repeats' in printed and 'seeded noise: ' in printed
     norm_count = {'layernorm.py': 1 + 2 * 6 + 3 + 4, 'prepbn.py': 0}

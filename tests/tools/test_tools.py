@@ -62,10 +62,14 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
         (['fuse.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
         (['recalibrate.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
         (['recalibrate.py', MAIN_CONFIG, 'same.pth', '--out', './same.pth'], 'is a folder or the checkpoint itself'),
-        (['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--num-images', 0],
-         'checkpoint nowhere.pth not found'),
-        (['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--to', 'native'],
-         'checkpoint nowhere.pth not found'),
+        (
+            ['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--num-images', 0],
+            'checkpoint nowhere.pth not found',
+        ),
+        (
+            ['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--to', 'native'],
+            'checkpoint nowhere.pth not found',
+        ),
         (['latency.py', MAIN_CONFIG, '--checkpoint', 'a', 'b'], '1 configs but 2 checkpoints'),
         (['report.py', 'nowhere.json', '--out', 'x'], 'nowhere.json not found'),
         (['attention_rank.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.png'], 'checkpoint nowhere.pth not found'),
@@ -138,8 +142,20 @@ def test_report_writes_table_and_picture(tmp_path: Path, call) -> None:
 
 
 def test_attention_rank_says_which_weights_are_random(tmp_path: Path, checkpoint: Path, call) -> None:
-    result = call('attention_rank.py', 'small.py', checkpoint, '--with', 'small.py', '--out', 'rank.png',
-                  '--size', 80, 96, '--channels', 2)
+    result = call(
+        'attention_rank.py',
+        'small.py',
+        checkpoint,
+        '--with',
+        'small.py',
+        '--out',
+        'rank.png',
+        '--size',
+        80,
+        96,
+        '--channels',
+        2,
+    )
     assert result.code == 0, result.err
     assert f'Swin-8x2211-PRepBN, weights of {tmp_path.name}/small.pth | softmax' in result.out
     assert 'Swin-8x2211-PRepBN, RANDOM WEIGHTS (seed 0) | softmax' in result.out

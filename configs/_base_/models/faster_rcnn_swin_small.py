@@ -1,6 +1,4 @@
 # Its twin without masks.
 _base_ = ['./mask_rcnn_swin_small.py']
 
-model = dict(
-    type='FasterRCNN',
-    roi_head=dict(mask_roi_extractor=None, mask_head=None))
+model = dict(type='FasterRCNN', roi_head=dict(mask_roi_extractor=None, mask_head=None))

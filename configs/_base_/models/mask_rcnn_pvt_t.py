@@ -7,7 +7,7 @@ model = dict(
         type='SLABPVT',
         num_layers=(2, 2, 2, 2),
         norm_cfg=dict(type='LN', eps=1e-6),
-        init_cfg=dict(
-            type='Pretrained',
-            checkpoint='https://github.com/whai362/PVT/releases/download/v2/pvt_tiny.pth')),
-    neck=dict(in_channels=[64, 128, 320, 512]))
+        init_cfg=dict(type='Pretrained', checkpoint='https://github.com/whai362/PVT/releases/download/v2/pvt_tiny.pth'),
+    ),
+    neck=dict(in_channels=[64, 128, 320, 512]),
+)

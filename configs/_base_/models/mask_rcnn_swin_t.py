@@ -14,5 +14,8 @@ model = dict(
         init_cfg=dict(
             type='Pretrained',
             checkpoint='https://github.com/SwinTransformer/storage/releases/download/v1.0.0/'
-                       'swin_tiny_patch4_window7_224.pth')),
-    neck=dict(in_channels=[96, 192, 384, 768]))
+            'swin_tiny_patch4_window7_224.pth',
+        ),
+    ),
+    neck=dict(in_channels=[96, 192, 384, 768]),
+)

@@ -8,11 +8,14 @@ test_cfg = dict(type='TestLoop')
 optim_wrapper = dict(
     type='OptimWrapper',
     optimizer=dict(type='AdamW', lr=5e-4, betas=(0.9, 0.999), weight_decay=0.05),
-    paramwise_cfg=dict(custom_keys={
-        'relative_position_bias_table': dict(decay_mult=0.0),
-        'norm': dict(decay_mult=0.0),
-    }),
-    clip_grad=dict(max_norm=5.0))
+    paramwise_cfg=dict(
+        custom_keys={
+            'relative_position_bias_table': dict(decay_mult=0.0),
+            'norm': dict(decay_mult=0.0),
+        }
+    ),
+    clip_grad=dict(max_norm=5.0),
+)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=100),
     dict(type='CosineAnnealingLR', by_epoch=False, begin=100, end=max_iters, T_max=max_iters - 100, eta_min=5e-6),

@@ -1,0 +1,1 @@
+"""Attention as mathematics over a geometry."""

@@ -1,0 +1,1 @@
+"""Detectors whose norms are replaced and whose weights are kept."""

@@ -1,0 +1,281 @@
+"""Makes a LayerNorm model one whose LayerNorms can be trained away."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+
+import timm.layers
+import torch
+from mmcv.cnn import build_norm_layer
+from mmengine.dist import is_main_process
+from mmengine.utils import ProgressBar
+from torch import nn
+
+from slab_det.norms.base import OfflineNorm
+from slab_det.norms.repbn import PRepBN, named_progressive_norms
+from slab_det.recalibration.moments import Moments, pool_over_ranks
+from slab_det.recalibration.recalibrate import default_forward, evaluating
+from slab_det.runtime.distributed import errors_reach_all_ranks
+from slab_det.runtime.errors import SlabDetError
+
+# These forwards normalize the last dimension and do no more. Any other may permute or apply an activation.
+LAST_DIMENSION = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward, timm.layers.LayerNormFp32.forward)
+
+# Their fused kernels read weight and bias of the norms past the norms' forward.
+READS_NORM_WEIGHTS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+class ConversionError(SlabDetError):
+    """Norms that cannot be converted or calibrated."""
+
+
+@dataclass
+class ConversionReport:
+    """What :func:`convert_norms` did.
+
+    A norm that a model holds under several names counts once, under the first.
+
+    Attributes:
+        converted: Names of the norms that were replaced.
+        kept: Name and reason of every LayerNorm that was not.
+        explained: For each calibrated norm the share of its LayerNorm's variance, over tokens and channels, that the
+            affine map reproduces: 1 is all of it.
+    """
+
+    converted: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    explained: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f'{len(self.converted)} norms converted, {len(self.kept)} kept']
+        lines += [f'  {name}: kept, {reason}' for name, reason in self.kept.items()]
+        if self.explained:
+            worst = min(self.explained, key=self.explained.get)
+            mean = sum(self.explained.values()) / len(self.explained)
+            lines.append(
+                f'  an affine map explains {mean:.1%} of their variance on average, '
+                f'least at {worst}: {self.explained[worst]:.1%}'
+            )
+        return '\n'.join(lines)
+
+
+def convert_norms(
+    model: nn.Module,
+    norm_cfg: dict | None = None,
+    calibrate: Iterable | None = None,
+    inplace: bool = False,
+    skip: Iterable[str] = (),
+) -> nn.Module:
+    """Replaces every LayerNorm over the last dimension by an offline norm that keeps its weight and bias.
+
+    A PRepBN starts at gamma = 1 and computes what the LayerNorm did. Train it with
+    :class:`slab_det.hooks.ProgressiveNormHook` down to gamma = 0; then recalibrate and fuse.
+    ``model.conversion_report`` says what became of each norm.
+
+    Args:
+        model: Any model with ``nn.LayerNorm``: mmdet's, timm's, a whole detector.
+        norm_cfg: The new norm; None means ``dict(type='PRepBN')``. The LayerNorm's eps becomes its ``ln_eps``.
+        calibrate: Batches for :func:`calibrate_norms`, which brings the RepBN branch near the LayerNorm, so that the
+            mixture moves little while gamma falls. PRepBN only.
+        inplace: Change ``model`` itself instead of a copy.
+        skip: Names of norms, or of modules that hold them, that stay as they are.
+
+    Raises:
+        ConversionError: If no LayerNorm was converted, the new norm is none of ours, or calibration fails or is asked
+            for another norm than PRepBN. ``model`` is then as it was.
+    """
+    norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
+    if not inplace:
+        model = copy.deepcopy(model)
+    report = ConversionReport()
+    names = _convertible(model, tuple(skip), report)
+    if not names:
+        kept = '; '.join(f'{name}: {reason}' for name, reason in report.kept.items())
+        raise ConversionError(f'the model has no LayerNorm to convert{f" ({kept})" if kept else ""}')
+    new_norms = {norm: _converted(norm, norm_cfg, model) for norm in names}
+    other = next((new for new in new_norms.values() if not isinstance(new, PRepBN)), None)
+    if calibrate is not None and other is not None:
+        raise ConversionError(f'only PRepBN holds a LayerNorm to calibrate by; {type(other).__name__} does not')
+    _replace(model, names, new_norms)
+    report.converted = [aliases[0] for aliases in names.values()]
+    if calibrate is not None:
+        try:
+            report.explained = calibrate_norms(model, calibrate)
+        except BaseException:
+            _replace(model, names, {norm: norm for norm in names})
+            raise
+    model.conversion_report = report
+    return model
+
+
+def calibrate_norms(
+    model: nn.Module, batches: Iterable, forward: Callable[[object], object] | None = None, progress: bool = True
+) -> dict[str, float]:
+    """Starts the RepBN branch of every PRepBN as the best affine approximation of its LayerNorm on ``batches``.
+
+    For each channel, over all tokens x of the data and y = LN(x), the scale s and the shift t that minimise
+    ``E (s x + t - y)^2`` are, where the derivatives by t and s vanish,
+
+        t = E y - s E x,    s = Cov(x, y) / Var(x).
+
+    RepBN is ``alpha (x - mu) / sigma + beta + eta x`` with mu = E x and sigma^2 = Var(x) + eps, so it is this map for
+
+        alpha = (s - eta) sigma,    beta = E y - eta E x,
+
+    with any eta. Taken is the eta that makes the sum of alpha^2 smallest, ``eta = sum(sigma^2 s) / sum(sigma^2)``: what
+    is common to all channels passes through eta, which no later change of statistics disturbs. A channel that is
+    constant but for rounding, ``Var(x) <= 1e-12 ((E x)^2 + Var(x))``, has no slope: s = 0.
+
+    Moments are pooled in float64. gamma does not change. In a distributed run each rank gives its own batches, and all
+    end with the same start.
+
+    Args:
+        model: A model whose PRepBNs are at gamma = 1, so that every LayerNorm sees what it saw in training.
+        batches: What a data loader yields, or image tensors (B, 3, H, W); at least as many tokens as channels are wise.
+        forward: Runs the model on one batch; None as in :func:`slab_det.recalibrate`.
+        progress: Show a progress bar.
+
+    Returns:
+        For each norm the share of the variance of y that the affine map explains.
+
+    Raises:
+        ConversionError: If there is no PRepBN, one is below gamma = 1, or data are missing or not finite.
+        RankError: On all other ranks, if one cannot go on.
+    """
+    norms = named_progressive_norms(model)
+    if not norms:
+        raise ConversionError("the model has no PRepBN to calibrate; use norm_cfg=dict(type='PRepBN')")
+    mixed = next((name for name, norm in norms.items() if norm.gamma < 1), None)
+    if mixed:
+        raise ConversionError(
+            f'{mixed} is at gamma = {norms[mixed].gamma:g}: its LayerNorm is partly gone; calibrate '
+            'right after loading LayerNorm weights, at gamma = 1'
+        )
+    moments = {name: Moments() for name in norms}
+    forward = forward or default_forward(model, norms)
+    bar = None
+    if progress and is_main_process():
+        print('Calibration')
+        bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
+    with errors_reach_all_ranks(), ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(evaluating(model))
+        for name, norm in norms.items():
+            stack.callback(norm.ln.register_forward_hook(lambda _, args, y, m=moments[name]: m.add(args[0], y)).remove)
+        for batch in batches:
+            forward(batch)
+            if bar is not None:
+                bar.update()
+    if bar is not None:
+        print()
+    first = next(iter(norms.values()))
+    pool_over_ranks(
+        [*moments.values()], [norm.num_features for norm in norms.values()], 2, first.statistics()[0].device
+    )
+    for name, m in moments.items():
+        if not m.count:
+            raise ConversionError(f'{name}: no batch reached this norm; check the dataset, or pass a forward')
+        if not (m.mean.isfinite().all() and m.scatter.isfinite().all()):
+            raise ConversionError(f'{name}: what passes it is not finite; check the checkpoint and the images')
+    return {name: start_as_affine(norm, moments[name]) for name, norm in norms.items()}
+
+
+@torch.no_grad()
+def start_as_affine(norm: PRepBN, moments: Moments) -> float:
+    """Sets the RepBN branch as :func:`calibrate_norms` derives, and returns the share of variance it explains."""
+    mean_x, mean_y = moments.mean
+    (sxx, sxy), (_, syy) = moments.scatter
+    repbn = norm.repbn
+    var = sxx / moments.count
+    sigma2 = var + repbn.eps
+    # Rounding noise of a constant channel must not become a slope. Any larger variance has its true one: alpha / sigma
+    # holds it, because sigma^2 contains eps already.
+    varies = var > 1e-12 * (mean_x.square() + var)
+    slope = torch.where(varies, sxy / sxx.where(varies, 1.0), 0.0)
+    eta = (sigma2 * slope).sum() / sigma2.sum()
+    repbn.set_statistics(mean_x, var)
+    repbn.eta.fill_(eta)
+    repbn.weight.copy_((slope - eta) * sigma2.sqrt())
+    repbn.bias.copy_(mean_y - eta * mean_x)
+    residual = syy - 2 * slope * sxy + slope.square() * sxx
+    return 1.0 - float(residual.sum() / syy.sum().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _convertible(model: nn.Module, skip: tuple[str, ...], report: ConversionReport) -> dict[nn.LayerNorm, list[str]]:
+    """Each LayerNorm to convert with all its names. Those that stay go into ``report``."""
+    names: dict[nn.LayerNorm, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.LayerNorm):
+            names.setdefault(module, []).append(name)
+    for norm, aliases in list(names.items()):
+        # One name that must stay keeps them all: the norm remains one.
+        reasons = [reason for name in aliases if (reason := _obstacle(model, name, norm, skip)) != '']
+        if reasons:
+            del names[norm]
+            reason = next(filter(None, reasons), None)
+            if reason is not None:
+                report.kept[aliases[0]] = reason
+    return names
+
+
+def _obstacle(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
+    """Why a LayerNorm stays: '' if it does not, None if it is part of an offline norm already."""
+    parents = list(_ancestors(model, name))
+    if any(isinstance(parent, OfflineNorm) for parent in parents):
+        return None
+    if any(name == part or name.startswith(f'{part}.') for part in skip):
+        return 'skipped'
+    if not name:
+        return 'it is the whole model'
+    if len(norm.normalized_shape) != 1:
+        return f'it normalizes over {len(norm.normalized_shape)} dimensions'
+    if type(norm).forward not in LAST_DIMENSION:
+        return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
+    if isinstance(parents[-1], READS_NORM_WEIGHTS):
+        return f'{type(parents[-1]).__name__} of torch may read its weights past its forward'
+    return ''
+
+
+def _ancestors(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules around the one called ``name``, from ``model`` to its parent."""
+    parts = name.split('.')
+    for end in range(len(parts)):
+        yield model.get_submodule('.'.join(parts[:end]))
+
+
+def _replace(model: nn.Module, names: dict[nn.LayerNorm, list[str]], new_norms: dict[nn.LayerNorm, nn.Module]) -> None:
+    for norm, aliases in names.items():
+        for name in aliases:
+            parent, _, attribute = name.rpartition('.')
+            setattr(model.get_submodule(parent), attribute, new_norms[norm])
+
+
+@torch.no_grad()
+def _converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
+    new = build_norm_layer(norm_cfg, norm.normalized_shape[0])[1]
+    if not isinstance(new, OfflineNorm):
+        raise ConversionError(f'{type(new).__name__} is no offline norm of slab_det; choose PRepBN')
+    target = new
+    if isinstance(new, PRepBN):
+        target = new.ln
+        if norm_cfg.get('ln_eps') is None:
+            target.eps = norm.eps
+    for name, given in norm.named_parameters():
+        getattr(target, name).copy_(given)
+        if not given.requires_grad:
+            getattr(target, name).requires_grad_(False)
+    given = list(norm.parameters())
+    if given and not any(parameter.requires_grad for parameter in given):
+        # A frozen stage gives no gradient to what only the new norm has, and DDP would wait for it.
+        new.requires_grad_(False)
+    example = next(chain(given, model.parameters()), None)
+    if example is not None:
+        new.to(device=example.device, dtype=example.dtype)
+    return new.train(norm.training)

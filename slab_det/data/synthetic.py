@@ -1,0 +1,302 @@
+"""Generated COCO-format images of shapes: a detection task that is learnt in minutes, without a download.
+
+Every image shows a few filled shapes over a textured, dull background. Classes differ in outline and in their typical
+hue, which overlaps with the neighbours'; sizes, rotations, stretches, brightness and textures are alike for all.
+Shapes may overlap and may be cut by the border; an annotation is what stays visible, as polygons.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+from mmdet.datasets import CocoDataset
+from mmdet.datasets.api_wrappers import COCO
+from mmdet.evaluation import CocoMetric
+from mmdet.registry import DATASETS, METRICS
+from mmengine.dist import is_main_process
+from pycocotools import mask as coco_mask
+from rich.console import Console
+from rich.progress import track
+
+from slab_det.runtime.errors import DataError
+
+CLASSES = ('circle', 'square', 'triangle', 'star')
+# Bump with every change that alters a pixel or an annotation: the cache key contains it.
+GENERATOR_VERSION = 2
+# An object of which less than this fraction of its area is visible is neither drawn over nor annotated.
+MIN_VISIBLE = 0.5
+# Objects are this many pixels across, whatever the image size is.
+OBJECT_SIZE = (28, 76)
+OBJECTS_PER_IMAGE = (2, 4)
+
+
+@dataclass(frozen=True)
+class SyntheticSpec:
+    """All that determines the images, besides the generator's version."""
+
+    num_train: int
+    num_val: int
+    size: tuple[int, int]
+    seed: int
+
+    def key(self) -> str:
+        """A short name for these images: equal specs have equal keys."""
+        text = json.dumps({'version': GENERATOR_VERSION, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def cache_root() -> Path:
+    """``$SLAB_DET_CACHE``, or ``slab_det`` in ``$XDG_CACHE_HOME`` (``~/.cache``)."""
+    if 'SLAB_DET_CACHE' in os.environ:
+        return Path(os.environ['SLAB_DET_CACHE']).expanduser()
+    return Path(os.environ.get('XDG_CACHE_HOME', '~/.cache')).expanduser() / 'slab_det'
+
+
+def generate(
+    root: str | Path | None = None,
+    num_train: int = 400,
+    num_val: int = 100,
+    size: Sequence[int] = (192, 160),
+    seed: int = 0,
+) -> Path:
+    """Writes the images and annotations once and returns the folder that holds them.
+
+    The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It is
+    built beside its place and renamed into it, so an interrupted run leaves nothing half written and two
+    processes may generate the same images at once.
+
+    Args:
+        root: The folder to write; None means ``synthetic-<key>`` in the cache folder. A folder that exists is
+            returned as it is if it was generated with the same arguments.
+        num_train: Images of the train split.
+        num_val: Images of the val split.
+        size: (width, height) of every image in pixels.
+        seed: The same seed gives the same bytes with the same versions of numpy and OpenCV.
+
+    Raises:
+        DataError: If ``root`` exists and holds something else.
+        ValueError: If a count is below 1 or the images are too small for the objects.
+    """
+    spec = SyntheticSpec(int(num_train), int(num_val), (int(size[0]), int(size[1])), int(seed))
+    if min(spec.num_train, spec.num_val) < 1:
+        raise ValueError(f'both splits need an image, got num_train={num_train}, num_val={num_val}')
+    if min(spec.size) < OBJECT_SIZE[1]:
+        raise ValueError(f'size={tuple(size)}: width and height must be at least {OBJECT_SIZE[1]} pixels')
+    root = Path(root) if root is not None else cache_root() / f'synthetic-{spec.key()}'
+    if root.exists():
+        _check_same(root, spec)
+        return root
+    root.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f'.{root.name}-', dir=root.parent))
+    try:
+        _write_splits(building, spec)
+        building.chmod(0o755)  # mkdtemp makes it private, and caches are shared.
+        try:
+            building.rename(root)
+        except OSError:
+            # Another process was faster. Its images are the same ones, or _check_same says so.
+            _check_same(root, spec)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return root
+
+
+@DATASETS.register_module()
+class SyntheticShapes(CocoDataset):
+    """CocoDataset over generated images, which are written on first use.
+
+    Args:
+        split: 'train' or 'val'.
+        data_root: None generates the images into the cache folder; a path reads what :func:`generate` wrote
+            there.
+        generator: Arguments of :func:`generate` besides ``root``; must be the same for both splits.
+        kwargs: Arguments of CocoDataset. ``ann_file`` and ``data_prefix`` follow from ``split``.
+    """
+
+    METAINFO = {
+        'classes': CLASSES,
+        # Their typical hues.
+        'palette': [(220, 50, 50), (135, 200, 40), (40, 190, 200), (140, 70, 220)],
+    }
+
+    def __init__(self, split: str, data_root: str | None = None, generator: dict | None = None, **kwargs) -> None:
+        if split not in ('train', 'val'):
+            raise ValueError(f"split must be 'train' or 'val', got {split!r}")
+        if data_root is None:
+            data_root = str(generate(**(generator or {})))
+        super().__init__(
+            data_root=data_root,
+            ann_file=f'annotations/instances_{split}.json',
+            data_prefix={'img': f'images/{split}/'},
+            **kwargs,
+        )
+
+    @property
+    def metainfo(self) -> dict:
+        """CocoDataset's, and at test time the annotation file for :class:`SyntheticShapesMetric`."""
+        # Not while training: checkpoints store that metainfo, and should hold no path of this machine.
+        return {**super().metainfo, **({'ann_file': self.ann_file} if self.test_mode else {})}
+
+
+@METRICS.register_module()
+class SyntheticShapesMetric(CocoMetric):
+    """CocoMetric on the annotation file of the SyntheticShapes it evaluates.
+
+    A config cannot name that file: it lies in a cache folder that differs between machines.
+    """
+
+    @property
+    def dataset_meta(self) -> dict | None:
+        """Set by the runner from the dataset under evaluation."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: dict) -> None:
+        self._dataset_meta = dataset_meta
+        self._coco_api = COCO(dataset_meta['ann_file'])
+
+
+def _check_same(root: Path, spec: SyntheticSpec) -> None:
+    marker = root / 'generator.json'
+    if not marker.is_file():
+        raise DataError(f'{root} exists but was not written by slab_det.data.generate; choose another folder')
+    found = json.loads(marker.read_text())
+    if found['key'] != spec.key():
+        raise DataError(f'{root} was generated with {found}, not with {asdict(spec)}; remove it or choose another')
+
+
+def _write_splits(root: Path, spec: SyntheticSpec) -> None:
+    (root / 'annotations').mkdir()
+    categories = [{'id': i, 'name': name, 'supercategory': 'shape'} for i, name in enumerate(CLASSES, start=1)]
+    for split_index, (split, count) in enumerate((('train', spec.num_train), ('val', spec.num_val))):
+        folder = root / 'images' / split
+        folder.mkdir(parents=True)
+        images: list[dict] = []
+        annotations: list[dict] = []
+        for index in _progress(range(count), f'Generating {split} images in {root.parent}'):
+            # One stream per image: more images leave the earlier ones as they are.
+            rng = np.random.default_rng([spec.seed, split_index, index])
+            pixels, objects = draw_image(rng, spec.size)
+            file_name = f'{index:05d}.png'
+            cv2.imwrite(str(folder / file_name), pixels)
+            image_id = index + 1
+            images.append({'id': image_id, 'file_name': file_name, 'width': spec.size[0], 'height': spec.size[1]})
+            for found in objects:
+                annotations.append({'id': len(annotations) + 1, 'image_id': image_id, 'iscrowd': 0, **found})
+        content = {'images': images, 'annotations': annotations, 'categories': categories}
+        (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(content))
+    (root / 'generator.json').write_text(
+        json.dumps({'key': spec.key(), 'version': GENERATOR_VERSION, **asdict(spec)}, indent=1)
+    )
+
+
+def _progress(items: Sequence[int], description: str) -> Iterator[int]:
+    console = Console(stderr=True)
+    # Drawing is about 2 ms an image: a bar for a few dozen of them would only flicker.
+    return track(items, description, console=console, disable=len(items) < 300 or not is_main_process())
+
+
+def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndarray, list[dict]]:
+    """Draws one image.
+
+    Args:
+        rng: Source of every choice.
+        size: (width, height) in pixels.
+
+    Returns:
+        The image as (H, W, 3) uint8, BGR, and one dict per object with ``category_id`` (1-based),
+        ``segmentation`` (polygons in pixels), ``bbox`` (x, y, width, height) and ``area`` in square pixels.
+    """
+    # Nearly grey: a detector trained from scratch for minutes has to find the objects first.
+    pixels = _texture(rng, size, contrast=10.0) + rng.uniform(50, 205) + rng.normal(0.0, 8.0, 3)
+    placed: list[tuple[int, np.ndarray]] = []  # class index, visible mask
+    for _ in range(rng.integers(OBJECTS_PER_IMAGE[0], OBJECTS_PER_IMAGE[1] + 1)):
+        label = int(rng.integers(len(CLASSES)))
+        mask = _fill(_outline(rng, label, size), size)
+        visible = [(other, seen & ~mask) for other, seen in placed]
+        if mask.sum() < 150 or any(
+            after.sum() < MIN_VISIBLE * before.sum() for (_, after), (_, before) in zip(visible, placed, strict=True)
+        ):
+            continue
+        placed = [*visible, (label, mask)]
+        surface = _texture(rng, size, contrast=12.0) + _colour(rng, label)
+        pixels = np.where(mask[..., None], surface, pixels)
+    noisy = pixels + rng.normal(0.0, 6.0, pixels.shape)
+    annotations = [found for label, mask in placed if (found := _annotation(label, mask)) is not None]
+    return np.clip(noisy, 0, 255).astype(np.uint8), annotations
+
+
+def _texture(rng: np.random.Generator, size: tuple[int, int], contrast: float) -> np.ndarray:
+    """Smooth random blotches, (H, W, 3), zero mean, in grey levels."""
+    cells = int(rng.integers(3, 14))
+    coarse = rng.normal(0.0, contrast, (cells, cells, 3))
+    return cv2.resize(coarse, size, interpolation=cv2.INTER_CUBIC)
+
+
+def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
+    """A saturated colour, BGR in [0, 255], whose hue scatters by 20 degrees around that of the class."""
+    hue = (label * 360 / len(CLASSES) + rng.normal(0.0, 20.0)) % 360
+    # HSV of floats in OpenCV: hue in degrees, saturation and value in [0, 1].
+    hsv = np.array([[[hue, rng.uniform(0.6, 1.0), rng.uniform(0.5, 1.0)]]], np.float32)
+    return 255 * cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0]
+
+
+def _outline(rng: np.random.Generator, label: int, size: tuple[int, int]) -> np.ndarray:
+    """Corner points (N, 2) in pixels of one randomly sized, stretched, rotated and placed shape."""
+    radius = rng.uniform(*OBJECT_SIZE) / 2
+    match CLASSES[label]:
+        case 'circle':
+            corners, radii = 48, np.full(48, 1.0)
+        case 'square':
+            corners, radii = 4, np.full(4, 1.15)
+        case 'triangle':
+            corners, radii = 3, np.full(3, 1.2)
+        case 'star':
+            corners, radii = 10, np.tile([1.2, 0.5], 5)
+    angles = np.arange(corners) * 2 * np.pi / corners
+    points = np.stack([np.cos(angles), np.sin(angles)], 1) * radii[:, None] * radius
+    stretch = np.diag([1.0, rng.uniform(0.8, 1.0)])
+    turn = rng.uniform(0, 2 * np.pi)
+    rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+    # The centre stays inside the image: at least about a quarter of a shape is seen.
+    centre = rng.uniform((0.3 * radius, 0.3 * radius), np.asarray(size) - 0.3 * radius)
+    return points @ stretch @ rotation.T + centre
+
+
+def _fill(outline: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    mask = np.zeros((size[1], size[0]), np.uint8)
+    cv2.fillPoly(mask, [np.round(outline).astype(np.int32)], 1)
+    return mask.astype(bool)
+
+
+def _annotation(label: int, mask: np.ndarray) -> dict | None:
+    """The COCO annotation of a visible mask (H, W), or None where no polygon describes it."""
+    # OpenCV's contours pass through pixel centres, COCO's polygons enclose pixels: at a quarter of a pixel
+    # the difference is too small to move one when the polygon is rasterised.
+    scale = 4
+    fine = cv2.resize(mask.astype(np.uint8), None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
+    contours, _ = cv2.findContours(fine, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
+    contours = [cv2.approxPolyDP(contour, 0.4 * scale, closed=True) for contour in contours]
+    # Slivers of a few pixels that an occluder cut off are no use as polygons.
+    polygons = [
+        ((contour.reshape(-1) + 0.5) / scale).tolist()
+        for contour in contours
+        if cv2.contourArea(contour) >= 8 * scale**2
+    ]
+    if not polygons:
+        return None
+    encoded = coco_mask.merge(coco_mask.frPyObjects(polygons, *mask.shape))
+    # Area and box of the polygons, which are what training and evaluation rasterise, not of `mask`.
+    return {
+        'category_id': label + 1,
+        'segmentation': polygons,
+        'bbox': coco_mask.toBbox(encoded).tolist(),
+        'area': float(coco_mask.area(encoded)),
+    }

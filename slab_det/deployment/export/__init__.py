@@ -1,0 +1,24 @@
+"""Detectors as ONNX files: export, parity, int8, runtimes. Needs the extra 'onnx'."""
+
+from slab_det.deployment.export.errors import ExportError
+from slab_det.deployment.export.exported_detector import ExportedDetector, paste_masks
+from slab_det.deployment.export.graph import SCOPES, build_graph, export_onnx
+from slab_det.deployment.export.parity import ParityCheck, check_parity, random_images
+from slab_det.deployment.export.quantize import quantize_onnx
+from slab_det.deployment.export.runtime import PRECISIONS, RUNTIMES, load_runtime
+
+__all__ = [
+    'PRECISIONS',
+    'RUNTIMES',
+    'SCOPES',
+    'ExportError',
+    'ExportedDetector',
+    'ParityCheck',
+    'build_graph',
+    'check_parity',
+    'export_onnx',
+    'load_runtime',
+    'paste_masks',
+    'quantize_onnx',
+    'random_images',
+]

@@ -1,0 +1,93 @@
+"""A detector becomes an ONNX file."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import slab_det
+from slab_det.deployment.export.backbones import make_size_free
+from slab_det.deployment.export.detector import DenseGraph, DetectorGraph
+from slab_det.deployment.export.errors import ExportError
+from slab_det.deployment.export.packages import need
+from slab_det.deployment.export.runtime import METADATA_KEY
+from slab_det.deployment.export.tracing import traced_sizes
+from slab_det.norms.base import named_offline_norms
+
+SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {'backbone+neck+rpn': DenseGraph, 'detector': DetectorGraph}
+# The first opset whose RoiAlign knows half pixels is 16.
+MIN_OPSET = 17
+# No multiple of anything that a map is compared with; small, because tracing runs the model.
+TRACED_SIZE = (161, 227)
+
+
+def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
+    """A copy of a detector that computes everything from the image, sizes included.
+
+    It runs as any module; exporting only writes down what it does.
+
+    Args:
+        detector: A two-stage detector in eval mode. Offline norms that are left are fused.
+        scope: 'backbone+neck+rpn' or 'detector'.
+
+    Raises:
+        ExportError: If the detector, or a part of it, has no export form.
+        FusionError: If it cannot be fused.
+    """
+    if scope not in SCOPES:
+        raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
+    if any(named_offline_norms(detector)):
+        detector = slab_det.fuse(detector)
+    else:
+        detector = copy.deepcopy(detector)
+    detector.eval()
+    make_size_free(detector)
+    return SCOPES[scope](detector).eval()
+
+
+@torch.no_grad()
+def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', opset: int = MIN_OPSET) -> None:
+    """Writes a detector as ONNX, for images of any height and width, batch 1.
+
+    Args:
+        detector: A two-stage detector in eval mode. Offline norms that are left are fused.
+        path: The file, ending in .onnx.
+        scope: 'backbone+neck+rpn' or 'detector'.
+        opset: Version of ONNX's operators, 17 at least.
+
+    Raises:
+        ExportError: If the detector, or a part of it, has no export form.
+    """
+    if opset < MIN_OPSET:
+        raise ExportError(f'opset {opset} is too old: give {MIN_OPSET} or more')
+    onnx = need('onnx')
+    graph = build_graph(detector, scope).float()
+    names = graph.output_names()
+    buffer = io.BytesIO()
+    with traced_sizes():
+        # The tracer, not torch.export: there each size is a formula that every operator simplifies anew, minutes for
+        # a Swin-T instead of seconds. What the tracer might take for a constant, the parity check finds.
+        torch.onnx.export(
+            graph,
+            (torch.rand(1, 3, *TRACED_SIZE) * 255,),
+            buffer,
+            dynamo=False,
+            opset_version=opset,
+            input_names=['image'],
+            output_names=names,
+            dynamic_axes={'image': {2: 'height', 3: 'width'}},
+        )
+    model = onnx.load_from_string(buffer.getvalue())
+    metadata = dict(version=slab_det.__version__, scope=scope, dataset_meta=getattr(detector, 'dataset_meta', None))
+    if scope == 'detector' and 'mask_logits' in names:
+        metadata['mask_threshold'] = detector.roi_head.test_cfg.mask_thr_binary
+    onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
+    onnx.checker.check_model(model)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, path)

@@ -1,0 +1,1 @@
+"""Latency, cost and reports."""

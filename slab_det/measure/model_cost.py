@@ -1,0 +1,206 @@
+"""What a forward pass costs besides time: multiply-adds, parameters, memory, and the norms that are left."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from slab_det.norms.base import ChannelAffine, OfflineNorm, named_offline_norms
+
+# _NormBase is what torch's batch and instance norms share.
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase, ChannelAffine)
+# Products of torch itself that its counter passes over.
+UNCOUNTED_PRODUCTS = {
+    'aten::_int_mm',
+    'aten::_native_multi_head_attention',
+    'aten::_transformer_encoder_layer_fwd',
+    'aten::addbmm',
+    'aten::addmv',
+    'aten::cudnn_convolution_add_relu',
+    'aten::cudnn_convolution_relu',
+    'aten::dot',
+    'aten::mv',
+}
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Cost of one forward pass at batch 1, of the same submodules and the same call as a latency beside it.
+
+    Attributes:
+        multiply_adds: Of matrix products, convolutions and attention, as they are executed: two floating-point
+            operations each, the unit of the papers' "FLOPs". Elementwise work and norms are not counted.
+        uncounted: Operators that ran and have no count, such as 'torchvision::roi_align'.
+        parameters: Numbers in parameters; a shared one counts once.
+        weights_bytes: Parameters and buffers.
+        kept_bytes: What the first forward left behind for those after it: windows, masks and biases of this size.
+        forward_bytes: The most memory that a later forward held at one time on top of both and of its input.
+        memory_source: What ``kept_bytes`` and ``forward_bytes`` were read from.
+        norms_left: Norm modules: LayerNorm, GroupNorm, RMSNorm, batch and instance norms, every
+            :class:`~slab_det.norms.OfflineNorm`, and the ChannelAffine that fusion leaves where it cannot fold.
+        norm_types: The same by type.
+    """
+
+    multiply_adds: int
+    uncounted: tuple[str, ...]
+    parameters: int
+    weights_bytes: int
+    kept_bytes: int
+    forward_bytes: int
+    memory_source: str
+    norms_left: int
+    norm_types: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that the model needs at one time: weights, what it keeps for this size, and the forward's own."""
+        return self.weights_bytes + self.kept_bytes + self.forward_bytes
+
+
+def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object], device: torch.device) -> ModelCost:
+    """Runs ``forward`` three times, twice to watch the allocator and once to count.
+
+    Neither torch.compile nor CUDA graphs may be applied yet: they hide the operators from the counter. What the model
+    keeps per size is seen only if it did not run at this size before.
+
+    Args:
+        parts: The modules that run in ``forward``.
+        forward: The call to measure; what it returns is dropped.
+        device: Where they are, 'cpu' or 'cuda'.
+    """
+    parts = nn.ModuleList(parts)
+    kept_bytes, forward_bytes, source = measure_memory(forward, device)
+    multiply_adds, uncounted = count_multiply_adds(forward)
+    norms = count_norms(parts)
+    return ModelCost(
+        multiply_adds=multiply_adds,
+        uncounted=uncounted,
+        parameters=sum(parameter.numel() for parameter in parts.parameters()),
+        weights_bytes=sum(tensor.nbytes for tensor in [*parts.parameters(), *parts.buffers()]),
+        kept_bytes=kept_bytes,
+        forward_bytes=forward_bytes,
+        memory_source=source,
+        norms_left=norms.total(),
+        norm_types=dict(norms),
+    )
+
+
+def count_norms(model: nn.Module) -> Counter[str]:
+    """The norm modules of a model by type; a norm that is made of others (PRepBN) counts once."""
+    norms = {module: type(module).__name__ for _, module in named_offline_norms(model)}
+    inside = {part for norm in norms for part in norm.modules()}
+    for module in model.modules():
+        if isinstance(module, NORMS) and not isinstance(module, OfflineNorm) and module not in inside:
+            norms[module] = type(module).__name__
+    return Counter(norms.values())
+
+
+def count_multiply_adds(forward: Callable[[], object]) -> tuple[int, tuple[str, ...]]:
+    """Multiply-adds of one call by torch's counter, and the names of the operators that it cannot count."""
+    # torch's counter hands every operator on to the mode outside of it, taken apart as far as it can.
+    # No inference mode: composite operators would arrive whole.
+    formulas = _more_formulas()
+    with torch.inference_mode(False), torch.no_grad(), _UncountedOperators(formulas) as others:
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            forward()
+    return counter.get_total_flops() // 2, tuple(sorted(others.names))
+
+
+@torch.no_grad()
+def measure_memory(forward: Callable[[], object], device: torch.device) -> tuple[int, int, str]:
+    """What the first call leaves allocated, the peak of the second on top of that, and what both were read from.
+
+    In bytes, as torch's allocators hand them out, also inside kernels; memory that C libraries take for themselves does
+    not pass them.
+    """
+    if device.type == 'cuda':
+        # The first product of a process allocates the library's workspace, which is no model's own.
+        torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device))
+        (_, kept), (peak, _) = _cuda_growth(forward, device), _cuda_growth(forward, device)
+        return kept, peak, 'torch.cuda.max_memory_allocated'
+    (_, kept), (peak, _) = _cpu_growth(forward), _cpu_growth(forward)
+    return kept, peak, "torch's CPU allocator, by torch.profiler"
+
+
+def _cuda_growth(forward: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Growth of allocated memory at its peak and at the end of a call."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    forward()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
+
+
+def _cpu_growth(forward: Callable[[], object]) -> tuple[int, int]:
+    """The same on the CPU, which keeps no such statistics."""
+    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _silent_stderr():
+        recorder.start()
+    forward()
+    with _silent_stderr():
+        recorder.stop()
+    # One event for each allocation, of what it adds, and for each release.
+    events = [event for event in recorder.profiler.kineto_results.events() if event.name() == '[memory]']
+    current = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak, current
+
+
+class _UncountedOperators(TorchDispatchMode):
+    """Writes down the operators that may multiply and that nobody counts: foreign ones, and a few of torch's."""
+
+    def __init__(self, counted: Container[torch._ops.OpOverloadPacket]) -> None:
+        super().__init__()
+        self.counted = counted
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        name = func.name().partition('.')[0]
+        foreign = func.namespace not in ('aten', 'prim', 'prims', 'profiler')
+        if (foreign or name in UNCOUNTED_PRODUCTS) and func.overloadpacket not in self.counted:
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
+    """Formulas for the linear layers with something in their kernel that deployed models use."""
+    packets = (
+        (torch.ops.mkldnn, '_linear_pointwise', 0),
+        # (bias, x, weight, …).
+        (torch.ops.aten, '_addmm_activation', 1),
+    )
+    return {
+        getattr(namespace, name): partial(_linear_flops, position)
+        for namespace, name, position in packets
+        if hasattr(namespace, name)
+    }
+
+
+def _linear_flops(position: int, *shapes: object, out_shape: torch.Size, **_: object) -> int:
+    return 2 * prod(out_shape) * shapes[position][-1]
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Hides what C++ writes: torch's profiler announces its start and stop, and that there is no GPU."""
+    kept = os.dup(2)
+    with open(os.devnull, 'w') as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

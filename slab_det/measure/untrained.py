@@ -1,0 +1,69 @@
+"""Random weights that can be timed: statistics that fit them, and heads with the same work in every detector."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from mmdet.models.dense_heads import RPNHead
+from mmdet.models.roi_heads.bbox_heads import BBoxHead
+from mmengine.config import Config
+from torch import nn
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.fusion import fuse
+from slab_det.norms import set_gamma
+from slab_det.norms.base import named_offline_norms
+from slab_det.recalibration.recalibrate import recalibrate
+
+# A choice, not a measurement: COCO has seven objects an image, and score thresholds of 0.05 let many more through.
+OBJECTS = 32
+
+
+def prepare_untrained(model: nn.Module, size: tuple[int, int] = (128, 128)) -> bool:
+    """Makes a detector with random weights cost what a trained one does, in place.
+
+    Norms are at gamma = 0, as after training, with statistics of noise: at their initial ones activations grow from
+    block to block. How much work heads have depends on what they find, and that on chance: untrained LayerNorm
+    detectors find nothing, others a hundred objects. So they are made blind: every proposal is an anchor, and the best
+    ``OBJECTS`` of them become objects, whatever the features are.
+
+    Args:
+        model: A detector in eval mode, unfused.
+        size: (height, width) of the noise.
+
+    Returns:
+        Whether the heads were of a kind that can be made blind: RPN and one box head.
+    """
+    set_gamma(model, 0.0)
+    if any(True for _ in named_offline_norms(model)):
+        noise = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
+        recalibrate(model, [noise.to(next(model.parameters()).device)], max_passes=1, progress=False)
+    rpn_head, roi_head = getattr(model, 'rpn_head', None), getattr(model, 'roi_head', None)
+    box_head = getattr(roi_head, 'bbox_head', None)
+    if not (isinstance(rpn_head, RPNHead) and isinstance(box_head, BBoxHead)):
+        return False
+    for layer in (rpn_head.rpn_cls, rpn_head.rpn_reg, box_head.fc_cls, box_head.fc_reg):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    # Sure of the first class: above every score threshold.
+    nn.init.constant_(box_head.fc_cls.bias[:1], 10.0)
+    roi_head.test_cfg.max_per_img = min(OBJECTS, roi_head.test_cfg.max_per_img)
+    return True
+
+
+def build_untrained(config: str | Path, backbone: Mapping) -> nn.Module:
+    """The detector of a config with random weights (seed 0), prepared by :func:`prepare_untrained` and fused.
+
+    Args:
+        config: Path of the config.
+        backbone: Changes of its backbone, for example ``dict(type='SwinTransformer')`` for mmdet's own.
+
+    Returns:
+        The detector in eval mode; a LayerNorm one as it is.
+    """
+    cfg = Config.fromfile(config)
+    cfg.model.backbone.update(init_cfg=None, **backbone)
+    torch.manual_seed(0)
+    model = build_detector(cfg)
+    prepare_untrained(model)
+    return fuse(model, inplace=True)

@@ -1,0 +1,200 @@
+"""Re-parameterized BatchNorm and its progressive form (SLAB, Guo et al., ICML 2024, eq. 2-4)."""
+
+from __future__ import annotations
+
+import torch
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from slab_det.norms.base import OfflineNorm
+from slab_det.norms.precision import as_half_parameter
+from slab_det.norms.rep_norm_functions import MixedNormFunction, RepBNFunction
+from slab_det.norms.token_bn import TokenBN
+
+
+@MODELS.register_module()
+class RepBN(TokenBN):
+    """``BN(x) + eta * x``, with one learnable eta per layer.
+
+    Trains with batch statistics over every token; at inference it is the affine map of Lemma 4.1:
+    scale = alpha / sigma + eta, shift = beta - alpha * mu / sigma, sigma = sqrt(var + eps).
+
+    Args:
+        num_features: Channels C.
+        eps: Added to the variance.
+        momentum: Weight of the new batch in the running statistics.
+        sync: See :class:`TokenBN`.
+
+    Shape:
+        (..., C) -> (..., C), channels last.
+
+    Raises:
+        ValueError: If the last dimension is not ``num_features``, or on a single token in training.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool | None = None) -> None:
+        super().__init__(num_features, eps, momentum, sync)
+        self.eta = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training or self.calibrating):
+            return super().forward(x) + self.eta * x
+        y = self.normalize_batch(RepBNFunction, x, (self.weight, self.bias, self.eta))
+        return as_half_parameter(y, self.weight)
+
+    @torch.no_grad()
+    def inference_affine(self) -> tuple[Tensor, Tensor]:
+        scale, shift = super().inference_affine()
+        return scale + self.eta.double(), shift
+
+
+class _KeepInGraph(torch.autograd.Function):
+    """Returns ``x`` and ties parameters to it that get no gradient.
+
+    DistributedDataParallel waits for every parameter that it has not been told is unused. At gamma = 0 the
+    LayerNorm branch is skipped; through this its parameters still count as reached, at no cost.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad, *[None] * ctx.num_parameters)
+
+
+@MODELS.register_module()
+class PRepBN(OfflineNorm):
+    """``gamma * LN(x) + (1 - gamma) * RepBN(x)``: LayerNorm that training turns into RepBN (SLAB, eq. 3).
+
+    gamma belongs to the runner (:class:`slab_det.hooks.ProgressiveNormHook`): 1 is pure LayerNorm, 0 is pure
+    RepBN, where the LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0
+    is the norm an affine map that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
+
+    Args:
+        num_features: Channels C.
+        eps: Added to the variance of the RepBN, and of the LayerNorm unless ``ln_eps`` says otherwise.
+        ln_eps: Added to the variance of the LayerNorm; PVT uses 1e-6. None means ``eps``.
+        momentum: Weight of the new batch in the running statistics.
+        sync: See :class:`TokenBN`; the LayerNorm has no statistics to pool.
+
+    Shape:
+        (..., C) -> (..., C), channels last.
+
+    Raises:
+        ValueError: If the last dimension is not ``num_features``, or on a single token in training.
+    """
+
+    STATISTICS_PREFIX = 'repbn.'
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        ln_eps: float | None = None,
+        momentum: float = 0.1,
+        sync: bool | None = None,
+    ) -> None:
+        super().__init__(num_features, eps)
+        self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
+        self.repbn = RepBN(num_features, eps, momentum, sync)
+        # The buffer travels in checkpoints, the float is what forward reads: no device sync per layer.
+        self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
+        self._gamma_value = 1.0
+
+    @property
+    def gamma(self) -> float:
+        """Share of LayerNorm in the mixture, in [0, 1]."""
+        return self._gamma_value
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f'gamma must lie in [0, 1], got {value}')
+        self._gamma_value = float(value)
+        self._gamma.fill_(self._gamma_value)
+
+    @property
+    def num_skipped(self) -> Tensor:
+        return self.repbn.num_skipped
+
+    @property
+    def calibrating(self) -> bool:
+        return self.repbn.calibrating
+
+    @calibrating.setter
+    def calibrating(self, value: bool) -> None:
+        # OfflineNorm.__init__ sets it before there is a RepBN, whose own default is the same.
+        if 'repbn' in self._modules:
+            self.repbn.calibrating = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        gamma = self._gamma_value
+        if gamma == 0.0:
+            # Also in eval mode, where norm_eval keeps norms while the model trains.
+            if torch.is_grad_enabled():
+                x = _KeepInGraph.apply(x, self.ln.weight, self.ln.bias)
+            return self.repbn(x)
+        ln, repbn = self.ln, self.repbn
+        # The RepBN's own flag, not that of the mixture: whoever freezes its statistics alone does so at every gamma.
+        if repbn.training or repbn.calibrating:
+            parameters = ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta
+            y = repbn.normalize_batch(MixedNormFunction, x, parameters, gamma, ln.eps)
+            return as_half_parameter(y, repbn.weight)
+        if gamma == 1.0 and not torch.is_grad_enabled():
+            return ln(x)
+        return gamma * ln(x) + (1.0 - gamma) * repbn(x)
+
+    def inference_affine(self) -> tuple[Tensor, Tensor]:
+        """The RepBN's affine.
+
+        Raises:
+            ValueError: While gamma > 0: LayerNorm is no affine map of its input.
+        """
+        if self._gamma_value > 0.0:
+            raise ValueError(f'PRepBN at gamma = {self._gamma_value:g} still contains LayerNorm and is not affine')
+        return self.repbn.inference_affine()
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        return self.repbn.statistics()
+
+    def set_statistics(self, mean: Tensor, var: Tensor) -> None:
+        self.repbn.set_statistics(mean, var)
+
+    def raise_buffers(self, values: dict[str, Tensor]) -> None:
+        """And keeps gamma in float64: a checkpoint must hold the value that forward uses."""
+        super().raise_buffers(values)
+        self._gamma = torch.full_like(self._gamma, self._gamma_value, dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._gamma_value = float(self._gamma)
+
+    def extra_repr(self) -> str:
+        return f'{super().extra_repr()}, ln_eps={self.ln.eps}, gamma={self._gamma_value:g}'
+
+
+def named_progressive_norms(model: nn.Module) -> dict[str, PRepBN]:
+    """Every PRepBN of ``model`` by its dotted name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PRepBN)}
+
+
+def set_gamma(model: nn.Module, value: float) -> int:
+    """Sets gamma of every PRepBN in ``model``.
+
+    Args:
+        model: Any module.
+        value: Share of LayerNorm, in [0, 1].
+
+    Returns:
+        How many norms were set.
+
+    Raises:
+        ValueError: If ``value`` lies outside [0, 1].
+    """
+    norms = named_progressive_norms(model)
+    for norm in norms.values():
+        norm.gamma = value
+    return len(norms)

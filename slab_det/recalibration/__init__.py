@@ -1,0 +1,1 @@
+"""Statistics of norms, found again on images."""

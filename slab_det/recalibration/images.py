@@ -1,0 +1,142 @@
+"""The data of a recalibration: training images as inference sees them, or as training did."""
+
+from __future__ import annotations
+
+import copy
+
+from mmdet.registry import DATASETS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
+from torch.utils.data import DataLoader, Dataset
+
+from slab_det.measure.reporting import type_name
+from slab_det.runtime.errors import DataError
+from slab_det.runtime.random_state import fixed_random_state
+
+# Where the images of a recalibration come from.
+PIPELINES = ('test', 'train')
+
+
+def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test') -> DataLoader:
+    """Images of the training set, the same whenever they are read.
+
+    Args:
+        cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
+        num_images: How many images, evenly spaced over the training set; all of a smaller one.
+        pipeline: 'test': as inference sees them, one by one, without augmentation or batch padding. 'train': as
+            training saw them, augmented and in its batches, padded to the largest of each; one by one, so that they
+            are padded to no other, where ``ExcludePaddingHook`` kept padding out of the statistics. The pipeline is
+            that of the config: hooks that switch it during training, as RTMDet's, are not followed.
+
+    Raises:
+        DataError: If there is no test-time pipeline to take, no training set or an empty one, or ``num_images``
+            is below 1.
+        ValueError: For an unknown pipeline.
+    """
+    if num_images < 1:
+        raise DataError(f'num_images={num_images}: at least one training image is needed')
+    check_pipeline(pipeline)
+    test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
+    if pipeline == 'test' and not test_loader:
+        raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
+    if not cfg.get('train_dataloader'):
+        raise DataError(
+            'recalibration needs training images, and the config has no train_dataloader; '
+            'give the one that the detector was trained with'
+        )
+    train = cfg.train_dataloader
+    dataset_cfg, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
+    while type_name(dataset_cfg['type']) == 'RepeatDataset':
+        # Images evenly spaced over it may be repetitions of a few.
+        dataset_cfg = dataset_cfg['dataset']
+    if pipeline == 'test':
+        dataset_cfg = _with_pipeline(dataset_cfg, _innermost(test_loader.dataset).pipeline)
+    elif not _excludes_padding(cfg):
+        # Which images share a batch decides how much of it is padding.
+        batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
+        batching.get('batch_sampler', {}).pop('drop_last', None)
+    # Outside a runner nobody has set it, and transforms are found by it.
+    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    dataset = DATASETS.build(dataset_cfg)
+    if hasattr(dataset, 'full_init'):
+        dataset.full_init()
+    if not len(dataset):
+        raise DataError('the training set is empty after filtering; check ann_file, metainfo and filter_cfg')
+    return Runner.build_dataloader(
+        dict(
+            **batching,
+            dataset=_Unchanging(dataset, evenly_spaced(len(dataset), num_images)),
+            # Transforms with generators or caches of their own (Albu, CachedMosaic) would go on from pass to pass in
+            # this process. Workers begin each pass with a copy of what they were at first.
+            num_workers=max(train.get('num_workers', 0), pipeline == 'train'),
+            # Kinds of images may follow each other in a dataset, and are mixed in the batches of training. Without a
+            # seed the sampler would wait for all processes to agree on one.
+            sampler=dict(type='DefaultSampler', shuffle=pipeline == 'train', round_up=False, seed=0),
+            collate_fn=dict(type='pseudo_collate'),
+        )
+    )
+
+
+def check_pipeline(pipeline: str) -> None:
+    """Raises a ValueError for what :func:`recalibration_dataloader` does not know."""
+    if pipeline not in PIPELINES:
+        raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
+
+
+class _Unchanging(Dataset):
+    """Items of a dataset, augmented alike whenever they are read: passes must see the same images."""
+
+    def __init__(self, dataset: Dataset, indices: list[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict:
+        with fixed_random_state(self.indices[index]):
+            return self.dataset[self.indices[index]]
+
+    def get_data_info(self, index: int) -> dict:
+        """What batch samplers ask for."""
+        return self.dataset.get_data_info(self.indices[index])
+
+
+def configured_pipeline(cfg: Config) -> str:
+    """The pipeline that a training with ``cfg`` recalibrates with, which is 'test' where nothing is said."""
+    return next((hook.get('pipeline', 'test') for hook in _configured_hooks(cfg, 'RecalibrateFuseHook')), 'test')
+
+
+def _excludes_padding(cfg: Config) -> bool:
+    """Whether training kept padding out of the statistics."""
+    return any(_configured_hooks(cfg, 'ExcludePaddingHook'))
+
+
+def _configured_hooks(cfg: Config, name: str) -> list[dict]:
+    hooks = [*(cfg.get('custom_hooks') or ()), *(cfg.get('default_hooks') or {}).values()]
+    return [hook for hook in hooks if isinstance(hook, dict) and type_name(hook['type']) == name]
+
+
+def evenly_spaced(length: int, count: int) -> list[int]:
+    """``count`` indices over a sequence of ``length``, from 0 on; all of a shorter one."""
+    step = max(length / count, 1.0)
+    return [int(i * step) for i in range(min(count, length))]
+
+
+def _innermost(dataset: dict) -> dict:
+    while 'dataset' in dataset or 'datasets' in dataset:
+        dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
+    return dataset
+
+
+def _with_pipeline(dataset: dict, pipeline: list) -> dict:
+    """The dataset with this pipeline at its root; a wrapper that mixes images is taken off."""
+    if type_name(dataset['type']) == 'MultiImageMixDataset':
+        return _with_pipeline(dataset['dataset'], pipeline)
+    if 'dataset' in dataset:
+        dataset['dataset'] = _with_pipeline(dataset['dataset'], pipeline)
+    elif 'datasets' in dataset:
+        dataset['datasets'] = [_with_pipeline(part, pipeline) for part in dataset['datasets']]
+    else:
+        dataset['pipeline'] = pipeline
+    return dataset

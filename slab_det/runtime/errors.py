@@ -1,0 +1,92 @@
+"""Errors that a user can act on; the command lines print them as one line and exit with code 1."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class SlabDetError(RuntimeError):
+    """Base of every expected error: its message says what is wrong, where, and what to do."""
+
+
+class ConfigError(SlabDetError):
+    """A config that cannot be read, or from which runner, model or data cannot be built."""
+
+
+class DataError(SlabDetError):
+    """An annotation file or image folder that a config asks for is missing or does not fit it."""
+
+
+class LatencyError(SlabDetError):
+    """A latency measurement that this machine or model cannot make."""
+
+
+class ReportError(SlabDetError):
+    """A report.json that cannot be read, or entries that cannot stand in one table."""
+
+
+class CheckpointError(SlabDetError):
+    """A checkpoint that cannot be read, or that does not fit the model it is loaded into."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint that is not there. mmengine expects a FileNotFoundError."""
+
+
+class RankError(SlabDetError):
+    """An error of another process of a distributed run, which ends this one too."""
+
+
+class AttentionRankError(SlabDetError):
+    """An attention map that this backbone or image does not have."""
+
+
+class DeploymentError(SlabDetError):
+    """A model that cannot be deployed as asked."""
+
+
+@contextmanager
+def config_errors(config: str) -> Iterator[None]:
+    """Turns whatever reading or building a config raises into one error that names the config.
+
+    Args:
+        config: Its file name.
+
+    Raises:
+        ConfigError: For any exception but those that say all already: ours, and those of the file system.
+    """
+    try:
+        yield
+    except (SlabDetError, OSError):
+        raise
+    except Exception as error:
+        # The text of a KeyError is its argument in quotes.
+        reason = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        reason = ' '.join(reason.split()) or 'no reason given'
+        raise ConfigError(
+            f'{config}: {type(error).__name__}: {reason}; correct the config, or the value given with --cfg-options'
+        ) from error
+
+
+def describe_os_error(error: OSError) -> str:
+    """An error of the file system as one line, with what to do about it."""
+    if 'Original Traceback' in str(error):
+        # A data loader's worker sends its whole traceback as the text.
+        return str(error).strip().splitlines()[-1]
+    if error.errno is None:
+        return str(error)
+    files = ' -> '.join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    remedy = OS_REMEDIES.get(error.errno)
+    return ''.join([f'{files}: ' if files else '', error.strerror or str(error), f'; {remedy}' if remedy else ''])
+
+
+_OTHER_FOLDER = 'choose a folder that you can write to, with --work-dir or --out'
+OS_REMEDIES = {
+    errno.ENOENT: 'check the name',
+    errno.ENOSPC: 'free some space, then go on with --resume: the checkpoints that are there are whole',
+    errno.EDQUOT: 'free some space, then go on with --resume: the checkpoints that are there are whole',
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR), _OTHER_FOLDER),
+    errno.EISDIR: 'it is a folder, give a file',
+}

@@ -1,0 +1,224 @@
+"""NMS and RoIAlign for an mmcv without compiled operators, on torchvision's.
+
+``mmcv.ops`` imports all its operators from the extension ``mmcv._ext`` at once, and mmdet imports ``mmcv.ops``. Where
+the extension was not compiled, a module of that name stands in: it computes what mmdet's two-stage detectors need and
+raises for everything else, but only when it is called.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NoReturn
+
+import mmcv
+import torch
+from torch import Tensor
+
+from slab_det.runtime.errors import SlabDetError
+
+try:
+    import torchvision
+except RuntimeError as error:
+    # "operator torchvision::nms does not exist": torch came from one index, say the one for CPUs, torchvision from
+    # another.
+    raise ImportError(
+        f'torchvision was not built for the installed torch {torch.__version__} ({error}). Install both from one '
+        'place:\n  pip install --force-reinstall torch torchvision'
+    ) from error
+
+EXTENSION = 'mmcv._ext'
+COMPILE = 'pip install --force-reinstall --no-deps --no-build-isolation --no-binary onedl-mmcv onedl-mmcv'
+
+
+def install_ops() -> bool:
+    """Puts the stand-in in the place of ``mmcv._ext`` if mmcv has no compiled operators; otherwise does nothing.
+
+    Returns:
+        Whether the stand-in is in place.
+
+    Raises:
+        ImportError: If there is a compiled extension and it does not load.
+    """
+    if EXTENSION not in sys.modules:
+        if find_spec(EXTENSION) is None:
+            sys.modules[EXTENSION] = mmcv._ext = TorchvisionOps()
+        else:
+            load_compiled_ops()
+    return isinstance(sys.modules[EXTENSION], TorchvisionOps)
+
+
+def load_compiled_ops() -> ModuleType:
+    """Imports mmcv's own extension.
+
+    Raises:
+        ImportError: If it was compiled for another torch or Python; with the commands that repair it.
+    """
+    try:
+        return import_module(EXTENSION)
+    except ImportError as error:
+        raise ImportError(
+            f'mmcv has compiled operators, but they do not load with torch {torch.__version__}: {error}\n'
+            f'Compile them again:\n  {COMPILE}\n'
+            'or remove them (slab_det then takes NMS and RoIAlign from torchvision):\n'
+            '  pip install --force-reinstall --no-deps onedl-mmcv'
+        ) from error
+
+
+class TorchvisionOps(ModuleType):
+    """The stand-in for ``mmcv._ext``: has every operator; those that torchvision lacks raise when they are called."""
+
+    def __init__(self) -> None:
+        super().__init__(EXTENSION, self.__doc__)
+        # importlib and pkgutil raise ValueError for a module in sys.modules that has no spec. Without a loader,
+        # mmcv.utils.check_ops_exist() rightly says that nothing is compiled.
+        self.__spec__ = ModuleSpec(EXTENSION, loader=None, origin=__file__)
+        self.nms = nms
+        self.roi_align_forward = roi_align_forward
+        self.roi_align_backward = roi_align_backward
+        # mmcv's collect_env asks these two; they are no operators.
+        self.get_compiler_version = lambda: f'not compiled, operators of torchvision {torchvision.__version__}'
+        self.get_compiling_cuda_version = lambda: 'not compiled'
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        # Only operators exist under any name: __path__ would make it a package, __file__ a file to read.
+        if name.startswith('__'):
+            raise AttributeError(name)
+
+        def unavailable(*args: Any, **kwargs: Any) -> NoReturn:
+            raise_unavailable(name)
+
+        return unavailable
+
+
+def raise_unavailable(op: str) -> NoReturn:
+    """Says that an operator of mmcv exists nowhere here, and what to do.
+
+    Raises:
+        SlabDetError: Always.
+    """
+    raise SlabDetError(
+        f'mmcv.ops: this model calls the operator "{op}". The installed mmcv has no compiled operators, and slab_det '
+        'supplies only nms and roi_align (average pooling), from torchvision. Choose a model without this operator, '
+        f'or compile mmcv, which needs a C++ compiler:\n  {COMPILE}'
+    )
+
+
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    """Indices of the boxes that greedy NMS keeps, by descending score.
+
+    Args:
+        boxes: Corners x1, y1, x2, y2.
+        scores: One per box.
+        iou_threshold: A box goes if it overlaps a better one by more.
+        offset: What mmcv adds to widths and heights: 1 where x2 and y2 are the last pixel inside, as in MMDetection 1.
+
+    Shape:
+        (N, 4), (N,) -> (M,)
+    """
+    # torchvision wants one dtype and mmcv does not: under AMP the boxes are float32 and the scores half.
+    dtype = torch.promote_types(at_least_float32(boxes.dtype), scores.dtype)
+    boxes = boxes.to(dtype)
+    if offset:
+        # The same corners with the last pixel's far edge: all widths, heights and intersections grow by the offset.
+        boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
+    return torchvision.ops.nms(boxes, scores.to(dtype), iou_threshold)
+
+
+def roi_align_forward(
+    input: Tensor,
+    rois: Tensor,
+    output: Tensor,
+    argmax_y: Tensor,
+    argmax_x: Tensor,
+    *,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
+) -> None:
+    """Average-pools each RoI of ``input`` into ``output``, in place; the arguments are mmcv's.
+
+    Args:
+        input: Feature maps.
+        rois: Batch index and corners of each region, in image coordinates.
+        output: Receives the result.
+        argmax_y: For maximum pooling only, unused.
+        argmax_x: For maximum pooling only, unused.
+        aligned_height: Bins along y.
+        aligned_width: Bins along x.
+        spatial_scale: Feature coordinates per image coordinate.
+        sampling_ratio: Samples per bin and axis; 0 adapts to the size of the RoI.
+        pool_mode: 1 for average; 0, maximum, is not available.
+        aligned: Whether to shift by half a pixel.
+
+    Shape:
+        (B, C, H, W), (K, 5), (K, C, aligned_height, aligned_width)
+
+    Raises:
+        SlabDetError: If ``pool_mode`` is maximum.
+    """
+    check_pool_mode(pool_mode)
+    # torchvision has no bfloat16 kernels.
+    dtype = at_least_float32(input.dtype)
+    output.copy_(
+        torchvision.ops.roi_align(
+            input.to(dtype), rois.to(dtype), (aligned_height, aligned_width), spatial_scale, sampling_ratio, aligned
+        )
+    )
+
+
+def roi_align_backward(
+    grad_output: Tensor,
+    rois: Tensor,
+    argmax_y: Tensor,
+    argmax_x: Tensor,
+    grad_input: Tensor,
+    *,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
+) -> None:
+    """Writes the gradient of :func:`roi_align_forward`'s ``input`` into ``grad_input``; other arguments as there.
+
+    Raises:
+        SlabDetError: If ``pool_mode`` is maximum.
+    """
+    check_pool_mode(pool_mode)
+    dtype = at_least_float32(grad_output.dtype)
+    # The operator that torchvision's own autograd calls. Differentiating torchvision.ops.roi_align instead would
+    # repeat the forward.
+    grad_input.copy_(
+        torch.ops.torchvision._roi_align_backward(
+            grad_output.to(dtype),
+            rois.to(dtype),
+            spatial_scale,
+            aligned_height,
+            aligned_width,
+            *grad_input.shape,
+            sampling_ratio,
+            aligned,
+        )
+    )
+
+
+def check_pool_mode(pool_mode: int) -> None:
+    """Refuses RoIAlign's maximum pooling, which torchvision does not have.
+
+    Raises:
+        SlabDetError: If ``pool_mode`` is not 1, average.
+    """
+    if pool_mode != 1:
+        raise_unavailable("roi_align with pool_mode='max'")
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precision; float64 stays."""
+    return torch.promote_types(dtype, torch.float32)

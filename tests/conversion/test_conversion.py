@@ -1,0 +1,319 @@
+"""LayerNorm models become PRepBN models that compute the same, and whose RepBN branch is close to it."""
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.multiprocessing as mp
+from conftest import randomize
+from mmdet.registry import MODELS
+from timm.layers.norm_act import LayerNormAct
+from timm.models.metaformer import LayerNormNoBias
+from torch import nn
+
+import slab_det
+from slab_det.conversion.convert import ConversionError, calibrate_norms
+from slab_det.norms import PRepBN, TokenBN, set_gamma
+
+SMALL = dict(embed_dims=8, depths=(2, 1, 1), num_heads=(1, 2, 2), strides=(4, 2, 2), out_indices=(0, 1, 2))
+
+
+def images(count=2, size=(61, 90)):
+    return torch.randn(count, 3, *size, dtype=torch.double)
+
+
+def swin(norm='LN', kind='SwinTransformer', **kwargs):
+    model = MODELS.build(dict(type=kind, **SMALL, norm_cfg=dict(type=norm), **kwargs)).double()
+    randomize(model, 0)
+    # mmdet's Swin returns None from eval().
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize('name', ['SwinTransformer', 'SLABSwin', 'pvt_v2_b0', 'swin_tiny', 'detector'])
+def test_converted_model_computes_the_same_at_gamma_1(name, small_detector):
+    if name == 'detector':
+        model = small_detector(norm_cfg=dict(type='LN')).double()
+    elif name in ('SwinTransformer', 'SLABSwin'):
+        model = swin(kind=name)
+    else:
+        kwargs = dict(embed_dim=8, depths=(1, 1, 2, 1), num_heads=(1, 1, 2, 2)) if name == 'swin_tiny' else {}
+        model_name = 'swin_tiny_patch4_window7_224' if name == 'swin_tiny' else name
+        model = timm.create_model(model_name, features_only=True, **kwargs).double().eval()
+        randomize(model, 0)
+    x = images(size=(224, 224))
+    run = model.extract_feat if name == 'detector' else model
+    num_norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
+    with torch.no_grad():
+        expected = run(x)
+        converted = slab_det.convert_norms(model)
+        outputs = (converted.extract_feat if name == 'detector' else converted)(x)
+    for output, reference in zip(outputs, expected, strict=True):
+        assert torch.equal(output, reference)
+    assert len(converted.conversion_report.converted) == num_norms > 0 and not converted.conversion_report.kept
+    assert sum(isinstance(m, PRepBN) for m in converted.modules()) == num_norms
+    assert not [m for m in model.modules() if isinstance(m, PRepBN)], 'the model given is left alone'
+
+
+def test_eps_and_weights_are_kept_and_options_win():
+    model = nn.Sequential(nn.LayerNorm(4, eps=1e-3), nn.LayerNorm(4, elementwise_affine=False))
+    randomize(model, 1)
+    model[0].weight.requires_grad_(False)
+    converted = slab_det.convert_norms(model, dict(type='PRepBN', eps=1e-4))
+    assert (converted[0].ln.eps, converted[0].repbn.eps) == (1e-3, 1e-4)
+    assert torch.equal(converted[0].ln.weight, model[0].weight) and not converted[0].ln.weight.requires_grad
+    assert converted[1].ln.eps == 1e-5 and torch.equal(converted[1].ln.weight, torch.ones(4))
+    assert slab_det.convert_norms(model, inplace=True) is model
+
+
+def test_skip_and_what_cannot_be_converted_are_reported():
+    model = nn.ModuleDict(
+        dict(
+            a=nn.LayerNorm(4),
+            b=nn.Sequential(nn.LayerNorm(4)),
+            c=nn.LayerNorm((2, 4)),
+            d=timm.layers.LayerNorm2d(4),
+            e=PRepBN(4),
+        )
+    )
+    report = slab_det.convert_norms(model, skip=['b']).conversion_report
+    assert report.converted == ['a']
+    assert {name: reason.split()[0] for name, reason in report.kept.items()} == {
+        'b.0': 'skipped',
+        'c': 'it',
+        'd': 'LayerNorm2d',
+    }
+    assert '1 norms converted, 3 kept' in str(report)
+
+
+class CenteredNorm(nn.LayerNorm):
+    """Its name does not tell that it is another map."""
+
+    def forward(self, x):
+        return super().forward(x) - x.mean(-2, keepdim=True)
+
+
+@pytest.mark.parametrize('norm', [LayerNormAct(4), CenteredNorm(4), timm.layers.LayerNorm2dFp32(4)])
+def test_a_norm_with_a_forward_of_its_own_is_kept(norm):
+    model = nn.Sequential(nn.LayerNorm(4), norm)
+    converted = slab_det.convert_norms(model)
+    assert type(converted[1]) is type(norm)
+    assert type(norm).__name__ in converted.conversion_report.kept['1']
+
+
+@pytest.mark.parametrize('norm', [timm.layers.LayerNorm(4), timm.layers.LayerNormFp32(4), LayerNormNoBias(4)])
+def test_norms_of_timm_over_the_last_dimension_are_converted(norm):
+    model = nn.Sequential(norm).double().eval()
+    randomize(model, 4)
+    x = torch.randn(2, 3, 4, dtype=torch.double)
+    with torch.no_grad():
+        # LayerNormFp32 rounds to what its name says.
+        torch.testing.assert_close(slab_det.convert_norms(model)(x), model(x), rtol=1e-6, atol=1e-6)
+
+
+def test_norms_whose_owner_reads_their_weights_are_kept():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8)), nn.LayerNorm(8)).eval()
+    randomize(model, 5)
+    converted = slab_det.convert_norms(model)
+    assert converted.conversion_report.converted == ['0.norm', '1']
+    assert len(converted.conversion_report.kept) == 4
+    assert all('TransformerEncoderLayer' in reason for reason in converted.conversion_report.kept.values())
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        assert torch.equal(converted(x), model(x))
+
+
+def test_a_shared_norm_stays_shared():
+    norm, block = nn.LayerNorm(4), nn.Sequential(nn.LayerNorm(4))
+    model = nn.ModuleDict(dict(a=norm, b=norm, c=block, d=block))
+    converted = slab_det.convert_norms(model)
+    assert converted.conversion_report.converted == ['a', 'c.0']
+    assert isinstance(converted.a, PRepBN) and converted.a is converted.b
+    assert isinstance(converted.c[0], PRepBN) and converted.c is converted.d
+    kept = slab_det.convert_norms(model, skip=['b'])
+    assert kept.conversion_report.kept == {'a': 'skipped'} and kept.a is kept.b and not isinstance(kept.a, PRepBN)
+
+
+@pytest.mark.parametrize('gamma', [1.0, 0.5, 0.0])
+def test_frozen_norms_are_frozen_whole(gamma):
+    """DDP waits for the gradient of each parameter that asks for one."""
+    model = slab_det.convert_norms(swin(kind='SLABSwin', frozen_stages=1))
+    frozen = {
+        name
+        for name, norm in model.named_modules()
+        if isinstance(norm, PRepBN) and not any(parameter.requires_grad for parameter in norm.parameters())
+    }
+    assert frozen == {
+        'patch_embed.norm',
+        'norm0',
+        'stages.0.downsample.norm',
+        *(f'stages.0.blocks.{i}.norm{j}' for i in range(2) for j in (1, 2)),
+    }
+    set_gamma(model, gamma)
+    # As before conversion: eval mode for what is frozen, and what it outputs takes no gradient.
+    sum(output.square().sum() for output in model.train()(images())).backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not [name for name in without if gamma > 0 or '.ln.' not in name]
+
+
+@pytest.mark.parametrize('kind', ['mmengine.PRepBN', PRepBN, 'PRepBN'])
+def test_prepbn_is_known_however_it_is_named(kind):
+    model = nn.Sequential(nn.LayerNorm(3, eps=1e-3)).double()
+    randomize(model, 6)
+    converted = slab_det.convert_norms(model, dict(type=kind), calibrate=[torch.randn(4, 5, 3, dtype=torch.double)])
+    assert torch.equal(converted[0].ln.weight, model[0].weight) and converted[0].ln.eps == 1e-3
+    assert set(converted.conversion_report.explained) == {'0'}
+
+
+@pytest.mark.parametrize(
+    ('norm_cfg', 'calibrate'),
+    [
+        (dict(type='PRepBN'), []),
+        (dict(type='PRepBN'), [torch.full((2, 5, 3), torch.nan)]),
+        (dict(type='TokenBN'), [torch.randn(2, 5, 3)]),
+        (dict(type='GN', num_groups=1), None),
+    ],
+)
+def test_a_failed_conversion_in_place_leaves_the_model(norm_cfg, calibrate):
+    norm = nn.LayerNorm(3)
+    model = nn.Sequential(nn.Sequential(norm, nn.LayerNorm(3)), norm)
+    before = dict(model.named_modules(remove_duplicate=False))
+    with pytest.raises(ConversionError):
+        slab_det.convert_norms(model, norm_cfg, calibrate=calibrate, inplace=True)
+    after = dict(model.named_modules(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    assert not hasattr(model, 'conversion_report')
+
+
+def test_layernorm_weights_start_a_token_bn():
+    converted = slab_det.convert_norms(swin(), dict(type='TokenBN'))
+    assert sum(isinstance(m, TokenBN) for m in converted.modules()) == len(converted.conversion_report.converted)
+    assert torch.equal(converted.norm0.weight, swin().norm0.weight)
+
+
+def test_repbn_branch_is_the_least_squares_line_of_each_channel():
+    norm = nn.Sequential(nn.LayerNorm(5)).double()
+    randomize(norm, 3)
+    # Tokens of very different length: LayerNorm is far from affine on them.
+    batches = [torch.randn(2, n, 5).double() * torch.rand(2, n, 1) * 3 + torch.arange(5) for n in (40, 7, 100)]
+    x = torch.cat([b.flatten(0, 1) for b in batches])
+    y = norm(x).detach()
+    converted = slab_det.convert_norms(norm, calibrate=batches)
+    scale, shift = converted[0].repbn.inference_affine()
+    for c in range(5):
+        slope, intercept = np.polyfit(x[:, c].numpy(), y[:, c].numpy(), 1)
+        assert (float(scale[c]), float(shift[c])) == pytest.approx((slope, intercept), rel=1e-8, abs=1e-8)
+    residual = (scale * x + shift - y).square().sum() / (y - y.mean(0)).square().sum()
+    assert converted.conversion_report.explained['0'] == pytest.approx(1 - float(residual), abs=1e-9)
+    repbn = converted[0].repbn
+    torch.testing.assert_close(repbn.running_mean, x.mean(0))
+    torch.testing.assert_close(repbn.running_var, x.var(0, unbiased=False))
+    for other in (repbn.eta + 1e-3, repbn.eta - 1e-3):
+        alpha = (scale - other) * (repbn.running_var + repbn.eps).sqrt()
+        assert alpha.square().sum() > repbn.weight.square().sum(), 'eta leaves the smallest alpha'
+
+
+@pytest.mark.parametrize('std', [1e-1, 1e-3, 1e-5])
+def test_channels_that_hardly_vary_have_their_least_squares_line_too(std):
+    """Variances far below eps; a channel that does not vary at all has no line but its mean."""
+    norm = nn.Sequential(nn.LayerNorm(4)).double()
+    randomize(norm, 7)
+    x = torch.randn(3, 50, 4, dtype=torch.double)
+    x[..., 0] = 0.5 + std * x[..., 0] + 0.3 * std * x[..., 1]
+    x[..., 3] = 0.1
+    y = norm(x).detach()
+    repbn = slab_det.convert_norms(norm, calibrate=list(x[:, None]))[0].repbn
+    scale, shift = repbn.inference_affine()
+    for c in range(3):
+        slope, intercept = np.polyfit(x[..., c].flatten().numpy(), y[..., c].flatten().numpy(), 1)
+        best = np.square(slope * x[..., c].numpy() + intercept - y[..., c].numpy()).mean()
+        mine = float((scale[c] * x[..., c] + shift[c] - y[..., c]).square().mean())
+        assert mine == pytest.approx(best, rel=1e-9), (c, mine, best)
+        assert float(scale[c]) == pytest.approx(slope, rel=1e-6)
+    assert float(scale[3]) == pytest.approx(0, abs=1e-12)
+    assert float(shift[3]) == pytest.approx(float(y[..., 3].mean()), rel=1e-9)
+
+
+def line(seed=8):
+    model = nn.Sequential(nn.LayerNorm(3)).double()
+    randomize(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    return slab_det.convert_norms(model), [torch.randn(2, n, 3, generator=generator).double() + n for n in (4, 9, 2)]
+
+
+def _calibrate_on_rank(rank, world_size, folder):
+    # An error of one must not leave the other waiting for so long.
+    torch.distributed.init_process_group(
+        'gloo',
+        init_method=f'file://{folder}/rendezvous',
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    for case, first in (('shared', 2), ('one_idle', 3)):
+        model, batches = line()
+        calibrate_norms(model, batches[:first] if rank == 0 else batches[first:], progress=False)
+        torch.save(model.state_dict(), f'{folder}/{case}{rank}.pt')
+    model, batches = line()
+    before = copy.deepcopy(model.state_dict())
+    try:
+        # The second process has a batch with other channels.
+        calibrate_norms(model, batches if rank == 0 else [batches[0], batches[1][..., :2]], progress=False)
+    except Exception as error:
+        same = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        Path(f'{folder}/error{rank}').write_text(f'{type(error).__name__}: {error}; unchanged: {same}')
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_calibrate_as_one_would(tmp_path):
+    mp.spawn(_calibrate_on_rank, (2, str(tmp_path)), nprocs=2)
+    alone, batches = line()
+    calibrate_norms(alone, batches, progress=False)
+    for case in ('shared', 'one_idle'):
+        ranks = [torch.load(tmp_path / f'{case}{rank}.pt') for rank in range(2)]
+        for key, value in alone.state_dict().items():
+            assert torch.equal(ranks[0][key], ranks[1][key]), (case, key)
+            torch.testing.assert_close(ranks[0][key], value, rtol=1e-9, atol=1e-9)
+    told, failed = ((tmp_path / f'error{rank}').read_text() for rank in range(2))
+    assert failed.startswith('RuntimeError: ') and 'normalized_shape' in failed and told.startswith('RankError: ')
+    assert 'process 1 of 2 failed' in told and 'normalized_shape' in told, told
+    assert told.endswith('unchanged: True') and failed.endswith('unchanged: True')
+
+
+def test_calibrated_mixture_moves_less_than_the_default_start():
+    model, x = swin(), images(4)
+    batches = [images(4) for _ in range(3)]
+    with torch.no_grad():
+        expected = model(x)
+        distances = []
+        for calibrate in (None, batches):
+            converted = slab_det.convert_norms(model, calibrate=calibrate)
+            set_gamma(converted, 0.8)
+            distances.append([float((a - b).norm() / b.norm()) for a, b in zip(converted(x), expected, strict=True)])
+    assert all(near < 0.5 * far for far, near in zip(*distances, strict=True)), distances
+
+
+def test_wrong_uses_are_named():
+    model = slab_det.convert_norms(swin())
+    with pytest.raises(ConversionError, match='no LayerNorm'):
+        slab_det.convert_norms(nn.Linear(2, 2))
+    with pytest.raises(ConversionError, match='whole model'):
+        slab_det.convert_norms(nn.LayerNorm(2))
+    with pytest.raises(ConversionError, match='only PRepBN'):
+        slab_det.convert_norms(swin(), dict(type='TokenBN'), calibrate=[images()])
+    with pytest.raises(ConversionError, match='no offline norm'):
+        slab_det.convert_norms(swin(), dict(type='GN', num_groups=2))
+    with pytest.raises(ConversionError, match='no batch'):
+        calibrate_norms(model, [])
+    with pytest.raises(ConversionError, match='not finite'):
+        calibrate_norms(model, [images() * float('nan')])
+    set_gamma(model, 0.5)
+    with pytest.raises(ConversionError, match='gamma = 0.5.*gamma = 1'):
+        calibrate_norms(model, [images()])
+    with pytest.raises(ConversionError, match='no PRepBN'):
+        calibrate_norms(swin(), [images()])

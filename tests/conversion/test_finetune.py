@@ -1,0 +1,182 @@
+"""A trained LayerNorm detector is converted, fine-tuned and fused, all through real files and runs."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS
+from mmdet.apis import DetInferencer
+from mmengine.config import Config
+from mmengine.hooks import EMAHook
+from mmengine.runner import Runner
+
+import slab_det
+from slab_det.checkpoints.build import build_detector
+from slab_det.conversion.convert import ConversionError
+from slab_det.conversion.finetune import convert_detector, finetune_config
+from slab_det.fusion import FusionError
+from slab_det.norms import PRepBN
+from slab_det.recalibration.images import recalibration_dataloader
+
+STOCK_SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
+
+
+def layernorm_run(small_run_cfg, backbone):
+    cfg = small_run_cfg('layernorm', max_iters=2, norm_cfg=dict(type='LN'))
+    cfg.custom_hooks = []
+    if backbone:
+        cfg.model.backbone = dict(backbone)
+    return cfg
+
+
+@pytest.fixture
+def schedule(small_run_cfg):
+    """What a user would write in a file: two iterations, the decay in the first half."""
+    cfg = small_run_cfg('schedule', max_iters=2)
+    hooks = [dict(type='ProgressiveNormHook', total=0.5), dict(type='RecalibrateFuseHook', num_images=4, max_passes=2)]
+    return Config(
+        dict(
+            train_cfg=cfg.train_cfg,
+            optim_wrapper=cfg.optim_wrapper,
+            param_scheduler=cfg.param_scheduler,
+            custom_hooks=hooks,
+        )
+    )
+
+
+# SLABSwin goes the same way in tests/e2e/test_commands.py.
+def test_stock_layernorm_detector_ends_without_norms(small_run_cfg, schedule, tmp_path):
+    cfg = layernorm_run(small_run_cfg, STOCK_SWIN)
+    Runner.from_cfg(copy.deepcopy(cfg)).train()
+    trained = tmp_path / 'layernorm' / 'iter_2.pth'
+    checkpoint, config, report = convert_detector(
+        cfg, str(trained), tmp_path / 'out' / 'prepbn.pth', schedule, recalibration_dataloader(cfg, 4)
+    )
+    assert report.converted == list(report.explained) and not report.kept
+    assert all(name.startswith('backbone.') for name in report.converted)
+
+    new_cfg = Config.fromfile(config)
+    before, after = build_detector(cfg, str(trained)), build_detector(new_cfg, str(checkpoint))
+    norms = [m for m in after.modules() if isinstance(m, PRepBN)]
+    assert len(norms) == len(report.converted) and {norm.gamma for norm in norms} == {1.0}
+    assert any(norm.repbn.running_mean.any() for norm in norms)
+    images = torch.randn(1, 3, 70, 90)
+    with torch.no_grad():
+        for one, other in zip(before.extract_feat(images), after.extract_feat(images), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(FusionError, match='gamma = 1'):
+        slab_det.fuse(after)
+
+    new_cfg.work_dir, new_cfg.experiment_name = str(tmp_path / 'finetune'), f'{tmp_path.name}-finetune'
+    Runner.from_cfg(new_cfg).train()
+    fused = build_detector(
+        Config.fromfile(tmp_path / 'finetune' / 'fused_config.py'), str(tmp_path / 'finetune' / 'fused.pth')
+    )
+    assert not [m for m in fused.backbone.modules() if isinstance(m, (PRepBN, torch.nn.LayerNorm))]
+
+
+def test_default_schedule_ends_an_endless_sampler(small_run_cfg, tmp_path):
+    cfg = layernorm_run(small_run_cfg, None)
+    source = tmp_path / 'random.pth'
+    torch.save(dict(state_dict=build_detector(cfg).state_dict()), source)
+    schedule = Config.fromfile(CONFIGS / '_base_/schedules/finetune_prepbn.py')
+    _, config, report = convert_detector(cfg, str(source), tmp_path / 'prepbn.pth', schedule)
+    new_cfg = Config.fromfile(config)
+    assert cfg.train_dataloader.sampler.type == 'InfiniteSampler'
+    assert new_cfg.train_dataloader.sampler.type == 'DefaultSampler'
+    assert new_cfg.train_cfg.max_epochs == 3 and new_cfg.load_from == str(tmp_path / 'prepbn.pth')
+    assert [hook.type for hook in new_cfg.custom_hooks] == ['ProgressiveNormHook', 'RecalibrateFuseHook']
+    assert not report.explained, 'nothing to calibrate on was given'
+    norms = [m for m in build_detector(new_cfg, new_cfg.load_from).modules() if isinstance(m, PRepBN)]
+    assert norms and not any(norm.statistics_loaded for norm in norms), 'norm_eval must not freeze initial statistics'
+
+
+@pytest.fixture
+def convert(small_run_cfg, schedule, tmp_path):
+    """A function: the config and the checkpoint that come of a random detector whose checkpoint has this ``meta``."""
+
+    def convert(meta):
+        cfg = layernorm_run(small_run_cfg, None)
+        torch.save(dict(meta=meta, state_dict=build_detector(cfg).state_dict()), tmp_path / 'random.pth')
+        checkpoint, config, _ = convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
+        return str(config), str(checkpoint)
+
+    return convert
+
+
+CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
+
+
+@pytest.mark.parametrize(
+    ('meta', 'expected'),
+    [
+        (dict(CLASSES=CLASSES, PALETTE=PALETTE), dict(classes=CLASSES, palette=PALETTE)),
+        (dict(CLASSES=CLASSES), dict(classes=CLASSES)),
+        (dict(dataset_meta=dict(classes=CLASSES, palette=PALETTE)), dict(classes=CLASSES, palette=PALETTE)),
+        ({}, None),
+    ],
+)
+def test_class_names_of_every_mmdet_survive(convert, meta, expected):
+    config, checkpoint = convert(meta)
+    written = torch.load(checkpoint, weights_only=False)['meta']
+    assert written.get('dataset_meta') == expected and ('dataset_meta' in written) == (expected is not None)
+    inferencer = DetInferencer(config, checkpoint, device='cpu', show_progress=False)
+    names = inferencer.visualizer.dataset_meta['classes']
+    # Without names mmdet takes those of its test set or of COCO.
+    assert expected is None or tuple(names) == CLASSES
+
+
+def test_hooks_of_the_detector_stay_unless_the_schedule_brings_theirs(small_run_cfg, schedule):
+    cfg = layernorm_run(small_run_cfg, None)
+    cfg.custom_hooks = [dict(type=EMAHook, momentum=0.1), dict(type='mmengine.ProgressiveNormHook', total=0.1)]
+    cfg.default_hooks.checkpoint.update(save_best='coco/bbox_mAP', max_keep_ckpts=7)
+    result = finetune_config(cfg, schedule, dict(type='PRepBN'), Path('out.pth'))
+    assert list(result.custom_hooks) == [cfg.custom_hooks[0], *schedule.custom_hooks]
+    assert result.default_hooks.checkpoint == cfg.default_hooks.checkpoint
+    assert result.log_processor == cfg.log_processor and result.train_dataloader == cfg.train_dataloader
+    assert result.load_from == str(Path.cwd() / 'out.pth')
+    schedule.pop('custom_hooks')
+    assert finetune_config(cfg, schedule, dict(type='PRepBN'), Path('out.pth')).custom_hooks == cfg.custom_hooks
+
+
+EPOCHS = dict(
+    train_cfg=dict(type='EpochBasedTrainLoop', max_epochs=3, val_interval=2),
+    sampler=dict(type='DefaultSampler', shuffle=True, round_up=True),
+    interval=1,
+)
+ITERATIONS = dict(
+    train_cfg=dict(type='IterBasedTrainLoop', max_iters=500, val_interval=250),
+    sampler=dict(type='InfiniteSampler', shuffle=True),
+    interval=250,
+)
+
+
+@pytest.mark.parametrize(('before', 'after'), [(EPOCHS, ITERATIONS), (ITERATIONS, EPOCHS)])
+def test_a_schedule_that_counts_otherwise_makes_everything_count_so(small_run_cfg, before, after):
+    by_epoch = after is EPOCHS
+    cfg = layernorm_run(small_run_cfg, None)
+    cfg.train_cfg = before['train_cfg']
+    cfg.train_dataloader.sampler = before['sampler']
+    cfg.log_processor = dict(type='LogProcessor', window_size=7, by_epoch=not by_epoch)
+    cfg.default_hooks.checkpoint = dict(
+        type='CheckpointHook', interval=12, by_epoch=not by_epoch, save_begin=24, save_best='auto', max_keep_ckpts=2
+    )
+    result = finetune_config(cfg, Config(dict(train_cfg=after['train_cfg'])), dict(type='PRepBN'), Path('out.pth'))
+    assert result.train_cfg == after['train_cfg']
+    assert result.default_hooks.checkpoint == dict(
+        type='CheckpointHook', interval=after['interval'], by_epoch=by_epoch, save_best='auto', max_keep_ckpts=2
+    )
+    assert result.log_processor == dict(type='LogProcessor', window_size=7, by_epoch=by_epoch)
+    sampler = dict(result.train_dataloader.sampler)
+    sampler.pop('round_up', None)
+    assert sampler == dict(type=after['sampler']['type'], shuffle=True)
+
+
+def test_a_detector_without_layernorm_is_refused(small_run_cfg, schedule, tmp_path):
+    cfg = small_run_cfg('prepbn')
+    source = tmp_path / 'random.pth'
+    torch.save(dict(state_dict=build_detector(cfg).state_dict()), source)
+    with pytest.raises(ConversionError, match='no LayerNorm'):
+        convert_detector(cfg, str(source), tmp_path / 'out.pth', schedule)
+    assert not (tmp_path / 'out.pth').exists()

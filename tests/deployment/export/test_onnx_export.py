@@ -1,0 +1,178 @@
+"""The exported graph against mmdet's own prediction, and the file against the graph, at several sizes."""
+
+import copy
+
+import onnx
+import pytest
+import torch
+from conftest import SLA, randomize
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmdet.structures.bbox import bbox2roi
+
+import slab_det
+from slab_det.deployment.export import ExportError, build_graph, check_parity, export_onnx, load_runtime, random_images
+
+PVT = dict(
+    type='SLABPVT',
+    embed_dims=8,
+    num_layers=(1, 1, 1, 1),
+    num_heads=(1, 2, 3, 4),
+    mlp_ratios=(2, 2, 2, 2),
+    sr_ratios=(4, 2, 2, 1),
+    pretrain_img_size=64,
+    norm_cfg=dict(type='PRepBN', ln_eps=1e-6),
+)
+BACKBONES = {
+    'Swin': {},
+    'SLAB-Swin': dict(SLA, mask_padding=True),
+    'Flatten-Swin': dict(attention='focused', norm_cfg=dict(type='LN'), use_abs_pos_embed=True),
+    'stock Swin': dict(type='SwinTransformer'),
+    'PVT': PVT,
+    'SLAB-PVT': dict(PVT, attention=('sla', 'focused', 'sla', 'sla'), la_sr_ratios=(2, 1, 1, 1)),
+    'PVT-LN': dict(PVT, norm_cfg=dict(type='LN')),
+}
+SIZES = [(64, 96), (131, 75), (101, 160)]
+
+
+@pytest.fixture
+def detector(small_detector_cfg):
+    """A function: a small detector, everything in it random, that finds objects in noise."""
+
+    def build(row='Swin', kind='mask_rcnn', divisor=32):
+        if 'PVT' in row:
+            cfg = small_detector_cfg(kind)
+            cfg.backbone, cfg.neck.in_channels = BACKBONES[row], [8, 16, 24, 32]
+        else:
+            cfg = small_detector_cfg(kind, **BACKBONES[row])
+        cfg.data_preprocessor.pad_size_divisor = divisor
+        cfg.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
+        for extractor in filter(None, (cfg.roi_head.bbox_roi_extractor, cfg.roi_head.mask_roi_extractor)):
+            extractor.finest_scale = 8  # small images have small boxes, which should still lie on several levels
+        model = MODELS.build(cfg)
+        randomize(model, 0)
+        # Random matrices make boxes of extreme shape, most of them clipped to nothing.
+        for layer in (model.rpn_head.rpn_reg, model.roi_head.bbox_head.fc_reg):
+            layer.weight.data.mul_(0.1)
+            layer.bias.data.zero_()
+        slab_det.set_gamma(model, 0)
+        model.eval()
+        return model
+
+    return build
+
+
+def predict(model, image, divisor):
+    """mmdet's own answer to raw pixels, normalised and padded by hand: its preprocessor knows float32 only."""
+    mean, std = ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    image = (image.flip(1) - image.new_tensor(mean)[:, None, None]) / image.new_tensor(std)[:, None, None]
+    height, width = image.shape[2:]
+    padded = image.new_zeros(1, 3, -(-height // divisor) * divisor, -(-width // divisor) * divisor)
+    padded[:, :, :height, :width] = image
+    sample = DetDataSample(metainfo=dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0)))
+    features = model.extract_feat(padded)
+    proposals = model.rpn_head.predict(features, [sample], rescale=False)
+    head = model.roi_head
+    found = head.predict_bbox(features, [sample.metainfo], proposals, head.test_cfg)[0]
+    logits = head._mask_forward(features, bbox2roi([found.bboxes]))['mask_preds']
+    return found, logits[range(len(found)), found.labels]
+
+
+@pytest.mark.parametrize('row', BACKBONES)
+@torch.no_grad()
+def test_graph_finds_what_mmdet_finds(detector, row):
+    divisor = 1 if row in ('Swin', 'SLAB-Swin', 'PVT') else 32
+    model = detector(row, divisor=divisor).double()
+    graph = build_graph(model).double()
+    for size in SIZES:
+        image = torch.rand(1, 3, *size, dtype=torch.float64) * 255
+        expected, expected_logits = predict(model, image, divisor)
+        boxes, scores, labels, logits = graph(image)
+        assert len(expected) > 5, size
+        torch.testing.assert_close(scores, expected.scores, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(boxes, expected.bboxes, rtol=1e-7, atol=1e-6)
+        assert labels.equal(expected.labels), size
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ('row', 'kind', 'scope', 'divisor'),
+    [
+        ('Swin', 'mask_rcnn', 'detector', 32),
+        ('SLAB-Swin', 'faster_rcnn', 'detector', 1),
+        ('Flatten-Swin', 'mask_rcnn', 'backbone+neck+rpn', 1),
+        ('PVT', 'mask_rcnn', 'detector', 1),
+        ('SLAB-PVT', 'faster_rcnn', 'backbone+neck+rpn', 32),
+    ],
+)
+def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, row, kind, scope, divisor):
+    model = detector(row, kind, divisor)
+    export_onnx(model, tmp_path / 'model.onnx', scope)
+    operators = {node.op_type for node in onnx.load(tmp_path / 'model.onnx').graph.node}
+    assert not operators & {'LayerNormalization', 'BatchNormalization', 'ReduceMean'} or row == 'Flatten-Swin'
+    checks = check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
+    assert [check.size for check in checks] == SIZES
+    if scope == 'detector':
+        assert min(check.detections for check in checks) > 5, checks
+
+
+def test_detector_that_finds_nothing_returns_empty_outputs(detector, tmp_path):
+    model = detector()
+    model.roi_head.test_cfg.score_thr = 1.0
+    export_onnx(model, tmp_path / 'model.onnx')
+    outputs = load_runtime(tmp_path / 'model.onnx').run(random_images(SIZES[:1])[0])
+    assert {name: value.shape for name, value in outputs.items()} == {
+        'boxes': (0, 4),
+        'scores': (0,),
+        'labels': (0,),
+        'mask_logits': (0, 28, 28),
+    }
+
+
+@pytest.mark.parametrize('scope', ['detector', 'backbone+neck+rpn'])
+def test_parity_check_refuses_a_file_of_other_weights(detector, tmp_path, scope):
+    model = detector()
+    export_onnx(model, tmp_path / 'model.onnx', scope)
+    other = copy.deepcopy(model)
+    other.backbone.stages[3].blocks[0].ffn.layers[1].weight.data.mul_(1.001)
+    with pytest.raises(ExportError, match='does not compute what the detector does: 64x96'):
+        check_parity(other, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
+
+
+def test_exporting_leaves_the_detector_as_it_is(detector, tmp_path):
+    model = detector()
+    before = copy.deepcopy(model.state_dict())
+    unflatten = torch.Tensor.unflatten
+    export_onnx(model, tmp_path / 'model.onnx', 'backbone+neck+rpn')
+    assert torch.Tensor.unflatten is unflatten
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_has_no_export_form_is_named(detector, tmp_path):
+    model = detector()
+    with pytest.raises(ExportError, match='opset 16 is too old'):
+        export_onnx(model, tmp_path / 'model.onnx', opset=16)
+    with pytest.raises(ExportError, match="scope 'backbone' is not one of"):
+        export_onnx(model, tmp_path / 'model.onnx', 'backbone')
+    model.roi_head.test_cfg.nms.type = 'soft_nms'
+    with pytest.raises(ExportError, match='test_cfg.rcnn.nms'):
+        export_onnx(model, tmp_path / 'model.onnx')
+    model.rpn_head = torch.nn.Identity()
+    with pytest.raises(ExportError, match='rpn_head is a Identity'):
+        export_onnx(model, tmp_path / 'model.onnx')
+
+
+def test_file_of_others_is_refused(tmp_path):
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node('Identity', ['image'], ['out'])],
+        'other',
+        *([onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1])] for name in ('image', 'out')),
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 17)], ir_version=8)
+    onnx.save(model, tmp_path / 'other.onnx')
+    with pytest.raises(ExportError, match='was not written by tools/export_onnx.py'):
+        load_runtime(tmp_path / 'other.onnx')
+    with pytest.raises(ExportError, match='not found'):
+        load_runtime(tmp_path / 'nothing.onnx')
+    with pytest.raises(ExportError, match="runtime 'tensorrt' is not one of"):
+        load_runtime(tmp_path / 'other.onnx', 'tensorrt')

@@ -1,0 +1,158 @@
+"""Multiply-adds, parameters, memory and norms of models, against numbers worked out by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmdet.registry import MODELS
+from torch import nn
+
+import slab_det
+from slab_det.measure.model_cost import count_multiply_adds, count_norms, measure_cost, measure_memory
+from slab_det.norms.base import ChannelAffine
+
+CPU = torch.device('cpu')
+PUBLISHED = {
+    'Swin-T': (4.49e9, ('SwinTransformer', 'SLABSwin'), {}),
+    'PVT-T': (1.926e9, ('PyramidVisionTransformer', 'SLABPVT'), {'num_layers': [2, 2, 2, 2]}),
+}
+
+
+def build(kind: str, **arguments: object) -> nn.Module:
+    model = MODELS.build({'type': kind, **arguments})
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_multiply_adds_are_those_of_the_papers(name: str) -> None:
+    expected, kinds, arguments = PUBLISHED[name]
+    image = torch.randn(1, 3, 224, 224)
+    for kind in kinds:
+        model = build(kind, **arguments)
+        counted, uncounted = count_multiply_adds(lambda model=model: model(image))
+        assert counted == pytest.approx(expected, rel=5e-4), kind
+        assert uncounted == ()
+
+
+def test_attention_is_counted_however_it_is_written() -> None:
+    q, k, v = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 20, 8), torch.randn(2, 3, 20, 8)
+    mask = torch.zeros(1, 1, 50, 20)
+    expected = 2 * 3 * (50 * 20 * 8) * 2
+    ways = {
+        'fused': lambda: F.scaled_dot_product_attention(q, k, v),
+        'fused with a mask': lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        'products': lambda: (q @ k.transpose(2, 3)).softmax(3) @ v,
+        'einsum': lambda: torch.einsum('bhnm,bhmd->bhnd', torch.einsum('bhnd,bhmd->bhnm', q, k), v),
+    }
+    assert {name: count_multiply_adds(way)[0] for name, way in ways.items()} == dict.fromkeys(ways, expected)
+
+
+def test_linear_attention_is_counted_as_it_runs() -> None:
+    """Against the sum over the layers of one block, written out."""
+    channels, tokens, side = 16, 56 * 56, 56
+    backbone = build(
+        'SLABSwin',
+        embed_dims=channels,
+        depths=(1, 0, 0, 0),
+        num_heads=(4, 4, 4, 4),
+        out_indices=(0,),
+        attention='sla',
+        window_sizes=(56, 28, 7, 7),
+        norm_cfg={'type': 'PRepBN'},
+    )
+    slab_det.set_gamma(backbone, 0.0)
+    block = backbone.stages[0].blocks[0]
+    x = torch.randn(1, tokens, channels)
+    linear = tokens * channels * (3 * channels + channels + 8 * channels)
+    depthwise = tokens * channels * 5 * 5
+    # All heads in one product: keys by values, (C, N) x (N, C); then queries by (C, C + heads).
+    attention = tokens * channels * channels + tokens * channels * (channels + 4)
+    counted, uncounted = count_multiply_adds(lambda: block(x, (side, side)))
+    assert (counted, uncounted) == (linear + depthwise + attention, ())
+
+
+def test_kernels_with_an_activation_inside_are_counted() -> None:
+    x, weight, bias = torch.randn(10, 16), torch.randn(32, 16), torch.randn(32)
+    ways = {'gelu': lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)}
+    if torch.backends.mkldnn.is_available():
+        linear = torch.ops.mkldnn._linear_pointwise
+        ways['oneDNN'] = lambda: linear(x[None], weight, bias, 'gelu', [], 'none')
+        ways['oneDNN and a residual'] = lambda: linear.binary(x[None], x.new_ones(1, 10, 32), weight, bias, 'add')
+    assert {name: count_multiply_adds(way) for name, way in ways.items()} == dict.fromkeys(ways, (10 * 16 * 32, ()))
+
+
+def test_what_nobody_counts_is_named() -> None:
+    boxes = torch.tensor([[0.0, 0.0, 9.0, 9.0]])
+    ways = {
+        'torchvision::nms': lambda: torch.ops.torchvision.nms(boxes, torch.ones(1), 0.5),
+        'aten::mv': lambda: torch.ones(3, 4) @ torch.ones(4),
+    }
+    assert {name: count_multiply_adds(way) for name, way in ways.items()} == {name: (0, (name,)) for name in ways}
+
+
+def test_memory_is_the_largest_sum_that_was_alive_at_once(capfd: pytest.CaptureFixture) -> None:
+    x = torch.randn(1000, 1000)
+    size = x.nbytes
+    # Scalars of a few bytes come along.
+    ways = {
+        'both are needed': (2, lambda: (x + 1).relu()),
+        'in place': (1, lambda: (x + 1).relu_()),
+        'the first is gone before the second begins': (1, lambda: [(x + i).relu_()[0, 0].item() for i in range(3)]),
+    }
+    peaks = {name: measure_memory(way, CPU)[1] / size for name, (_, way) in ways.items()}
+    assert peaks == pytest.approx({name: expected for name, (expected, _) in ways.items()}, rel=1e-4)
+    # The kernel's own buffers: no operator returns them.
+    image, convolution = torch.randn(1, 16, 100, 100), nn.Conv2d(16, 16, 3, padding=1).eval()
+    assert measure_memory(lambda: convolution(image), CPU)[1] >= image.nbytes
+    assert capfd.readouterr().err == '', "torch's profiler is heard"
+
+
+def test_what_a_model_keeps_for_a_size_is_no_longer_part_of_its_forward() -> None:
+    mask, x = [], torch.randn(1000, 1000)
+
+    def forward() -> None:
+        if not mask:
+            mask.append(torch.randn(3, 1000, 1000).exp())
+        x + mask[0][0]
+
+    kept, peak, _ = measure_memory(forward, CPU)
+    assert (kept / x.nbytes, peak / x.nbytes) == pytest.approx((3, 1), rel=1e-4)
+
+
+def test_norms_are_counted_by_type() -> None:
+    model = nn.Sequential(
+        nn.LayerNorm(4),
+        nn.BatchNorm2d(4),
+        nn.GroupNorm(2, 4),
+        nn.SyncBatchNorm(4),
+        nn.Sequential(MODELS.build({'type': 'PRepBN', 'num_features': 4}), ChannelAffine(4)),
+        nn.Linear(4, 4),
+        nn.Identity(),
+    )
+    assert dict(count_norms(model)) == {
+        'LayerNorm': 1,
+        'BatchNorm2d': 1,
+        'GroupNorm': 1,
+        'SyncBatchNorm': 1,
+        'PRepBN': 1,
+        'ChannelAffine': 1,
+    }
+
+
+def test_fusion_leaves_no_norm_and_no_parameter_of_one(small_detector) -> None:
+    unfused = small_detector()
+    fused = slab_det.fuse(unfused)
+    images = torch.randn(1, 3, 64, 96)
+    costs = [
+        measure_cost([model.backbone, model.neck], lambda model=model: model.extract_feat(images), CPU)
+        for model in (unfused, fused)
+    ]
+    assert costs[0].norm_types == {'PRepBN': sum(type(m).__name__ == 'PRepBN' for m in unfused.modules())}
+    assert (costs[1].norms_left, costs[1].norm_types) == (0, {})
+    assert costs[1].parameters < costs[0].parameters
+    assert costs[1].multiply_adds == costs[0].multiply_adds
+    for model, cost in zip((unfused, fused), costs, strict=True):
+        parts = [model.backbone, model.neck]
+        assert cost.parameters == sum(p.numel() for part in parts for p in part.parameters())
+        assert cost.weights_bytes >= 4 * cost.parameters
+        assert cost.peak_bytes == cost.weights_bytes + cost.kept_bytes + cost.forward_bytes

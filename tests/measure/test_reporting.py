@@ -1,0 +1,269 @@
+"""report.json, its table and its picture."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mmdet.models import MaskRCNN
+from torch import nn
+
+from slab_det.backbones import SLABSwin
+from slab_det.fusion import FusedDetector
+from slab_det.measure.paper import PAPER_TABLES, SLAB_TABLE_3, UN_TABLE_3, UN_TABLE_4, published_rows
+from slab_det.measure.reporting import (
+    Report,
+    ReportEntry,
+    ap_from_metrics,
+    describe_dataset,
+    describe_model,
+    markdown_table,
+    merge_entries,
+    read_report,
+    update_report,
+    write_report,
+)
+from slab_det.norms import PRepBN, TokenBN
+from slab_det.runtime.errors import ReportError
+
+AP = {'bbox': {'AP': 0.4311, 'AP50': 0.66, 'AP75': 0.47, 'APs': None, 'APm': 0.464, 'APl': 0.56}}
+DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}
+
+
+def latency(median_ms: float, **changes: object) -> dict:
+    return {
+        'median_ms': median_ms,
+        'scope': 'detector',
+        'size': [800, 1333],
+        'dtype': 'float32',
+        'device': 'Some CPU',
+        'device_type': 'cpu',
+        'threads': 2,
+        'compiled': False,
+        'rounds': 100,
+        'warmup': 20,
+        **changes,
+    }
+
+
+def entry(name: str = 'SLAB-Swin-T', variant: str = 'fused', **changes: object) -> ReportEntry:
+    values = {'norm': 'PRepBN', 'attention': 'sla', 'detector': 'MaskRCNN', 'config': 'configs/a.py', **changes}
+    return ReportEntry(name=name, variant=variant, **values)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    report = Report([entry(ap=AP, latency=latency(5.0), dataset=DATASET), entry(variant='unfused')])
+    write_report(tmp_path / 'new' / 'report.json', report)
+    assert read_report(tmp_path / 'new' / 'report.json') == report
+    assert [path.name for path in (tmp_path / 'new').iterdir()] == ['report.json']
+
+
+def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / 'report.json'
+    # The hook knows the checkpoint by its absolute path.
+    update_report(path, entry(checkpoint=str(tmp_path / 'a.pth'), ap=AP, training={'seed': 0}))
+    report = update_report(
+        path,
+        entry(checkpoint='a.pth', latency=latency(5.0)),
+        entry(checkpoint='a.pth', variant='unfused', latency=latency(6.0)),
+    )
+    assert report == read_report(path)
+    assert [found.variant for found in report.entries] == ['fused', 'unfused']
+    assert (report.entries[0].ap, report.entries[0].training) == (AP, {'seed': 0})
+    assert report.entries[0].latency == latency(5.0)
+    newer = update_report(path, entry(checkpoint='a.pth', latency=latency(4.0)))
+    assert newer.entries[0].latency == latency(4.0)
+
+
+def test_other_configs_and_variants_stay_rows_of_their_own() -> None:
+    rows = [entry(), entry(variant='unfused'), entry(config='b.py'), entry(name='Swin-T'), entry(ap=AP)]
+    assert merge_entries(rows) == [entry(ap=AP), *rows[1:4]]
+
+
+def test_failed_write_leaves_the_old_report(tmp_path: Path) -> None:
+    path = tmp_path / 'report.json'
+    write_report(path, Report([entry()]))
+    before = path.read_bytes()
+    with pytest.raises(ValueError):
+        write_report(path, Report([entry(ap={'bbox': {'AP': float('nan')}})]))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ('{', 'is not JSON'),
+        ('[]', r'expected an object with "schema": 1, found \'list\''),
+        ('{"schema": 2, "entries": []}', 'found 2'),
+        ('{"schema": 1}', '"entries" must be a list'),
+        ('{"schema": 1, "entries": [3]}', r'entries\[0\] must be an object'),
+        ({'variant': 'folded'}, r"entries\[0\]\.variant must be one of unfused, fused, found 'folded'"),
+        ({'name': None}, r'entries\[0\]\.name must be a string'),
+        ({'speed': 3}, 'unknown fields speed'),
+        ({'latency': 3}, r'latency must be an object or null'),
+        ({'latency': {}, 'ap': {'bbox': 3}}, r'ap\.bbox must be'),
+        ({'latency': {'scope': 'detector'}}, r'latency\.median_ms must be a number'),
+    ],
+)
+def test_broken_reports_are_refused_with_the_place(tmp_path: Path, content: str | dict, message: str) -> None:
+    path = tmp_path / 'report.json'
+    if isinstance(content, dict):
+        valid = {name: value for name, value in vars(entry()).items() if value is not None}
+        content = json.dumps({'schema': 1, 'entries': [{**valid, **content}]})
+    path.write_text(content)
+    with pytest.raises(ReportError, match=message):
+        read_report(path)
+    with pytest.raises(ReportError, match='not found'):
+        read_report(tmp_path / 'nowhere.json')
+
+
+def test_metrics_of_the_runner_become_ap() -> None:
+    suffixes = {'': 0.5, '_50': 0.7, '_75': 0.55, '_s': -1.0, '_m': 0.0, '_l': 0.6}
+    metrics = {f'coco/bbox_mAP{suffix}': value for suffix, value in suffixes.items()}
+    assert ap_from_metrics({**metrics, 'coco/cat_precision': 0.1}) == {
+        'bbox': {'AP': 0.5, 'AP50': 0.7, 'AP75': 0.55, 'APs': None, 'APm': 0.0, 'APl': 0.6}
+    }
+    assert ap_from_metrics({'accuracy': 0.3}) == {}
+
+
+SLAB_STAGES = ('sla', 'sla', 'softmax', 'softmax')
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'name'),
+    [
+        ({'type': 'SwinTransformer'}, 'Swin-T'),
+        ({'type': 'mmdet.SwinTransformer', 'depths': [2, 2, 18, 2]}, 'Swin-S'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'PRepBN'}}, 'Swin-T-PRepBN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'PRepBN'}, 'attention': SLAB_STAGES}, 'SLAB-Swin-T'),
+        ({'type': 'SLABSwin', 'attention': SLAB_STAGES}, 'SLA-Swin-T'),
+        ({'type': 'SLABSwin', 'attention': ['focused', 'softmax', 'softmax', 'softmax']}, 'Flatten-Swin-T'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}, 'embed_dims': 32}, 'Swin-32x2262-UN'),
+        ({'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}}, 'PVT-T-PRepBN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}}, 'Swin-T-UN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'TokenBN'}}, 'Swin-T-BN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'TokenBN'}, 'ffn_norm': 'pre_act'}, 'Swin-T-BN+FFNBN'),
+        ({'type': 'SLABSwin', 'attention': SLAB_STAGES, 'norm_cfg': {'type': 'UN'}}, 'SLA-Swin-T-UN'),
+        ({'type': 'SLABSwin', 'embed_dims': 128, 'depths': [2, 2, 18, 2]}, 'Swin-B'),
+        ({'type': 'SLABSwin', 'embed_dims': 192, 'depths': [2, 2, 18, 2]}, 'Swin-L'),
+        ({'type': 'SLABPVT', 'num_layers': [3, 4, 18, 3]}, 'PVT-M'),
+        ({'type': 'SLABPVT', 'num_layers': [3, 8, 27, 3]}, 'PVT-L'),
+        (
+            {'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}, 'attention': 'sla'},
+            'SLAB-PVT-T',
+        ),
+        ({'type': 'SLABPVT', 'use_conv_ffn': True}, 'PVTv2-B2'),
+        ({'type': 'mmdet.PyramidVisionTransformerV2', 'num_layers': [2, 2, 2, 2]}, 'PVTv2-B1'),
+        ({'type': 'PyramidVisionTransformerV2', 'embed_dims': 32, 'num_layers': [2, 2, 2, 2]}, 'PVTv2-B0'),
+        ({'type': 'PyramidVisionTransformerV2', 'num_layers': [3, 8, 27, 3]}, 'PVTv2-B4'),
+        ({'type': 'PyramidVisionTransformerV2', 'num_layers': [3, 6, 40, 3]}, 'PVTv2-B5'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'mmengine.PRepBN'}, 'attention': SLAB_STAGES}, 'SLAB-Swin-T'),
+        ({'type': SLABSwin, 'norm_cfg': {'type': TokenBN}, 'ffn_norm': 'pre_act'}, 'Swin-T-BN+FFNBN'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': nn.LayerNorm}}, 'Swin-T'),
+        ({'type': 'PyramidVisionTransformer'}, 'PVT-S'),
+        ({'type': 'ResNet', 'depth': 50}, 'ResNet'),
+    ],
+)
+def test_rows_are_named_as_in_the_papers(backbone: dict, name: str) -> None:
+    model = {'type': 'MaskRCNN', 'backbone': backbone}
+    assert describe_model(model)['name'] == name
+    assert describe_model({'type': 'FusedDetector', 'model': model}) == describe_model(model)
+
+
+@pytest.mark.parametrize(
+    ('detector', 'norm', 'fused'),
+    [
+        ('mmdet.MaskRCNN', 'mmengine.PRepBN', 'mmdet.FusedDetector'),
+        ('mmdet.models.detectors.mask_rcnn.MaskRCNN', 'slab_det.norms.repbn.PRepBN', 'FusedDetector'),
+        (MaskRCNN, PRepBN, FusedDetector),
+    ],
+)
+def test_scopes_and_classes_are_described_as_plain_names(detector: object, norm: object, fused: object) -> None:
+    model = {'type': detector, 'backbone': {'type': 'SLABSwin', 'norm_cfg': {'type': norm}}}
+    plain = {'name': 'Swin-T-PRepBN', 'norm': 'PRepBN', 'attention': 'softmax', 'detector': 'MaskRCNN'}
+    assert describe_model(model) == plain
+    assert describe_model({'type': fused, 'model': model}) == plain
+    assert [table for table, _ in published_rows(plain['name'], plain['detector'])] == [SLAB_TABLE_3]
+
+
+def test_dataset_is_described_through_wrappers() -> None:
+    class Leaf(list):
+        ann_file = 'a.json'
+
+    class Wrapper(list):
+        dataset = Leaf('ab')
+
+    assert describe_dataset(Wrapper('abcd')) == {'ann_file': 'a.json', 'images': 4}
+
+
+def test_table_has_the_columns_of_table_3() -> None:
+    table = markdown_table([entry(ap=AP, latency=latency(51.04), dataset=DATASET, training={'seed': 1})])
+    header, _, row, *notes = table.splitlines()
+    assert header == '| model | norm |  | ms | box AP / 50 / 75 / s / m / l | mask AP / 50 / 75 / s / m / l |'
+    assert row == '| SLAB-Swin-T | PRepBN | fused | 51.0 | 43.1 / 66.0 / 47.0 / – / 46.4 / 56.0 | – |'
+    assert 'detector, batch 1, 800x1333 (HxW), float32, Some CPU, 2 threads, 100 rounds after 20' in table
+    assert 'AP on coco/instances_val2017.json (5000 images); trained seed 1' in table
+    assert not any(note.startswith('[') for note in notes)
+
+
+def test_different_scopes_are_marked() -> None:
+    rows = [
+        entry(latency=latency(5.0), ap=AP, dataset=DATASET),
+        entry(variant='unfused', latency=latency(6.0), ap=AP, dataset={**DATASET, 'images': 50}),
+        entry('Swin-T', latency=latency(7.0, threads=1)),
+    ]
+    table = markdown_table(rows)
+    assert re.findall(r'(\d\.0) \[(L\d)\]', table) == [('5.0', 'L1'), ('6.0', 'L1'), ('7.0', 'L2')]
+    assert '[L2] ms: median latency, detector, batch 1, 800x1333 (HxW), float32, Some CPU, 1 thread,' in table
+    assert 'do not compare' in table
+    assert re.findall(r'56\.0 \[(A\d)\]', table) == ['A1', 'A2']
+
+
+def test_paper_numbers_stand_in_columns_of_their_own() -> None:
+    table = markdown_table([entry(latency=latency(5.0)), entry('Swin-32x2222')], paper=True)
+    header, _, row, *_ = table.splitlines()
+    assert header.endswith(
+        '| paper: ms (V100) | paper: box AP / 50 / 75 / s / m / l | paper: mask AP / 50 / 75 / s / m / l |'
+    )
+    # Row SLAB-Swin-T of Table 3, in the order of its columns.
+    assert row.endswith('| 54.1 | 43.9 / 66.5 / 48.1 / 28.6 / 47.4 / 56.7 | 40.1 / 63.3 / 43.1 / 24.3 / 43.8 / 54.2 |')
+    assert '| Swin-32x2222 | PRepBN | fused | – | – | – | – | – | – |' in table
+    assert 'not measured here' in table
+
+
+def test_numbers_of_two_paper_tables_are_told_apart() -> None:
+    """Swin-T stands in SLAB's table after 12 epochs and in UN's after 36."""
+    swin = entry('Swin-T', 'unfused', norm='LN')
+    table = markdown_table([swin, entry('Swin-T-UN', norm='UN'), replace(swin, detector='FasterRCNN')], paper=True)
+    lines = table.splitlines()
+    assert lines[2].endswith(
+        '| 51.0 [P1] | 43.1 / 66.0 / 47.0 / 27.3 / 46.4 / 56.0 [P1]; 46.0 [P2] '
+        '| 39.4 / 62.8 / 42.0 / 23.0 / 42.9 / 53.7 [P1]; 41.6 [P2] |'
+    )
+    assert lines[3].endswith('| – | 45.6 [P2] | 41.4 [P2] |')
+    assert lines[4].endswith('| – | 45.5 [P3] | – |')
+    notes = {line[:4]: line for line in lines if line.startswith('[P')}
+    assert 'SLAB (ICML 2024), Table 3: MaskRCNN, 12 epochs' in notes['[P1]'] and 'V100' in notes['[P1]']
+    assert 'UN (ACM MM 2022), Table 4: MaskRCNN, 36 epochs' in notes['[P2]']
+    assert 'UN (ACM MM 2022), Table 3: FasterRCNN, 36 epochs' in notes['[P3]']
+
+
+def test_paper_tables_are_complete() -> None:
+    assert len(SLAB_TABLE_3.rows) == 10 and len(UN_TABLE_3.rows) == len(UN_TABLE_4.rows) == 5
+    for row in SLAB_TABLE_3.rows.values():
+        assert row.ms > 0 and len(row.box) == len(row.mask) == 6
+        # SLAB prints no mask AP above its box AP.
+        assert row.mask[0] < row.box[0]
+    for table in (UN_TABLE_3, UN_TABLE_4):
+        assert all(row.ms is None and len(row.box) == 1 for row in table.rows.values())
+        assert all((row.mask is None) == (table.detector == 'FasterRCNN') for row in table.rows.values())
+    # UN's claim in both: behind LayerNorm, before every other offline norm.
+    for table in (UN_TABLE_3, UN_TABLE_4):
+        others = [row.box[0] for name, row in table.rows.items() if name not in ('Swin-T', 'Swin-T-UN')]
+        assert max(others) < table.rows['Swin-T-UN'].box[0] < table.rows['Swin-T'].box[0]
+    assert {table.epochs for table in PAPER_TABLES} == {12, 36}
+    assert published_rows('Swin-T-UN', 'FasterRCNN') == [(UN_TABLE_3, UN_TABLE_3.rows['Swin-T-UN'])]
+    assert published_rows('Swin-32x2222', 'MaskRCNN') == []

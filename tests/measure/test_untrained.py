@@ -1,0 +1,57 @@
+"""Detectors with random weights that are to be timed."""
+
+import torch
+from conftest import SMALL_SWIN
+from mmdet.registry import MODELS
+
+import slab_det
+from slab_det.measure.measured_scopes import MeasuredInput, read_image
+from slab_det.measure.untrained import OBJECTS, prepare_untrained
+
+SIZE = (200, 300)
+
+
+def objects_found(model: torch.nn.Module) -> torch.Tensor:
+    given = MeasuredInput(model, read_image(None, SIZE), SIZE, torch.device('cpu'))
+    with torch.no_grad():
+        found = model.predict(given.tensor, given.samples, rescale=True)[0].pred_instances
+    assert found.masks.shape == (len(found), *SIZE)
+    return found.bboxes
+
+
+def test_heads_have_the_same_work_whatever_the_backbone(small_detector_cfg) -> None:
+    variants = ({'norm_cfg': {'type': 'LN'}}, {'norm_cfg': {'type': 'PRepBN'}}, {'attention': 'sla'})
+    boxes = []
+    for backbone in variants:
+        torch.manual_seed(len(boxes))
+        model = MODELS.build(small_detector_cfg(**backbone)).eval()
+        assert prepare_untrained(model)
+        boxes.append(objects_found(slab_det.fuse(model)))
+    assert [len(found) for found in boxes] == [OBJECTS] * len(variants)
+    for other in boxes[1:]:
+        torch.testing.assert_close(other, boxes[0])
+
+
+def test_activations_keep_their_size_through_untrained_norms(small_detector_cfg) -> None:
+    image = torch.randn(1, 3, 96, 128)
+    largest = []
+    for prepare in (lambda model: slab_det.set_gamma(model, 0.0), prepare_untrained):
+        torch.manual_seed(0)
+        model = MODELS.build(small_detector_cfg(**SMALL_SWIN | {'depths': (2, 2, 8, 2)})).eval()
+        prepare(model)
+        with torch.no_grad():
+            largest.append(max(features.abs().max().item() for features in model.backbone(image)))
+    assert largest[1] < 30 and largest[1] < largest[0] / 3, largest
+
+
+def test_other_detectors_keep_their_heads(small_detector_cfg) -> None:
+    backbone = MODELS.build(dict(small_detector_cfg().backbone)).eval()
+    assert prepare_untrained(backbone) is False
+
+
+def test_a_smaller_limit_of_the_config_stays(small_detector_cfg) -> None:
+    cfg = small_detector_cfg()
+    cfg.test_cfg.rcnn.max_per_img = 3
+    model = MODELS.build(cfg).eval()
+    prepare_untrained(model)
+    assert len(objects_found(model)) == 3

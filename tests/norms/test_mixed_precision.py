@@ -1,0 +1,277 @@
+"""What a gradient scaler skips must not stay in the norms; linear attention in float16."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import slab_det
+from slab_det.attention.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention
+from slab_det.attention.window_attention import (
+    FocusedLinearAttention,
+    ShiftedWindowAttention,
+    SimplifiedLinearAttention,
+)
+from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
+from slab_det.norms.base import skipped_batches
+
+C = 4
+QUADRATIC = {
+    'UN': lambda: UN(C, window_size=2, warmup_iters=1),
+    'MABN': lambda: MABN(C, window_size=2, warmup_iters=1),
+    'PowerNorm': lambda: PowerNorm(C, warmup_iters=1),
+}
+
+
+def progressive(gamma):
+    norm = PRepBN(C)
+    norm.gamma = gamma
+    return norm
+
+
+NORMS = {
+    'TokenBN': lambda: TokenBN(C),
+    'RepBN': lambda: RepBN(C),
+    **{f'PRepBN at {gamma}': lambda gamma=gamma: progressive(gamma) for gamma in (0.0, 0.5, 1.0)},
+    **QUADRATIC,
+}
+RUNS = {
+    'plain': lambda module, x: module(x),
+    'checkpointed': lambda module, x: checkpoint(module, x, use_reentrant=False),
+    'reentrant': lambda module, x: checkpoint(module, x, use_reentrant=True),
+}
+# The last is finite in bfloat16, and so no bad batch there.
+BAD = [
+    (torch.bfloat16, float('nan')),
+    (torch.bfloat16, float('inf')),
+    (torch.float16, float('nan')),
+    (torch.float16, float('inf')),
+    (torch.float16, 1e6),
+]
+
+
+class Training:
+    """Linear, norm, linear under autocast and a CPU gradient scaler whose scale stays where it is."""
+
+    def __init__(self, norm, dtype, run='plain'):
+        torch.manual_seed(0)
+        self.norm = norm
+        self.model = nn.Sequential(nn.Linear(C, C), norm, nn.Linear(C, 1))
+        self.dtype, self.run = dtype, RUNS[run]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler('cpu', init_scale=64.0)
+
+    def step(self, x):
+        """One iteration; whether the scaler let the optimizer step."""
+        before = copy.deepcopy(self.model[0].weight)
+        self.optimizer.zero_grad()
+        # Reentrant checkpointing asks for an input with gradient.
+        x = x.clone().requires_grad_()
+        with torch.autocast('cpu', self.dtype):
+            loss = self.run(self.model, x).float().square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update(64.0)
+        return not torch.equal(before, self.model[0].weight)
+
+
+def batch(t, bad=None):
+    x = torch.randn(2, 6, C, generator=torch.Generator().manual_seed(t))
+    if bad is not None:
+        # One token; the linear layer spreads it over all channels.
+        x[0, 2, 1] = bad
+    return x
+
+
+def tokens_as_channels(norm):
+    """nn.BatchNorm1d for (B, L, C)."""
+    return nn.Sequential(nn.Flatten(0, 1), norm)
+
+
+def differing(state, other):
+    return [key for key, value in state.items() if not torch.equal(value, other[key])]
+
+
+@pytest.mark.parametrize('dtype, bad', BAD, ids=str)
+def test_plain_batch_norm_swallows_the_batch_that_the_scaler_skips(dtype, bad):
+    """The failure that the next test is about."""
+    training = Training(tokens_as_channels(nn.BatchNorm1d(C)), dtype)
+    assert training.step(batch(0))
+    assert not training.step(batch(1, bad)), 'the scaler skips it'
+    assert not training.norm[1].running_var.isfinite().any()
+    assert training.step(batch(2)), 'it trains on, but every validation is ruined from here'
+    assert not training.model.eval()(batch(2)).isfinite().any()
+
+
+@pytest.mark.parametrize('run', RUNS)
+@pytest.mark.parametrize('dtype, bad', BAD, ids=str)
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_skipped_batch_leaves_no_trace(kind, dtype, bad, run):
+    """Neither in averages, windows and counters nor in the training that follows."""
+    training, untroubled = (Training(NORMS[kind](), dtype, run) for _ in range(2))
+    for t in range(7):
+        if t in (0, 2, 4):
+            before = copy.deepcopy(training.model.state_dict())
+            assert not training.step(batch(t, bad)), 'the scaler skips it'
+            assert not differing(before, training.model.state_dict())
+            assert training.norm.num_skipped == 1 + t // 2
+        else:
+            assert training.step(batch(t)) and untroubled.step(batch(t))
+    assert not differing(training.model.state_dict(), untroubled.model.state_dict())
+    assert (training.norm.num_skipped, untroubled.norm.num_skipped) == (3, 0)
+    assert all(value.isfinite().all() for value in training.model.state_dict().values())
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_the_count_of_skipped_batches_is_not_saved_and_lasts(kind):
+    norm = NORMS[kind]()
+    norm(batch(0, float('nan')))
+    assert not [key for key in norm.state_dict() if 'skipped' in key]
+    norm.load_state_dict(NORMS[kind]().state_dict())
+    if kind in QUADRATIC:
+        norm.reset_state()
+    norm.half().float()
+    for norm.training, calibrating in ((False, True), (True, True), (False, False)):
+        if not kind.startswith('PRepBN'):
+            norm.calibrating = calibrating
+            norm(batch(0, float('nan')))
+            norm.calibrating = False
+    assert norm.num_skipped == 1, 'only training counts'
+
+
+def test_skipped_batches_of_all_norms_are_read_at_once(monkeypatch):
+    model = nn.ModuleDict({kind.replace('.', '_'): make() for kind, make in NORMS.items()})
+    bad = batch(1, float('inf'))
+    for t, norm in enumerate(model.values()):
+        norm(batch(0))
+        for _ in range(t):
+            norm(bad)
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, 'tolist', lambda tensor: (reads.append(tensor), tolist(tensor))[1])
+    assert skipped_batches(model) == {name: t for t, name in enumerate(model)}
+    assert len(reads) == 1
+    assert skipped_batches(nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+@pytest.mark.parametrize('kind', NORMS)
+def test_one_bad_channel_keeps_the_batch_out_of_all(kind, bad):
+    norm = NORMS[kind]()
+    norm(batch(0)).sum().backward()
+    before = copy.deepcopy(norm.state_dict())
+    norm(batch(1, bad)).sum().backward()
+    assert not differing(before, norm.state_dict())
+    norm(batch(2)).sum().backward()
+    assert differing(before, norm.state_dict())
+
+
+@pytest.mark.parametrize('kind', QUADRATIC)
+def test_a_gradient_that_overflows_leaves_no_trace_in_the_backward_averages(kind):
+    """The forward was sound and counts; only the scale was too high."""
+    norm, untroubled = QUADRATIC[kind](), QUADRATIC[kind]()
+    for t in range(6):
+        dy = batch(t + 10)
+        if t in (0, 3):
+            dy[0, 2, 1] = float('inf')
+        norm(batch(t)).backward(dy)
+        y = untroubled(batch(t))
+        if t not in (0, 3):
+            y.backward(dy)
+    assert not differing(norm.state_dict(), untroubled.state_dict())
+    assert norm.iteration == 6
+
+
+@pytest.mark.parametrize('kind', ['TokenBN', 'RepBN', 'PRepBN at 0.5'])
+def test_keeping_bad_batches_out_never_waits_for_the_device(kind):
+    """Fake tensors have no values: reading one, as .item() and a branch do, is an error."""
+    with FakeTensorMode():
+        norm = NORMS[kind]()
+        checkpoint(norm, torch.randn(2, 3, C, requires_grad=True), use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('kind', NORMS)
+def test_autocast_averages_what_float32_would(kind, dtype):
+    """Of inputs that are half: a mean of 4096 tokens near 300 in float16 is infinite before it is divided."""
+    x = (300 + 4 * torch.randn(4, 1024, C)).to(dtype)
+    norm = NORMS[kind]()
+    with torch.autocast('cpu', dtype):
+        norm(x)
+    exact = x.double().flatten(0, 1)
+    mean, var = norm.statistics()
+    assert mean.dtype == var.dtype == torch.float32
+    if kind in QUADRATIC:
+        torch.testing.assert_close(var, (0.9 + 0.1 * exact.square().mean(0)).float(), rtol=1e-5, atol=0)
+    else:
+        torch.testing.assert_close(mean, (0.1 * exact.mean(0)).float(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(var, (0.9 + 0.1 * exact.var(0)).float(), rtol=1e-4, atol=0)
+
+
+WINDOW = 56
+LINEAR = {
+    'window sla': lambda: ShiftedWindowAttention(SimplifiedLinearAttention(16, 2, WINDOW), 0, 0.0),
+    'window focused': lambda: ShiftedWindowAttention(FocusedLinearAttention(16, 2, WINDOW), 0, 0.0),
+    'map sla': lambda: SimplifiedMapAttention(16, 2, source_shape=(WINDOW, WINDOW)),
+    'map focused': lambda: FocusedMapAttention(16, 2, source_shape=(WINDOW, WINDOW)),
+}
+
+
+def pass_through(module):
+    """q = k = v = x, and the output as it is: activations of the input's size everywhere."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith(('qkv.weight', 'in_proj_weight')):
+                parameter.copy_(torch.eye(16).repeat(3, 1))
+            elif name.endswith(('.proj.weight', 'out_proj.weight')):
+                parameter.copy_(torch.eye(16))
+            elif name.endswith('bias'):
+                parameter.zero_()
+    return module
+
+
+@pytest.mark.parametrize('kind', LINEAR)
+def test_linear_attention_stays_finite_on_float16_activations_of_100(kind):
+    x = 100 * torch.rand(1, WINDOW**2, 16)
+    half = x.half()
+    assert not (half.transpose(1, 2) @ half).isfinite().any(), 'what the sums over keys would be in float16'
+    module = pass_through(LINEAR[kind]())
+    exact = copy.deepcopy(module).double()(x.half().double(), (WINDOW, WINDOW))
+    x.requires_grad_()
+    with torch.autocast('cpu', torch.float16):
+        y = module(x.half(), (WINDOW, WINDOW))
+    # Inside, autocast would lower the products of the backward pass as well.
+    y.float().square().mean().backward()
+    assert y.isfinite().all() and (y.double() - exact).norm() < 0.01 * exact.norm()
+    assert x.grad.isfinite().all()
+    unused = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    assert not unused
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize('kind', LINEAR)
+def test_linear_attention_cast_to_float16_infers_activations_of_100(kind):
+    x = (100 * torch.rand(1, WINDOW**2, 16)).half()
+    module = pass_through(LINEAR[kind]()).half()
+    exact = copy.deepcopy(module).double()(x.double(), (WINDOW, WINDOW))
+    with torch.no_grad():
+        y = module(x, (WINDOW, WINDOW))
+    assert y.isfinite().all() and (y.double() - exact).norm() < 0.01 * exact.norm()
+
+
+def test_a_detector_in_half_precision_is_near_its_float32_self(small_detector):
+    """Unfused and fused; 0.05 is 6 units of bfloat16's last place at full depth."""
+    image = torch.randn(1, 3, 96, 128)
+    for attention in ('softmax', 'sla'):
+        windows = (10, 6, 7, 7) if attention == 'sla' else None
+        model = small_detector(attention=attention, window_sizes=windows).backbone
+        for variant in (model, slab_det.fuse(model)):
+            with torch.no_grad():
+                wanted = variant(image)
+                for dtype in (torch.bfloat16, torch.float16):
+                    with torch.autocast('cpu', dtype):
+                        got = variant(image)
+                    for a, b in zip(got, wanted, strict=True):
+                        assert (a.float() - b).norm() < (0.05 if dtype is torch.bfloat16 else 0.01) * b.norm()

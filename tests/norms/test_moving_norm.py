@@ -1,0 +1,556 @@
+"""MABN and PowerNorm against lists in numpy; what they and UN have in common."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from mmcv.cnn import build_norm_layer
+from mmengine.registry import MODELS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import slab_det
+from slab_det.fusion.verify import verify_fusion
+from slab_det.norms import MABN, UN, OfflineNorm, PowerNorm, TokenBN
+
+C = 5
+NORMS = [UN, MABN, PowerNorm]
+
+
+def make_norm(kind, **options):
+    """After two iterations of warm-up; in MABN's window two iterations fit."""
+    options = {**dict(warmup_iters=2), **(dict(window_size=2) if kind is MABN else {}), **options}
+    norm = kind(C, **options).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in (norm.weight, norm.bias, norm.running_var):
+            tensor.copy_(torch.rand(C, generator=generator) + 0.5)
+    return norm
+
+
+def batch(t, *shape):
+    """Tokens of iteration t; every sixth is so large that UN's filter fires."""
+    generator = torch.Generator().manual_seed(t)
+    x = torch.randn(*(shape or (2, 7)), C, generator=generator, dtype=torch.double) + 0.5
+    return x * (30.0 if t % 6 == 0 else 1.0)
+
+
+def step(norm, t, run=None):
+    """One forward and backward; returns output and input gradient."""
+    x = batch(t).requires_grad_()
+    y = run(norm, x) if run else norm(x)
+    (y.sin() * (1 + t)).sum().backward()
+    return y.detach(), x.grad
+
+
+def states_equal(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    different = [key for key in a if not torch.equal(a[key], b[key])]
+    assert a.keys() == b.keys() and not different, different
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(kind=MABN),
+        dict(kind=MABN, window_size=1, momentum=0.02),
+        dict(kind=MABN, window_size=7, warmup_iters=12),
+        dict(kind=PowerNorm),
+        dict(kind=PowerNorm, momentum=0.3, eps=1e-3, warmup_iters=0),
+    ],
+    ids=str,
+)
+def test_every_iteration_is_the_formulas(options):
+    norm = make_norm(**options)
+    kind, a = options['kind'], 1 - norm.momentum
+    weight, bias = norm.weight.detach().numpy(), norm.bias.detach().numpy()
+    var, psi, seen = norm.running_var.numpy().copy(), np.zeros(C), []
+    generator = np.random.default_rng(0)
+    for t in range(1, 26):
+        values, dy = generator.normal(0.5, 2, (2, generator.integers(1, 30), C))
+        x = torch.from_numpy(values).requires_grad_()
+        norm.zero_grad()
+        y = norm(x)
+        y.backward(torch.from_numpy(dy))
+
+        s = (values**2).mean(0)
+        var = a * var + (1 - a) * s
+        root = np.sqrt((s if t <= norm.warmup_iters else var) + norm.eps)
+        z = values / root
+        seen.append((weight * dy * z).mean(0))
+        psi = np.mean(seen[-norm.window_size :], 0) if kind is MABN else a * psi + (1 - a) * seen[-1]
+        for name, got, wanted in (
+            ('y', y, weight * z + bias),
+            ('dx', x.grad, (weight * dy - z * psi) / root),
+            ('dweight', norm.weight.grad, (dy * z).sum(0)),
+            ('dbias', norm.bias.grad, dy.sum(0)),
+            ('running_var', norm.running_var, var),
+            ('psi', norm.psi, psi),
+        ):
+            torch.testing.assert_close(
+                got.detach(),
+                torch.from_numpy(wanted),
+                rtol=1e-11,
+                atol=1e-11,
+                msg=lambda text, name=name, t=t: f'{options}, t = {t}, {name}: {text}',
+            )
+    assert norm.iteration == 25
+
+
+@pytest.mark.parametrize('options', [dict(kind=MABN, window_size=1), dict(kind=PowerNorm)], ids=str)
+def test_gradient_is_exact_without_memory(options):
+    norm = make_norm(momentum=1.0, **options)
+    for norm.warmup_iters in (1000, 0):
+        assert torch.autograd.gradcheck(norm, batch(1, 6).requires_grad_())
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_inference_is_the_affine_and_can_be_trained_through(kind):
+    norm = make_norm(kind).eval()
+    before = copy.deepcopy(norm)
+    scale, shift = norm.inference_affine()
+    assert scale.dtype == shift.dtype == torch.float64
+    torch.testing.assert_close(scale, norm.weight.detach() / (norm.running_var + norm.eps).sqrt())
+    assert torch.equal(shift, norm.bias.detach())
+    x = batch(1).requires_grad_()
+    y = norm(x)
+    torch.testing.assert_close(y, scale * x + shift, rtol=1e-12, atol=1e-12)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, scale.expand_as(x))
+    torch.testing.assert_close(norm.bias.grad, torch.full((C,), 14.0).double())
+    torch.testing.assert_close(norm.weight.grad, (x.sum((0, 1)) * scale / norm.weight).detach())
+    states_equal(norm, before)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_statistics_are_those_without_mean(kind):
+    norm = make_norm(kind)
+    mean, var = norm.statistics()
+    assert torch.equal(mean, torch.zeros(C)) and torch.equal(var, norm.running_var)
+    before = var.clone()
+    norm.set_statistics(*norm.statistics())
+    assert torch.equal(norm.running_var, before)
+    x = batch(6)
+    norm.set_statistics(x.mean((0, 1)), x.var((0, 1), correction=0))
+    torch.testing.assert_close(norm.running_var, x.square().mean((0, 1)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_calibrating_normalises_by_batch_and_keeps_all_state(kind):
+    norm = make_norm(kind)
+    for t in range(1, 6):
+        step(norm, t)
+    before = copy.deepcopy(norm)
+    for norm.training in (True, False):
+        norm.calibrating = True
+        x = batch(6)
+        y = norm(x)
+        expected = norm.weight * x / (x.square().mean((0, 1)) + norm.eps).sqrt() + norm.bias
+        torch.testing.assert_close(y, expected)
+        y.sum().backward()
+        states_equal(norm, before)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_recomputation_leaves_the_state(kind, reentrant):
+    """And the recomputed forward normalises as the first one did, although the windows have moved on."""
+
+    def run(norm, x):
+        return checkpoint(norm, x, use_reentrant=reentrant)
+
+    plain, recomputed = make_norm(kind), make_norm(kind)
+    for t in range(1, 14):
+        for got, wanted in zip(step(recomputed, t, run), step(plain, t), strict=True):
+            assert torch.equal(got, wanted), t
+        states_equal(plain, recomputed)
+        assert torch.equal(plain.weight.grad, recomputed.weight.grad)
+    if kind is UN:
+        assert 2 <= plain.num_filtered < 11, 'both fates of the filter must occur'
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_several_forwards_may_wait_for_their_recomputation(kind, reentrant):
+    """As with two batches in one loss; one of them is that of an earlier iteration once more."""
+    grads = []
+    norms = make_norm(kind), make_norm(kind)
+    for norm, run in zip(
+        norms, (lambda norm, x: norm(x), lambda norm, x: checkpoint(norm, x, use_reentrant=reentrant)), strict=True
+    ):
+        for t in range(1, 6):
+            step(norm, t)
+        # The third makes the filter fire.
+        xs = [batch(t).requires_grad_() for t in (5, 8, 6, 7)]
+        ys = [run(norm, x) for x in xs]
+        (ys[1] * ys[3] + ys[2]).sin().sum().backward()
+        ys[0].cos().sum().backward()
+        grads.append([x.grad for x in xs])
+    assert all(map(torch.equal, *grads))
+    states_equal(*norms)
+    if kind is UN:
+        assert norms[0].num_filtered > 0
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_reset_starts_everything_but_the_running_variance_again(kind):
+    norm = make_norm(kind)
+    fresh = copy.deepcopy(norm)
+    for t in range(1, 9):
+        step(norm, t)
+    running_var = norm.running_var.clone()
+    norm.reset_state()
+    assert torch.equal(norm.running_var, running_var)
+    fresh.running_var.copy_(running_var)
+    states_equal(norm, fresh)
+    for t in range(3):
+        for got, wanted in zip(step(norm, t), step(fresh, t), strict=True):
+            assert torch.equal(got, wanted), t
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_state_dict_holds_all_that_goes_on(kind):
+    whole = make_norm(kind)
+    for t in range(1, 4):
+        step(whole, t)
+    resumed = kind(C, **({} if kind is PowerNorm else dict(window_size=whole.window_size)), warmup_iters=2).double()
+    assert not resumed.statistics_loaded
+    resumed.load_state_dict(whole.state_dict())
+    assert resumed.statistics_loaded
+    for t in range(4, 14):
+        for got, wanted in zip(step(resumed, t), step(whole, t), strict=True):
+            assert torch.equal(got, wanted), t
+    states_equal(resumed, whole)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('kind', NORMS)
+def test_autocast_keeps_statistics_in_float32_and_the_dtype_of_the_input(kind, dtype):
+    norm, reference = make_norm(kind).float(), make_norm(kind).float()
+    batch_norm = TokenBN(C)
+    for t in range(1, 8):
+        x = batch(t, 2, 200).to(dtype).requires_grad_()
+        exact = x.detach().float().requires_grad_()
+        with torch.autocast('cpu', torch.bfloat16):
+            y = norm(x)
+            assert y.dtype == batch_norm(x).dtype == dtype
+        expected = reference(exact)
+        assert (y.float() - expected).norm() < 0.005 * expected.norm()
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        expected.backward(dy.float())
+        assert x.grad.dtype == dtype
+        assert (x.grad.float() - exact.grad).norm() < 0.005 * exact.grad.norm()
+    for name, value in norm.state_dict().items():
+        assert value.dtype == reference.state_dict()[name].dtype
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-5, msg=name)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert norm.eval()(x).dtype == dtype
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_large_values_in_float16_stay_finite(kind):
+    norm = make_norm(kind).float()
+    x = torch.full((2, 4, C), 300.0, dtype=torch.float16, requires_grad=True)
+    for _ in range(12):
+        y = norm(x)
+        y.float().sum().backward()
+    for norm.training, norm.calibrating in ((False, False), (False, True)):
+        assert norm(x).isfinite().all()
+    assert y.dtype == torch.float16 and y.isfinite().all() and x.grad.isfinite().all()
+    assert all(value.isfinite().all() for value in norm.state_dict().values())
+    assert norm.running_var.min() > 5e4
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_an_overflow_of_mixed_precision_does_not_stay_in_the_averages(kind):
+    norm = make_norm(kind)
+    for t in range(1, 6):
+        step(norm, t)
+    for bad in (float('inf'), float('nan')):
+        x = batch(7).requires_grad_()
+        norm(x).backward(torch.full_like(x, bad))
+        assert not x.grad.isfinite().any(), 'a gradient scaler must see it'
+        x = batch(8)
+        x[0, 0, 1] = bad
+        assert not norm(x)[0, 0, 1].isfinite()
+    assert all(value.isfinite().all() for value in norm.state_dict().values())
+    assert all(value.isfinite().all() for value in step(norm, 9))
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_one_token_and_maps_that_are_not_contiguous_will_do(kind):
+    norms = [make_norm(kind) for _ in range(4)]
+    for t in range(1, 8):
+        x = batch(t, 2, 3, 4)
+        inputs = x, x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0), x.flatten(0, 2), x[::2]
+        # The last norm gets another batch, only to be told that it does.
+        ys = [norm(part) for norm, part in zip(norms, inputs, strict=True)]
+        for y in ys[1:3]:
+            torch.testing.assert_close(y.view_as(x), ys[0])
+        assert not torch.allclose(ys[3], ys[0][::2])
+    single = make_norm(kind)
+    torch.testing.assert_close(single(torch.full((C,), 3.0).double()), single.weight + single.bias, rtol=1e-5, atol=0)
+    assert single(torch.ones(1, 1, C).double()).isfinite().all()
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_training_never_waits_for_the_device(kind):
+    """Fake tensors have no values: reading one, as .item() and a branch do, is an error."""
+    with FakeTensorMode():
+        norm = kind(C, warmup_iters=0)
+        for _ in range(3):
+            x = torch.randn(2, 3, C, requires_grad=True)
+            y = checkpoint(norm, x, use_reentrant=False)
+            (y + norm(x)).sum().backward()
+        norm.reset_state()
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_wrong_channels_are_named(kind):
+    with pytest.raises(ValueError, match=rf'{C}.*channels last'):
+        make_norm(kind)(torch.zeros(2, C + 1, 3, dtype=torch.double))
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_norms_are_built_in_every_scope_and_by_mmcv(kind):
+    for scope in ({}, dict(_scope_='mmdet'), dict(_scope_='mmengine')):
+        assert type(MODELS.build(dict(type=kind.__name__, num_features=C, **scope))) is kind
+    _, norm = build_norm_layer(dict(type=kind.__name__, momentum=0.2), C)
+    assert type(norm) is kind and norm.num_features == C and norm.momentum == 0.2 and norm.eps == 1e-5
+
+
+def test_window_size_is_checked():
+    with pytest.raises(ValueError, match='window_size'):
+        MABN(C, window_size=0)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_fused_detector_computes_the_same(small_detector, kind):
+    model = small_detector(norm_cfg=dict(type=kind.__name__))
+    fused = slab_det.fuse(model)
+    assert not [module for module in fused.modules() if isinstance(module, OfflineNorm)]
+    check = verify_fusion(model, fused, [torch.randn(2, 3, 75, 50), torch.randn(1, 3, 33, 120)])
+    assert check.exact and 0 < check.float64 < 1e-9, check
+
+
+def _parts(t):
+    """Tokens and output gradients of two ranks, as many as they like; in one iteration the second has none."""
+    sizes = (7 + t % 3, 0 if t == 9 else 1 + t % 5)
+    return [
+        (batch(t + 100 * rank, size) * (30.0 if t % 6 == 0 else 1.0), batch(1000 + t + rank, size))
+        for rank, size in enumerate(sizes)
+    ]
+
+
+def _train(norm, batches, run):
+    """Outputs and input gradients of every iteration."""
+    results = []
+    for x, dy in batches:
+        x = x.requires_grad_()
+        y = run(norm, x)
+        y.backward(dy)
+        results.append((y.detach(), x.grad))
+    return results
+
+
+def _train_on_rank(rank, world_size, folder):
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    calls = []
+    dist.all_reduce, all_reduce = lambda values: (calls.append(len(values)), all_reduce(values)), dist.all_reduce
+    results = {}
+    for kind in NORMS:
+        for name, run in (
+            ('plain', lambda norm, x: norm(x)),
+            ('checkpointed', lambda norm, x: checkpoint(norm, x, use_reentrant=False)),
+        ):
+            norm = make_norm(kind)
+            calls.clear()
+            outputs = _train(norm, [_parts(t)[rank] for t in range(1, 14)], run)
+            results[kind.__name__, name] = dict(
+                outputs=outputs, state=norm.state_dict(), calls=list(calls), grad=norm.weight.grad
+            )
+            norm.eval()(batch(1))
+            assert len(calls) == len(results[kind.__name__, name]['calls'])
+    torch.save(results, f'{folder}/{rank}.pt')
+    dist.destroy_process_group()
+
+
+def test_two_processes_are_one_with_all_tokens(tmp_path):
+    mp.spawn(_train_on_rank, (2, str(tmp_path)), nprocs=2)
+    ranks = [torch.load(tmp_path / f'{rank}.pt') for rank in range(2)]
+    close = dict(rtol=1e-10, atol=1e-10)
+    for kind in NORMS:
+        norm = make_norm(kind)
+        parts = [_parts(t) for t in range(1, 14)]
+        expected = _train(
+            norm, [tuple(map(torch.cat, zip(*both, strict=True))) for both in parts], lambda norm, x: norm(x)
+        )
+        for name in ('plain', 'checkpointed'):
+            results = [rank[kind.__name__, name] for rank in ranks]
+            for t, both in enumerate(zip(*(r['outputs'] for r in results), expected, strict=True)):
+                for got0, got1, wanted in zip(*both, strict=True):
+                    torch.testing.assert_close(torch.cat((got0, got1)), wanted, **close, msg=f'{kind} {name} {t}')
+            torch.testing.assert_close(results[0]['grad'] + results[1]['grad'], norm.weight.grad, **close)
+            for result in results:
+                for key, value in norm.state_dict().items():
+                    torch.testing.assert_close(result['state'][key], value, **close, msg=f'{kind} {name} {key}')
+                # Squares and count together, then gs.
+                assert result['calls'] == [C + 1, C] * 13, result['calls']
+        if kind is UN:
+            assert norm.num_filtered >= 2
+
+
+# What each process has pushed into its windows, in order: in one none, because its batches overflowed, in others more
+# than fit, so that the latest value stands in any row.
+PUSHED = ([3, 5, 11], [], [4, 6, 7, 8, 9], [1])
+
+
+def _pool_windows_on_rank(rank, world_size, folder, window_size):
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+    norm = UN(1, window_size=window_size, sync=False)
+    for window in (norm.squares, norm.gradients):
+        for value in PUSHED[rank]:
+            window.push(torch.full((1,), float(value)), torch.tensor(True))
+    norm.iteration += len(PUSHED[rank])
+    norm.psi += rank
+    norm.num_skipped += rank
+    running_var = norm.running_var.clone()
+    norm.pool_averages()
+    assert torch.equal(norm.running_var, running_var) and norm.num_skipped == rank
+    buffers = norm.iteration, norm.psi, *norm.squares.buffers(), *norm.gradients.buffers()
+    state = [buffer.clone() for buffer in buffers]
+    next_mean = []
+    for value in (100.0, 200.0):
+        norm.squares.push(torch.full((1,), value), torch.tensor(True))
+        next_mean.append(norm.squares.mean().item())
+    torch.save((state, next_mean), f'{folder}/{rank}.pt')
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('window_size', [2, 4, 7])
+def test_windows_of_processes_are_pooled_by_age_and_without_what_was_never_seen(tmp_path, window_size):
+    # Forked: a new process would import torch for seconds.
+    mp.start_processes(_pool_windows_on_rank, (4, str(tmp_path), window_size), nprocs=4, start_method='fork')
+    ranks = [torch.load(tmp_path / f'{rank}.pt') for rank in range(4)]
+    by_age = [[values[-1 - age] for values in PUSHED if age < len(values)] for age in range(min(5, window_size))]
+    expected = [float(np.mean(values)) for values in by_age]
+    for state, next_mean in ranks:
+        iteration, psi, values, count, *gradients = state
+        assert (iteration, psi, count) == (5, 1.5, 5)
+        in_order = [values[(count - 1 - age) % window_size].item() for age in range(len(expected))]
+        assert in_order == pytest.approx(expected, rel=1e-6)
+        assert torch.equal(values, gradients[0]) and torch.equal(count, gradients[1])
+        # Next the oldest go, where the window is full.
+        for new, mean in zip((1, 2), next_mean, strict=True):
+            window = [*[100.0, 200.0][:new][::-1], *expected][:window_size]
+            assert mean == pytest.approx(float(np.mean(window)), rel=1e-6)
+    for other, _ in ranks[1:]:
+        assert all(map(torch.equal, ranks[0][0], other))
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_many_forwards_may_wait_and_others_without_gradient_come_between(kind, reentrant):
+    grads = []
+    norms = make_norm(kind), make_norm(kind)
+    for norm, run in zip(
+        norms, (lambda norm, x: norm(x), lambda norm, x: checkpoint(norm, x, use_reentrant=reentrant)), strict=True
+    ):
+        xs = [batch(t).requires_grad_() for t in range(1, 13)]
+        ys = [run(norm, x) for x in xs]
+        with torch.no_grad():
+            for t in range(20, 40):
+                norm(batch(t))
+        sum(y.sin().sum() for y in ys).backward()
+        grads.append([x.grad for x in xs])
+    assert all(map(torch.equal, *grads))
+    states_equal(*norms)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_forward_that_is_no_longer_remembered_is_an_error(kind, reentrant):
+    norm = make_norm(kind)
+    y = checkpoint(norm, batch(1).requires_grad_(), use_reentrant=reentrant)
+    for t in range(norm.MAX_PENDING - 1):
+        norm(batch(2 + t))
+    y.sum().backward(retain_graph=True)
+    norm(batch(1000))
+    with pytest.raises(RuntimeError, match=rf'{kind.__name__}\({C}\): .* none of the last 64 .* eval mode'):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_training_forward_inside_a_backward_without_an_earlier_one_is_an_error(kind):
+    norm, x = make_norm(kind), torch.zeros(3, C, dtype=torch.double, requires_grad=True)
+    x.register_hook(lambda grad: norm(grad))
+    with pytest.raises(RuntimeError, match=rf'{kind.__name__}\({C}\): .*inside a backward pass.*eval mode'):
+        x.sum().backward()
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_recomputed_forward_need_not_repeat_its_last_bit(kind):
+    """As after layers whose sums have no fixed order."""
+    norm, plain = make_norm(kind), make_norm(kind)
+    noise = [1.0, 1.0 + 1e-7]
+    x, same = batch(3).requires_grad_(), batch(3).requires_grad_()
+    checkpoint(lambda x: norm(x * noise.pop(0)), x, use_reentrant=True).sin().sum().backward()
+    assert not noise
+    plain(same).sin().sum().backward()
+    torch.testing.assert_close(x.grad, same.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_an_overflow_may_be_recomputed_and_zeros_too(kind, reentrant):
+    norm = make_norm(kind)
+    for value in (float('inf'), float('nan'), 0.0):
+        x = batch(1)
+        x[0, 0, 1] = value
+        x = (x if value else 0 * batch(1)).requires_grad_()
+        checkpoint(norm, x, use_reentrant=reentrant).sum().backward()
+        assert x.grad.isfinite().all() == (value == 0), value
+
+
+def test_forwards_of_before_a_move_are_forgotten():
+    """They would be tensors of another device or dtype."""
+    norm = make_norm(UN)
+    step(norm, 1)
+    norm.float()
+    x = batch(2).float().requires_grad_()
+    checkpoint(norm, x, use_reentrant=False).sum().backward()
+    assert len(norm._recent) == 1
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_compiled_models_train_as_others_do(kind):
+    """With a graph break around the norm."""
+    plain, compiled = (torch.nn.Sequential(torch.nn.Linear(C, C), make_norm(kind)).double() for _ in range(2))
+    compiled.load_state_dict(plain.state_dict())
+    run = torch.compile(compiled, backend='eager')
+    for t in range(1, 9):
+        grads = []
+        for model in (plain, run):
+            x = batch(t).requires_grad_()
+            (model(x).sin() * (1 + t)).sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-12, atol=1e-12, msg=key)
+    assert compiled[1].iteration == 8
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_only_evaluation_compiles_into_one_graph(kind):
+    norm = make_norm(kind)
+    run = torch.compile(norm, backend='eager', fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'torch\.compiler\.disable'):
+        run(batch(1))
+    norm.eval()
+    assert torch.equal(run(batch(1)), norm(batch(1)))

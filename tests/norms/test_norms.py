@@ -1,0 +1,323 @@
+"""TokenBN, RepBN and PRepBN against torch and the formulas of the SLAB paper."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from mmengine.registry import MODELS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from slab_det import set_gamma
+from slab_det.norms import PRepBN, RepBN, TokenBN
+
+C = 5
+NORMS = [TokenBN, RepBN, PRepBN]
+
+
+def make_norm(kind: type, gamma: float = 0.0, **kwargs) -> nn.Module:
+    norm = kind(C, **kwargs).double()
+    with torch.no_grad():
+        for name, tensor in norm.state_dict().items():
+            if not name.endswith('_gamma'):
+                tensor.copy_(torch.rand_like(tensor) + 0.5)
+    set_gamma(norm, gamma)
+    return norm
+
+
+def tokens(*shape: int, requires_grad: bool = False) -> torch.Tensor:
+    return (3 * torch.randn(*shape, C, dtype=torch.double) + 1).requires_grad_(requires_grad)
+
+
+def statistics_of(norm: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for value in norm.statistics()]
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_token_bn_is_batch_norm_over_all_tokens(training):
+    norm, reference = make_norm(TokenBN).train(training), nn.BatchNorm1d(C).double().train(training)
+    reference.load_state_dict({**norm.state_dict(), 'num_batches_tracked': torch.tensor(0)})
+    for shape in ((2, 7), (1, 30), (4, 3)):
+        x, y = tokens(*shape, requires_grad=True), None
+        y = norm(x)
+        reference_x = x.detach().transpose(1, 2).requires_grad_()
+        expected = reference(reference_x)
+        torch.testing.assert_close(y, expected.transpose(1, 2))
+        weight = torch.randn_like(y)
+        y.backward(weight)
+        expected.backward(weight.transpose(1, 2))
+        torch.testing.assert_close(x.grad, reference_x.grad.transpose(1, 2))
+    for name in ('running_mean', 'running_var'):
+        torch.testing.assert_close(getattr(norm, name), getattr(reference, name))
+    for name in ('weight', 'bias'):
+        torch.testing.assert_close(getattr(norm, name).grad, getattr(reference, name).grad)
+
+
+def test_repbn_is_the_batch_norm_of_lemma_4_1():
+    norm = make_norm(RepBN).eval()
+    sigma = (norm.running_var + norm.eps).sqrt()
+    reference = nn.BatchNorm1d(C).double().eval()
+    reference.load_state_dict(
+        dict(
+            weight=norm.weight + norm.eta * sigma,
+            bias=norm.bias + norm.eta * norm.running_mean,
+            running_mean=norm.running_mean,
+            running_var=norm.running_var,
+            num_batches_tracked=torch.tensor(0),
+        )
+    )
+    x = tokens(2, 7)
+    torch.testing.assert_close(norm(x), reference(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_repbn_in_training_adds_eta_x_to_the_batch_norm():
+    norm = make_norm(RepBN)
+    x = tokens(2, 7)
+    normalized = (x - x.mean((0, 1))) / (x.var((0, 1), unbiased=False) + norm.eps).sqrt()
+    torch.testing.assert_close(norm(x), norm.weight * normalized + norm.bias + norm.eta * x)
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.25, 1.0])
+@pytest.mark.parametrize('training', [True, False])
+def test_prepbn_mixes_both_norms(gamma, training):
+    norm = make_norm(PRepBN, gamma, eps=1e-5, ln_eps=1e-3).train(training)
+    x = tokens(2, 7)
+    mean, var = (
+        (x.mean((0, 1)), x.var((0, 1), unbiased=False))
+        if training
+        else (norm.repbn.running_mean.clone(), norm.repbn.running_var.clone())
+    )
+    repbn = norm.repbn.weight * (x - mean) / (var + 1e-5).sqrt() + norm.repbn.bias + norm.repbn.eta * x
+    ln = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-3).sqrt()
+    ln = ln * norm.ln.weight + norm.ln.bias
+    torch.testing.assert_close(norm(x), gamma * ln + (1 - gamma) * repbn)
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.5, 1.0])
+def test_freezing_the_repbn_alone_freezes_statistics_at_every_gamma(gamma):
+    norm, whole = make_norm(PRepBN, gamma), make_norm(PRepBN, gamma)
+    whole.load_state_dict(norm.state_dict())
+    # As a loop over modules of one type does.
+    norm.train().repbn.eval()
+    whole.eval()
+    before = statistics_of(norm)
+    results = []
+    for part in (norm, whole):
+        x = torch.linspace(-3, 5, 14 * C).double().view(2, 7, C).requires_grad_()
+        y = part(x)
+        y.sin().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in part.parameters())])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True)), 'the frozen mixture'
+    assert all(map(torch.equal, statistics_of(norm), before))
+    norm.train()(x)
+    assert not any(map(torch.equal, statistics_of(norm), before))
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.25, 1.0])
+def test_prepbn_training_gradients_are_those_of_its_formula(gamma):
+    norm = make_norm(PRepBN, gamma, eps=1e-2, ln_eps=1e-3)
+    x = tokens(2, 7, requires_grad=True)
+    weight = torch.randn_like(x)
+    (norm(x) * weight).sum().backward()
+
+    p = {name: value.detach().clone().requires_grad_() for name, value in norm.named_parameters()}
+    other = x.detach().clone().requires_grad_()
+    flat = other.flatten(0, 1)
+    centred = flat - flat.mean(0)
+    repbn = centred / (centred.square().mean(0) + 1e-2).sqrt() * p['repbn.weight'] + p['repbn.bias']
+    repbn = repbn + p['repbn.eta'] * flat
+    centred = flat - flat.mean(1, keepdim=True)
+    ln = centred / (centred.square().mean(1, keepdim=True) + 1e-3).sqrt() * p['ln.weight'] + p['ln.bias']
+    ((gamma * ln + (1 - gamma) * repbn).view_as(x) * weight).sum().backward()
+
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-10, atol=1e-10)
+    for name, parameter in norm.named_parameters():
+        if gamma == 0 and name.startswith('ln.'):
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, p[name].grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_training_gradients_pass_gradcheck(kind):
+    norm = make_norm(kind, 0.5)
+    parameters = list(norm.parameters())
+
+    def forward(x, *values):
+        return torch.func.functional_call(norm, dict(zip(dict(norm.named_parameters()), values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(forward, (tokens(2, 4, requires_grad=True), *parameters))
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.5, 1.0])
+def test_training_keeps_nothing_of_the_input_s_size_but_the_input(gamma):
+    norm, x = make_norm(PRepBN, gamma), tokens(2, 50, requires_grad=True)
+    kept = set()
+
+    def remember(tensor):
+        if tensor.numel() >= x.numel():
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        norm(x)
+    assert kept == {x.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize('layout', ['channels first', 'a gradient of one value'])
+@pytest.mark.parametrize('gamma', [0.0, 0.5])
+def test_strides_do_not_matter(layout, gamma):
+    norm, reference = make_norm(PRepBN, gamma), make_norm(PRepBN, gamma)
+    reference.load_state_dict(norm.state_dict())
+    x = tokens(3, 4)
+    weight = torch.ones(()).double().expand_as(x) if layout == 'a gradient of one value' else torch.randn_like(x)
+    given, plain = x.requires_grad_(), x.detach().clone().requires_grad_()
+    moved = given.transpose(1, 2).contiguous().transpose(1, 2) if layout == 'channels first' else given
+    y, expected = norm(moved), reference(plain)
+    torch.testing.assert_close(y, expected)
+    y.backward(weight)
+    expected.backward(weight.contiguous())
+    torch.testing.assert_close(given.grad, plain.grad)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_inference_is_the_affine(kind):
+    norm = make_norm(kind).eval()
+    scale, shift = norm.inference_affine()
+    assert scale.dtype == shift.dtype == torch.float64
+    x = tokens(2, 7)
+    torch.testing.assert_close(norm(x), scale * x + shift, rtol=1e-12, atol=1e-12)
+
+
+def test_prepbn_with_layernorm_in_it_has_no_affine():
+    with pytest.raises(ValueError, match='LayerNorm'):
+        make_norm(PRepBN, 0.5).inference_affine()
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.37, 1.0])
+def test_gamma_travels_in_the_state_dict(gamma):
+    source, target = make_norm(PRepBN, gamma), PRepBN(C)
+    assert target.gamma == 1.0
+    target.load_state_dict(source.state_dict())
+    assert target.gamma == gamma
+    assert target.statistics_loaded
+
+
+def test_set_gamma_counts_norms_and_checks_its_range():
+    model = nn.Sequential(PRepBN(C), nn.LayerNorm(C), nn.Sequential(PRepBN(C), RepBN(C)))
+    assert set_gamma(model, 0.5) == 2
+    assert [norm.gamma for norm in model.modules() if isinstance(norm, PRepBN)] == [0.5, 0.5]
+    for value in (-0.1, 1.1, float('nan')):
+        with pytest.raises(ValueError, match='gamma'):
+            set_gamma(model, value)
+
+
+def test_set_statistics_is_what_inference_uses():
+    for kind in NORMS:
+        norm, mean, var = make_norm(kind).eval(), torch.rand(C).double(), torch.rand(C).double() + 1
+        norm.set_statistics(mean, var)
+        for got, given in zip(norm.statistics(), (mean, var), strict=True):
+            assert torch.equal(got, given), kind
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_calibrating_normalises_by_batch_and_keeps_all_state(kind):
+    norm = make_norm(kind)
+    x = tokens(2, 7)
+    before = statistics_of(norm)
+    norm.eval()
+    norm.calibrating = True
+    y = norm(x)
+    assert all(map(torch.equal, norm.statistics(), before))
+    norm.calibrating = False
+    torch.testing.assert_close(y, norm.train()(x))
+    assert not torch.equal(norm.statistics()[0], before[0])
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('kind', NORMS)
+def test_recomputation_leaves_the_statistics(kind, reentrant):
+    plain, recomputed = make_norm(kind), make_norm(kind)
+    recomputed.load_state_dict(plain.state_dict())
+    x = tokens(2, 7)
+    grads = []
+    for norm, run in (
+        (plain, lambda norm, x: norm(x)),
+        (recomputed, lambda norm, x: checkpoint(norm, x, use_reentrant=reentrant)),
+    ):
+        leaf = x.clone().requires_grad_()
+        run(norm, leaf).pow(3).sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, recomputed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize('gamma', [0.0, 0.5])
+def test_autocast_keeps_statistics_in_float32(gamma):
+    norm, reference = make_norm(PRepBN, gamma).float(), make_norm(PRepBN, gamma).float()
+    reference.load_state_dict(norm.state_dict())
+    x = tokens(2, 500).to(torch.bfloat16)
+    with torch.autocast('cpu', torch.bfloat16):
+        y = norm(x)
+        norm.eval()(x)
+    expected = reference(x.float())
+    assert (y.float() - expected).norm() < 0.02 * expected.norm()
+    for got, wanted in zip(norm.statistics(), reference.statistics(), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_wrong_channels_are_named(kind):
+    with pytest.raises(ValueError, match=rf'{C}.*channels last'):
+        make_norm(kind)(torch.zeros(2, C + 1, 3, dtype=torch.double))
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_one_token_has_no_batch_statistics(kind):
+    with pytest.raises(ValueError, match='1 value|one token|single token|more than 1'):
+        make_norm(kind)(torch.zeros(1, 1, C, dtype=torch.double))
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_norms_are_built_in_every_scope(kind):
+    for scope in (None, 'mmdet', 'mmengine'):
+        norm = MODELS.build(
+            dict(type=kind.__name__, num_features=C, _scope_=scope)
+            if scope
+            else dict(type=kind.__name__, num_features=C)
+        )
+        assert type(norm) is kind
+
+
+def _train_two_steps(rank: int, world_size: int, folder: str, gammas: list[float], norm_eval: bool) -> None:
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(C, C), PRepBN(C), nn.Linear(C, 1))
+    if norm_eval:
+        model[1].eval()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, gamma in enumerate(gammas):
+        set_gamma(model, gamma)
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        # Raises in the second step if DDP waits for the gradients of a branch that was skipped.
+        ddp(torch.randn(2, 4, C)).pow(2).sum().backward()
+        optimizer.step()
+    torch.save(model.state_dict(), os.path.join(folder, f'{rank}.pth'))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('norm_eval', [False, True])
+def test_ddp_trains_through_the_decay_without_find_unused_parameters(tmp_path, norm_eval):
+    mp.spawn(_train_two_steps, (2, str(tmp_path), [1.0, 1.0, 0.0, 0.0, 0.0], norm_eval), nprocs=2)
+    first, second = (torch.load(tmp_path / f'{rank}.pth', weights_only=True) for rank in range(2))
+    for key in ('0.weight', '1.repbn.eta', '1.repbn.weight', '1.ln.weight', '2.bias'):
+        assert torch.equal(first[key], second[key]), key
+    assert not torch.equal(first['1.repbn.weight'], torch.ones(C))

@@ -1,0 +1,223 @@
+"""UN against an implementation in numpy, written from the paper's formulas."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from slab_det.norms import UN
+
+C = 5
+
+
+class NumpyUN:
+    """Every value ever seen in lists, loops over channels. Iterations count from 1."""
+
+    def __init__(self, weight, bias, window_size, warmup_iters, filter_outliers, momentum=0.1, eps=1e-5):
+        self.weight, self.bias = weight, bias
+        self.window_size, self.warmup_iters, self.filter_outliers = window_size, warmup_iters, filter_outliers
+        self.a, self.eps = 1 - momentum, eps
+        self.var = [1.0] * len(weight)
+        self.psi = [0.0] * len(weight)
+        self.squares, self.gradients, self.fired = [], [], []
+
+    def forward(self, x):
+        t = len(self.squares) + 1
+        channels = range(x.shape[1])
+        s = [sum(x[:, c] ** 2) / len(x) for c in channels]
+        before = self.squares[-self.window_size :]
+        window = [*self.squares, s][-self.window_size :]
+        arithmetic = [np.mean([row[c] for row in window]) for c in channels]
+        geometric = [np.prod([row[c] for row in window]) ** (1 / len(window)) for c in channels]
+        fired = False
+        if self.filter_outliers and t > self.warmup_iters and len(before) == self.window_size > 1:
+            roots = np.array([value**0.5 for row in before for value in row])
+            spread = sum((roots - roots.mean()) ** 2) / (len(roots) - 1)
+            fired = any(arithmetic[c] - geometric[c] > self.window_size * spread for c in channels)
+        self.squares.append(list(self.var) if fired else s)
+        self.fired.append(fired)
+        s_hat = s if fired or t <= self.warmup_iters else geometric
+        self.var = [self.a * self.var[c] + (1 - self.a) * s_hat[c] for c in channels]
+        root = np.sqrt(np.array(s_hat) + self.eps)
+        return self.weight * (x / root) + self.bias, (x / root, root, fired)
+
+    def backward(self, dy, saved):
+        z, root, fired = saved
+        channels = range(z.shape[1])
+        g = self.weight * dy
+        gs = [sum(g[:, c] * z[:, c]) / len(z) for c in channels]
+        self.gradients.append(list(self.psi) if fired else gs)
+        window = self.gradients[-self.window_size :]
+        mean = gs if fired else [np.mean([row[c] for row in window]) for c in channels]
+        self.psi = [self.a * self.psi[c] + (1 - self.a) * mean[c] for c in channels]
+        psi = gs if fired else self.psi
+        return (g - z * np.array(psi)) / root, (dy * z).sum(0), dy.sum(0)
+
+    def state(self):
+        return dict(running_var=self.var, psi=self.psi, iteration=len(self.squares), num_filtered=sum(self.fired))
+
+
+def make_pair(**options):
+    norm = UN(C, **options).double()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.normal_()
+    options = dict(dict(window_size=4, warmup_iters=4000, filter_outliers=True), **options)
+    return norm, NumpyUN(norm.weight.detach().numpy(), norm.bias.detach().numpy(), **options)
+
+
+def tokens(scale=1.0):
+    """Between 1 and 40 tokens; channels of different size; no s below the floor of the geometric mean."""
+    x = torch.randn(int(torch.randint(1, 41, ())), C, dtype=torch.double) + 0.3
+    return scale * torch.linspace(0.5, 2.0, C).double() * (x + 0.01 * x.sign())
+
+
+def assert_same_state(norm, oracle, label):
+    for name, value in oracle.state().items():
+        torch.testing.assert_close(
+            getattr(norm, name).double(),
+            torch.tensor(value).double(),
+            rtol=1e-11,
+            atol=1e-12,
+            msg=lambda text, name=name: f'{label}, {name}: {text}',
+        )
+    for window, seen in ((norm.squares, oracle.squares), (norm.gradients, oracle.gradients)):
+        kept = seen[-norm.window_size :]
+        assert int(window.count) == len(seen)
+        values = window.values[torch.arange(len(seen) - len(kept), len(seen)) % norm.window_size]
+        torch.testing.assert_close(values, torch.tensor(kept).double(), rtol=1e-11, atol=1e-12)
+
+
+def assert_step_is_the_oracles(norm, oracle, x, label):
+    x = x.detach().requires_grad_()
+    y = norm(x)
+    expected, saved = oracle.forward(x.detach().numpy())
+    torch.testing.assert_close(y, torch.from_numpy(expected), rtol=1e-11, atol=1e-11, msg=lambda t: f'{label}: {t}')
+    dy = torch.randn_like(y)
+    norm.zero_grad()
+    y.backward(dy)
+    for name, got, wanted in zip(
+        ('dx', 'dweight', 'dbias'),
+        (x.grad, norm.weight.grad, norm.bias.grad),
+        oracle.backward(dy.numpy(), saved),
+        strict=True,
+    ):
+        torch.testing.assert_close(
+            got,
+            torch.from_numpy(wanted),
+            rtol=1e-10,
+            atol=1e-11,
+            msg=lambda text, name=name: f'{label}, {name}: {text}',
+        )
+    assert_same_state(norm, oracle, label)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(warmup_iters=0),
+        dict(warmup_iters=10),
+        dict(warmup_iters=100),
+        dict(window_size=1, warmup_iters=3),
+        dict(window_size=7, warmup_iters=2, momentum=0.3, eps=1e-3),
+        dict(warmup_iters=5, filter_outliers=False),
+    ],
+    ids=str,
+)
+def test_every_iteration_is_the_oracles(options):
+    """Batches of 1 to 40 tokens whose size jumps now and then: warm-up, both fates of the filter, wrap-around."""
+    norm, oracle = make_pair(**options)
+    for t in range(1, 46):
+        assert_step_is_the_oracles(norm, oracle, tokens(scale=6.0 if t % 11 == 0 else 1.0), f'{options}, t = {t}')
+    after_warmup = oracle.fired[oracle.warmup_iters + 1 :]
+    filters = options.get('filter_outliers', True) and oracle.window_size > 1
+    if filters and after_warmup:
+        assert any(after_warmup) and not all(after_warmup), 'the inputs must show both fates'
+    else:
+        assert not any(oracle.fired)
+
+
+def test_the_filter_is_silent_during_warm_up_and_until_the_window_before_is_full():
+    for warmup_iters, first in ((6, 7), (0, 5), (4, 5)):
+        norm, oracle = make_pair(warmup_iters=warmup_iters)
+        for t in range(1, 9):
+            # Ever larger batches: each of them is an outlier among its predecessors.
+            assert_step_is_the_oracles(norm, oracle, 10.0**t * torch.ones(3, C).double(), f't = {t}')
+        assert oracle.fired.index(True) + 1 == first
+
+
+def test_one_channel_makes_the_whole_layer_fire():
+    norm, oracle = make_pair(warmup_iters=0)
+    for t in range(1, 7):
+        x = torch.ones(2, C).double() * torch.linspace(1, 2, C).double()
+        if t == 6:
+            x[:, 3] *= 100
+        before = norm.running_var.clone()
+        assert_step_is_the_oracles(norm, oracle, x, f't = {t}')
+    assert oracle.fired == [False] * 5 + [True]
+    # The slot of the outlier, the second of four, holds what the running variance was.
+    torch.testing.assert_close(norm.squares.values[1], before, rtol=0, atol=0)
+    torch.testing.assert_close(norm.running_var, 0.9 * before + 0.1 * x.square().mean(0))
+
+
+def test_a_backward_uses_the_decision_of_its_own_forward():
+    norm, oracle = make_pair(warmup_iters=0)
+    for t in range(1, 7):
+        assert_step_is_the_oracles(norm, oracle, torch.ones(3, C).double() * torch.linspace(1, 2, C), f't = {t}')
+    xs = [(scale * torch.linspace(1, 2, C) * torch.ones(4, C)).double().requires_grad_() for scale in (50, 1.01, 1)]
+    ys = [norm(x) for x in xs]
+    saved = [oracle.forward(x.detach().numpy())[1] for x in xs]
+    assert [s[2] for s in saved] == [True, False, False]
+    # Not in the order of the forwards.
+    for index in (2, 0, 1):
+        dy = torch.randn(4, C).double()
+        ys[index].backward(dy)
+        dx, *_ = oracle.backward(dy.numpy(), saved[index])
+        torch.testing.assert_close(xs[index].grad, torch.from_numpy(dx), rtol=1e-10, atol=1e-12)
+        assert_same_state(norm, oracle, index)
+
+
+def test_forwards_without_gradient_advance_only_the_forward_state():
+    norm, oracle = make_pair(warmup_iters=2)
+    for t in range(1, 9):
+        if t % 3:
+            assert_step_is_the_oracles(norm, oracle, tokens(), f't = {t}')
+        else:
+            x = tokens()
+            with torch.no_grad():
+                y = norm(x)
+            torch.testing.assert_close(y, torch.from_numpy(oracle.forward(x.numpy())[0]))
+            assert_same_state(norm, oracle, f't = {t}')
+
+
+@pytest.mark.parametrize('shape', [(6, C), (2, 3, C), (1, 2, 1, C)])
+def test_gradient_is_exact_without_memory(shape):
+    """With M = 1 and a = 0 psi is the derivative of s^, and the backward pass the true one."""
+    norm = UN(C, window_size=1, momentum=1.0).double()
+    torch.nn.init.uniform_(norm.weight)
+    for _ in range(2):
+        assert torch.autograd.gradcheck(norm, torch.randn(*shape, dtype=torch.double, requires_grad=True))
+        norm.warmup_iters = 0
+
+
+def test_a_window_of_one_never_fires_nor_warns():
+    norm = UN(1, window_size=1, warmup_iters=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for scale in (1.0, 100.0, 1e-3, 7.0):
+            norm(scale * torch.ones(3, 1))
+    assert norm.num_filtered == 0
+
+
+def test_a_batch_of_zeros_leaves_the_next_ones_finite():
+    norm = UN(C, warmup_iters=0, filter_outliers=False)
+    for t in range(7):
+        y = norm(torch.zeros(3, C) if t == 2 else torch.ones(3, C))
+        assert y.abs().max() < 20, (t, y)
+    torch.testing.assert_close(y, torch.ones(3, C), rtol=1e-4, atol=0)
+
+
+def test_window_size_is_checked():
+    with pytest.raises(ValueError, match='window_size'):
+        UN(C, window_size=0)

@@ -1,0 +1,325 @@
+import copy
+import json
+import math
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from conftest import SLA, randomize
+from mmdet.registry import MODELS
+from torch import nn
+
+import slab_det
+from slab_det.measure.statistics_drift import Drift, copy_statistics, statistics_drift
+from slab_det.norms import TokenBN
+from slab_det.norms.base import named_offline_norms
+from slab_det.recalibration.recalibrate import JUMP, RecalibrationError
+
+BATCHES = [(1, 3, 64, 80), (2, 3, 48, 40), (1, 3, 90, 33)]
+
+
+def build_backbone(**options):
+    model = MODELS.build(
+        {
+            **dict(
+                type='SLABSwin',
+                embed_dims=8,
+                depths=(2, 2, 1, 1),
+                num_heads=(1, 2, 2, 4),
+                norm_cfg=dict(type='PRepBN'),
+                drop_path_rate=0.5,
+            ),
+            **options,
+        }
+    ).double()
+    randomize(model, 0)
+    slab_det.set_gamma(model, 0)
+    return model
+
+
+def build_batches():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator).double() * (i + 1) + i for i, shape in enumerate(BATCHES)]
+
+
+def inputs_of_norms(model, batches):
+    """The tokens that each norm sees at inference, (N, C) per norm."""
+    seen = {name: [] for name, _ in named_offline_norms(model)}
+    handles = [
+        norm.register_forward_pre_hook(lambda _, args, s=seen[name]: s.append(args[0].flatten(0, -2)))
+        for name, norm in named_offline_norms(model)
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+@pytest.mark.parametrize('options', [{}, SLA], ids=['softmax', 'sla'])
+def test_statistics_are_those_that_inference_sees(options):
+    model, batches = build_backbone(**options).eval(), build_batches()
+    report = slab_det.recalibrate(model, batches, max_passes=60, tol=1e-10, progress=False)
+    assert report.converged and report.num_batches == 3, report
+    for name, tokens in inputs_of_norms(model, batches).items():
+        mean, var = model.get_submodule(name).statistics()
+        torch.testing.assert_close(mean, tokens.mean(0), rtol=1e-8, atol=1e-8, msg=name)
+        torch.testing.assert_close(var, tokens.var(0, correction=0), rtol=1e-8, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize('norm', ['UN', 'MABN', 'PowerNorm'])
+def test_norms_without_mean_get_the_mean_of_x_squared(norm):
+    model, batches = build_backbone(norm_cfg=dict(type=norm)).eval(), build_batches()
+    before = copy.deepcopy(model.state_dict())
+    report = slab_det.recalibrate(model, batches, max_passes=60, tol=1e-10, progress=False)
+    assert report.converged and len(report.residuals) > 1, report
+    for name, tokens in inputs_of_norms(model, batches).items():
+        assert tokens.mean(0).abs().max() > 0.05, 'a mean that matters'
+        torch.testing.assert_close(
+            model.get_submodule(name).running_var, tokens.square().mean(0), rtol=1e-8, atol=1e-8, msg=name
+        )
+    changed = {
+        key.rpartition('.')[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    }
+    assert changed == {'running_var'}
+
+
+def test_first_norm_is_exact_after_one_pass_whatever_the_batch_sizes():
+    model, batches = build_backbone().eval(), build_batches()
+    report = slab_det.recalibrate(model, batches, max_passes=1, progress=False)
+    assert report.residuals == [] and not report.converged
+    tokens = torch.cat(
+        [
+            model.patch_embed.projection(batch).flatten(2).transpose(1, 2).flatten(0, 1)
+            for batch in (torch.nn.functional.pad(b, (0, -b.shape[3] % 4, 0, -b.shape[2] % 4)) for b in batches)
+        ]
+    )
+    mean, var = model.patch_embed.norm.statistics()
+    torch.testing.assert_close(mean, tokens.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(var, tokens.var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_passes_with_found_statistics_come_closer_to_the_fixed_point():
+    batches = build_batches()
+    untrained = (
+        MODELS.build(
+            dict(
+                type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN')
+            )
+        )
+        .double()
+        .eval()
+    )
+    untrained.init_weights()
+    slab_det.set_gamma(untrained, 0)
+    fixed_point = copy.deepcopy(untrained)
+    slab_det.recalibrate(fixed_point, batches, max_passes=60, tol=1e-10, progress=False)
+
+    def distance(passes):
+        model = copy.deepcopy(untrained)
+        if passes:
+            slab_det.recalibrate(model, batches, max_passes=passes, tol=0, progress=False)
+        return max(
+            float(((a.statistics()[0] - b.statistics()[0]).abs() / b.statistics()[1].sqrt()).max())
+            for (_, a), (_, b) in zip(named_offline_norms(model), named_offline_norms(fixed_point), strict=True)
+        )
+
+    distances = [distance(passes) for passes in (0, 1, 5)]
+    assert distances[0] > 2 * distances[1] and distances[1] > 2 * distances[2], distances
+
+
+@pytest.mark.parametrize('norm', ['TokenBN', 'PRepBN', 'UN'])
+def test_as_many_passes_as_norms_find_the_fixed_point_of_images_that_have_nothing_in_common(norm):
+    model = build_backbone(depths=(2, 2, 2, 2), norm_cfg=dict(type=norm)).eval()
+    batches = [batch * 10**i for i, batch in enumerate(build_batches())]
+    settled = copy.deepcopy(model)
+    every_pass = slab_det.recalibrate(settled, batches, tol=0, progress=False)
+    # Not nearly: what a norm sees in the last pass is what it saw in the last but one.
+    assert every_pass.converged and every_pass.residuals[-1] == 0 and len(every_pass.residuals) <= every_pass.num_norms
+    report = slab_det.recalibrate(model, batches, progress=False)
+    assert report.converged and len(report.residuals) < len(every_pass.residuals)
+    norms = dict(named_offline_norms(model))
+    assert statistics_drift(norms, copy_statistics(dict(named_offline_norms(settled)))).largest < report.tol
+
+
+def test_errors_do_not_grow_from_norm_to_norm(monkeypatch):
+    batches = [batch.float() * 10**i for i, batch in enumerate(build_batches())]
+    model = build_backbone(depths=(2, 2, 8, 2), norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act').float().eval()
+    unguarded = copy.deepcopy(model)
+    report = slab_det.recalibrate(model, batches, progress=False)
+    assert report.converged and max(report.residuals) < 1000, report
+    monkeypatch.setattr('slab_det.recalibration.recalibrate.JUMP', math.inf)
+    with pytest.raises(RecalibrationError, match='NaN|infinite|beyond'):
+        slab_det.recalibrate(unguarded, batches, progress=False)
+
+
+class Chain(nn.Module):
+    """Norms and linear layers in turn; the norms can be registered in another order than they are called in."""
+
+    def __init__(self, reverse, depth=10, channels=6):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        norms = [TokenBN(channels) for _ in range(depth)]
+        for i, norm in reversed([*enumerate(norms)]) if reverse else enumerate(norms):
+            self.add_module(f'norm{i}', norm)
+        self.weights = [torch.randn(channels, channels, generator=generator).double() for _ in norms]
+
+    def forward(self, x):
+        for i, weight in enumerate(self.weights):
+            x = torch.expm1(getattr(self, f'norm{i}')(x).clamp(max=8)) @ weight
+        return x
+
+
+def test_norms_are_final_in_the_order_of_their_calls():
+    batches = [torch.randn(1, 60, 6, generator=torch.Generator().manual_seed(i)).double() * 10**i for i in range(3)]
+    reports = [
+        slab_det.recalibrate(Chain(reverse).double().eval(), batches, tol=0, progress=False)
+        for reverse in (False, True)
+    ]
+    assert reports[0].residuals == reports[1].residuals and max(reports[0].residuals) > JUMP
+    for report in reports:
+        assert report.converged and report.residuals[-1] == 0 and len(report.residuals) <= report.num_norms, report
+
+
+def test_a_pass_with_norms_by_batch_is_not_the_last_whatever_the_tolerance():
+    cut_short = slab_det.recalibrate(*build_far_apart(), max_passes=3, tol=10, progress=False)
+    assert cut_short.residuals[-1] < 10 and not cut_short.converged
+    assert f'in the last pass {cut_short.num_by_batch} norms were still normalising by their batch' in str(cut_short)
+    report = slab_det.recalibrate(*build_far_apart(), tol=10, progress=False)
+    assert report.converged and report.num_by_batch == 0 and len(report.residuals) > 2
+
+
+def test_a_norm_that_is_called_twice_gets_more_passes_than_there_are_norms():
+    norm = TokenBN(4).eval()
+    batches = [torch.randn(1, 50, 4, generator=torch.Generator().manual_seed(i)) * (i + 1) for i in range(3)]
+    report = slab_det.recalibrate(norm, batches, forward=lambda x: norm(torch.tanh(norm(x))), progress=False)
+    assert report.num_norms == 1 and len(report.residuals) > 1
+
+
+def test_statistics_beyond_the_range_of_the_buffers_are_refused():
+    # eta would carry what is too large on to the next norm.
+    model = build_backbone(norm_cfg=dict(type='TokenBN')).float().eval()
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.patch_embed.projection.weight *= 1e21
+    with pytest.raises(RecalibrationError, match=r'patch_embed\.norm.*beyond torch\.float32; lower the learning rate'):
+        slab_det.recalibrate(model, [batch.float() for batch in build_batches()], progress=False)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) or key == 'patch_embed.projection.weight', key
+
+
+def test_the_report_says_whether_it_is_enough():
+    model, batches = build_backbone().eval(), build_batches()
+    assert 'far off' not in str(slab_det.recalibrate(model, batches, progress=False))
+    cut_short = slab_det.recalibrate(model, batches, max_passes=2, tol=0, progress=False)
+    assert 'far off: give it more passes' in str(cut_short)
+    assert 'not measured' in str(slab_det.recalibrate(model, batches, max_passes=1, progress=False))
+
+
+def test_drift_is_small_after_a_second_recalibration_and_unknown_from_what_is_not_finite():
+    model, batches = build_backbone().eval(), build_batches()
+    norms = dict(named_offline_norms(model))
+    drifts = []
+    for _ in range(2):
+        before = copy_statistics(norms)
+        tol = slab_det.recalibrate(model, batches, progress=False).tol
+        drifts.append(statistics_drift(norms, before))
+    assert drifts[1].largest < tol < drifts[0].largest
+    mean, var = before['patch_embed.norm']
+    norms['patch_embed.norm'].set_statistics(mean * math.nan, var)
+    unknown = statistics_drift(norms, before)
+    assert math.isnan(unknown.largest) and unknown.to_dict()['mean'] is None
+    json.dumps(unknown.to_dict(), allow_nan=False)
+
+
+def test_the_largest_drift_is_never_less_than_unknown():
+    assert math.isnan(Drift(mean=0, largest_mean=0, log_var=math.nan, largest_log_var=math.nan).largest)
+    assert Drift(mean=1, largest_mean=2, log_var=0, largest_log_var=3).largest == 3
+
+
+def test_old_statistics_do_not_matter():
+    batches, results = build_batches(), []
+    for factor in (1.0, 100.0):
+        model = build_backbone().eval()
+        for _, norm in named_offline_norms(model):
+            norm.set_statistics(norm.statistics()[0] * factor, norm.statistics()[1] * factor)
+        slab_det.recalibrate(model, batches, max_passes=3, tol=0, progress=False)
+        results.append(model.state_dict())
+    for key, value in results[0].items():
+        assert torch.equal(value, results[1][key]), key
+
+
+def test_only_statistics_change():
+    model = build_backbone()
+    slab_det.set_gamma(model, 0.5)
+    model.train()
+    model.stages[0].eval()
+    before = copy.deepcopy(model.state_dict())
+    flags = [module.training for module in model.modules()]
+    slab_det.recalibrate(model, build_batches(), progress=False)
+    assert [module.training for module in model.modules()] == flags
+    changed = {
+        key.rpartition('.')[2] for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+    }
+    assert changed == {'running_mean', 'running_var'}
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+def test_values_that_are_not_finite_stop_it_with_the_layers_name_and_keep_the_old_statistics(bad):
+    model = build_backbone().eval()
+    with torch.no_grad():
+        model.stages[1].blocks[0].ffn.layers[1].bias[2] = bad
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RecalibrationError, match=r'^stages\.1\.blocks\.1\.norm1: .* after batch 1; lower the learning'):
+        slab_det.recalibrate(model, build_batches(), progress=False)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    'batches, message',
+    [
+        ([], 'no batch'),
+        (iter([torch.zeros(1, 3, 8, 8)]), 'not an iterator'),
+    ],
+)
+def test_unusable_batches_are_refused(batches, message):
+    with pytest.raises(RecalibrationError, match=message):
+        slab_det.recalibrate(build_backbone().eval(), batches, progress=False)
+
+
+def test_a_fused_model_is_refused():
+    with pytest.raises(RecalibrationError, match='before fusing'):
+        slab_det.recalibrate(slab_det.fuse(build_backbone().eval()), build_batches(), progress=False)
+
+
+def build_far_apart():
+    """A model and batches that make norms jump."""
+    return (
+        build_backbone(depths=(2, 2, 2, 2), norm_cfg=dict(type='TokenBN')).eval(),
+        [batch * 10**i for i, batch in enumerate(build_batches())],
+    )
+
+
+def _recalibrate_on_rank(rank, world_size, folder):
+    torch.distributed.init_process_group(
+        'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size
+    )
+    model, batches = build_far_apart()
+    # Rank 1 has nothing to see, but decides as rank 0 does.
+    report = slab_det.recalibrate(model, batches if rank == 0 else [], progress=False)
+    torch.save((model.state_dict(), report.to_dict()), f'{folder}/rank{rank}.pt')
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_without_batches_guards_the_same_norms(tmp_path):
+    mp.spawn(_recalibrate_on_rank, (2, str(tmp_path)), nprocs=2)
+    alone, batches = build_far_apart()
+    report = slab_det.recalibrate(alone, batches, progress=False).to_dict()
+    assert report['converged'] and max(report['residuals']) > JUMP
+    for rank in range(2):
+        statistics, found = torch.load(tmp_path / f'rank{rank}.pt')
+        assert found == report
+        for key, value in alone.state_dict().items():
+            assert torch.equal(statistics[key], value), key

@@ -1,0 +1,172 @@
+"""The images of a recalibration: as inference sees them, or as training did."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS
+from mmcv.transforms import BaseTransform
+from mmdet.registry import MODELS, TRANSFORMS
+from mmengine.config import Config
+
+import slab_det
+from slab_det.data import generate, set_data_root
+from slab_det.hooks import ExcludePaddingHook
+from slab_det.norms import TokenBN
+from slab_det.recalibration.images import configured_pipeline, evenly_spaced, recalibration_dataloader
+from slab_det.runtime.random_state import fixed_random_state
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """Images of 96x80, enlarged to several sizes, tested at one."""
+    generate(tmp_path / 'data', num_train=12, num_val=2, size=(96, 80))
+    cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
+    set_data_root(cfg, tmp_path / 'data')
+    cfg.train_dataloader.dataset.pipeline = [
+        dict(type='LoadImageFromFile'),
+        dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+        dict(type='RandomResize', scale=(192, 160), ratio_range=(0.5, 1.5), keep_ratio=True),
+        dict(type='RandomFlip', prob=0.5),
+        dict(type='PackDetInputs'),
+    ]
+    cfg.train_dataloader.update(batch_size=3, num_workers=0, persistent_workers=False)
+    return cfg
+
+
+class NoiseOfItsOwn(BaseTransform):
+    """Draws from a generator of its own, as Albumentations does."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def transform(self, results):
+        results['img'] = results['img'] + self.generator.normal(0, 9, results['img'].shape).astype(np.float32)
+        return results
+
+
+def images_of(loader):
+    return [[image.clone() for image in batch['inputs']] for batch in loader]
+
+
+def ids_of(loader):
+    return [[sample.img_id for sample in batch['data_samples']] for batch in loader]
+
+
+def test_training_images_are_augmented_and_batched_as_in_training_and_alike_in_every_pass(cfg):
+    loader = recalibration_dataloader(cfg, 10, 'train')
+    first = images_of(loader)
+    assert [len(batch) for batch in first] == [3, 3, 3, 1]
+    assert len({image.shape for batch in first for image in batch}) > 3
+    random.random(), np.random.rand(), torch.rand(1)
+    for batch, again in zip(first, images_of(loader), strict=True):
+        assert all(map(torch.equal, batch, again))
+    # In workers too, which have generators of their own.
+    cfg.train_dataloader.num_workers = 2
+    for batch, again in zip(first, images_of(recalibration_dataloader(cfg, 10, 'train')), strict=True):
+        assert all(map(torch.equal, batch, again))
+    ids = sum(ids_of(loader), [])
+    # Mixed: neighbours of a dataset need not share a batch.
+    assert len({*ids}) == 10 and ids != sorted(ids)
+
+
+def test_transforms_that_remember_begin_each_pass_alike(cfg, monkeypatch):
+    monkeypatch.setitem(TRANSFORMS.module_dict, 'NoiseOfItsOwn', NoiseOfItsOwn)
+    cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='NoiseOfItsOwn'))
+    loader = recalibration_dataloader(cfg, 6, 'train')
+    for batch, again in zip(images_of(loader), images_of(loader), strict=True):
+        assert all(map(torch.equal, batch, again))
+
+
+def test_repetitions_of_a_dataset_are_left_out(cfg):
+    cfg.train_dataloader.dataset = dict(type='RepeatDataset', times=6, dataset=cfg.train_dataloader.dataset)
+    for pipeline in ('test', 'train'):
+        ids = sum(ids_of(recalibration_dataloader(cfg, 12, pipeline)), [])
+        assert sorted(ids) == [*range(1, 13)]
+
+
+def test_test_images_are_neither_augmented_nor_padded_to_each_other(cfg):
+    loader = recalibration_dataloader(cfg, 10)
+    images = images_of(loader)
+    assert [len(batch) for batch in images] == [1] * 10
+    assert len({image.shape for (image,) in images}) == 1
+    assert sum(ids_of(loader), []) == [1 + index for index in evenly_spaced(12, 10)]
+
+
+@pytest.mark.parametrize('as_type', [False, True])
+def test_without_padding_in_the_statistics_images_come_one_by_one(cfg, as_type):
+    batches = images_of(recalibration_dataloader(cfg, 6, 'train'))
+    cfg.custom_hooks.append(dict(type=ExcludePaddingHook if as_type else 'ExcludePaddingHook'))
+    alone = images_of(recalibration_dataloader(cfg, 6, 'train'))
+    assert [len(batch) for batch in alone] == [1] * 6
+    # The same images, augmented alike.
+    assert all(map(torch.equal, sum(batches, []), sum(alone, [])))
+
+
+def test_images_share_batches_as_the_batch_sampler_of_training_has_it(cfg):
+    cfg.train_dataloader.batch_sampler = dict(type='AspectRatioBatchSampler', drop_last=True)
+    loader = recalibration_dataloader(cfg, 11, 'train')
+    assert type(loader.batch_sampler).__name__ == 'AspectRatioBatchSampler'
+    # None is dropped here, few as they may be.
+    assert [len(batch) for batch in images_of(loader)] == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    'augments, size',
+    [
+        ([dict(type='BatchFixedSizePad', size=(288, 320))], (288, 320)),
+        # Its sizes are random, and would differ from pass to pass.
+        ([dict(type='BatchSyncRandomResize', random_size_range=(480, 800), interval=1)], (128, 160)),
+    ],
+)
+def test_a_fixed_size_of_the_training_is_padded_to(cfg, small_detector_cfg, augments, size):
+    cfg.train_dataloader.dataset.pipeline[2].ratio_range = (0.75, 0.75)
+    model_cfg = small_detector_cfg()
+    model_cfg.data_preprocessor.batch_augments = augments
+    model = MODELS.build(model_cfg)
+    seen = []
+    model.backbone.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[-2:])))
+    loader = recalibration_dataloader(cfg, 3, 'train')
+    for as_training in (False, True):
+        slab_det.recalibrate(model, loader, max_passes=1, progress=False, as_training=as_training)
+    assert seen == [(128, 160), size]
+
+
+def test_norms_of_heads_are_reached_where_training_does_not_resize(cfg, small_detector_cfg):
+    cfg.train_dataloader.dataset.pipeline[2] = dict(type='RandomCrop', crop_size=(64, 64))
+    model = MODELS.build(small_detector_cfg())
+    norm = TokenBN(model.roi_head.bbox_head.fc_cls.in_features)
+    model.roi_head.bbox_head.shared_fcs.append(norm)
+    slab_det.recalibrate(model, recalibration_dataloader(cfg, 6, 'train'), max_passes=2, progress=False)
+    assert norm.running_mean.abs().max() > 0
+
+
+@pytest.mark.parametrize('kind', ['custom_hooks', 'default_hooks'])
+def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg, kind):
+    assert configured_pipeline(cfg) == configured_pipeline(Config()) == 'test'
+    hook = cfg.custom_hooks.pop(1)
+    hook.pipeline = 'train'
+    cfg[kind] = {**cfg.default_hooks, 'fuse': hook} if kind == 'default_hooks' else [*cfg.custom_hooks, hook]
+    assert configured_pipeline(cfg) == 'train'
+
+
+def test_an_unknown_pipeline_is_refused(cfg):
+    with pytest.raises(ValueError, match="pipeline='val' must be one of test, train"):
+        recalibration_dataloader(cfg, 4, 'val')
+
+
+def test_a_fixed_state_leaves_the_generators_alone():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    with fixed_random_state(3):
+        fixed = draw()
+    with fixed_random_state(1):
+        expected = draw(), draw()
+    with fixed_random_state(1):
+        first = draw()
+        with pytest.raises(RuntimeError), fixed_random_state(3):
+            assert draw() == fixed
+            raise RuntimeError
+        assert (first, draw()) == expected

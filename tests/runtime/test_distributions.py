@@ -1,0 +1,71 @@
+"""Distributions of mmengine, mmcv and mmdet that do not get along."""
+
+import sys
+
+import pytest
+
+from slab_det.runtime.distributions import check_distributions
+
+
+@pytest.fixture
+def pretend(tmp_path, monkeypatch):
+    """A function that adds a distribution's metadata, and maybe a package folder, before the real ones."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def add(distribution):
+        folder = tmp_path / f'{distribution.replace("-", "_")}-1.0.dist-info'
+        folder.mkdir()
+        (folder / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n')
+
+    return add
+
+
+def test_this_installation_is_sound():
+    check_distributions()
+
+
+@pytest.mark.parametrize(
+    ('original', 'maintained'),
+    [
+        ('mmcv', 'onedl-mmcv'),
+        ('mmcv-full', 'onedl-mmcv'),
+        ('mmdet', 'onedl-mmdetection'),
+        ('mmengine', 'onedl-mmengine'),
+    ],
+)
+def test_original_beside_maintained_is_an_error_with_its_remedy(pretend, original, maintained):
+    for distribution in (original, maintained):
+        pretend(distribution)
+    with pytest.raises(ImportError) as error:
+        check_distributions()
+    commands = [line.strip() for line in str(error.value).splitlines() if line.startswith('  ')]
+    assert commands == [f'pip uninstall -y {original}', f'pip install --force-reinstall --no-deps {maintained}']
+
+
+def test_all_clashes_are_told_at_once(pretend):
+    for distribution in ('mmcv', 'onedl-mmcv', 'mmdet', 'onedl-mmdetection'):
+        pretend(distribution)
+    with pytest.raises(ImportError, match=r'pip uninstall -y mmcv mmdet\n.* onedl-mmcv onedl-mmdetection'):
+        check_distributions()
+
+
+def test_originals_alone_are_accepted(pretend, monkeypatch):
+    from slab_det.runtime import distributions
+
+    installed = {'mmengine', 'mmcv', 'mmdet'}
+    monkeypatch.setattr(distributions, 'is_installed', installed.__contains__)
+    check_distributions()
+
+
+@pytest.mark.parametrize('leftover_folder', [False, True])
+def test_missing_package_is_named(tmp_path, monkeypatch, leftover_folder):
+    """Nothing of mmdet on the path, or the empty folders that uninstalling its twin left behind."""
+    if leftover_folder:
+        (tmp_path / 'mmdet' / 'models').mkdir(parents=True)
+    for name in [name for name in sys.modules if name.partition('.')[0] == 'mmdet']:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, 'path', [str(tmp_path)])
+    for name in ('mmengine', 'mmcv'):
+        assert name in sys.modules
+    with pytest.raises(ImportError, match='without their files: mmdet.*\n.* onedl-mmdetection\n'):
+        check_distributions()

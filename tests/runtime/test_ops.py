@@ -1,0 +1,223 @@
+"""The stand-in for mmcv's compiled operators."""
+
+import importlib.util
+import sys
+from itertools import product
+from types import ModuleType
+
+import mmcv.ops
+import mmcv.utils
+import pytest
+import torch
+import torchvision
+from mmcv.ops import RoIAlign, batched_nms, nms
+from torch.autograd import gradcheck
+
+from slab_det.runtime.ops import TorchvisionOps, install_ops
+
+pytestmark = pytest.mark.skipif(not install_ops(), reason='mmcv has compiled operators of its own')
+
+
+def random_boxes(count, dtype=torch.float32, integer=False):
+    corners = torch.rand(count, 2, 2, dtype=torch.float64) * 60
+    if integer:
+        corners = corners.round()
+    low, high = corners.min(1).values, corners.max(1).values
+    return torch.cat([low, high], 1).to(dtype)
+
+
+def greedy_nms(boxes, scores, threshold, offset=0):
+    """From the definition: best first (the earlier of equals), dropping what overlaps a kept box by more."""
+    boxes, kept = boxes.double(), []
+    for i in sorted(range(len(boxes)), key=lambda i: (-scores[i].item(), i)):
+        x1, y1, x2, y2 = boxes[i].tolist()
+        area = (x2 - x1 + offset) * (y2 - y1 + offset)
+        for j in kept:
+            u1, v1, u2, v2 = boxes[j].tolist()
+            inter = max(0, min(x2, u2) - max(x1, u1) + offset) * max(0, min(y2, v2) - max(y1, v1) + offset)
+            union = area + (u2 - u1 + offset) * (v2 - v1 + offset) - inter
+            if union > 0 and inter / union > threshold:
+                break
+        else:
+            kept.append(i)
+    return kept
+
+
+@pytest.mark.parametrize(('offset', 'threshold'), list(product((0, 1), (0.3, 0.5, 0.7))))
+def test_nms_is_greedy_nms(offset, threshold):
+    # Whole pixels, so that an overlap is never within rounding of the threshold in one precision only.
+    boxes, scores = random_boxes(120, integer=True), torch.rand(120)
+    dets, kept = nms(boxes, scores, threshold, offset=offset)
+    assert kept.tolist() == greedy_nms(boxes, scores, threshold, offset)
+    assert torch.equal(dets, torch.cat([boxes[kept], scores[kept, None]], 1))
+
+
+def test_offset_matters():
+    # Touching pixels: 3 of 5 columns in common with the last pixel counted, 2 of 4 without.
+    boxes = torch.tensor([[0.0, 0, 3, 9], [1, 0, 4, 9]])
+    scores = torch.tensor([0.9, 0.8])
+    assert len(nms(boxes, scores, 0.55, offset=0)[1]) == 2
+    assert len(nms(boxes, scores, 0.55, offset=1)[1]) == 1
+
+
+@pytest.mark.parametrize('count', [0, 1, 2, 500])
+def test_nms_equals_torchvision(count):
+    boxes, scores = random_boxes(count), torch.rand(count)
+    expected = torchvision.ops.nms(boxes, scores, 0.5)
+    assert torch.equal(nms(boxes, scores, 0.5)[1], expected)
+
+
+def test_nms_of_degenerate_boxes():
+    box, point, line = [0.0, 0, 9, 9], [5.0, 5, 5, 5], [2.0, 2, 2, 8]
+    boxes = torch.tensor([box, point, point, line, line, box])
+    scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    # Boxes without an area overlap nothing, not even themselves.
+    assert nms(boxes, scores, 0.5)[1].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_nms_keeps_the_first_of_equal_scores():
+    boxes = torch.tensor([[0.0, 0, 9, 9], [0, 0, 9, 8.9], [20, 20, 30, 30], [0, 0, 9, 9]])
+    assert nms(boxes, torch.full((4,), 0.5), 0.5)[1].tolist() == [0, 2]
+
+
+def test_nms_filters_by_score_and_number():
+    boxes, scores = random_boxes(100), torch.rand(100)
+    good = (scores > 0.4).nonzero()[:, 0]
+    expected = good[torchvision.ops.nms(boxes[good], scores[good], 0.6)][:7]
+    kept = nms(boxes, scores, 0.6, score_threshold=0.4, max_num=7)[1]
+    assert torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_nms_takes_half_precision_scores(dtype):
+    boxes, scores = random_boxes(50), torch.arange(50).to(dtype) / 64
+    assert nms(boxes, scores, 0.5)[1].tolist() == greedy_nms(boxes, scores, 0.5)
+
+
+def test_nms_does_not_change_its_boxes():
+    boxes, scores = random_boxes(20), torch.rand(20)
+    before = boxes.clone()
+    nms(boxes, scores, 0.5, offset=1)
+    assert torch.equal(boxes, before)
+
+
+def test_batched_nms_in_one_and_in_split_calls():
+    boxes, scores, classes = random_boxes(200), torch.rand(200), torch.randint(0, 4, (200,))
+    expected = torchvision.ops.batched_nms(boxes, scores, classes, 0.5)
+    for split_thr in (10000, 10):
+        kept = batched_nms(boxes, scores, classes, dict(type='nms', iou_threshold=0.5, split_thr=split_thr))[1]
+        assert kept.tolist() == expected.tolist(), split_thr
+
+
+def rois_for(batch, count, dtype=torch.float64):
+    """Some RoIs inside, some across the border, one without an area."""
+    boxes = random_boxes(count) - 10
+    boxes[0, 2:] = boxes[0, :2]
+    return torch.cat([torch.arange(count)[:, None] % batch, boxes], 1).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ('aligned', 'ratio', 'dtype'), list(product((True, False), (0, 2), (torch.float32, torch.float64)))
+)
+def test_roi_align_equals_torchvision(aligned, ratio, dtype):
+    features = torch.randn(2, 3, 11, 13, dtype=dtype)
+    rois = rois_for(2, 9, dtype)
+    ours = features.clone().requires_grad_()
+    reference = features.clone().requires_grad_()
+    out = RoIAlign((5, 7), 0.25, ratio, aligned=aligned)(ours, rois)
+    expected = torchvision.ops.roi_align(reference, rois, (5, 7), 0.25, ratio, aligned)
+    assert out.dtype == dtype and torch.equal(out, expected)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    # Summation order of the scattered gradients may differ.
+    torch.testing.assert_close(ours.grad, reference.grad)
+
+
+@pytest.mark.parametrize(('aligned', 'ratio'), list(product((True, False), (0, 2))))
+def test_roi_align_gradient_is_the_numerical_one(aligned, ratio):
+    features = torch.randn(2, 2, 6, 7, dtype=torch.float64, requires_grad=True)
+    rois = rois_for(2, 4)
+    assert gradcheck(lambda x: mmcv.ops.roi_align(x, rois, (2, 3), 0.25, ratio, 'avg', aligned), (features,))
+
+
+def test_roi_align_of_a_linear_ramp():
+    # Bilinear samples of f(x, y) = x + 10 y average to f at the middle of the bin; pixel centres lie at +0.5.
+    y, x = torch.meshgrid(torch.arange(20.0), torch.arange(20.0), indexing='ij')
+    features = (x + 10 * y)[None, None].double()
+    rois = torch.tensor([[0, 8.0, 16, 40, 56]], dtype=torch.float64)
+    out = RoIAlign((2, 2), 0.25, 2)(features, rois)[0, 0]
+    middle_x, middle_y = torch.tensor([4.0, 8]) - 0.5, torch.tensor([6.5, 11.5]) - 0.5
+    torch.testing.assert_close(out, (middle_x[None] + 10 * middle_y[:, None]).double())
+
+
+def test_roi_align_without_rois():
+    features = torch.randn(1, 3, 8, 8, requires_grad=True)
+    out = RoIAlign(7)(features, torch.zeros(0, 5))
+    out.sum().backward()
+    assert out.shape == (0, 3, 7, 7) and not features.grad.any()
+
+
+def test_roi_align_in_bfloat16():
+    features = torch.randn(1, 3, 8, 8).bfloat16().requires_grad_()
+    rois = torch.tensor([[0.0, 1, 1, 6, 7]])
+    out = RoIAlign(2, sampling_ratio=2)(features, rois.bfloat16())
+    expected = torchvision.ops.roi_align(features.detach().float(), rois, 2, 1.0, 2, True)
+    out.sum().backward()
+    assert out.dtype == features.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_max_pooling_raises():
+    with pytest.raises(RuntimeError, match='roi_align.*max'):
+        RoIAlign(2, pool_mode='max')(torch.randn(1, 1, 4, 4), torch.tensor([[0.0, 0, 0, 3, 3]]))
+
+
+def test_unavailable_operator_raises_its_name_when_called():
+    boxes, scores = random_boxes(3), torch.rand(3)
+    with pytest.raises(RuntimeError, match='"softnms".*compile mmcv'):
+        batched_nms(boxes, scores, torch.zeros(3), dict(type='soft_nms', iou_threshold=0.5))
+    with pytest.raises(RuntimeError, match='"no_such_operator"'):
+        TorchvisionOps().no_such_operator(1, keyword=2)
+
+
+@pytest.fixture
+def without_stand_in(tmp_path, monkeypatch):
+    """mmcv as it was before slab_det was imported; returns a folder in which it looks for its modules."""
+    monkeypatch.setattr(mmcv, '_ext', None)
+    monkeypatch.delitem(sys.modules, 'mmcv._ext')
+    monkeypatch.setattr(mmcv, '__path__', [*mmcv.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def test_missing_extension_is_replaced(without_stand_in):
+    assert install_ops() and importlib.import_module('mmcv._ext') is mmcv._ext
+    stand_in = mmcv._ext
+    assert install_ops() and mmcv._ext is sys.modules['mmcv._ext'] is stand_in
+
+
+def test_imported_extension_is_left_alone(without_stand_in, monkeypatch):
+    compiled = ModuleType('mmcv._ext')
+    compiled.nms = compiled.roi_align_forward = compiled.roi_align_backward = print
+    monkeypatch.setitem(sys.modules, 'mmcv._ext', compiled)
+    assert not install_ops() and sys.modules['mmcv._ext'] is compiled
+
+
+def test_extension_on_disk_is_left_alone(without_stand_in):
+    (without_stand_in / '_ext.py').write_text('nms = print')
+    assert not install_ops()
+    assert importlib.import_module('mmcv._ext').nms is print
+
+
+def test_extension_of_another_torch_is_named(without_stand_in):
+    (without_stand_in / '_ext.py').write_text('raise ImportError("undefined symbol: _ZN3c10")')
+    with pytest.raises(ImportError, match='undefined symbol: _ZN3c10\nCompile them again'):
+        install_ops()
+
+
+def test_stand_in_passes_for_a_module():
+    assert importlib.util.find_spec('mmcv._ext').name == 'mmcv._ext'
+    assert importlib.import_module('mmcv._ext') is mmcv._ext
+    assert not hasattr(mmcv._ext, '__path__')
+    assert 'not compiled' in mmcv.utils.collect_env()['MMCV Compiler']
