@@ -36,9 +36,9 @@ from slab_det.measure.reporting import (
     describe_model,
     form_suffix,
     markdown_table,
-    type_name,
     update_report,
 )
+from slab_det.runtime.type_names import type_name
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -15,8 +15,8 @@ import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
 from slab_det.fusion import drop_pretrained
-from slab_det.measure.reporting import type_name
 from slab_det.norms.repbn import named_progressive_norms
+from slab_det.runtime.type_names import type_name
 
 # What a schedule decides; everything else is the detector's own.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')

@@ -1,7 +1,7 @@
 """report.json: AP and latency of unfused and fused detectors, in the one schema that hook and tools fill."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from mmengine.fileio import put_text
 from slab_det.measure.latency import describe_scope
 from slab_det.measure.paper import PaperRow, published_rows
 from slab_det.runtime.errors import ReportError
+from slab_det.runtime.type_names import type_name
 
 SCHEMA = 1
 VARIANTS = ('unfused', 'fused')
@@ -273,11 +274,6 @@ def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
     if backbone.get('ffn_norm'):
         norms.append(f'FFN{"BN" if norm == "TokenBN" else norm}')
     return '-'.join([label, '+'.join(norms)]) if norms else label
-
-
-def type_name(kind: str | Callable) -> str:
-    """The name alone: without scope or module of a string, and of a class or function as lazy configs hold it."""
-    return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
 
 
 def _family(backbone: Mapping) -> str:

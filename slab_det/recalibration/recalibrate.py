@@ -12,9 +12,9 @@ from mmengine.dist import all_reduce, is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
-from slab_det.measure.statistics_drift import copy_statistics, largest_drifts
 from slab_det.norms.base import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import Moments, pool_over_ranks
+from slab_det.recalibration.statistics_drift import copy_statistics, largest_drifts
 from slab_det.runtime.distributed import errors_reach_all_ranks, sum_over_ranks
 from slab_det.runtime.errors import SlabDetError
 
