@@ -17,7 +17,7 @@ from slab_det.recalibration.images import PIPELINES, configured_pipeline, recali
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import CheckpointError
 from slab_det.norms.base import named_offline_norms
-from slab_det.recalibration.statistics_drift import copy_statistics, statistics_drift
+from slab_det.recalibration.drift import copy_statistics, statistics_drift
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -26,6 +26,7 @@ from slab_det.cli import (
 from slab_det.data import check_data
 from slab_det.checkpoints.build import is_fused
 from slab_det.measure.environment import describe_environment
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import SlabDetError
 from slab_det.deployment.half_precision import autocast_forward
 from slab_det.measure.latency import DTYPES
@@ -38,7 +39,6 @@ from slab_det.measure.reporting import (
     markdown_table,
     update_report,
 )
-from slab_det.runtime.type_names import type_name
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from slab_det.norms.base import OfflineNorm
 from slab_det.norms.repbn import PRepBN, named_progressive_norms
 from slab_det.recalibration.moments import Moments, pool_over_ranks
 from slab_det.recalibration.recalibrate import default_forward, evaluating
-from slab_det.runtime.distributed import errors_reach_all_ranks
+from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
 
 # These forwards normalize the last dimension and do no more. Any other may permute or apply an activation.
@@ -164,7 +164,7 @@ def calibrate_norms(
     if progress and is_main_process():
         print('Calibration')
         bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
-    with errors_reach_all_ranks(), ExitStack() as stack:
+    with raise_on_all_ranks(), ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         for name, norm in norms.items():

@@ -14,9 +14,8 @@ from torch import nn
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
-from slab_det.fusion import drop_pretrained
 from slab_det.norms.repbn import named_progressive_norms
-from slab_det.runtime.type_names import type_name
+from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
 
 # What a schedule decides; everything else is the detector's own.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
@@ -91,9 +90,7 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
         values.setdefault('default_hooks', {}).setdefault(name, dict(type=hook))
     if _is_by_epoch(values) != was_by_epoch:
         _count_anew(values)
-    imports = values.get('custom_imports', {}).get('imports', [])
-    imports = [imports] if isinstance(imports, str) else imports
-    values['custom_imports'] = dict(imports=list(dict.fromkeys(['slab_det', *imports])), allow_failed_imports=False)
+    import_slab_det(values)
     # Found from wherever the fine-tune is started.
     values['load_from'] = str(checkpoint.resolve())
     values['resume'] = False

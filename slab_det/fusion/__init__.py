@@ -1,7 +1,7 @@
 """Exact fusion of offline norms into neighbouring linear layers."""
 
 from slab_det.fusion import fpn, mmdet_swin, pvt, swin  # noqa: F401 (register their rules)
-from slab_det.fusion.detector import FusedDetector, drop_pretrained
+from slab_det.fusion.detector import FusedDetector
 from slab_det.fusion.fuse import FusionError, fuse
 from slab_det.fusion.report import FusionReport, NormFate
 from slab_det.fusion.save import fused_config, save_fused
@@ -11,7 +11,6 @@ __all__ = [
     'FusionError',
     'FusionReport',
     'NormFate',
-    'drop_pretrained',
     'fuse',
     'fused_config',
     'save_fused',

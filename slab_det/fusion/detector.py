@@ -9,6 +9,7 @@ from torch import nn
 
 from slab_det.fusion.fuse import fuse
 from slab_det.norms.repbn import set_gamma
+from slab_det.runtime.config import drop_pretrained
 
 
 @MODELS.register_module()
@@ -27,10 +28,3 @@ def FusedDetector(model: dict) -> nn.Module:  # noqa: N802 (it stands in configs
     set_gamma(detector, 0.0)
     detector.eval()  # mmdet's backbones return None from it
     return fuse(detector, inplace=True)
-
-
-def drop_pretrained(model: dict) -> None:
-    """Removes what would load pretrained weights from a detector's config, in place."""
-    for part in (model, model.get('backbone', {})):
-        part.pop('init_cfg', None)
-        part.pop('pretrained', None)

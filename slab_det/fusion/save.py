@@ -11,7 +11,7 @@ from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
-from slab_det.fusion.detector import drop_pretrained
+from slab_det.runtime.config import drop_pretrained, import_slab_det
 
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = (
@@ -40,9 +40,7 @@ def fused_config(cfg: Config) -> Config:
         # The runner would hand it to FusedDetector.
         values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
     values['model'] = dict(type='FusedDetector', model=values['model'])
-    imports = values.get('custom_imports', {}).get('imports', [])
-    imports = [imports] if isinstance(imports, str) else imports
-    values['custom_imports'] = dict(imports=list(dict.fromkeys(['slab_det', *imports])), allow_failed_imports=False)
+    import_slab_det(values)
     values['resume'] = False
     return Config(values)
 

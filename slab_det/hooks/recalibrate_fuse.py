@@ -32,7 +32,7 @@ from slab_det.measure.reporting import (
 from slab_det.norms.repbn import named_progressive_norms
 from slab_det.recalibration.images import check_pipeline, recalibration_dataloader
 from slab_det.recalibration.recalibrate import RecalibrationReport, recalibrate
-from slab_det.runtime.distributed import errors_reach_all_ranks, from_main_process, unwrap
+from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, unwrap
 
 
 @HOOKS.register_module()
@@ -98,12 +98,12 @@ class RecalibrateFuseHook(Hook):
             )
             return
         path = checkpoint = None
-        with errors_reach_all_ranks():
+        with raise_on_all_ranks():
             loader = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
             if is_main_process():
                 path, checkpoint = last_checkpoint(runner)
         # The others may not see the file, nor write where the main process does.
-        state_dict, averaged = from_main_process(
+        state_dict, averaged = broadcast_from_main(
             checkpoint and (checkpoint['state_dict'], 'ema_state_dict' in checkpoint)
         )
         model = copy.deepcopy(unwrap(runner.model))
@@ -116,7 +116,7 @@ class RecalibrateFuseHook(Hook):
                 model, loader, max_passes=self.max_passes, tol=self.tol, as_training=self.pipeline == 'train'
             )
             runner.logger.log(logging.INFO if recalibration.converged else logging.WARNING, str(recalibration))
-            with errors_reach_all_ranks():
+            with raise_on_all_ranks():
                 if is_main_process():
                     checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
                     save_checkpoint(checkpoint, str(path))
@@ -125,7 +125,7 @@ class RecalibrateFuseHook(Hook):
 
         metrics = validate(runner, model) if runner.val_loop is not None else {}
         barrier()
-        with errors_reach_all_ranks():
+        with raise_on_all_ranks():
             if is_main_process():
                 self._write_fused(runner, model, loader, path, metrics, recalibration)
 
@@ -220,7 +220,7 @@ def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
     """Evaluates ``model`` as the runner's validation loop would, but without hooks, which save and swap weights."""
     loop = runner.val_loop
     bar = ProgressBar(len(loop.dataloader)) if is_main_process() else None
-    with errors_reach_all_ranks():
+    with raise_on_all_ranks():
         for batch in loop.dataloader:
             with autocast(enabled=loop.fp16):
                 outputs = model.val_step(batch)

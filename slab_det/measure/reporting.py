@@ -9,8 +9,8 @@ from mmengine.fileio import put_text
 
 from slab_det.measure.latency import describe_scope
 from slab_det.measure.paper import PaperRow, published_rows
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ReportError
-from slab_det.runtime.type_names import type_name
 
 SCHEMA = 1
 VARIANTS = ('unfused', 'fused')

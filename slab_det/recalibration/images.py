@@ -10,9 +10,9 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
 from slab_det.runtime.random_state import fixed_random_state
-from slab_det.runtime.type_names import type_name
 
 # Where the images of a recalibration come from.
 PIPELINES = ('test', 'train')

@@ -13,9 +13,9 @@ from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
 from slab_det.norms.base import OfflineNorm, named_offline_norms
+from slab_det.recalibration.drift import copy_statistics, largest_drifts
 from slab_det.recalibration.moments import Moments, pool_over_ranks
-from slab_det.recalibration.statistics_drift import copy_statistics, largest_drifts
-from slab_det.runtime.distributed import errors_reach_all_ranks, sum_over_ranks
+from slab_det.runtime.distributed import raise_on_all_ranks, sum_over_ranks
 from slab_det.runtime.errors import SlabDetError
 
 # A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
@@ -177,7 +177,7 @@ def _collect(
         moments[name].add(x)
 
     bar = None
-    with errors_reach_all_ranks(), ExitStack() as stack:
+    with raise_on_all_ranks(), ExitStack() as stack:
         for name, norm in norms.items():
             handle = norm.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
             stack.callback(handle.remove)

@@ -22,7 +22,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def errors_reach_all_ranks() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """An error of one process is one of all; otherwise they would wait for it until a timeout ends them.
 
     All processes enter it, and nothing in it communicates.
@@ -45,7 +45,7 @@ def errors_reach_all_ranks() -> Iterator[None]:
         raise error
 
 
-def from_main_process(value: T) -> T:
+def broadcast_from_main(value: T) -> T:
     """``value`` of the main process, for all of them; the others' is ignored. No file system is shared for it."""
     values = [value]
     broadcast_object_list(values)

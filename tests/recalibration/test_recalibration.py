@@ -12,8 +12,8 @@ from torch import nn
 import slab_det
 from slab_det.norms import TokenBN
 from slab_det.norms.base import named_offline_norms
+from slab_det.recalibration.drift import Drift, copy_statistics, statistics_drift
 from slab_det.recalibration.recalibrate import JUMP, RecalibrationError
-from slab_det.recalibration.statistics_drift import Drift, copy_statistics, statistics_drift
 
 BATCHES = [(1, 3, 64, 80), (2, 3, 48, 40), (1, 3, 90, 33)]
 
