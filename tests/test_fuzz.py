@@ -9,7 +9,7 @@ from fuzz_cases import FAULTS, draw_case
 from fuzz_checks import build_model, check_case
 from fuzz_onnx import check_onnx, is_exported
 
-from slab_det.norms.repbn import named_progressive_norms
+from slab_det.norms import named_progressive_norms
 
 ALL_FAULTS = [(kind, fault) for kind, faults in FAULTS.items() for fault in faults]
 

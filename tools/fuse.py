@@ -10,7 +10,7 @@ from slab_det.cli import read_config, run_cli
 from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import FusionError, save_fused
 from slab_det.fusion.verify import verify_fusion
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 
 
 def parse_arguments() -> argparse.Namespace:

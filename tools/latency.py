@@ -13,7 +13,7 @@ from slab_det.cli import add_latency_arguments, latency_options, read_config, ru
 from slab_det.checkpoints.build import build_detector, is_fused
 from slab_det.runtime.errors import SlabDetError
 from slab_det.measure.latency import DTYPES, latency_table
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 from slab_det.measure.reporting import ReportEntry, describe_model, form_suffix, update_report
 from slab_det.measure.untrained import OBJECTS, prepare_untrained
 

@@ -16,7 +16,7 @@ from slab_det.data import check_data, set_data_root
 from slab_det.recalibration.images import PIPELINES, configured_pipeline, recalibration_dataloader
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import CheckpointError
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 from slab_det.recalibration.drift import copy_statistics, statistics_drift
 
 

@@ -7,7 +7,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from slab_det.hooks.log_interval import logs_after
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 from slab_det.recalibration.drift import copy_statistics, statistics_drift
 from slab_det.runtime.distributed import unwrap
 

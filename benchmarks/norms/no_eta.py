@@ -7,7 +7,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.norms.repbn import RepBN
+from slab_det.norms import RepBN
 
 
 @HOOKS.register_module()

@@ -355,26 +355,8 @@ PADDED = norms_in('padded', 'images of several sizes, padded', SEVERAL_SIZES, ke
 BCCD_PADDING = Study(
     'bccd-padding',
     BCCD,
-    'Should padding tokens be left out of the statistics?',
-    (
-        *PADDED,
-        Run(
-            'padded_prepbn_excluded',
-            'PRepBN, linear, padding excluded',
-            (SEVERAL_SIZES, prepbn(dict(type='ExcludePaddingHook'))),
-            PADDED[0].setting,
-            PADDED[0].name,
-            keep_trained=True,
-        ),
-        Run(
-            'padded_token_bn_excluded',
-            'TokenBN, padding excluded',
-            (SEVERAL_SIZES, norm(dict(type='TokenBN'), dict(type='ExcludePaddingHook'))),
-            PADDED[0].setting,
-            PADDED[0].name,
-            keep_trained=True,
-        ),
-    ),
+    'What do padded batches do to the norms?',
+    PADDED,
 )
 BCCD_PIPELINE_RUNS = tuple(run for run in BCCD_PADDING.runs if run.keep_trained)
 BCCD_PIPELINE = Study(

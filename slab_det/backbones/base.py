@@ -9,7 +9,7 @@ from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.checkpoints import load_pretrained
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 
 
 def check_init_cfg(backbone: BaseModule) -> None:

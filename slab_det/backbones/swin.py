@@ -32,7 +32,7 @@ from slab_det.backbones.arguments import (
 from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
 from slab_det.backbones.ffn import build_ffn
 from slab_det.backbones.patch_merging import PatchMerging
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 
 
 class SwinBlock(BaseModule):

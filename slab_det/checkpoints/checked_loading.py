@@ -20,7 +20,7 @@ from torch import nn
 
 from slab_det.backbones.base import check_init_cfg, load_init_cfg
 from slab_det.checkpoints.detector import check_detector_checkpoint
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 
 _load_checkpoint_to_model = mmengine.runner.checkpoint._load_checkpoint_to_model
 

@@ -26,9 +26,7 @@ from torch import nn
 
 from slab_det.checkpoints.report import LoadReport, name_some
 from slab_det.checkpoints.weight import Weight, Weights
-from slab_det.norms.base import OfflineNorm, named_offline_norms
-from slab_det.norms.quadratic import QuadraticNorm
-from slab_det.norms.repbn import PRepBN
+from slab_det.norms import OfflineNorm, PRepBN, QuadraticNorm, named_offline_norms
 from slab_det.runtime.errors import CheckpointError
 
 # What _kind calls UN, MABN and PowerNorm, whatever of their averages a checkpoint holds.

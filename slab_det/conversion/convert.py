@@ -15,8 +15,7 @@ from mmengine.dist import is_main_process
 from mmengine.utils import ProgressBar
 from torch import nn
 
-from slab_det.norms.base import OfflineNorm
-from slab_det.norms.repbn import PRepBN, named_progressive_norms
+from slab_det.norms import OfflineNorm, PRepBN, named_progressive_norms
 from slab_det.recalibration.moments import Moments, pool_over_ranks
 from slab_det.recalibration.recalibrate import default_forward, evaluating
 from slab_det.runtime.distributed import raise_on_all_ranks

@@ -14,7 +14,7 @@ from torch import nn
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
-from slab_det.norms.repbn import named_progressive_norms
+from slab_det.norms import named_progressive_norms
 from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
 
 # What a schedule decides; everything else is the detector's own.

@@ -16,7 +16,7 @@ from slab_det.deployment.linear import DeployedLinear, replace_linears
 from slab_det.deployment.pvt import deploy_pvt
 from slab_det.deployment.size_cache import SizeCached
 from slab_det.deployment.swin import deploy_swin
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
 DEPLOYERS = {SLABSwin: deploy_swin, SLABPVT: deploy_pvt}

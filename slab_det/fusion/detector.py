@@ -8,7 +8,7 @@ from mmdet.registry import MODELS
 from torch import nn
 
 from slab_det.fusion.fuse import fuse
-from slab_det.norms.repbn import set_gamma
+from slab_det.norms import set_gamma
 from slab_det.runtime.config import drop_pretrained
 
 

@@ -14,8 +14,7 @@ from slab_det.fusion.folds import Fold, find_folds, split_part
 from slab_det.fusion.interference import find_hooks, names_of_norms, other_owners
 from slab_det.fusion.report import FusionReport, NormFate
 from slab_det.fusion.rules import find_obstacle, fold_into_input, fold_into_output
-from slab_det.norms.base import ChannelAffine, OfflineNorm, named_offline_norms
-from slab_det.norms.repbn import named_progressive_norms
+from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 from slab_det.runtime.errors import SlabDetError
 
 
@@ -27,7 +26,7 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
     In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
-    take stays as one multiply-add, :class:`~slab_det.norms.base.ChannelAffine`. Other norms, such as
+    take stays as one multiply-add, :class:`~slab_det.norms.ChannelAffine`. Other norms, such as
     LayerNorm, stay as they are. ``model.fusion_report`` says which became what.
 
     Args:

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch import nn
 
-from slab_det.norms.base import OfflineNorm
+from slab_det.norms import OfflineNorm
 
 
 def find_hooks(module: nn.Module) -> str:

@@ -5,7 +5,7 @@ Hooks with the same event run in the order of their priorities, those of mmengin
 | priority | hook | because |
 |---|---|---|
 | 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads too |
-| 50 NORMAL | AccumulatedGradientsHook, ExcludePaddingHook, mmengine's EMAHook | |
+| 50 NORMAL | AccumulatedGradientsHook, mmengine's EMAHook | |
 | 55 | ProgressiveNormHook, SkippedBatchesHook, UnifiedNormHook | after EMAHook, whose average of gamma means nothing |
 | 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma, what UN filtered and what norms skipped |
 | 70 LOW | RandomStateHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
@@ -16,7 +16,6 @@ Hooks with the same event run in the order of their priorities, those of mmengin
 
 from slab_det.hooks.accumulated_gradients import AccumulatedGradientsHook
 from slab_det.hooks.checked_load import CheckedLoadHook
-from slab_det.hooks.exclude_padding import ExcludePaddingHook
 from slab_det.hooks.pool_statistics import PoolStatisticsHook
 from slab_det.hooks.progressive_norm import ProgressiveNormHook
 from slab_det.hooks.random_state import RandomStateHook
@@ -27,7 +26,6 @@ from slab_det.hooks.unified_norm import UnifiedNormHook
 __all__ = [
     'AccumulatedGradientsHook',
     'CheckedLoadHook',
-    'ExcludePaddingHook',
     'PoolStatisticsHook',
     'ProgressiveNormHook',
     'RandomStateHook',

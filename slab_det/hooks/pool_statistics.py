@@ -12,9 +12,7 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slab_det.norms.base import OfflineNorm, named_offline_norms
-from slab_det.norms.quadratic import named_quadratic_norms
-from slab_det.norms.token_bn import TokenBN
+from slab_det.norms import OfflineNorm, TokenBN, named_offline_norms, named_quadratic_norms
 from slab_det.recalibration.moments import pool_moments
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError

@@ -10,8 +10,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.norms.base import named_offline_norms
-from slab_det.norms.repbn import PRepBN, named_progressive_norms
+from slab_det.norms import PRepBN, named_offline_norms, named_progressive_norms
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
 

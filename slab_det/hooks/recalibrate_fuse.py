@@ -29,7 +29,7 @@ from slab_det.measure.reporting import (
     describe_model,
     write_report,
 )
-from slab_det.norms.repbn import named_progressive_norms
+from slab_det.norms import named_progressive_norms
 from slab_det.recalibration.images import check_pipeline, recalibration_dataloader
 from slab_det.recalibration.recalibrate import RecalibrationReport, recalibrate
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, unwrap

@@ -9,8 +9,7 @@ from mmengine.runner import Runner
 from torch import Tensor
 
 from slab_det.hooks.log_interval import logs_after
-from slab_det.norms.quadratic import named_quadratic_norms
-from slab_det.norms.unified_norm import UN
+from slab_det.norms import UN, named_quadratic_norms
 from slab_det.runtime.distributed import unwrap
 
 

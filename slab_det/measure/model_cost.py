@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from slab_det.norms.base import ChannelAffine, OfflineNorm, named_offline_norms
+from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms
 
 # _NormBase is what torch's batch and instance norms share.
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase, ChannelAffine)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from slab_det.norms.base import OfflineNorm
 from slab_det.norms.precision import at_least_float32
 from slab_det.norms.rep_norm_functions import BatchStatistics, RepBNFunction, as_image
-from slab_det.norms.valid_tokens import TokenSplit, ValidTokens
 from slab_det.recalibration.moments import pool_moments
 from slab_det.runtime import is_recomputing
 
@@ -38,17 +37,12 @@ class TokenBN(OfflineNorm):
 
     Raises:
         ValueError: If the last dimension is not ``num_features``, or on a single token in training.
-
-    Attributes:
-        valid_tokens: Which tokens of a training batch count in its statistics; None for all of them. Set by
-            :class:`slab_det.hooks.ExcludePaddingHook`.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool | None = None) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
         self.sync = sync
-        self.valid_tokens: ValidTokens | None = None
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer('running_mean', torch.zeros(num_features))
@@ -57,7 +51,7 @@ class TokenBN(OfflineNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         self.check_channels(x)
-        if self.is_pooling or self.split_padding(x) is not None:
+        if self.is_pooling:
             no_eta = self.weight.new_zeros(1)
             return self.normalize_batch(RepBNFunction, x, (self.weight, self.bias, no_eta)).to(x.dtype)
         tokens = x.reshape(-1, self.num_features)
@@ -93,7 +87,7 @@ class TokenBN(OfflineNorm):
         """
         self.check_channels(x)
         tokens = at_least_float32(x).reshape(-1, self.num_features)
-        statistics = self.update_running_statistics(tokens, self.split_padding(x))
+        statistics = self.update_running_statistics(tokens)
         # The kernels take no parameters in half precision beside such tokens, and raise.
         parameters = map(at_least_float32, parameters)
         return function.apply(tokens, *parameters, *statistics, *constants, self.eps).view(x.shape)
@@ -115,20 +109,12 @@ class TokenBN(OfflineNorm):
         # Recalibration gives each process a number of batches of its own.
         return bool(self.sync) and self.training and not self.calibrating and get_world_size() > 1
 
-    def split_padding(self, x: Tensor) -> TokenSplit | None:
-        """Which tokens of ``x``, (B, L, C), its statistics are to come from; None if from all."""
-        # Recalibration then takes images one by one, padded to multiples of 32 as inference has them.
-        if self.valid_tokens is None or not self.training or self.calibrating:
-            return None
-        return self.valid_tokens.split(x)
-
     @torch.no_grad()
-    def update_running_statistics(self, tokens: Tensor, split: TokenSplit | None = None) -> BatchStatistics:
+    def update_running_statistics(self, tokens: Tensor) -> BatchStatistics:
         """Takes a batch into the running statistics, but where :meth:`_replace_statistics` says that it must not count.
 
         Args:
             tokens: (N, C), float32 at least.
-            split: Which of them have a part in it; None for all.
 
         Returns:
             What a training forward normalises the batch by.
@@ -136,10 +122,7 @@ class TokenBN(OfflineNorm):
         Raises:
             ValueError: On a single token.
         """
-        excluded = num_tokens = None
-        if split is not None:
-            excluded, tokens = split.padding, tokens.index_select(0, split.valid)
-            num_tokens = tokens.new_full((1,), len(tokens))
+        num_tokens = None
         count = len(tokens)
         if count < 2 and not self.is_pooling:
             raise ValueError(
@@ -155,7 +138,7 @@ class TokenBN(OfflineNorm):
         self._replace_statistics(
             self.running_mean.lerp(mean, self.momentum), self.running_var.lerp(unbiased, self.momentum)
         )
-        return BatchStatistics(mean, var, num_tokens, excluded, self.is_pooling)
+        return BatchStatistics(mean, var, num_tokens, None, self.is_pooling)
 
     @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from slab_det.norms.base import OfflineNorm
+from slab_det.norms import OfflineNorm
 
 # Mean and variance, (C,) each, by the name of the norm.
 Statistics = dict[str, tuple[Tensor, Tensor]]

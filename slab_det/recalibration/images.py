@@ -25,9 +25,8 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
         cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
         num_images: How many images, evenly spaced over the training set; all of a smaller one.
         pipeline: 'test': as inference sees them, one by one, without augmentation or batch padding. 'train': as
-            training saw them, augmented and in its batches, padded to the largest of each; one by one, so that they
-            are padded to no other, where ``ExcludePaddingHook`` kept padding out of the statistics. The pipeline is
-            that of the config: hooks that switch it during training, as RTMDet's, are not followed.
+            training saw them, augmented and in its batches, padded to the largest of each. The pipeline is that
+            of the config: hooks that switch it during training, as RTMDet's, are not followed.
 
     Raises:
         DataError: If there is no test-time pipeline to take, no training set or an empty one, or ``num_images``
@@ -52,7 +51,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
         dataset_cfg = dataset_cfg['dataset']
     if pipeline == 'test':
         dataset_cfg = _with_pipeline(dataset_cfg, _innermost(test_loader.dataset).pipeline)
-    elif not _excludes_padding(cfg):
+    else:
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
@@ -105,11 +104,6 @@ class _Unchanging(Dataset):
 def configured_pipeline(cfg: Config) -> str:
     """The pipeline that a training with ``cfg`` recalibrates with, which is 'test' where nothing is said."""
     return next((hook.get('pipeline', 'test') for hook in _configured_hooks(cfg, 'RecalibrateFuseHook')), 'test')
-
-
-def _excludes_padding(cfg: Config) -> bool:
-    """Whether training kept padding out of the statistics."""
-    return any(_configured_hooks(cfg, 'ExcludePaddingHook'))
 
 
 def _configured_hooks(cfg: Config, name: str) -> list[dict]:

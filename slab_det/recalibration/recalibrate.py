@@ -12,7 +12,7 @@ from mmengine.dist import all_reduce, is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
-from slab_det.norms.base import OfflineNorm, named_offline_norms
+from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.drift import copy_statistics, largest_drifts
 from slab_det.recalibration.moments import Moments, pool_over_ranks
 from slab_det.runtime.distributed import raise_on_all_ranks, sum_over_ranks

@@ -12,7 +12,7 @@ from conftest import CONFIGS
 from mmengine.config import Config
 
 from slab_det.measure.paper import SLAB_TABLE_3
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 
 SCRIPT = CONFIGS.parent / 'benchmarks' / 'table3_latency.py'
 # The width of the neck and of all heads.

@@ -15,9 +15,7 @@ from mmengine.runner import CheckpointLoader, Runner
 
 import slab_det
 from slab_det.measure.reporting import read_report
-from slab_det.norms import OfflineNorm
-from slab_det.norms.base import ChannelAffine, named_offline_norms
-from slab_det.norms.repbn import named_progressive_norms
+from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 
 NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
 # Keys of a detector's config that count channels.

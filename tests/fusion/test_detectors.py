@@ -8,7 +8,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
-from slab_det.norms.base import ChannelAffine
+from slab_det.norms import ChannelAffine
 
 IN_CHANNELS = [8, 16, 32, 64]
 ON_INPUT = 'neck.fpn_convs.3 reads the same map'

@@ -9,8 +9,7 @@ from torch import nn
 import slab_det
 from slab_det.fusion import FusionError
 from slab_det.fusion.verify import verify_fusion
-from slab_det.norms import OfflineNorm
-from slab_det.norms.base import ChannelAffine
+from slab_det.norms import ChannelAffine, OfflineNorm
 
 ATTENTIONS = {
     'softmax': {},

@@ -15,8 +15,7 @@ from torch import nn
 import slab_det
 from slab_det.fusion import save_fused
 from slab_det.fusion.verify import verify_fusion
-from slab_det.norms import OfflineNorm
-from slab_det.norms.base import ChannelAffine
+from slab_det.norms import ChannelAffine, OfflineNorm
 
 HEADS = (1, 2, 3, 4)
 SMALL = dict(

@@ -17,8 +17,7 @@ import slab_det
 from slab_det.attention.window_attention import ShiftedWindowAttention
 from slab_det.fusion import mmdet_swin, save_fused
 from slab_det.fusion.verify import verify_fusion
-from slab_det.norms import OfflineNorm
-from slab_det.norms.base import ChannelAffine
+from slab_det.norms import ChannelAffine, OfflineNorm
 
 NORMS = ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm']
 SMALL = dict(type='SwinTransformer', embed_dims=8, depths=(2, 2, 4, 2), num_heads=(1, 2, 2, 4), window_size=7)

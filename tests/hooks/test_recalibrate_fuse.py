@@ -13,7 +13,7 @@ import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import FusionError
 from slab_det.measure.reporting import ap_from_metrics, read_report
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 from slab_det.recalibration.images import recalibration_dataloader
 from slab_det.recalibration.recalibrate import RecalibrationError
 from slab_det.runtime.errors import CheckpointError

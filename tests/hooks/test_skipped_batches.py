@@ -7,7 +7,7 @@ import pytest
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 
 
 class Overflow(Hook):

@@ -12,8 +12,7 @@ from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
 from slab_det.hooks.unified_norm import UnifiedNormHook, filtered_share
-from slab_det.norms import UN
-from slab_det.norms.quadratic import named_quadratic_norms
+from slab_det.norms import UN, named_quadratic_norms
 
 NORM = dict(type='UN', warmup_iters=2, window_size=2)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import slab_det
 from slab_det.measure.model_cost import count_multiply_adds, count_norms, measure_cost, measure_memory
-from slab_det.norms.base import ChannelAffine
+from slab_det.norms import ChannelAffine
 
 CPU = torch.device('cpu')
 PUBLISHED = {

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import slab_det
-from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
-from slab_det.norms.base import ChannelAffine
+from slab_det.norms import MABN, UN, ChannelAffine, PowerNorm, PRepBN, RepBN, TokenBN
 
 C = 5
 HALF = [torch.bfloat16, torch.float16]

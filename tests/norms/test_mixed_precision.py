@@ -15,8 +15,7 @@ from slab_det.attention.window_attention import (
     ShiftedWindowAttention,
     SimplifiedLinearAttention,
 )
-from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
-from slab_det.norms.base import skipped_batches
+from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN, skipped_batches
 
 C = 4
 QUADRATIC = {

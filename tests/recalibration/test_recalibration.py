@@ -10,8 +10,7 @@ from mmdet.registry import MODELS
 from torch import nn
 
 import slab_det
-from slab_det.norms import TokenBN
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import TokenBN, named_offline_norms
 from slab_det.recalibration.drift import Drift, copy_statistics, statistics_drift
 from slab_det.recalibration.recalibrate import JUMP, RecalibrationError
 

@@ -12,7 +12,6 @@ from mmengine.config import Config
 
 import slab_det
 from slab_det.data import generate, set_data_root
-from slab_det.hooks import ExcludePaddingHook
 from slab_det.norms import TokenBN
 from slab_det.recalibration.images import configured_pipeline, evenly_spaced, recalibration_dataloader
 from slab_det.runtime.random_state import fixed_random_state
@@ -92,16 +91,6 @@ def test_test_images_are_neither_augmented_nor_padded_to_each_other(cfg):
     assert [len(batch) for batch in images] == [1] * 10
     assert len({image.shape for (image,) in images}) == 1
     assert sum(ids_of(loader), []) == [1 + index for index in evenly_spaced(12, 10)]
-
-
-@pytest.mark.parametrize('as_type', [False, True])
-def test_without_padding_in_the_statistics_images_come_one_by_one(cfg, as_type):
-    batches = images_of(recalibration_dataloader(cfg, 6, 'train'))
-    cfg.custom_hooks.append(dict(type=ExcludePaddingHook if as_type else 'ExcludePaddingHook'))
-    alone = images_of(recalibration_dataloader(cfg, 6, 'train'))
-    assert [len(batch) for batch in alone] == [1] * 6
-    # The same images, augmented alike.
-    assert all(map(torch.equal, sum(batches, []), sum(alone, [])))
 
 
 def test_images_share_batches_as_the_batch_sampler_of_training_has_it(cfg):

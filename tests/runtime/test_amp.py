@@ -9,7 +9,7 @@ from mmengine.registry import OPTIM_WRAPPERS
 from mmengine.runner import Runner
 from torch import nn
 
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import SlabDetError
 
 pytestmark = pytest.mark.skipif(get_device() != 'cpu', reason='with an accelerator it is mmengine that does this')

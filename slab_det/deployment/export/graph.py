@@ -18,7 +18,7 @@ from slab_det.deployment.export.errors import ExportError
 from slab_det.deployment.export.packages import need
 from slab_det.deployment.export.runtime import METADATA_KEY
 from slab_det.deployment.export.tracing import traced_sizes
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {'backbone+neck+rpn': DenseGraph, 'detector': DetectorGraph}
 # The first opset whose RoiAlign knows half pixels is 16.
