@@ -12,12 +12,12 @@ from slab_det import runtime  # noqa: F401
 from slab_det import backbones, data, hooks, norms  # noqa: F401 (register themselves)
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.checked_loading import install_checked_loading
-from slab_det.conversion.convert import convert_norms
+from slab_det.conversion import convert_norms
 from slab_det.deployment import deploy
 from slab_det.fusion import fuse
 from slab_det.measure.latency import measure_latency
 from slab_det.norms import set_gamma
-from slab_det.recalibration.recalibrate import recalibrate
+from slab_det.recalibration import recalibrate
 
 __version__ = '0.1.0'
 

@@ -28,7 +28,7 @@ import slab_det
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion.convert import calibrate_norms
+from slab_det.conversion import calibrate_norms
 from slab_det.data.synthetic import SyntheticShapes, generate
 from slab_det.fusion import save_fused
 from slab_det.measure.reporting import Report, read_report, write_report

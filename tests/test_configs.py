@@ -122,7 +122,6 @@ def test_config_ends_with_the_norms_it_says(name):
     assert type(model).__name__ == ('FasterRCNN' if name.startswith('faster') else 'MaskRCNN')
     hooks = [hook.type for hook in cfg.get('custom_hooks', [])]
     assert ('ProgressiveNormHook' in hooks) == has_progressive_norms(name)
-    assert ('UnifiedNormHook' in hooks) == (NO_LAYER_NORM.get(row_of(name)) in MOVING_AVERAGE)
     assert ('RecalibrateFuseHook' in hooks) == has_offline_norms(name)
     eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     assert eps == (set() if row_of(name) in NO_LAYER_NORM else {1e-6} if 'pvt' in name else {1e-5})

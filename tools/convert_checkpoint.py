@@ -13,7 +13,7 @@ from slab_det.cli import read_config, run_cli
 from slab_det.data import check_data, set_data_root
 from slab_det.recalibration.images import recalibration_dataloader
 from slab_det.runtime.errors import config_errors
-from slab_det.conversion.finetune import convert_detector
+from slab_det.conversion import convert_detector
 
 SCHEDULE = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'schedules' / 'finetune_prepbn.py'
 
@@ -73,7 +73,7 @@ def main() -> None:
     batches = None
     if args.num_images != 0:
         check_data(cfg, ('train',))
-        batches = recalibration_dataloader(cfg, args.num_images)
+        batches = recalibration_dataloader(cfg, args.num_images, 'test')
     with config_errors(args.schedule):
         schedule = Config.fromfile(args.schedule)
     checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule, batches)

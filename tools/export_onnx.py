@@ -70,7 +70,7 @@ def calibration_config(args: argparse.Namespace) -> Config:
 
 def calibration_images(cfg: Config, count: int) -> Iterator[np.ndarray]:
     """Training images through the test-time pipeline."""
-    for batch in recalibration_dataloader(cfg, count):
+    for batch in recalibration_dataloader(cfg, count, 'test'):
         yield batch['inputs'][0][None].float().numpy()
 
 

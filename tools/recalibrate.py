@@ -29,8 +29,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         '--pipeline',
         choices=PIPELINES,
-        help="these images as inference sees them, or as training did (default: as the config's "
-        'RecalibrateFuseHook has it, or else test)',
+        help="these images as training saw them, or as inference does (default: as the config's "
+        'RecalibrateFuseHook has it, or else train)',
     )
     parser.add_argument(
         '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
@@ -54,7 +54,7 @@ def main() -> None:
     before = copy_statistics(norms)
     pipeline = args.pipeline or configured_pipeline(cfg)
     loader = recalibration_dataloader(cfg, args.num_images, pipeline)
-    report = slab_det.recalibrate(model, loader, max_passes=args.max_passes, as_training=pipeline == 'train')
+    report = slab_det.recalibrate(model, loader, max_passes=args.max_passes)
     drift = statistics_drift(norms, before)
     # Absent is what DetInferencer understands.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)

@@ -30,7 +30,7 @@ from slab_det.data import set_data_root
 from slab_det.recalibration.images import recalibration_dataloader
 from slab_det.checkpoints.build import build_detector
 from slab_det.measure.environment import describe_environment
-from slab_det.conversion.finetune import finetune_config
+from slab_det.conversion import finetune_config
 
 SCHEDULE = Path('benchmarks/finetune/schedule.py')
 
@@ -114,7 +114,7 @@ class Experiment:
 
     def _replace_by_token_bn(self, way: str) -> Path:
         # The naive way: every LayerNorm becomes a BatchNorm that starts with its weight and bias.
-        return self._replace(way, 'TokenBN', hooks=[dict(type='RecalibrateFuseHook', num_images=100)])
+        return self._replace(way, 'TokenBN', hooks=[dict(type='RecalibrateFuseHook', num_images=100, pipeline='test')])
 
     def _replace(self, way: str, norm: str, hooks: list[dict]) -> Path:
         """A config of the fine-tune with another norm, whose own weights are the LayerNorm detector's."""
@@ -167,7 +167,7 @@ class Experiment:
         set_data_root(cfg, self.data_root)
         model = build_detector(cfg, str(checkpoint))
         slab_det.set_gamma(model, 0)
-        slab_det.recalibrate(model, recalibration_dataloader(cfg, 100))
+        slab_det.recalibrate(model, recalibration_dataloader(cfg, 100, 'test'))
         target = self.folder / way / 'recalibrated.pth'
         target.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(dict(state_dict=model.state_dict()), str(target))

@@ -10,5 +10,5 @@ param_scheduler = [
 ]
 custom_hooks = [
     dict(type='ProgressiveNormHook', decay='linear', total=0.65, unit='fraction'),
-    dict(type='RecalibrateFuseHook', num_images=100),
+    dict(type='RecalibrateFuseHook', num_images=100, pipeline='test'),
 ]

@@ -6,7 +6,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.hooks.log_interval import logs_after
+from slab_det.hooks.norm_state import is_logged
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration.drift import copy_statistics, statistics_drift
 from slab_det.runtime.distributed import unwrap
@@ -30,7 +30,7 @@ class StatisticsDriftHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
     ) -> None:
-        if not self._norms or not logs_after(runner, batch_idx):
+        if not self._norms or not is_logged(runner, batch_idx):
             return
         drift = statistics_drift(self._norms, self._before)
         runner.message_hub.update_scalars({'train/drift_mean': drift.mean, 'train/drift_log_var': drift.log_var})

@@ -129,7 +129,12 @@ def norm(cfg: dict, *hooks: dict, recalibration_images: int = 100, **backbone: o
     """A norm in every place of the backbone, what it needs in training, and the end without norms."""
     return dict(
         model=dict(backbone=dict(norm_cfg=cfg, **backbone)),
-        custom_hooks=[STOP_AT_NAN, *hooks, dict(type='RecalibrateFuseHook', num_images=recalibration_images)],
+        # The studies measured images as inference sees them; the 'pipeline' rows say what images of training change.
+        custom_hooks=[
+            STOP_AT_NAN,
+            *hooks,
+            dict(type='RecalibrateFuseHook', num_images=recalibration_images, pipeline='test'),
+        ],
     )
 
 
@@ -149,7 +154,7 @@ def moving(cfg: dict, iterations: int, **options: object) -> dict:
     The warm-ups of their papers (UN 4000, PowerNorm 10000 iterations) are longer than these runs; MABN's 100 is
     scaled with them, so that the three differ in nothing but their averages.
     """
-    return norm(dict(**cfg, warmup_iters=iterations // 10), dict(type='UnifiedNormHook'), **options)
+    return norm(dict(**cfg, warmup_iters=iterations // 10), **options)
 
 
 # A diverged run ends at once, as failed, and not an hour later with AP 0.

@@ -5,9 +5,8 @@ _base_ = ['mmdet::_base_/default_runtime.py']
 custom_imports = dict(imports=['slab_det'], allow_failed_imports=False)
 default_hooks = dict(
     checkpoint=dict(max_keep_ckpts=3),
-    accumulated_gradients=dict(type='AccumulatedGradientsHook'),
     checked_load=dict(type='CheckedLoadHook'),
+    exact_resume=dict(type='ExactResumeHook'),
+    norm_state=dict(type='NormStateHook'),
     pool_statistics=dict(type='PoolStatisticsHook'),
-    random_state=dict(type='RandomStateHook'),
-    skipped_batches=dict(type='SkippedBatchesHook'),
 )

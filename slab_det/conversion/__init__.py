@@ -1,1 +1,13 @@
-"""Detectors whose norms are replaced and whose weights are kept."""
+"""Conversion: the norms of a detector are replaced and its weights are kept."""
+
+from slab_det.conversion.convert import ConversionError, ConversionReport, calibrate_norms, convert_norms
+from slab_det.conversion.finetune import convert_detector, finetune_config
+
+__all__ = [
+    'ConversionError',
+    'ConversionReport',
+    'calibrate_norms',
+    'convert_detector',
+    'convert_norms',
+    'finetune_config',
+]

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 
 import timm.layers
 import torch
 from mmcv.cnn import build_norm_layer
-from mmengine.dist import is_main_process
-from mmengine.utils import ProgressBar
 from torch import nn
 
 from slab_det.norms import OfflineNorm, PRepBN, named_progressive_norms
-from slab_det.recalibration.moments import Moments, pool_over_ranks
-from slab_det.recalibration.recalibrate import default_forward, evaluating
-from slab_det.runtime.distributed import raise_on_all_ranks
+from slab_det.recalibration import Moments, collect_moments
 from slab_det.runtime.errors import SlabDetError
 
-# These forwards normalize the last dimension and do no more. Any other may permute or apply an activation.
+# These forwards normalize the last dimension and do no more. Any other forward may permute or apply an activation.
 LAST_DIMENSION = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward, timm.layers.LayerNormFp32.forward)
 
-# Their fused kernels read weight and bias of the norms past the norms' forward.
+# These modules have fused kernels that read weight and bias of their norms and never call the norms.
 READS_NORM_WEIGHTS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -87,23 +82,25 @@ def convert_norms(
         skip: Names of norms, or of modules that hold them, that stay as they are.
 
     Raises:
-        ConversionError: If no LayerNorm was converted, the new norm is none of ours, or calibration fails or is asked
-            for another norm than PRepBN. ``model`` is then as it was.
+        ConversionError: If no LayerNorm was converted, the new norm is none of ours, or calibration is asked for
+            another norm than PRepBN.
+        RecalibrationError: If calibration has no data, or data that are not finite.
+
+        After any error ``model`` is as it was.
     """
     norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
     if not inplace:
         model = copy.deepcopy(model)
-    report = ConversionReport()
-    names = _convertible(model, tuple(skip), report)
+    names, kept = _find_convertible(model, tuple(skip))
     if not names:
-        kept = '; '.join(f'{name}: {reason}' for name, reason in report.kept.items())
+        kept = '; '.join(f'{name}: {reason}' for name, reason in kept.items())
         raise ConversionError(f'the model has no LayerNorm to convert{f" ({kept})" if kept else ""}')
-    new_norms = {norm: _converted(norm, norm_cfg, model) for norm in names}
+    new_norms = {norm: _build_converted(norm, norm_cfg, model) for norm in names}
     other = next((new for new in new_norms.values() if not isinstance(new, PRepBN)), None)
     if calibrate is not None and other is not None:
         raise ConversionError(f'only PRepBN holds a LayerNorm to calibrate by; {type(other).__name__} does not')
     _replace(model, names, new_norms)
-    report.converted = [aliases[0] for aliases in names.values()]
+    report = ConversionReport([aliases[0] for aliases in names.values()], kept)
     if calibrate is not None:
         try:
             report.explained = calibrate_norms(model, calibrate)
@@ -114,9 +111,7 @@ def convert_norms(
     return model
 
 
-def calibrate_norms(
-    model: nn.Module, batches: Iterable, forward: Callable[[object], object] | None = None, progress: bool = True
-) -> dict[str, float]:
+def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) -> dict[str, float]:
     """Starts the RepBN branch of every PRepBN as the best affine approximation of its LayerNorm on ``batches``.
 
     For each channel, over all tokens x of the data and y = LN(x), the scale s and the shift t that minimise
@@ -138,14 +133,14 @@ def calibrate_norms(
     Args:
         model: A model whose PRepBNs are at gamma = 1, so that every LayerNorm sees what it saw in training.
         batches: What a data loader yields, or image tensors (B, 3, H, W); at least as many tokens as channels are wise.
-        forward: Runs the model on one batch; None as in :func:`slab_det.recalibrate`.
         progress: Show a progress bar.
 
     Returns:
         For each norm the share of the variance of y that the affine map explains.
 
     Raises:
-        ConversionError: If there is no PRepBN, one is below gamma = 1, or data are missing or not finite.
+        ConversionError: If there is no PRepBN, or one is below gamma = 1.
+        RecalibrationError: If data are missing or not finite.
         RankError: On all other ranks, if one cannot go on.
     """
     norms = named_progressive_norms(model)
@@ -157,32 +152,9 @@ def calibrate_norms(
             f'{mixed} is at gamma = {norms[mixed].gamma:g}: its LayerNorm is partly gone; calibrate '
             'right after loading LayerNorm weights, at gamma = 1'
         )
-    moments = {name: Moments() for name in norms}
-    forward = forward or default_forward(model, norms)
-    bar = None
-    if progress and is_main_process():
-        print('Calibration')
-        bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
-    with raise_on_all_ranks(), ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(evaluating(model))
-        for name, norm in norms.items():
-            stack.callback(norm.ln.register_forward_hook(lambda _, args, y, m=moments[name]: m.add(args[0], y)).remove)
-        for batch in batches:
-            forward(batch)
-            if bar is not None:
-                bar.update()
-    if bar is not None:
-        print()
-    first = next(iter(norms.values()))
-    pool_over_ranks(
-        [*moments.values()], [norm.num_features for norm in norms.values()], 2, first.statistics()[0].device
-    )
-    for name, m in moments.items():
-        if not m.count:
-            raise ConversionError(f'{name}: no batch reached this norm; check the dataset, or pass a forward')
-        if not (m.mean.isfinite().all() and m.scatter.isfinite().all()):
-            raise ConversionError(f'{name}: what passes it is not finite; check the checkpoint and the images')
+    layer_norms = {name: norm.ln for name, norm in norms.items()}
+    title = 'Calibration' if progress else None
+    moments, _ = collect_moments(model, layer_norms, lambda x, y: (x, y), batches, None, title)
     return {name: start_as_affine(norm, moments[name]) for name, norm in norms.items()}
 
 
@@ -207,28 +179,25 @@ def start_as_affine(norm: PRepBN, moments: Moments) -> float:
     return 1.0 - float(residual.sum() / syy.sum().clamp(min=torch.finfo(torch.float64).tiny))
 
 
-def _convertible(model: nn.Module, skip: tuple[str, ...], report: ConversionReport) -> dict[nn.LayerNorm, list[str]]:
-    """Each LayerNorm to convert with all its names. Those that stay go into ``report``."""
+def _find_convertible(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[nn.LayerNorm, list[str]], dict[str, str]]:
+    """Each LayerNorm to convert with all its names, and for each that stays its first name and the reason."""
+    # The LayerNorm of a PRepBN is converted already.
+    inner = {module for norm in model.modules() if isinstance(norm, OfflineNorm) for module in norm.modules()}
     names: dict[nn.LayerNorm, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, nn.LayerNorm) and module not in inner:
             names.setdefault(module, []).append(name)
+    kept = {}
     for norm, aliases in list(names.items()):
         # One name that must stay keeps them all: the norm remains one.
-        reasons = [reason for name in aliases if (reason := _obstacle(model, name, norm, skip)) != '']
-        if reasons:
+        reason = next(filter(None, (_reason_to_keep(model, name, norm, skip) for name in aliases)), None)
+        if reason is not None:
             del names[norm]
-            reason = next(filter(None, reasons), None)
-            if reason is not None:
-                report.kept[aliases[0]] = reason
-    return names
+            kept[aliases[0]] = reason
+    return names, kept
 
 
-def _obstacle(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
-    """Why a LayerNorm stays: '' if it does not, None if it is part of an offline norm already."""
-    parents = list(_ancestors(model, name))
-    if any(isinstance(parent, OfflineNorm) for parent in parents):
-        return None
+def _reason_to_keep(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
     if any(name == part or name.startswith(f'{part}.') for part in skip):
         return 'skipped'
     if not name:
@@ -237,16 +206,10 @@ def _obstacle(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, 
         return f'it normalizes over {len(norm.normalized_shape)} dimensions'
     if type(norm).forward not in LAST_DIMENSION:
         return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
-    if isinstance(parents[-1], READS_NORM_WEIGHTS):
-        return f'{type(parents[-1]).__name__} of torch may read its weights past its forward'
-    return ''
-
-
-def _ancestors(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """The modules around the one called ``name``, from ``model`` to its parent."""
-    parts = name.split('.')
-    for end in range(len(parts)):
-        yield model.get_submodule('.'.join(parts[:end]))
+    parent = model.get_submodule(name.rpartition('.')[0])
+    if isinstance(parent, READS_NORM_WEIGHTS):
+        return f'{type(parent).__name__} of torch may read its weights past its forward'
+    return None
 
 
 def _replace(model: nn.Module, names: dict[nn.LayerNorm, list[str]], new_norms: dict[nn.LayerNorm, nn.Module]) -> None:
@@ -257,7 +220,7 @@ def _replace(model: nn.Module, names: dict[nn.LayerNorm, list[str]], new_norms: 
 
 
 @torch.no_grad()
-def _converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
+def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
     new = build_norm_layer(norm_cfg, norm.normalized_shape[0])[1]
     if not isinstance(new, OfflineNorm):
         raise ConversionError(f'{type(new).__name__} is no offline norm of slab_det; choose PRepBN')
@@ -267,9 +230,7 @@ def _converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineN
         if norm_cfg.get('ln_eps') is None:
             target.eps = norm.eps
     for name, given in norm.named_parameters():
-        getattr(target, name).copy_(given)
-        if not given.requires_grad:
-            getattr(target, name).requires_grad_(False)
+        getattr(target, name).copy_(given).requires_grad_(given.requires_grad)
     given = list(norm.parameters())
     if given and not any(parameter.requires_grad for parameter in given):
         # A frozen stage gives no gradient to what only the new norm has, and DDP would wait for it.

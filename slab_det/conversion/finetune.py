@@ -84,8 +84,9 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
     values['custom_hooks'] = [hook for hook in own_hooks if type_name(hook['type']) not in brought] + hooks
     for name, hook in (
         ('checked_load', 'CheckedLoadHook'),
+        ('exact_resume', 'ExactResumeHook'),
+        ('norm_state', 'NormStateHook'),
         ('pool_statistics', 'PoolStatisticsHook'),
-        ('random_state', 'RandomStateHook'),
     ):
         values.setdefault('default_hooks', {}).setdefault(name, dict(type=hook))
     if _is_by_epoch(values) != was_by_epoch:

@@ -5,31 +5,27 @@ Hooks with the same event run in the order of their priorities, those of mmengin
 | priority | hook | because |
 |---|---|---|
 | 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads too |
-| 50 NORMAL | AccumulatedGradientsHook, mmengine's EMAHook | |
-| 55 | ProgressiveNormHook, SkippedBatchesHook, UnifiedNormHook | after EMAHook, whose average of gamma means nothing |
+| 50 NORMAL | mmengine's EMAHook | |
+| 55 | ProgressiveNormHook, NormStateHook | after EMAHook, whose average of gamma means nothing |
 | 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma, what UN filtered and what norms skipped |
-| 70 LOW | RandomStateHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
+| 70 LOW | ExactResumeHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
 | 80 | PoolStatisticsHook | all that is served or saved is pooled |
 | 85 | RecalibrateFuseHook | on pooled statistics |
 | 90 VERY_LOW | mmengine's CheckpointHook | it publishes what RecalibrateFuseHook wrote |
 """
 
-from slab_det.hooks.accumulated_gradients import AccumulatedGradientsHook
 from slab_det.hooks.checked_load import CheckedLoadHook
+from slab_det.hooks.exact_resume import ExactResumeHook
+from slab_det.hooks.norm_state import NormStateHook
 from slab_det.hooks.pool_statistics import PoolStatisticsHook
 from slab_det.hooks.progressive_norm import ProgressiveNormHook
-from slab_det.hooks.random_state import RandomStateHook
 from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook
-from slab_det.hooks.skipped_batches import SkippedBatchesHook
-from slab_det.hooks.unified_norm import UnifiedNormHook
 
 __all__ = [
-    'AccumulatedGradientsHook',
     'CheckedLoadHook',
+    'ExactResumeHook',
+    'NormStateHook',
     'PoolStatisticsHook',
     'ProgressiveNormHook',
-    'RandomStateHook',
     'RecalibrateFuseHook',
-    'SkippedBatchesHook',
-    'UnifiedNormHook',
 ]

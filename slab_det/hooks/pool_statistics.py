@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from mmengine.dist import all_gather_object, get_world_size
+from mmengine.dist import all_gather, all_gather_object, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -13,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from slab_det.norms import OfflineNorm, TokenBN, named_offline_norms, named_quadratic_norms
-from slab_det.recalibration.moments import pool_moments
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
+
+# With fewer images than this in each process, norms that do not say otherwise take the images of all processes.
+SYNC_BELOW = 2
 
 
 @HOOKS.register_module()
@@ -26,23 +26,22 @@ class PoolStatisticsHook(Hook):
     as of the union of what each has seen, other averages by their mean. So every process validates the model that is
     saved, and a resumed run goes on from where this one does. PyTorch's BatchNorm is pooled too.
 
-    It also decides for TokenBN, RepBN and PRepBN whose ``sync`` is None whether a training batch is that of one process
-    or of all: each process normalises alone, as in SLAB's code, unless it has fewer than ``sync_below`` images.
+    The hook also decides for TokenBN, RepBN and PRepBN whose ``sync`` is None whether a training batch is that of one
+    process or of all: each process normalises alone, as in SLAB's code, unless it has a single image.
 
     Processes that would start at different iterations, because one sees a checkpoint and another does not, stop.
-
-    Args:
-        sync_below: Images per process from which on norms that do not say otherwise are not synchronised.
     """
 
     # After EMAHook (NORMAL), before RecalibrateFuseHook and CheckpointHook (VERY_LOW).
     priority = 80
 
-    def __init__(self, sync_below: int = 2) -> None:
-        self.sync_below = sync_below
-
     def before_train(self, runner: Runner) -> None:
-        _check_same_start(runner)
+        starts = all_gather_object(runner.iter)
+        if len(set(starts)) > 1:
+            raise SlabDetError(
+                f'the processes start at iterations {starts}: the checkpoint to resume from must be where '
+                'each of them looks for it; copy it there, or name it with --resume'
+            )
         undecided = [module for module in runner.model.modules() if isinstance(module, TokenBN) and module.sync is None]
         if get_world_size() == 1 or not undecided:
             return
@@ -53,7 +52,7 @@ class PoolStatisticsHook(Hook):
                 'images a batch has; set sync=True or sync=False in norm_cfg'
             )
         for norm in undecided:
-            norm.sync = images < self.sync_below
+            norm.sync = images < SYNC_BELOW
         runner.logger.info(
             f'PoolStatisticsHook: {len(undecided)} norms take their statistics from the images of '
             f'{"all processes" if undecided[0].sync else "their process"}, {images} per process'
@@ -82,16 +81,6 @@ class PoolStatisticsHook(Hook):
             pool_statistics(model)
 
 
-def _check_same_start(runner: Runner) -> None:
-    """Raises SlabDetError, in every process, if some resume and others find no checkpoint to resume from."""
-    starts = all_gather_object(runner.iter)
-    if len(set(starts)) > 1:
-        raise SlabDetError(
-            f'the processes start at iterations {starts}: the checkpoint to resume from must be where '
-            'each of them looks for it; copy it there, or name it with --resume'
-        )
-
-
 def _saves_after_iter(hook: Hook, runner: Runner) -> bool:
     """Whether this is a CheckpointHook that saves after the current iteration: the condition is mmengine's."""
     return (
@@ -106,36 +95,33 @@ def _saves_after_iter(hook: Hook, runner: Runner) -> bool:
 
 @torch.no_grad()
 def pool_statistics(model: nn.Module) -> None:
-    """Pools what the norms of ``model`` remember over all processes, each of which counts the same.
+    """Pools the statistics and averages of all norms of ``model`` over all processes, each of which counts the same.
 
-    All processes must call it with the same architecture; afterwards they have the same buffers to the last bit. Where
-    they had them before, nothing changes.
+    All processes must call it with the same architecture; afterwards they have the same buffers to the last bit.
+    Buffers that were the same before do not change.
     """
-    norms = [*(norm for _, norm in named_offline_norms(model)), *_torch_batch_norms(model)]
+    batch_norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [
+        *(norm for _, norm in named_offline_norms(model)),
+        *(norm for norm in batch_norms if norm.running_mean is not None),
+    ]
     if not norms:
         return
-    mean, var = (torch.cat(values).double() for values in zip(*map(_statistics, norms), strict=True))
+    own = torch.stack([torch.cat(values).double() for values in zip(*map(_statistics, norms), strict=True)])
+    means, variances = torch.stack(all_gather(own)).unbind(1)
     # As if each process had seen one token with this variance.
-    count, mean, m2 = pool_moments(mean.new_ones(1), mean, var)
+    mean, var = means.mean(0), variances.mean(0) + means.var(0, correction=0)
     sizes = [_statistics(norm)[0].numel() for norm in norms]
-    for norm, *pooled in zip(norms, mean.split(sizes), (m2 / count).split(sizes), strict=True):
-        _set_statistics(norm, *pooled)
+    for norm, *pooled in zip(norms, mean.split(sizes), var.split(sizes), strict=True):
+        if isinstance(norm, OfflineNorm):
+            norm.set_statistics(*pooled)
+        else:
+            norm.running_mean.copy_(pooled[0])
+            norm.running_var.copy_(pooled[1])
     for norm in named_quadratic_norms(model).values():
         if not norm.sync:
             norm.pool_averages()
 
 
-def _torch_batch_norms(model: nn.Module) -> Iterator[_BatchNorm]:
-    return (module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None)
-
-
 def _statistics(norm: OfflineNorm | _BatchNorm) -> tuple[Tensor, Tensor]:
     return norm.statistics() if isinstance(norm, OfflineNorm) else (norm.running_mean, norm.running_var)
-
-
-def _set_statistics(norm: OfflineNorm | _BatchNorm, mean: Tensor, var: Tensor) -> None:
-    if isinstance(norm, OfflineNorm):
-        norm.set_statistics(mean, var)
-    else:
-        norm.running_mean.copy_(mean)
-        norm.running_var.copy_(var)

@@ -18,8 +18,8 @@ from mmengine.runner.checkpoint import CheckpointLoader, get_state_dict, weights
 from mmengine.utils import ProgressBar
 from torch.utils.data import DataLoader
 
-from slab_det.fusion import FusionReport, fuse, save_fused
-from slab_det.fusion.verify import FusionCheck, verify_fusion
+from slab_det.fusion import fuse, save_fused
+from slab_det.fusion.verify import verify_fusion
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.reporting import (
     Report,
@@ -30,9 +30,11 @@ from slab_det.measure.reporting import (
     write_report,
 )
 from slab_det.norms import named_progressive_norms
-from slab_det.recalibration.images import check_pipeline, recalibration_dataloader
-from slab_det.recalibration.recalibrate import RecalibrationReport, recalibrate
-from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, unwrap
+from slab_det.recalibration import PIPELINES, RecalibrationReport, recalibrate, recalibration_dataloader
+from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
+
+# Images on which the fused model is compared with the unfused one, each of another batch.
+NUM_VERIFIED = 2
 
 
 @HOOKS.register_module()
@@ -45,19 +47,18 @@ class RecalibrateFuseHook(Hook):
 
     In a distributed run all processes recalibrate and validate, each on its share of the images. The main process
     alone reads and writes files; the work directory need not be one that the others see. An error of one is an error
-    of all, but for one in computing metrics, where the launcher ends the others.
+    of all, except for an error in computing metrics, where the launcher ends the others.
 
     In the work directory it leaves the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
     ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, and says so.
 
     Args:
         num_images: Training images to recalibrate on.
-        pipeline: 'test' for these images as inference sees them, 'train' for them as training saw them; see
-            :func:`slab_det.recalibration.images.recalibration_dataloader`.
         max_passes: See :func:`slab_det.recalibrate`.
         tol: See :func:`slab_det.recalibrate`.
         recalibrate: False keeps the running statistics, as where they were frozen in training.
-        num_verify_images: Batches of them on which the fused model is compared with the unfused one.
+        pipeline: 'train' for these images as training saw them, 'test' for them as inference sees them; see
+            :func:`slab_det.recalibration.recalibration_dataloader`.
 
     Raises:
         ValueError: If a count is below 1, ``tol`` is negative or the pipeline unknown.
@@ -72,22 +73,20 @@ class RecalibrateFuseHook(Hook):
         max_passes: int | None = None,
         tol: float = 0.01,
         recalibrate: bool = True,
-        num_verify_images: int = 2,
-        pipeline: str = 'test',
+        pipeline: str = 'train',
     ) -> None:
         # Now, not after the last epoch.
-        if min(num_images, num_verify_images, 1 if max_passes is None else max_passes) < 1 or tol < 0:
+        if num_images < 1 or (max_passes is not None and max_passes < 1) or tol < 0:
             raise ValueError(
-                f'num_images={num_images}, max_passes={max_passes} and num_verify_images='
-                f'{num_verify_images} must be at least 1, tol={tol} at least 0'
+                f'num_images={num_images} and max_passes={max_passes} must be at least 1, tol={tol} at least 0'
             )
-        check_pipeline(pipeline)
+        if pipeline not in PIPELINES:
+            raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
         self.num_images = num_images
-        self.pipeline = pipeline
         self.max_passes = max_passes
         self.tol = tol
         self.recalibrate = recalibrate
-        self.num_verify_images = num_verify_images
+        self.pipeline = pipeline
 
     def after_train(self, runner: Runner) -> None:
         mixed = [name for name, norm in named_progressive_norms(unwrap(runner.model)).items() if norm.gamma > 0]
@@ -97,51 +96,40 @@ class RecalibrateFuseHook(Hook):
                 f'still contain LayerNorm (gamma > 0), {mixed[0]} for one'
             )
             return
-        path = checkpoint = None
         with raise_on_all_ranks():
-            loader = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
-            if is_main_process():
-                path, checkpoint = last_checkpoint(runner)
-        # The others may not see the file, nor write where the main process does.
-        state_dict, averaged = broadcast_from_main(
+            images = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
+        path, checkpoint = run_on_main(last_checkpoint, runner) or (None, None)
+        # Only the main process sees the file.
+        weights, is_averaged = broadcast_from_main(
             checkpoint and (checkpoint['state_dict'], 'ema_state_dict' in checkpoint)
         )
         model = copy.deepcopy(unwrap(runner.model))
-        model.load_state_dict(state_dict)
+        model.load_state_dict(weights)
         model.eval()
-
         recalibration = None
         if self.recalibrate:
-            recalibration = recalibrate(
-                model, loader, max_passes=self.max_passes, tol=self.tol, as_training=self.pipeline == 'train'
-            )
+            recalibration = recalibrate(model, images, max_passes=self.max_passes, tol=self.tol)
             runner.logger.log(logging.INFO if recalibration.converged else logging.WARNING, str(recalibration))
-            with raise_on_all_ranks():
-                if is_main_process():
-                    checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
-                    save_checkpoint(checkpoint, str(path))
-            if not averaged:
+            run_on_main(save_weights, model, checkpoint, path)
+            if not is_averaged:
                 unwrap(runner.model).load_state_dict(model.state_dict())
-
-        metrics = validate(runner, model) if runner.val_loop is not None else {}
+        metrics = validate(runner, model)
         barrier()
-        with raise_on_all_ranks():
-            if is_main_process():
-                self._write_fused(runner, model, loader, path, metrics, recalibration)
+        run_on_main(self._write_fused, runner, model, images, path, metrics, recalibration)
 
     def _write_fused(
         self,
         runner: Runner,
         model: BaseModel,
-        loader: DataLoader,
+        images: DataLoader,
         path: Path,
         metrics: dict,
         recalibration: RecalibrationReport | None,
     ) -> None:
-        """Fuses, verifies and writes ``model``; ``path`` is its unfused checkpoint."""
+        """Fuses, verifies and writes ``model``, whose checkpoint is ``path``, and the report of both."""
         fused = fuse(model)
-        images = (model.data_preprocessor(batch, False)['inputs'] for batch in islice(loader, self.num_verify_images))
-        check = verify_fusion(model, fused, images)
+        inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
+        check = verify_fusion(model, fused, inputs)
         runner.logger.info(
             f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: '
             f'{check.float64:.1e} in float64, {check.float32:.1e} in float32'
@@ -149,51 +137,29 @@ class RecalibrateFuseHook(Hook):
         meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
         fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
         runner.logger.info(f'Fused model: {fused_config} with {fused_path}')
-        self._write_report(runner, path, fused_path, fused_config, metrics, recalibration, check, fused.fusion_report)
-
-    def _write_report(
-        self,
-        runner: Runner,
-        path: Path,
-        fused_path: Path,
-        fused_config: Path,
-        metrics: dict,
-        recalibration: RecalibrationReport | None,
-        check: FusionCheck,
-        fusion: FusionReport,
-    ) -> None:
+        batch_size = runner.cfg.train_dataloader.batch_size * get_world_size()
         shared = dict(
             **describe_model(runner.cfg.model),
             recalibration=recalibration and dict(recalibration.to_dict(), pipeline=self.pipeline),
-            training=dict(
-                seed=runner.seed,
-                iterations=runner.iter,
-                batch_size=runner.cfg.train_dataloader.batch_size * get_world_size(),
-            ),
-            environment=describe_environment(next(unwrap(runner.model).parameters()).device),
+            training=dict(seed=runner.seed, iterations=runner.iter, batch_size=batch_size),
+            environment=describe_environment(next(model.parameters()).device),
         )
-        write_report(
-            Path(runner.work_dir) / 'report.json',
-            Report(
-                [
-                    ReportEntry(
-                        **shared,
-                        variant='unfused',
-                        config=str(runner.cfg.filename),
-                        checkpoint=str(path),
-                        dataset=runner.val_loop and describe_dataset(runner.val_loop.dataloader.dataset),
-                        ap=ap_from_metrics(metrics) or None,
-                    ),
-                    ReportEntry(
-                        **shared,
-                        variant='fused',
-                        config=str(fused_config),
-                        checkpoint=str(fused_path),
-                        fusion={**fusion.to_dict(), 'difference': check.to_dict()},
-                    ),
-                ]
-            ),
+        unfused_entry = ReportEntry(
+            **shared,
+            variant='unfused',
+            config=str(runner.cfg.filename),
+            checkpoint=str(path),
+            dataset=runner.val_loop and describe_dataset(runner.val_loop.dataloader.dataset),
+            ap=ap_from_metrics(metrics) or None,
         )
+        fused_entry = ReportEntry(
+            **shared,
+            variant='fused',
+            config=str(fused_config),
+            checkpoint=str(fused_path),
+            fusion={**fused.fusion_report.to_dict(), 'difference': check.to_dict()},
+        )
+        write_report(Path(runner.work_dir) / 'report.json', Report([unfused_entry, fused_entry]))
 
 
 def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
@@ -215,10 +181,22 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
     return path, CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
 
 
+def save_weights(model: BaseModel, checkpoint: dict, path: Path) -> None:
+    """Writes ``checkpoint`` to ``path`` with the weights and statistics of ``model`` in place of its own."""
+    checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
+    save_checkpoint(checkpoint, str(path))
+
+
 @torch.no_grad()
 def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
-    """Evaluates ``model`` as the runner's validation loop would, but without hooks, which save and swap weights."""
+    """Evaluates ``model`` as the runner's validation loop would, without hooks, which save and swap weights.
+
+    Returns:
+        The metrics; nothing where the config has no validation.
+    """
     loop = runner.val_loop
+    if loop is None:
+        return {}
     bar = ProgressBar(len(loop.dataloader)) if is_main_process() else None
     with raise_on_all_ranks():
         for batch in loop.dataloader:

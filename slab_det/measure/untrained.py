@@ -12,7 +12,7 @@ from torch import nn
 from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import fuse
 from slab_det.norms import named_offline_norms, set_gamma
-from slab_det.recalibration.recalibrate import recalibrate
+from slab_det.recalibration.fixed_point import recalibrate
 
 # A choice, not a measurement: COCO has seven objects an image, and score thresholds of 0.05 let many more through.
 OBJECTS = 32

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from slab_det.norms.base import OfflineNorm
 from slab_det.norms.precision import at_least_float32
 from slab_det.norms.rep_norm_functions import BatchStatistics, RepBNFunction, as_image
-from slab_det.recalibration.moments import pool_moments
 from slab_det.runtime import is_recomputing
+from slab_det.runtime.distributed import pool_moments
 
 
 @MODELS.register_module()

@@ -1,4 +1,4 @@
-"""Statistics drift: by how much the running statistics of offline norms moved, in training or by a recalibration."""
+"""Drift: by how much the running statistics of offline norms moved, in training or by a recalibration."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Statistics = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Drift:
-    """Distances of statistics after to those before.
+    """Distances of the statistics after from the statistics before.
 
     Attributes:
         mean: |mean after - mean before| / sigma before, averaged over all channels of all norms.
-        largest_mean: The largest of them.
+        largest_mean: The largest such distance.
         log_var: |log variance after - log variance before|, averaged; eps is part of the variance.
-        largest_log_var: The largest of them.
+        largest_log_var: The largest such distance.
     """
 
     mean: float
@@ -33,11 +33,11 @@ class Drift:
 
     @property
     def largest(self) -> float:
-        """The largest of any kind; NaN where one is."""
+        """The larger of both maxima; NaN where one of them is NaN."""
         return torch.tensor([self.largest_mean, self.largest_log_var], dtype=torch.float64).max().item()
 
     def to_dict(self) -> dict[str, float | None]:
-        """For JSON: None for what is not finite."""
+        """For JSON: None in place of a number that is not finite."""
         return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
 
@@ -51,24 +51,13 @@ def statistics_drift(norms: Mapping[str, OfflineNorm], before: Statistics) -> Dr
 
     Args:
         norms: At least one, all on one device.
-        before: Of the same norms, from :func:`copy_statistics`.
+        before: What :func:`copy_statistics` returned for these norms, or for more.
     """
-    distances = [_distances(norm, *before[name]) for name, norm in norms.items()]
-    means, log_vars = (torch.cat(values) for values in zip(*distances, strict=True))
+    means, log_vars = [], []
+    for name, norm in norms.items():
+        # statistics(), not the moments found: a norm without mean keeps none, and its variance is the mean of x^2.
+        old_mean, old_var, mean, var = (values.double() for values in (*before[name], *norm.statistics()))
+        means.append((mean - old_mean).abs() / (old_var + norm.eps).sqrt())
+        log_vars.append(((var + norm.eps) / (old_var + norm.eps)).log().abs())
+    means, log_vars = torch.cat(means), torch.cat(log_vars)
     return Drift(*torch.stack([means.mean(), means.max(), log_vars.mean(), log_vars.max()]).tolist())
-
-
-def largest_drifts(norms: Mapping[str, OfflineNorm], before: Statistics) -> dict[str, float]:
-    """``Drift.largest`` of each norm by itself, by its name; arguments as of :func:`statistics_drift`."""
-    largest = [torch.cat(_distances(norm, *before[name])).max() for name, norm in norms.items()]
-    return dict(zip(norms, torch.stack(largest).tolist(), strict=True))
-
-
-def _distances(norm: OfflineNorm, old_mean: Tensor, old_var: Tensor) -> tuple[Tensor, Tensor]:
-    """Of means, in sigmas, and of log variances; (C,) each."""
-    # A norm without mean keeps none, and a var that is not the variance: what it made of the moments counts.
-    old_mean, old_var, mean, var = (values.double() for values in (old_mean, old_var, *norm.statistics()))
-    return (
-        (mean - old_mean).abs() / (old_var + norm.eps).sqrt(),
-        ((var + norm.eps) / (old_var + norm.eps)).log().abs(),
-    )

@@ -1,4 +1,4 @@
-"""The data of a recalibration: training images as inference sees them, or as training did."""
+"""The images of a recalibration: training images as training saw them, or as inference sees them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
 from slab_det.runtime.random_state import fixed_random_state
 
-# Where the images of a recalibration come from.
-PIPELINES = ('test', 'train')
+PIPELINES = ('train', 'test')
 
 
-def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test') -> DataLoader:
+def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'train') -> DataLoader:
     """Images of the training set, the same whenever they are read.
 
     Args:
         cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
         num_images: How many images, evenly spaced over the training set; all of a smaller one.
-        pipeline: 'test': as inference sees them, one by one, without augmentation or batch padding. 'train': as
-            training saw them, augmented and in its batches, padded to the largest of each. The pipeline is that
-            of the config: hooks that switch it during training, as RTMDet's, are not followed.
+        pipeline: 'train': as training saw them, augmented and in its batches, padded to the largest of each. The
+            pipeline is that of the config: hooks that switch it during training, as RTMDet's, are not followed.
+            'test': as inference sees them, one by one, without augmentation or batch padding.
 
     Raises:
         DataError: If there is no test-time pipeline to take, no training set or an empty one, or ``num_images``
             is below 1.
         ValueError: For an unknown pipeline.
     """
+    if pipeline not in PIPELINES:
+        raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one training image is needed')
-    check_pipeline(pipeline)
     test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
     if pipeline == 'test' and not test_loader:
         raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
@@ -47,7 +47,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
     train = cfg.train_dataloader
     dataset_cfg, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
     while type_name(dataset_cfg['type']) == 'RepeatDataset':
-        # Images evenly spaced over it may be repetitions of a few.
+        # Images evenly spaced over the repetitions may be repetitions of a few.
         dataset_cfg = dataset_cfg['dataset']
     if pipeline == 'test':
         dataset_cfg = _with_pipeline(dataset_cfg, _innermost(test_loader.dataset).pipeline)
@@ -55,7 +55,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
-    # Outside a runner nobody has set it, and transforms are found by it.
+    # Transforms are found by the default scope, which nobody sets outside a runner.
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     dataset = DATASETS.build(dataset_cfg)
     if hasattr(dataset, 'full_init'):
@@ -65,29 +65,29 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'test
     return Runner.build_dataloader(
         dict(
             **batching,
-            dataset=_Unchanging(dataset, evenly_spaced(len(dataset), num_images)),
+            dataset=RepeatableImages(dataset, evenly_spaced(len(dataset), num_images), test_mode=pipeline == 'test'),
             # Transforms with generators or caches of their own (Albu, CachedMosaic) would go on from pass to pass in
-            # this process. Workers begin each pass with a copy of what they were at first.
+            # this process. Workers begin each pass with a copy of the transforms as they were at first.
             num_workers=max(train.get('num_workers', 0), pipeline == 'train'),
-            # Kinds of images may follow each other in a dataset, and are mixed in the batches of training. Without a
-            # seed the sampler would wait for all processes to agree on one.
+            # Images of one kind may follow each other in a dataset, and are mixed in the batches of training. Without
+            # a seed the sampler would wait for all processes to agree on one.
             sampler=dict(type='DefaultSampler', shuffle=pipeline == 'train', round_up=False, seed=0),
             collate_fn=dict(type='pseudo_collate'),
         )
     )
 
 
-def check_pipeline(pipeline: str) -> None:
-    """Raises a ValueError for what :func:`recalibration_dataloader` does not know."""
-    if pipeline not in PIPELINES:
-        raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
+class RepeatableImages(Dataset):
+    """Items of a dataset, augmented alike whenever they are read: all passes must see the same images.
 
+    Args:
+        dataset: Any dataset of mmdet.
+        indices: The items to take.
+        test_mode: Whether the items are as inference sees them; :func:`slab_det.recalibrate` asks for it.
+    """
 
-class _Unchanging(Dataset):
-    """Items of a dataset, augmented alike whenever they are read: passes must see the same images."""
-
-    def __init__(self, dataset: Dataset, indices: list[int]) -> None:
-        self.dataset, self.indices = dataset, indices
+    def __init__(self, dataset: Dataset, indices: list[int], test_mode: bool) -> None:
+        self.dataset, self.indices, self.test_mode = dataset, indices, test_mode
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -97,18 +97,15 @@ class _Unchanging(Dataset):
             return self.dataset[self.indices[index]]
 
     def get_data_info(self, index: int) -> dict:
-        """What batch samplers ask for."""
+        """The annotations, which batch samplers ask for."""
         return self.dataset.get_data_info(self.indices[index])
 
 
 def configured_pipeline(cfg: Config) -> str:
-    """The pipeline that a training with ``cfg`` recalibrates with, which is 'test' where nothing is said."""
-    return next((hook.get('pipeline', 'test') for hook in _configured_hooks(cfg, 'RecalibrateFuseHook')), 'test')
-
-
-def _configured_hooks(cfg: Config, name: str) -> list[dict]:
+    """The pipeline that the RecalibrateFuseHook of ``cfg`` recalibrates with; 'train' where the config has none."""
     hooks = [*(cfg.get('custom_hooks') or ()), *(cfg.get('default_hooks') or {}).values()]
-    return [hook for hook in hooks if isinstance(hook, dict) and type_name(hook['type']) == name]
+    own = (hook for hook in hooks if isinstance(hook, dict) and type_name(hook['type']) == 'RecalibrateFuseHook')
+    return next(own, {}).get('pipeline', 'train')
 
 
 def evenly_spaced(length: int, count: int) -> list[int]:

@@ -1,13 +1,14 @@
-"""What the processes of one run tell each other."""
+"""Processes of a distributed run: errors, values and sums that all of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
-from mmengine.dist import all_gather_object, broadcast_object_list, get_world_size
+from mmengine.dist import all_gather, all_gather_object, broadcast_object_list, get_world_size, is_main_process
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """An error of one process is one of all; otherwise they would wait for it until a timeout ends them.
+    """Makes an error of one process an error of all, which would wait for that process until a timeout ends them.
 
     All processes enter it, and nothing in it communicates.
 
@@ -45,16 +46,39 @@ def raise_on_all_ranks() -> Iterator[None]:
         raise error
 
 
+def run_on_main(function: Callable[..., T], *args: object) -> T | None:
+    """Calls ``function`` in the main process alone, which must not communicate; the others get None, or its error."""
+    with raise_on_all_ranks():
+        return function(*args) if is_main_process() else None
+
+
 def broadcast_from_main(value: T) -> T:
-    """``value`` of the main process, for all of them; the others' is ignored. No file system is shared for it."""
+    """The ``value`` that the main process gives, in every process; no common file system is needed."""
     values = [value]
     broadcast_object_list(values)
     return values[0]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum over all processes, which all of them get; ``values`` stays."""
+    """The sum over all processes, in every process; ``values`` stay as they are."""
     if get_world_size() > 1:
         values = values.clone()
         dist.all_reduce(values)
     return values
+
+
+def pool_moments(count: Tensor, mean: Tensor, m2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, mean and sum of squared deviations of the tokens of all processes, (C,) each, in float64.
+
+    Every process gets the same result to the last bit.
+
+    Args:
+        count: Tokens of this process, (C,) or (1,). May be 0, with mean and m2 0.
+        mean: Their mean, (C,).
+        m2: Their sums of squared deviations from ``mean``, (C,).
+    """
+    own = torch.stack([count.double().expand_as(mean), mean.double(), m2.double()])
+    counts, means, m2s = torch.stack(all_gather(own)).unbind(1)
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return count, mean, (m2s + counts * (means - mean).square()).sum(0)

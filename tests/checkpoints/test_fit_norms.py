@@ -60,7 +60,7 @@ def test_a_training_starts_without_the_averages_of_another(norm):
 @pytest.mark.parametrize('complete', [True, False])
 @pytest.mark.parametrize('norm', QUADRATIC)
 def test_a_detector_that_goes_on_gets_its_averages_back(norm, complete):
-    """In a run that starts from a detector they are UnifiedNormHook's to reset."""
+    """In a run that starts from a detector they are NormStateHook's to reset."""
 
     class Detector(nn.Module):
         def __init__(self, backbone):

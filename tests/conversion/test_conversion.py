@@ -16,8 +16,10 @@ from timm.models.metaformer import LayerNormNoBias
 from torch import nn
 
 import slab_det
-from slab_det.conversion.convert import ConversionError, calibrate_norms
+from slab_det.conversion import ConversionError, calibrate_norms
 from slab_det.norms import PRepBN, TokenBN, set_gamma
+from slab_det.recalibration import RecalibrationError
+from slab_det.runtime.errors import SlabDetError
 
 SMALL = dict(embed_dims=8, depths=(2, 1, 1), num_heads=(1, 2, 2), strides=(4, 2, 2), out_indices=(0, 1, 2))
 
@@ -161,15 +163,6 @@ def test_frozen_norms_are_frozen_whole(gamma):
     assert not [name for name in without if gamma > 0 or '.ln.' not in name]
 
 
-@pytest.mark.parametrize('kind', ['mmengine.PRepBN', PRepBN, 'PRepBN'])
-def test_prepbn_is_known_however_it_is_named(kind):
-    model = nn.Sequential(nn.LayerNorm(3, eps=1e-3)).double()
-    randomize(model, 6)
-    converted = slab_det.convert_norms(model, dict(type=kind), calibrate=[torch.randn(4, 5, 3, dtype=torch.double)])
-    assert torch.equal(converted[0].ln.weight, model[0].weight) and converted[0].ln.eps == 1e-3
-    assert set(converted.conversion_report.explained) == {'0'}
-
-
 @pytest.mark.parametrize(
     ('norm_cfg', 'calibrate'),
     [
@@ -183,7 +176,7 @@ def test_a_failed_conversion_in_place_leaves_the_model(norm_cfg, calibrate):
     norm = nn.LayerNorm(3)
     model = nn.Sequential(nn.Sequential(norm, nn.LayerNorm(3)), norm)
     before = dict(model.named_modules(remove_duplicate=False))
-    with pytest.raises(ConversionError):
+    with pytest.raises(SlabDetError):
         slab_det.convert_norms(model, norm_cfg, calibrate=calibrate, inplace=True)
     after = dict(model.named_modules(remove_duplicate=False))
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
@@ -271,7 +264,8 @@ def _calibrate_on_rank(rank, world_size, folder):
 
 
 def test_processes_calibrate_as_one_would(tmp_path):
-    mp.spawn(_calibrate_on_rank, (2, str(tmp_path)), nprocs=2)
+    # Forked: a new process would import mmdet for seconds.
+    mp.start_processes(_calibrate_on_rank, (2, str(tmp_path)), nprocs=2, start_method='fork')
     alone, batches = line()
     calibrate_norms(alone, batches, progress=False)
     for case in ('shared', 'one_idle'):
@@ -308,9 +302,9 @@ def test_wrong_uses_are_named():
         slab_det.convert_norms(swin(), dict(type='TokenBN'), calibrate=[images()])
     with pytest.raises(ConversionError, match='no offline norm'):
         slab_det.convert_norms(swin(), dict(type='GN', num_groups=2))
-    with pytest.raises(ConversionError, match='no batch'):
+    with pytest.raises(RecalibrationError, match='no batch'):
         calibrate_norms(model, [])
-    with pytest.raises(ConversionError, match='not finite'):
+    with pytest.raises(RecalibrationError, match=r'patch_embed\.norm.*NaN'):
         calibrate_norms(model, [images() * float('nan')])
     set_gamma(model, 0.5)
     with pytest.raises(ConversionError, match='gamma = 0.5.*gamma = 1'):

@@ -13,11 +13,10 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion.convert import ConversionError
-from slab_det.conversion.finetune import convert_detector, finetune_config
+from slab_det.conversion import ConversionError, convert_detector, finetune_config
 from slab_det.fusion import FusionError
 from slab_det.norms import PRepBN
-from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.recalibration import recalibration_dataloader
 
 STOCK_SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
 

@@ -402,8 +402,8 @@ def end_of_run(cfg):
     runner = Runner.from_cfg(cfg)
     runner.train()
     folder = Path(cfg.work_dir)
-    hook = RecalibrateFuseHook(num_images=6, max_passes=2, num_verify_images=1)
-    quick = RecalibrateFuseHook(num_images=6, recalibrate=False, num_verify_images=1)
+    hook = RecalibrateFuseHook(num_images=6, max_passes=2)
+    quick = RecalibrateFuseHook(num_images=6, recalibrate=False)
     saved = (folder / 'iter_1.pth').read_bytes() if get_rank() == 0 else None
     found = {}
 

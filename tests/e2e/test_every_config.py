@@ -113,7 +113,7 @@ def shrink(cfg: Config, work_dir: Path) -> Config:
     cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None
     for hook in cfg.get('custom_hooks', []):
         if hook.type == 'RecalibrateFuseHook':
-            hook.update(num_images=2, num_verify_images=1)
+            hook.update(num_images=2)
     cfg.work_dir = str(work_dir)
     cfg.experiment_name = work_dir.name
     cfg.log_level = 'WARNING'

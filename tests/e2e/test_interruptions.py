@@ -47,7 +47,7 @@ def runs(tmp_path_factory) -> Interruptions:
 )
 def test_a_killed_run_ends_as_the_uninterrupted_one(runs, point):
     kill = runs.kill(point)
-    assert (kill.weights, kill.optimizer, kill.fused, kill.gamma, kill.same_report) == (0, 0, 0, 0, True), kill
+    assert (kill.largest_difference, kill.gamma, kill.same_report) == (0, 0, True), kill
     assert not kill.torn, kill
     assert bool(kill.unfinished) == (point.writes is not None), kill
     assert kill.resumed_from == f'iter_{2 if point.kind == "decay" else MAX_ITERS}', kill

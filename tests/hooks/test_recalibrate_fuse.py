@@ -14,8 +14,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import FusionError
 from slab_det.measure.reporting import ap_from_metrics, read_report
 from slab_det.norms import named_offline_norms
-from slab_det.recalibration.images import recalibration_dataloader
-from slab_det.recalibration.recalibrate import RecalibrationError
+from slab_det.recalibration import RecalibrationError, recalibration_dataloader
 from slab_det.runtime.errors import CheckpointError
 
 
@@ -57,7 +56,8 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     states_equal(fused['state_dict'], expected.state_dict())
 
     unfused_entry, fused_entry = read_report(work_dir / 'report.json').entries
-    assert unfused_entry.recalibration['num_batches'] == 6 and unfused_entry.recalibration['passes'] == 3
+    assert unfused_entry.recalibration['num_batches'] == 3 and unfused_entry.recalibration['passes'] == 3
+    assert unfused_entry.recalibration['pipeline'] == 'train'
     assert fused_entry.fusion['folded'] == len(list(named_offline_norms(model)))
     assert 0 < fused_entry.fusion['difference']['float64'] < 1e-9
     # The AP in the report is that of the recalibrated model.
@@ -66,22 +66,22 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     assert ap_from_metrics(Runner.from_cfg(test_cfg).test()) == unfused_entry.ap
 
 
-def test_statistics_are_those_of_training_where_asked(small_run_cfg):
+def test_statistics_are_those_of_inference_where_asked(small_run_cfg):
     cfg = small_run_cfg()
-    cfg.custom_hooks[1].update(pipeline='train', num_images=5)
+    cfg.custom_hooks[1].update(pipeline='test', num_images=5)
     cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='RandomResize', scale=(96, 80), ratio_range=(0.5, 1.5)))
     runner = Runner.from_cfg(cfg)
     runner.train()
     last = load(Path(cfg.work_dir) / 'iter_6.pth')['state_dict']
     model = build_detector(runner.cfg, str(Path(cfg.work_dir) / 'iter_6.pth'))
-    for pipeline in ('test', 'train'):
+    for pipeline in ('train', 'test'):
         loader = recalibration_dataloader(runner.cfg, 5, pipeline)
         slab_det.recalibrate(model, loader, max_passes=3, progress=False)
-        if pipeline == 'test':
+        if pipeline == 'train':
             assert any(not torch.equal(value, last[key]) for key, value in model.state_dict().items())
     states_equal(model.state_dict(), last)
     recalibration = read_report(Path(cfg.work_dir) / 'report.json').entries[0].recalibration
-    assert recalibration['pipeline'] == 'train' and recalibration['num_batches'] == 3
+    assert recalibration['pipeline'] == 'test' and recalibration['num_batches'] == 5
 
 
 def test_fused_config_loads_everywhere(finished_run):

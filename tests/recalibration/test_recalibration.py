@@ -1,3 +1,5 @@
+"""Recalibration finds the statistics that inference sees, on one process and on several."""
+
 import copy
 import json
 import math
@@ -5,32 +7,20 @@ import math
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import SLA, randomize
+from conftest import SLA, SMALL_SWIN, randomize
 from mmdet.registry import MODELS
 from torch import nn
 
 import slab_det
 from slab_det.norms import TokenBN, named_offline_norms
-from slab_det.recalibration.drift import Drift, copy_statistics, statistics_drift
-from slab_det.recalibration.recalibrate import JUMP, RecalibrationError
+from slab_det.recalibration.drift import copy_statistics, statistics_drift
+from slab_det.recalibration.fixed_point import JUMP, RecalibrationError
 
 BATCHES = [(1, 3, 64, 80), (2, 3, 48, 40), (1, 3, 90, 33)]
 
 
 def build_backbone(**options):
-    model = MODELS.build(
-        {
-            **dict(
-                type='SLABSwin',
-                embed_dims=8,
-                depths=(2, 2, 1, 1),
-                num_heads=(1, 2, 2, 4),
-                norm_cfg=dict(type='PRepBN'),
-                drop_path_rate=0.5,
-            ),
-            **options,
-        }
-    ).double()
+    model = MODELS.build({**SMALL_SWIN, 'drop_path_rate': 0.5, **options}).double()
     randomize(model, 0)
     slab_det.set_gamma(model, 0)
     return model
@@ -87,7 +77,7 @@ def test_norms_without_mean_get_the_mean_of_x_squared(norm):
 def test_first_norm_is_exact_after_one_pass_whatever_the_batch_sizes():
     model, batches = build_backbone().eval(), build_batches()
     report = slab_det.recalibrate(model, batches, max_passes=1, progress=False)
-    assert report.residuals == [] and not report.converged
+    assert report.residuals == [] and not report.converged and 'not measured' in str(report)
     tokens = torch.cat(
         [
             model.patch_embed.projection(batch).flatten(2).transpose(1, 2).flatten(0, 1)
@@ -97,35 +87,6 @@ def test_first_norm_is_exact_after_one_pass_whatever_the_batch_sizes():
     mean, var = model.patch_embed.norm.statistics()
     torch.testing.assert_close(mean, tokens.mean(0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(var, tokens.var(0, correction=0), rtol=1e-12, atol=1e-12)
-
-
-def test_passes_with_found_statistics_come_closer_to_the_fixed_point():
-    batches = build_batches()
-    untrained = (
-        MODELS.build(
-            dict(
-                type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN')
-            )
-        )
-        .double()
-        .eval()
-    )
-    untrained.init_weights()
-    slab_det.set_gamma(untrained, 0)
-    fixed_point = copy.deepcopy(untrained)
-    slab_det.recalibrate(fixed_point, batches, max_passes=60, tol=1e-10, progress=False)
-
-    def distance(passes):
-        model = copy.deepcopy(untrained)
-        if passes:
-            slab_det.recalibrate(model, batches, max_passes=passes, tol=0, progress=False)
-        return max(
-            float(((a.statistics()[0] - b.statistics()[0]).abs() / b.statistics()[1].sqrt()).max())
-            for (_, a), (_, b) in zip(named_offline_norms(model), named_offline_norms(fixed_point), strict=True)
-        )
-
-    distances = [distance(passes) for passes in (0, 1, 5)]
-    assert distances[0] > 2 * distances[1] and distances[1] > 2 * distances[2], distances
 
 
 @pytest.mark.parametrize('norm', ['TokenBN', 'PRepBN', 'UN'])
@@ -148,7 +109,7 @@ def test_errors_do_not_grow_from_norm_to_norm(monkeypatch):
     unguarded = copy.deepcopy(model)
     report = slab_det.recalibrate(model, batches, progress=False)
     assert report.converged and max(report.residuals) < 1000, report
-    monkeypatch.setattr('slab_det.recalibration.recalibrate.JUMP', math.inf)
+    monkeypatch.setattr('slab_det.recalibration.fixed_point.JUMP', math.inf)
     with pytest.raises(RecalibrationError, match='NaN|infinite|beyond'):
         slab_det.recalibrate(unguarded, batches, progress=False)
 
@@ -182,11 +143,14 @@ def test_norms_are_final_in_the_order_of_their_calls():
 
 
 def test_a_pass_with_norms_by_batch_is_not_the_last_whatever_the_tolerance():
+    cut_short = slab_det.recalibrate(*build_far_apart(), max_passes=3, tol=0, progress=False)
+    assert 'far off: give it more passes' in str(cut_short)
     cut_short = slab_det.recalibrate(*build_far_apart(), max_passes=3, tol=10, progress=False)
     assert cut_short.residuals[-1] < 10 and not cut_short.converged
     assert f'in the last pass {cut_short.num_by_batch} norms were still normalising by their batch' in str(cut_short)
     report = slab_det.recalibrate(*build_far_apart(), tol=10, progress=False)
     assert report.converged and report.num_by_batch == 0 and len(report.residuals) > 2
+    assert 'far off' not in str(report)
 
 
 def test_a_norm_that_is_called_twice_gets_more_passes_than_there_are_norms():
@@ -208,14 +172,6 @@ def test_statistics_beyond_the_range_of_the_buffers_are_refused():
         assert torch.equal(value, before[key]) or key == 'patch_embed.projection.weight', key
 
 
-def test_the_report_says_whether_it_is_enough():
-    model, batches = build_backbone().eval(), build_batches()
-    assert 'far off' not in str(slab_det.recalibrate(model, batches, progress=False))
-    cut_short = slab_det.recalibrate(model, batches, max_passes=2, tol=0, progress=False)
-    assert 'far off: give it more passes' in str(cut_short)
-    assert 'not measured' in str(slab_det.recalibrate(model, batches, max_passes=1, progress=False))
-
-
 def test_drift_is_small_after_a_second_recalibration_and_unknown_from_what_is_not_finite():
     model, batches = build_backbone().eval(), build_batches()
     norms = dict(named_offline_norms(model))
@@ -230,11 +186,6 @@ def test_drift_is_small_after_a_second_recalibration_and_unknown_from_what_is_no
     unknown = statistics_drift(norms, before)
     assert math.isnan(unknown.largest) and unknown.to_dict()['mean'] is None
     json.dumps(unknown.to_dict(), allow_nan=False)
-
-
-def test_the_largest_drift_is_never_less_than_unknown():
-    assert math.isnan(Drift(mean=0, largest_mean=0, log_var=math.nan, largest_log_var=math.nan).largest)
-    assert Drift(mean=1, largest_mean=2, log_var=0, largest_log_var=3).largest == 3
 
 
 def test_old_statistics_do_not_matter():
@@ -276,21 +227,13 @@ def test_values_that_are_not_finite_stop_it_with_the_layers_name_and_keep_the_ol
         torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    'batches, message',
-    [
-        ([], 'no batch'),
-        (iter([torch.zeros(1, 3, 8, 8)]), 'not an iterator'),
-    ],
-)
-def test_unusable_batches_are_refused(batches, message):
-    with pytest.raises(RecalibrationError, match=message):
-        slab_det.recalibrate(build_backbone().eval(), batches, progress=False)
-
-
-def test_a_fused_model_is_refused():
+def test_unusable_batches_and_fused_models_are_refused():
+    model = build_backbone().eval()
+    for batches, message in (([], 'no batch'), (iter([torch.zeros(1, 3, 8, 8)]), 'not an iterator')):
+        with pytest.raises(RecalibrationError, match=message):
+            slab_det.recalibrate(model, batches, progress=False)
     with pytest.raises(RecalibrationError, match='before fusing'):
-        slab_det.recalibrate(slab_det.fuse(build_backbone().eval()), build_batches(), progress=False)
+        slab_det.recalibrate(slab_det.fuse(model), build_batches(), progress=False)
 
 
 def build_far_apart():
@@ -313,7 +256,8 @@ def _recalibrate_on_rank(rank, world_size, folder):
 
 
 def test_a_process_without_batches_guards_the_same_norms(tmp_path):
-    mp.spawn(_recalibrate_on_rank, (2, str(tmp_path)), nprocs=2)
+    # Forked: a new process would import mmdet for seconds.
+    mp.start_processes(_recalibrate_on_rank, (2, str(tmp_path)), nprocs=2, start_method='fork')
     alone, batches = build_far_apart()
     report = slab_det.recalibrate(alone, batches, progress=False).to_dict()
     assert report['converged'] and max(report['residuals']) > JUMP

@@ -1,4 +1,3 @@
 # PowerNorm with the defaults of its class, from the scale and shift of Microsoft's LayerNorms.
-_base_ = ['../moving_average_norm.py']
-
+custom_hooks = [dict(type='RecalibrateFuseHook')]
 row = dict(backbone=dict(norm_cfg=dict(type='PowerNorm')))

@@ -14,6 +14,5 @@ param_scheduler = [
 ]
 custom_hooks = [
     dict(type='ProgressiveNormHook', decay='linear', total=0.65, unit='fraction'),
-    # On images as training had them: see ../prepbn.py.
-    dict(type='RecalibrateFuseHook', pipeline='train'),
+    dict(type='RecalibrateFuseHook'),
 ]

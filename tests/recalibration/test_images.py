@@ -13,7 +13,7 @@ from mmengine.config import Config
 import slab_det
 from slab_det.data import generate, set_data_root
 from slab_det.norms import TokenBN
-from slab_det.recalibration.images import configured_pipeline, evenly_spaced, recalibration_dataloader
+from slab_det.recalibration import configured_pipeline, recalibration_dataloader
 from slab_det.runtime.random_state import fixed_random_state
 
 
@@ -54,7 +54,7 @@ def ids_of(loader):
 
 
 def test_training_images_are_augmented_and_batched_as_in_training_and_alike_in_every_pass(cfg):
-    loader = recalibration_dataloader(cfg, 10, 'train')
+    loader = recalibration_dataloader(cfg, 10)
     first = images_of(loader)
     assert [len(batch) for batch in first] == [3, 3, 3, 1]
     assert len({image.shape for batch in first for image in batch}) > 3
@@ -63,7 +63,7 @@ def test_training_images_are_augmented_and_batched_as_in_training_and_alike_in_e
         assert all(map(torch.equal, batch, again))
     # In workers too, which have generators of their own.
     cfg.train_dataloader.num_workers = 2
-    for batch, again in zip(first, images_of(recalibration_dataloader(cfg, 10, 'train')), strict=True):
+    for batch, again in zip(first, images_of(recalibration_dataloader(cfg, 10)), strict=True):
         assert all(map(torch.equal, batch, again))
     ids = sum(ids_of(loader), [])
     # Mixed: neighbours of a dataset need not share a batch.
@@ -86,11 +86,12 @@ def test_repetitions_of_a_dataset_are_left_out(cfg):
 
 
 def test_test_images_are_neither_augmented_nor_padded_to_each_other(cfg):
-    loader = recalibration_dataloader(cfg, 10)
+    loader = recalibration_dataloader(cfg, 10, 'test')
     images = images_of(loader)
     assert [len(batch) for batch in images] == [1] * 10
     assert len({image.shape for (image,) in images}) == 1
-    assert sum(ids_of(loader), []) == [1 + index for index in evenly_spaced(12, 10)]
+    # Evenly spaced over the 12 images of the training set.
+    assert sum(ids_of(loader), []) == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
 
 
 def test_images_share_batches_as_the_batch_sampler_of_training_has_it(cfg):
@@ -116,10 +117,11 @@ def test_a_fixed_size_of_the_training_is_padded_to(cfg, small_detector_cfg, augm
     model = MODELS.build(model_cfg)
     seen = []
     model.backbone.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[-2:])))
-    loader = recalibration_dataloader(cfg, 3, 'train')
-    for as_training in (False, True):
-        slab_det.recalibrate(model, loader, max_passes=1, progress=False, as_training=as_training)
-    assert seen == [(128, 160), size]
+    for pipeline in ('test', 'train'):
+        loader = recalibration_dataloader(cfg, 3, pipeline)
+        slab_det.recalibrate(model, loader, max_passes=1, progress=False)
+    # One by one as inference has them, then in the batches of the training.
+    assert seen == [(160, 192)] * 3 + [size]
 
 
 def test_norms_of_heads_are_reached_where_training_does_not_resize(cfg, small_detector_cfg):
@@ -133,15 +135,15 @@ def test_norms_of_heads_are_reached_where_training_does_not_resize(cfg, small_de
 
 @pytest.mark.parametrize('kind', ['custom_hooks', 'default_hooks'])
 def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg, kind):
-    assert configured_pipeline(cfg) == configured_pipeline(Config()) == 'test'
+    assert configured_pipeline(cfg) == configured_pipeline(Config()) == 'train'
     hook = cfg.custom_hooks.pop(1)
-    hook.pipeline = 'train'
+    hook.pipeline = 'test'
     cfg[kind] = {**cfg.default_hooks, 'fuse': hook} if kind == 'default_hooks' else [*cfg.custom_hooks, hook]
-    assert configured_pipeline(cfg) == 'train'
+    assert configured_pipeline(cfg) == 'test'
 
 
 def test_an_unknown_pipeline_is_refused(cfg):
-    with pytest.raises(ValueError, match="pipeline='val' must be one of test, train"):
+    with pytest.raises(ValueError, match="pipeline='val' must be one of train, test"):
         recalibration_dataloader(cfg, 4, 'val')
 
 

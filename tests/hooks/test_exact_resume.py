@@ -1,4 +1,4 @@
-"""RandomStateHook: a resumed run goes on with the random numbers of the interrupted one."""
+"""ExactResumeHook: a resumed run goes on with the random numbers and gradients of the interrupted one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import Dataset
 
-from slab_det.runtime.random_state import random_state, set_random_state
-
 
 class Noisy(BaseModel):
     """Draws from every generator in training, as RoI sampling, drop-path and augmentation do, and in validation."""
@@ -26,7 +24,7 @@ class Noisy(BaseModel):
         self.linear = nn.Linear(2, 2)
 
     def forward(self, x, mode='tensor'):
-        noise = random.random() + np.random.rand() + torch.rand(())
+        noise = random.random() + np.random.randn() + torch.rand(())
         return {'loss': (self.linear(torch.stack(x)) - noise).square().mean()} if mode == 'loss' else [x]
 
 
@@ -48,36 +46,32 @@ class Nothing(BaseMetric):
         return {'count': len(results)}
 
 
-def train(work_dir, by_epoch=False, hooks=(), resume=False, seed=5, with_hook=True):
+def train(work_dir, by_epoch=False, hooks=(), resume=False, seed=5, with_hook=True, accumulate=1):
     torch.manual_seed(0)
-    sampler = {'type': 'DefaultSampler', 'shuffle': True} if by_epoch else {'type': 'InfiniteSampler'}
-    length = {'by_epoch': True, 'max_epochs': 3} if by_epoch else {'by_epoch': False, 'max_iters': 8, 'val_interval': 4}
+    sampler = dict(type='DefaultSampler', shuffle=True) if by_epoch else dict(type='InfiniteSampler')
+    length = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(by_epoch=False, max_iters=8, val_interval=4)
+    loader = dict(batch_size=4, num_workers=0, dataset=Points())
     runner = Runner(
         Noisy(),
         str(work_dir),
         resume=resume,
-        train_dataloader={'batch_size': 4, 'num_workers': 0, 'sampler': sampler, 'dataset': Points()},
-        val_dataloader={
-            'batch_size': 4,
-            'num_workers': 0,
-            'sampler': {'type': 'DefaultSampler', 'shuffle': False},
-            'dataset': Points(),
-        },
+        train_dataloader=dict(**loader, sampler=sampler),
+        val_dataloader=dict(**loader, sampler=dict(type='DefaultSampler', shuffle=False)),
         val_evaluator=[Nothing()],
         val_cfg={},
         train_cfg=length,
-        optim_wrapper={'type': 'OptimWrapper', 'optimizer': {'type': 'SGD', 'lr': 0.001}},
-        default_hooks={
-            'checkpoint': {
-                'type': 'CheckpointHook',
-                'interval': 1 if by_epoch else 4,
-                'by_epoch': by_epoch,
-                'save_best': 'count',
-                'rule': 'greater',
-            }
-        },
-        custom_hooks=[*hooks, *([{'type': 'RandomStateHook'}] if with_hook else [])],
-        randomness={'seed': seed},
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.001), accumulative_counts=accumulate),
+        default_hooks=dict(
+            checkpoint=dict(
+                type='CheckpointHook',
+                interval=1 if by_epoch else 4,
+                by_epoch=by_epoch,
+                save_best='count',
+                rule='greater',
+            )
+        ),
+        custom_hooks=[*hooks, *([dict(type='ExactResumeHook')] if with_hook else [])],
+        randomness=dict(seed=seed),
         default_scope='mmengine',
         experiment_name=f'{work_dir.name}-{np.random.rand()}',
     )
@@ -88,19 +82,20 @@ def train(work_dir, by_epoch=False, hooks=(), resume=False, seed=5, with_hook=Tr
     return runner.model.state_dict()['linear.weight']
 
 
-@pytest.mark.parametrize('by_epoch', [False, True])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, by_epoch):
+@pytest.mark.parametrize(('by_epoch', 'accumulate'), [(False, 1), (True, 1), (False, 3)])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, by_epoch, accumulate):
     # The checkpoint is followed by a validation, which draws, and by one more iteration, which is lost.
-    expected = train(tmp_path / 'whole', by_epoch)
-    train(tmp_path / 'cut', by_epoch, hooks=[StopAfter(5)])
-    resumed = train(tmp_path / 'cut', by_epoch, resume=True)
-    assert torch.equal(resumed, expected)
+    expected = train(tmp_path / 'whole', by_epoch, accumulate=accumulate)
+    train(tmp_path / 'cut', by_epoch, hooks=[StopAfter(5)], accumulate=accumulate)
+    saved = [torch.load(path, weights_only=False) for path in (tmp_path / 'cut').glob('[ie]*_[0-9].pth')]
+    assert any('accumulated_gradients' in checkpoint for checkpoint in saved) == (accumulate > 1)
+    assert torch.equal(train(tmp_path / 'cut', by_epoch, resume=True, accumulate=accumulate), expected)
 
 
-def test_without_the_hook_it_is_not(tmp_path):
+def test_without_the_hook_it_is_not_and_its_checkpoints_resume_with_the_hook(tmp_path):
     expected = train(tmp_path / 'whole', with_hook=False)
     train(tmp_path / 'cut', hooks=[StopAfter(5)], with_hook=False)
-    assert not torch.equal(train(tmp_path / 'cut', resume=True, with_hook=False), expected)
+    assert not torch.equal(train(tmp_path / 'cut', resume=True), expected)
 
 
 def test_the_order_of_images_goes_on_where_no_seed_was_given(tmp_path):
@@ -119,17 +114,3 @@ def test_the_order_of_images_goes_on_where_no_seed_was_given(tmp_path):
     # Two rounds of 16 images, each image once in each.
     together = sum(first[:4] + seen, [])
     assert sorted(together[:16]) == sorted(together[16:]) == list(range(16))
-
-
-def test_an_old_checkpoint_without_random_state_resumes(tmp_path):
-    train(tmp_path, hooks=[StopAfter(5)], with_hook=False)
-    train(tmp_path, resume=True)
-
-
-def test_every_generator_is_restored():
-    state = random_state()
-    drawn = []
-    for _ in range(2):
-        set_random_state(state)
-        drawn.append((random.random(), np.random.randn(), torch.rand(()).item()))
-    assert drawn[0] == drawn[1]

@@ -1,0 +1,96 @@
+"""ExactResumeHook: a run that is interrupted and resumed ends as it would have ended without interruption."""
+
+from __future__ import annotations
+
+import torch
+from mmengine.dist import get_rank
+from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapper
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+
+from slab_det.runtime.distributed import unwrap
+from slab_det.runtime.random_state import random_state, set_random_state
+
+
+@HOOKS.register_module()
+class ExactResumeHook(Hook):
+    """Saves what mmengine's checkpoints lack, random states and accumulated gradients, and restores it on ``--resume``.
+
+    RoI sampling, drop-path and augmentation draw random numbers, and mmengine starts their generators anew. With this
+    hook and ``num_workers=0``, in one process on a CPU, an interrupted and resumed run equals the uninterrupted one to
+    the last bit. The order of images goes on too where the config fixes no seed. Augmentation in the workers of data
+    loaders and processes other than the first go on with other draws, as good but not the same. Validation draws
+    nothing, so that a run that is resumed right before a validation does without it.
+
+    Between two updates of gradient accumulation the checkpoint also holds the gradients summed so far, and is larger by
+    the size of the weights; mmengine drops the gradients and goes on counting. With several processes all get the
+    gradients of the main one, a fair sample of what each had. Resumed with another ``accumulative_counts``, or with
+    FSDP, they are dropped.
+    """
+
+    # Other hooks draw before this one saves; CheckpointHook (VERY_LOW) comes after.
+    priority = 'LOW'
+
+    def __init__(self) -> None:
+        self._random: dict | None = None
+        self._gradients: dict | None = None
+        self._before_val: dict | None = None
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        seeds = [sampler.seed for sampler in _seeded_samplers(runner.train_dataloader)]
+        checkpoint['random_state'] = {**random_state(), 'sampler_seed': seeds}
+        if _accumulates(runner) and not runner.optim_wrapper.should_update():
+            parameters = unwrap(runner.model).named_parameters()
+            checkpoint['accumulated_gradients'] = dict(
+                counts=runner.optim_wrapper._accumulative_counts,
+                gradients={name: value.grad.detach().cpu() for name, value in parameters if value.grad is not None},
+            )
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        if not runner._resume:
+            return
+        self._gradients = checkpoint.get('accumulated_gradients')
+        self._random = checkpoint.get('random_state')
+        if self._random is not None:
+            samplers = _seeded_samplers(runner.train_dataloader)
+            for sampler, seed in zip(samplers, self._random['sampler_seed'], strict=False):
+                sampler.seed = seed
+
+    def before_train(self, runner: Runner) -> None:
+        # An iterator over a DataLoader draws a seed for its workers, in a resumed run once more than otherwise.
+        runner.train_dataloader.generator = torch.Generator()
+        # The checkpoint has the state of one process, and the others should not draw alike.
+        if self._random is not None and get_rank() == 0:
+            set_random_state(self._random)
+        if (
+            self._gradients is not None
+            and _accumulates(runner)
+            and self._gradients['counts'] == runner.optim_wrapper._accumulative_counts
+        ):
+            for name, parameter in unwrap(runner.model).named_parameters():
+                if name in self._gradients['gradients']:
+                    parameter.grad = self._gradients['gradients'][name].to(parameter)
+            # mmengine has warned that they are lost.
+            runner.logger.info('ExactResumeHook: restored the gradients of the iterations since the last update')
+        self._random = self._gradients = None
+
+    def before_val(self, runner: Runner) -> None:
+        self._before_val = random_state()
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        if self._before_val is not None:
+            set_random_state(self._before_val)
+        self._before_val = None
+
+
+def _seeded_samplers(loader: DataLoader) -> list:
+    samplers = (loader.sampler, getattr(loader.batch_sampler, 'sampler', None))
+    return [sampler for sampler in samplers if hasattr(sampler, 'seed')]
+
+
+def _accumulates(runner: Runner) -> bool:
+    # The main process of a sharded model has the gradients of its own shards only.
+    return isinstance(runner.optim_wrapper, OptimWrapper) and not isinstance(runner.model, FullyShardedDataParallel)
