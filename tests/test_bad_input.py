@@ -233,7 +233,7 @@ COMMANDS: dict[str, tuple[list[str], str, str]] = {
     'an unknown pipeline to recalibrate on': (
         [*TRAIN, *options('custom_hooks.1.pipeline=val')],
         "pipeline='val'",
-        'one of test, train',
+        'one of train, test',
     ),
     'no image to recalibrate on': ([*TRAIN, *options('custom_hooks.1.num_images=0')], 'num_images=0', 'at least 1'),
     'unknown optimizer': ([*TRAIN, *options('optim_wrapper.optimizer.type=AdamQ')], 'AdamQ is not in', 'correct'),

@@ -10,8 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
@@ -37,28 +36,6 @@ OBJECT_SIZE = (28, 76)
 OBJECTS_PER_IMAGE = (2, 4)
 
 
-@dataclass(frozen=True)
-class SyntheticSpec:
-    """All that determines the images, besides the generator's version."""
-
-    num_train: int
-    num_val: int
-    size: tuple[int, int]
-    seed: int
-
-    def key(self) -> str:
-        """A short name for these images: equal specs have equal keys."""
-        text = json.dumps({'version': GENERATOR_VERSION, **asdict(self)}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def cache_root() -> Path:
-    """``$SLAB_DET_CACHE``, or ``slab_det`` in ``$XDG_CACHE_HOME`` (``~/.cache``)."""
-    if 'SLAB_DET_CACHE' in os.environ:
-        return Path(os.environ['SLAB_DET_CACHE']).expanduser()
-    return Path(os.environ.get('XDG_CACHE_HOME', '~/.cache')).expanduser() / 'slab_det'
-
-
 def generate(
     root: str | Path | None = None,
     num_train: int = 400,
@@ -73,8 +50,9 @@ def generate(
     processes may generate the same images at once.
 
     Args:
-        root: The folder to write; None means ``synthetic-<key>`` in the cache folder. A folder that exists is
-            returned as it is if it was generated with the same arguments.
+        root: The folder to write; None means ``synthetic-<key>`` in the cache folder, ``$SLAB_DET_CACHE`` or
+            ``slab_det`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A folder that exists is returned as it is if it was
+            generated with the same arguments.
         num_train: Images of the train split.
         num_val: Images of the val split.
         size: (width, height) of every image in pixels.
@@ -84,12 +62,17 @@ def generate(
         DataError: If ``root`` exists and holds something else.
         ValueError: If a count is below 1 or the images are too small for the objects.
     """
-    spec = SyntheticSpec(int(num_train), int(num_val), (int(size[0]), int(size[1])), int(seed))
-    if min(spec.num_train, spec.num_val) < 1:
+    if min(num_train, num_val) < 1:
         raise ValueError(f'both splits need an image, got num_train={num_train}, num_val={num_val}')
-    if min(spec.size) < OBJECT_SIZE[1]:
+    if min(size) < OBJECT_SIZE[1]:
         raise ValueError(f'size={tuple(size)}: width and height must be at least {OBJECT_SIZE[1]} pixels')
-    root = Path(root) if root is not None else cache_root() / f'synthetic-{spec.key()}'
+    # All that determines the images.
+    spec = dict(version=GENERATOR_VERSION, num_train=num_train, num_val=num_val, size=list(size), seed=seed)
+    spec['key'] = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
+    if root is None:
+        cache = os.environ.get('XDG_CACHE_HOME', '~/.cache') + '/slab_det'
+        root = Path(os.environ.get('SLAB_DET_CACHE', cache)).expanduser() / f'synthetic-{spec["key"]}'
+    root = Path(root)
     if root.exists():
         _check_same(root, spec)
         return root
@@ -163,44 +146,41 @@ class SyntheticShapesMetric(CocoMetric):
         self._coco_api = COCO(dataset_meta['ann_file'])
 
 
-def _check_same(root: Path, spec: SyntheticSpec) -> None:
+def _check_same(root: Path, spec: dict) -> None:
     marker = root / 'generator.json'
     if not marker.is_file():
         raise DataError(f'{root} exists but was not written by slab_det.data.generate; choose another folder')
     found = json.loads(marker.read_text())
-    if found['key'] != spec.key():
-        raise DataError(f'{root} was generated with {found}, not with {asdict(spec)}; remove it or choose another')
+    if found['key'] != spec['key']:
+        raise DataError(f'{root} was generated with {found}, not with {spec}; remove it or choose another')
 
 
-def _write_splits(root: Path, spec: SyntheticSpec) -> None:
+def _write_splits(root: Path, spec: dict) -> None:
+    width, height = spec['size']
     (root / 'annotations').mkdir()
     categories = [{'id': i, 'name': name, 'supercategory': 'shape'} for i, name in enumerate(CLASSES, start=1)]
-    for split_index, (split, count) in enumerate((('train', spec.num_train), ('val', spec.num_val))):
+    for split_index, split in enumerate(('train', 'val')):
+        count = spec[f'num_{split}']
         folder = root / 'images' / split
         folder.mkdir(parents=True)
         images: list[dict] = []
         annotations: list[dict] = []
-        for index in _progress(range(count), f'Generating {split} images in {root.parent}'):
+        # Drawing is about 2 ms an image: a bar for a few dozen of them would only flicker.
+        is_short = count < 300 or not is_main_process()
+        title = f'Generating {split} images in {root.parent}'
+        for index in track(range(count), title, console=Console(stderr=True), disable=is_short):
             # One stream per image: more images leave the earlier ones as they are.
-            rng = np.random.default_rng([spec.seed, split_index, index])
-            pixels, objects = draw_image(rng, spec.size)
+            rng = np.random.default_rng([spec['seed'], split_index, index])
+            pixels, objects = draw_image(rng, (width, height))
             file_name = f'{index:05d}.png'
             cv2.imwrite(str(folder / file_name), pixels)
             image_id = index + 1
-            images.append({'id': image_id, 'file_name': file_name, 'width': spec.size[0], 'height': spec.size[1]})
+            images.append({'id': image_id, 'file_name': file_name, 'width': width, 'height': height})
             for found in objects:
                 annotations.append({'id': len(annotations) + 1, 'image_id': image_id, 'iscrowd': 0, **found})
         content = {'images': images, 'annotations': annotations, 'categories': categories}
         (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(content))
-    (root / 'generator.json').write_text(
-        json.dumps({'key': spec.key(), 'version': GENERATOR_VERSION, **asdict(spec)}, indent=1)
-    )
-
-
-def _progress(items: Sequence[int], description: str) -> Iterator[int]:
-    console = Console(stderr=True)
-    # Drawing is about 2 ms an image: a bar for a few dozen of them would only flicker.
-    return track(items, description, console=console, disable=len(items) < 300 or not is_main_process())
+    (root / 'generator.json').write_text(json.dumps(spec, indent=1))
 
 
 def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndarray, list[dict]]:
