@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
@@ -85,6 +86,14 @@ class MapAttention(BaseModule):
             return x, hw_shape
         image = self.sr(x.transpose(1, 2).unflatten(2, hw_shape))
         return self.norm(image.flatten(2).transpose(1, 2)), (image.shape[2], image.shape[3])
+
+    def folds(self) -> Iterator[tuple[str, str]]:
+        """Where the norm of the reduced map goes at inference; see :mod:`slab_det.fusion`."""
+        yield 'norm', 'attn[kv]'
+
+    def input_layers(self) -> tuple[str, ...]:
+        """The layers that read the input: queries come from every token, keys and values from the reduced map."""
+        return ('attn[q]', 'sr') if self.sr_ratio > 1 else ('attn[qkv]',)
 
     @abstractmethod
     def mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int], source_shape: tuple[int, int]) -> Tensor:

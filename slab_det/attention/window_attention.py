@@ -81,6 +81,10 @@ class WindowAttention(BaseModule):
         """(B, N, C) -> (B, h, N, d)."""
         return x.unflatten(-1, (self.num_heads, self.head_dims)).transpose(1, 2)
 
+    def input_layers(self) -> tuple[str]:
+        """The layer that reads the input; see :mod:`slab_det.fusion`."""
+        return ('qkv',)
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
         """Mixes the tokens of each window.
@@ -268,3 +272,7 @@ class ShiftedWindowAttention(BaseModule):
         )
         out = geometry.merge(self.w_msa(q, k, v, geometry, self.shift_size > 0))
         return self.drop(self.w_msa.proj_drop(self.w_msa.proj(out)))
+
+    def input_layers(self) -> tuple[str]:
+        """The module that reads the input; see :mod:`slab_det.fusion`."""
+        return ('w_msa',)

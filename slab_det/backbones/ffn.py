@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 from mmcv.cnn import build_norm_layer
 from mmcv.cnn.bricks.transformer import FFN
 from torch import Tensor
+
+from slab_det.fusion import Fold
 
 
 class NormedFFN(FFN):
@@ -39,12 +42,19 @@ class NormedFFN(FFN):
             return out
         return (x if identity is None else identity) + out
 
+    def input_layers(self) -> tuple[str]:
+        """The layer that reads the input; see :mod:`slab_det.fusion`."""
+        return ('layers.0.0',)
+
 
 class PreActFFN(NormedFFN):
     """``fc2(act(norm(fc1(x))))``: at inference the norm is part of fc1."""
 
     def activate(self, hidden: Tensor) -> Tensor:
         return self.layers[0][1](self.norm(hidden))
+
+    def folds(self) -> Iterator[Fold]:
+        yield Fold('norm', after='layers.0.0')
 
 
 class PostActFFN(NormedFFN):
@@ -53,6 +63,9 @@ class PostActFFN(NormedFFN):
     def activate(self, hidden: Tensor) -> Tensor:
         # Before the dropout, whose noise would widen the statistics that inference uses.
         return self.norm(self.layers[0][1](hidden))
+
+    def folds(self) -> Iterator[Fold]:
+        yield Fold('norm', before='layers.1')
 
 
 NORMED_FFNS: dict[str, type[NormedFFN]] = {'pre_act': PreActFFN, 'post_act': PostActFFN}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.nn.functional as F
 from mmcv.cnn import build_activation_layer, build_norm_layer
 from mmcv.cnn.bricks.transformer import build_dropout
 from mmengine.model import BaseModule, Sequential
 from torch import Tensor, nn
+
+from slab_det.fusion import Fold
 
 
 class MapFFN(BaseModule):
@@ -61,6 +65,10 @@ class MapFFN(BaseModule):
             hidden = conv(hidden.transpose(1, 2).unflatten(2, hw_shape)).flatten(2).transpose(1, 2)
         return activation(hidden)
 
+    def input_layers(self) -> tuple[str]:
+        """The layer that reads the input: the padding of a depthwise convolution comes behind it."""
+        return ('layers.0',)
+
 
 class NormedMapFFN(MapFFN):
     """A MapFFN with a norm over its hidden channels (BN+FFNBN, Yao et al., ICCVW 2021).
@@ -82,6 +90,12 @@ class PreActMapFFN(NormedMapFFN):
     def activate(self, hidden: Tensor, between: list[nn.Module], hw_shape: tuple[int, int]) -> Tensor:
         return super().activate(self.norm(hidden), between, hw_shape)
 
+    def folds(self) -> Iterator[Fold]:
+        yield Fold('norm', after='layers.0')
+
+    # The norm stands between the layers: the input is read as without it.
+    input_layers = MapFFN.input_layers
+
 
 class PostActMapFFN(NormedMapFFN):
     """``fc2(norm(act(fc1(x))))``: at inference the norm is part of fc2."""
@@ -89,6 +103,12 @@ class PostActMapFFN(NormedMapFFN):
     def activate(self, hidden: Tensor, between: list[nn.Module], hw_shape: tuple[int, int]) -> Tensor:
         # Before the dropout, whose noise would widen the statistics that inference uses.
         return self.norm(super().activate(hidden, between, hw_shape))
+
+    def folds(self) -> Iterator[Fold]:
+        yield Fold('norm', before='layers.3')
+
+    # The norm stands between the layers: the input is read as without it.
+    input_layers = MapFFN.input_layers
 
 
 NORMED_MAP_FFNS: dict[str, type[NormedMapFFN]] = {'pre_act': PreActMapFFN, 'post_act': PostActMapFFN}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
+
+from slab_det.fusion import Fold
 
 
 class PatchMerging(BaseModule):
@@ -45,6 +49,10 @@ class PatchMerging(BaseModule):
         else:
             x = x.flatten(1, 2).transpose(2, 3)
         return F.linear(x.flatten(2), self.token_weight(), self.reduction.bias), out_shape
+
+    def folds(self) -> Iterator[Fold]:
+        """Where the norm goes at inference: it follows the padding of odd maps, which passes it like any token."""
+        yield Fold('norm', before='reduction')
 
     def token_weight(self) -> Tensor:
         """The reduction's weight for blocks that lie token by token, column by column: (C_out, s * s * C)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from mmcv.cnn import build_norm_layer
@@ -26,6 +26,7 @@ from slab_det.backbones.arguments import (
 )
 from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
 from slab_det.backbones.map_ffn import MapFFN, build_map_ffn
+from slab_det.fusion import Fold
 
 
 class PVTBlock(BaseModule):
@@ -50,6 +51,11 @@ class PVTBlock(BaseModule):
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         x = x + self.attn(self.norm1(x), hw_shape)
         return x + self.ffn(self.norm2(x), hw_shape)
+
+    def folds(self) -> Iterator[Fold]:
+        """Where the norms go at inference; see :mod:`slab_det.fusion`."""
+        yield Fold('norm1', before='attn')
+        yield Fold('norm2', before='ffn')
 
 
 class PositionEmbedding(BaseModule):
@@ -274,6 +280,20 @@ class SLABPVT(BaseModule):
             if i in self.out_indices:
                 outs.append(x.contiguous(memory_format=self.memory_format))
         return tuple(outs)
+
+    def folds(self) -> Iterator[Fold]:
+        """The norms behind stages that are no outputs."""
+        for i in set(range(len(self.layers))) - set(self.out_indices):
+            yield self._stage_fold(i)
+
+    def output_folds(self) -> Iterator[Fold]:
+        """The norms behind stages that are outputs, in the order of the outputs."""
+        for i in sorted(self.out_indices):
+            yield self._stage_fold(i)
+
+    def _stage_fold(self, stage: int) -> Fold:
+        """The norm behind a stage; the next patch embedding reads it too."""
+        return Fold(f'layers.{stage}.2', before=f'layers.{stage + 1}.0' if stage + 1 < len(self.layers) else ())
 
     def _map_shapes(self, image_shape: Sequence[int]) -> list[tuple[int, int]]:
         """(H, W) of each stage's map for an image of (H, W); ValueError if one is too small for its stage."""

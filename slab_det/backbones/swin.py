@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from slab_det.backbones.arguments import (
 from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
 from slab_det.backbones.ffn import build_ffn
 from slab_det.backbones.patch_merging import PatchMerging
+from slab_det.fusion import Fold
 from slab_det.norms import named_offline_norms
 
 
@@ -88,6 +89,11 @@ class SwinBlock(BaseModule):
     def _forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         x = x + self.attn(self.norm1(x), hw_shape)
         return self.ffn(self.norm2(x), identity=x)
+
+    def folds(self) -> Iterator[Fold]:
+        """Where the norms go at inference; see :mod:`slab_det.fusion`."""
+        yield Fold('norm1', before='attn')
+        yield Fold('norm2', before='ffn')
 
 
 class SwinStage(BaseModule):
@@ -301,6 +307,11 @@ class SLABSwin(BaseModule):
             if stage.downsample is not None:
                 x, hw_shape = stage.downsample(x, hw_shape)
         return tuple(outs)
+
+    def output_folds(self) -> Iterator[Fold]:
+        """The norms that only outputs pass, in the order of the outputs: the next stage reads what is before them."""
+        for i in sorted(self.out_indices):
+            yield Fold(f'norm{i}')
 
     def _position_embedding(self, hw_shape: tuple[int, int]) -> Tensor:
         """The absolute position embedding, (1, H * W, C), at the size of the map."""

@@ -1,17 +1,22 @@
 """Exact fusion of offline norms into neighbouring linear layers."""
 
-from slab_det.fusion import fpn, mmdet_swin, pvt, swin  # noqa: F401 (register their rules)
-from slab_det.fusion.detector import FusedDetector
+from slab_det.fusion import stock_mmdet  # noqa: F401 (registers its rules)
+from slab_det.fusion.folds import CannotFold, Fold, register_folds
 from slab_det.fusion.fuse import FusionError, fuse
 from slab_det.fusion.report import FusionReport, NormFate
-from slab_det.fusion.save import fused_config, save_fused
+from slab_det.fusion.save import FusedDetector, save_fused
+from slab_det.fusion.verify import FusionCheck, verify_fusion
 
 __all__ = [
+    'CannotFold',
+    'Fold',
     'FusedDetector',
+    'FusionCheck',
     'FusionError',
     'FusionReport',
     'NormFate',
     'fuse',
-    'fused_config',
+    'register_folds',
     'save_fused',
+    'verify_fusion',
 ]

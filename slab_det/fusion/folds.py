@@ -1,101 +1,100 @@
-"""Where norms can go: registries of functions, one per kind of module, that name the layers for each norm."""
+"""Where norms go: what a module says about its own norms and layers, and how to say it for a foreign class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+from mmengine.model import BaseModule
 from torch import nn
 
+from slab_det.runtime.errors import SlabDetError
 
-@dataclass(frozen=True)
-class Fold:
-    """One norm and the layers that take it: all that read it, or the one that it reads.
+
+class CannotFold(SlabDetError):  # noqa: N818 (it ends no program: fuse leaves the norm as one multiply-add)
+    """The reason why a norm cannot become part of its neighbours."""
+
+
+class Fold(NamedTuple):
+    """One norm and its neighbours: every layer that reads it, or the one layer that it reads.
+
+    A method ``folds()`` yields one Fold, or the same values as a plain tuple, for every norm that the module owns.
 
     Attributes:
-        norm: Dotted name of the norm, relative to the module that the rule is for.
-        layer: Dotted name of the linear layer or convolution, or a tuple of names. Of an nn.MultiheadAttention some
-            of the packed projections are named in brackets: 'attn[q]', 'attn[kv]', 'attn[qkv]'.
-        side: The norm stands before the layers ('input') or after the layer ('output').
-        prepare: Called before a layer changes.
-        obstacle: Why this norm must not be folded; the empty string if it may.
+        norm: Dotted name of the norm, relative to the module.
+        before: Names of all modules that read the norm. A module that is no plain layer is asked for its
+            ``input_layers()``. A part of a module stands in brackets: 'attn[kv]' are the packed projections of k and v
+            of an nn.MultiheadAttention.
+        after: Name of the layer that only the norm reads, where that layer takes the norm.
     """
 
     norm: str
-    layer: str | tuple[str, ...]
-    side: Literal['input', 'output'] = 'input'
-    prepare: Callable[[], None] | None = None
-    obstacle: str = ''
+    before: str | tuple[str, ...] = ()
+    after: str = ''
 
     @property
-    def targets(self) -> tuple[str, ...]:
-        """``layer`` as a tuple."""
-        return (self.layer,) if isinstance(self.layer, str) else self.layer
+    def readers(self) -> tuple[str, ...]:
+        """``before`` as a tuple."""
+        return (self.before,) if isinstance(self.before, str) else self.before
+
+
+# What fusion asks a module for.
+QUESTIONS = ('folds', 'input_layers', 'output_folds')
+_RULES: dict[type[nn.Module], dict[str, Callable]] = {}
+# What a subclass may replace without changing what the module computes.
+_ADMINISTRATION = frozenset(dir(BaseModule)) - {'forward'}
+
+
+def register_folds(
+    *kinds: type[nn.Module],
+    folds: Callable[[nn.Module], Iterable[Fold]] | None = None,
+    input_layers: Callable[..., tuple[str, ...]] | None = None,
+    output_folds: Callable[[nn.Module], Iterable[Fold]] | None = None,
+    replace: Callable[[nn.Module], nn.Module] | None = None,
+) -> None:
+    """Says for classes of another library what a module of one's own says in methods of these names.
+
+    A fold holds for a module of exactly such a class; a subclass may read a norm in another place.
+
+    Example:
+        A block whose ``norm`` is read by its linear layer ``fc`` and by nothing else::
+
+            register_folds(ForeignBlock, folds=lambda block: [Fold('norm', before='fc')])
+
+    Args:
+        kinds: The classes.
+        folds: Where the norms of a module go.
+        input_layers: Names of the modules inside that read the module's input. Of ``'name[part]'`` the rule gets the
+            part as its second argument. It raises CannotFold if something else reads the input.
+        output_folds: Of a backbone, one Fold per output, in the order of the outputs: the norm that the output has
+            passed, and the modules inside the backbone that read the norm too.
+        replace: Makes a module that computes the same from the same weights and has a method ``keep_padding()``. The
+            module is replaced before one of its input layers changes.
+    """
+    rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds, replace=replace)
+    for kind in kinds:
+        _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule is not None})
+
+
+def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
+    """What answers 'folds', 'input_layers', 'output_folds' or 'replace' for ``module``, bound to it; None if unknown.
+
+    A method counts only as long as no subclass replaces another method of the class that has it, such as
+    ``forward``: the subclass may read its norms and its input in other places, and has to define the method anew.
+    """
+    kind = type(module)
+    if question in _RULES.get(kind, {}):
+        rule = _RULES[kind][question]
+        return lambda *part: rule(module, *part)
+    owner = next((ancestor for ancestor in kind.__mro__ if question in vars(ancestor)), None)
+    if owner is None:
+        return None
+    own = set(dir(owner)) - _ADMINISTRATION - set(QUESTIONS) - set(getattr(owner, '__abstractmethods__', ()))
+    derived = kind.__mro__[: kind.__mro__.index(owner)]
+    return None if any(own & vars(ancestor).keys() for ancestor in derived) else getattr(module, question)
 
 
 def split_part(target: str) -> tuple[str, str]:
     """``'attn[kv]'`` is the part 'kv' of 'attn'; a name without brackets has the part ''."""
-    layer, _, part = target.removesuffix(']').partition('[')
-    return layer, part
-
-
-FoldRule = Callable[[nn.Module], Iterator[Fold]]
-FOLD_RULES: dict[type[nn.Module], FoldRule] = {}
-SUBCLASS_FOLD_RULES: dict[type[nn.Module], FoldRule] = {}
-
-
-def folds_of(*module_types: type[nn.Module]) -> Callable[[FoldRule], FoldRule]:
-    """Registers a function that yields the folds inside a module of one of these exact types.
-
-    Exact, because a subclass may read a norm's output in another place.
-    """
-
-    def register(rule: FoldRule) -> FoldRule:
-        FOLD_RULES.update(dict.fromkeys(module_types, rule))
-        return rule
-
-    return register
-
-
-def folds_of_subclasses(*module_types: type[nn.Module]) -> Callable[[FoldRule], FoldRule]:
-    """As :func:`folds_of`, for subclasses too: the rule looks itself at what they override."""
-
-    def register(rule: FoldRule) -> FoldRule:
-        SUBCLASS_FOLD_RULES.update(dict.fromkeys(module_types, rule))
-        return rule
-
-    return register
-
-
-def find_folds(module: nn.Module) -> Iterator[Fold]:
-    """The folds inside a module; none if no rule is for it."""
-    rule = FOLD_RULES.get(type(module))
-    if rule is None:
-        rule = next((rule for kind, rule in SUBCLASS_FOLD_RULES.items() if isinstance(module, kind)), None)
-    return iter(()) if rule is None else rule(module)
-
-
-def find_unknown(name: str, module: nn.Module, known: Collection[type[nn.Module]]) -> str:
-    """Why nothing can be said about what reads the input of the module called ``name``; '' if its type is known."""
-    if type(module) in known:
-        return ''
-    return f'{name} is a {type(module).__name__}, which no rule knows: it may do more to its input'
-
-
-OutputNormRule = Callable[[nn.Module, int], Fold]
-OUTPUT_NORM_RULES: dict[type[nn.Module], OutputNormRule] = {}
-
-
-def output_norm_of(*backbone_types: type[nn.Module]) -> Callable[[OutputNormRule], OutputNormRule]:
-    """Registers a function that says, for backbones of these exact types, what happens after a stage.
-
-    Its fold names the norm that an output of the backbone has passed, and the layers inside the backbone that read
-    that output too, perhaps none.
-    """
-
-    def register(rule: OutputNormRule) -> OutputNormRule:
-        OUTPUT_NORM_RULES.update(dict.fromkeys(backbone_types, rule))
-        return rule
-
-    return register
+    name, _, part = target.removesuffix(']').partition('[')
+    return name, part

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import copy
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.attention.window_attention import leave_released_order
-from slab_det.fusion.folds import Fold, find_folds, split_part
-from slab_det.fusion.interference import find_hooks, names_of_norms, other_owners
+from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
+from slab_det.fusion.detectors import find_output_reader
+from slab_det.fusion.folds import CannotFold, Fold, find_rule, split_part
+from slab_det.fusion.interference import find_hooks, find_tied_parameters
 from slab_det.fusion.report import FusionReport, NormFate
-from slab_det.fusion.rules import find_obstacle, fold_into_input, fold_into_output
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 from slab_det.runtime.errors import SlabDetError
+
+# Norms that need the statistics of their input at inference too.
+LIVE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
 class FusionError(SlabDetError):
     """A model that cannot be fused exactly."""
 
 
-def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
+def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) -> nn.Module:
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
     In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
@@ -33,6 +38,11 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
         model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone can be folded
             only when the detector is given.
         inplace: Change ``model`` itself instead of a copy.
+        fold_outputs: The caller promises that the detector hands the outputs of its ``backbone`` to its ``neck`` and
+            to nothing else. A detector class of one's own needs the promise to have its output norms folded; those of
+            mmdet that keep the promise are known (:data:`slab_det.fusion.detectors.DETECTORS`). If the promise is
+            wrong, the fused detector silently computes something else: :func:`slab_det.fusion.verify_fusion` compares
+            only what the neck returns.
 
     Returns:
         The fused model.
@@ -42,32 +52,77 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
             hooks on a norm. The model is then unchanged.
     """
     _check(model)
-    if not inplace:
-        model = copy.deepcopy(model)
-    names, others = names_of_norms(model), other_owners(model)
-    fates = {}
-    for prefix, fold in _prefixed_folds(model):
-        norm = _get(model, _join(prefix, fold.norm))
-        if not isinstance(norm, OfflineNorm):
+    # A copy does not share the memory of two parameters: what can be folded is found before, in the original.
+    fates = plan_folds(model, fold_outputs)
+    return apply_folds(model if inplace else copy.deepcopy(model), fates)
+
+
+def plan_folds(model: nn.Module, fold_outputs: bool = False) -> list[NormFate]:
+    """What :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is."""
+    offline = {norm for _, norm in named_offline_norms(model)}
+    parts = {part for norm in offline for part in norm.modules()} - offline
+    norms = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (OfflineNorm, *LIVE_NORMS)) and module not in parts
+    ]
+    (folds, outputs), tied = _collect_folds(model), find_tied_parameters(model)
+    fates = []
+    for name, norm in norms:
+        kind = type(norm).__name__
+        if norm not in offline:
+            fates.append(NormFate(name, kind, 'kept', reason='not an offline norm of slab_det'))
             continue
-        obstacle = _find_shared_norm(names[norm]) or fold.obstacle or _find_obstacle(model, prefix, fold, others)
-        if obstacle:
-            fates |= _leave_affine(model, names[norm], norm, obstacle)
+        try:
+            places = [other for other, module in norms if module is norm]
+            if len(places) > 1:
+                raise CannotFold(f'it is one norm in several places: {", ".join(places)}')
+            fold = folds.get(name, Fold(name))
+            readers = fold.before
+            if name in outputs:
+                readers = (find_output_reader(model, *outputs[name], fold_outputs), *readers)
+            if not (readers or fold.after):
+                raise CannotFold('no module says which layer reads it')
+            side = 'input' if readers else 'output'
+            layers = [layer for reader in readers for layer in _find_layers(model, reader)] or [fold.after]
+            for layer in layers:
+                _check_layer(model, name, layer, side, tied)
+        except CannotFold as reason:
+            fates.append(NormFate(name, kind, 'affine', reason=str(reason)))
         else:
-            fates |= _fold(model, prefix, fold, norm)
-    for norm, norm_names in names_of_norms(model).items():
-        obstacle = _find_shared_norm(norm_names) or 'no rule says which layer reads it'
-        fates |= _leave_affine(model, norm_names, norm, obstacle)
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)):
-            fates[name] = NormFate(name, type(module).__name__, 'kept', reason='not an offline norm of slab_det')
+            fates.append(NormFate(name, kind, 'folded', ', '.join(layers), side))
+    return fates
+
+
+def apply_folds(model: nn.Module, fates: Iterable[NormFate]) -> nn.Module:
+    """Does with every norm of ``model``, in place, what :func:`plan_folds` found.
+
+    Raises:
+        FusionError: If ``model`` has other norms or layers than the model that the fates were found for.
+    """
+    fates, affines = list(fates), {}
+    try:
+        for fate in fates:
+            norm = model.get_submodule(fate.norm)
+            if not isinstance(norm, OfflineNorm):
+                # It is kept, or its block stands in several places and was changed already.
+                continue
+            if fate.fate == 'affine' and norm not in affines:
+                affines[norm] = _as_affine(model, norm)
+            _replace(model, fate.norm, affines[norm] if fate.fate == 'affine' else _fold(model, fate, norm))
+    except (AttributeError, CannotFold) as error:
+        raise FusionError(f'{fate.norm}: the model is not the one whose folds these are: {error}') from error
+    left = [name for name, _ in named_offline_norms(model)]
+    if left:
+        raise FusionError(f'{left[0]}: the model is not the one whose folds these are: none is for this norm')
     leave_released_order(model)
-    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    model.fusion_report = FusionReport(sorted(fates.values(), key=lambda fate: order[fate.norm]))
+    model.fusion_report = FusionReport(fates)
     return model
 
 
 def _check(model: nn.Module) -> None:
+    if isinstance(model, OfflineNorm):
+        raise FusionError('the model is itself a norm: there is nothing to fold it into')
     if model.training or any(norm.training for _, norm in named_offline_norms(model)):
         raise FusionError(
             'the model is in training mode, where norms use the statistics of each batch; '
@@ -82,8 +137,7 @@ def _check(model: nn.Module) -> None:
             'and fine-tune if the model was trained for that'
         )
     for name, norm in named_offline_norms(model):
-        scale, shift = norm.inference_affine()
-        if not (torch.isfinite(scale).all() and torch.isfinite(shift).all()):
+        if not all(values.isfinite().all() for values in norm.inference_affine()):
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; its statistics or weights '
                 'are damaged, take an earlier checkpoint or recalibrate'
@@ -95,82 +149,96 @@ def _check(model: nn.Module) -> None:
             )
 
 
-def _prefixed_folds(model: nn.Module) -> list[tuple[str, Fold]]:
-    """Every fold, with the name of the module that its own names are relative to."""
-    return [(name, fold) for name, module in model.named_modules() for fold in find_folds(module)]
+def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[str, int]]]:
+    """What modules say: the fold of each norm, and of an output norm the backbone and the index of the output.
+
+    All names are names in ``model``.
+    """
+    folds, outputs = {}, {}
+    for prefix, module in model.named_modules():
+        for question in ('folds', 'output_folds'):
+            for level, fold in enumerate(_ask_folds(module, question)):
+                norm = _join(prefix, fold.norm)
+                folds[norm] = Fold(norm, tuple(_join(prefix, name) for name in fold.readers), _join(prefix, fold.after))
+                if question == 'output_folds':
+                    outputs[norm] = prefix, level
+    return folds, outputs
 
 
-def _find_shared_norm(names: list[str]) -> str:
-    """Why a norm with these names cannot be folded anywhere; '' if it has one."""
-    return f'it is one norm in several places: {", ".join(names)}' if len(names) > 1 else ''
+def _ask_folds(module: nn.Module, question: str) -> list[Fold]:
+    rule = find_rule(module, question)
+    return [] if rule is None else [Fold(*values) for values in rule()]
 
 
-def _find_obstacle(model: nn.Module, prefix: str, fold: Fold, others: dict[str, list[str]]) -> str:
-    """Why one of the layers cannot take the norm, and so none may; '' if all can."""
-    if not fold.targets:
-        return 'no layer reads it'
-    for target in fold.targets:
-        name, part = split_part(_join(prefix, target))
-        layer = model.get_submodule(name)
-        obstacle = find_obstacle(layer, fold.side, part) or _find_shared_weight(name, layer, others)
-        if obstacle:
-            return f'{_join(prefix, target)}: {obstacle}'
-    for name in (fold.norm, *fold.targets):
-        # A hook on what contains the norm or the layer stands between the two.
-        for container in accumulate(name.split('.')[:-1], _join):
-            hooks = find_hooks(model.get_submodule(_join(prefix, container)))
-            if hooks:
-                return f'{_join(prefix, container)} has {hooks}'
-    return ''
+def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
+    """The layers that read what a module, or a part of one, gets.
+
+    Raises:
+        CannotFold: If a module on the way does not say which of its layers read its input.
+    """
+    name, part = split_part(reader)
+    module = model.get_submodule(name)
+    if type(module) in FOLDABLE_LAYERS:
+        yield reader
+        return
+    input_layers = find_rule(module, 'input_layers')
+    if input_layers is None:
+        raise CannotFold(f'{name} is a {type(module).__name__}, which does not say what reads its input')
+    for layer in input_layers(part) if part else input_layers():
+        yield from _find_layers(model, f'{name}.{layer}')
 
 
-def _find_shared_weight(name: str, layer: nn.Module, others: dict[str, list[str]]) -> str:
-    for parameter in layer._parameters:
-        owners = others.get(_join(name, parameter))
-        if owners:
-            return f'its {parameter} is also {", ".join(owners)}'
-    return ''
+def _check_layer(model: nn.Module, norm: str, target: str, side: Side, tied: dict[str, str]) -> None:
+    """Raises CannotFold unless a layer can take a norm, and nothing else would change."""
+    name, part = split_part(target)
+    # A hook on what contains only the norm or only the layer stands between the two.
+    for between in sorted({*_containers(norm)} ^ {*_containers(name), name}):
+        hooks = find_hooks(model.get_submodule(between))
+        if hooks:
+            raise CannotFold(f'{between} has {hooks}')
+    check_foldable(model.get_submodule(name), side, part, target)
+    for parameter, others in tied.items():
+        if parameter.rpartition('.')[0] == name:
+            raise CannotFold(f'{target}: its {parameter.rpartition(".")[2]} is also {others}')
 
 
-def _fold(model: nn.Module, prefix: str, fold: Fold, norm: OfflineNorm) -> dict[str, NormFate]:
-    if fold.prepare is not None:
-        fold.prepare()
-    affine = norm.inference_affine()
-    targets = [_join(prefix, target) for target in fold.targets]
-    for target in targets:
-        layer, part = split_part(target)
-        if fold.side == 'input':
-            fold_into_input(model.get_submodule(layer), *affine, part)
-        else:
-            fold_into_output(model.get_submodule(layer), *affine)
-    name = _join(prefix, fold.norm)
-    _replace(model, name, nn.Identity())
-    return {name: NormFate(name, type(norm).__name__, 'folded', into=', '.join(targets))}
+def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
+    """Makes a norm part of its layers; returns what stands in the place of the norm."""
+    scale, shift = norm.inference_affine()
+    for name, part in map(split_part, fate.into.split(', ')):
+        if fate.side == 'output':
+            fold_into_output(model.get_submodule(name), scale, shift)
+            continue
+        # Padding tokens never passed the norm: they must keep the unfused bias.
+        for container in sorted({*_containers(name)} - {*_containers(fate.norm)}):
+            replace = find_rule(model.get_submodule(container), 'replace')
+            if replace is not None:
+                _replace(model, container, replace())
+            if hasattr(model.get_submodule(container), 'keep_padding'):
+                model.get_submodule(container).keep_padding()
+        fold_into_input(model.get_submodule(name), scale, shift, part)
+    return nn.Identity()
 
 
-def _leave_affine(model: nn.Module, names: list[str], norm: OfflineNorm, reason: str) -> dict[str, NormFate]:
+@torch.no_grad()
+def _as_affine(model: nn.Module, norm: OfflineNorm) -> ChannelAffine:
     scale, shift = norm.inference_affine()
     # Of a parameter: statistics may have a higher precision than the layers around.
-    affine = ChannelAffine(norm.num_features).to(next(norm.parameters())).eval()
-    with torch.no_grad():
-        affine.scale.copy_(scale)
-        affine.shift.copy_(shift)
-    for name in names:
-        _replace(model, name, affine)
-    return {name: NormFate(name, type(norm).__name__, 'affine', reason=reason) for name in names}
+    affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters())))
+    affine.scale.copy_(scale)
+    affine.shift.copy_(shift)
+    return affine
 
 
 def _join(prefix: str, name: str) -> str:
-    return f'{prefix}.{name}' if prefix else name
+    return f'{prefix}.{name}' if prefix and name else name
 
 
-def _get(model: nn.Module, name: str) -> nn.Module | None:
-    parent, _, attribute = name.rpartition('.')
-    return getattr(model.get_submodule(parent), attribute)
+def _containers(name: str) -> list[str]:
+    """The modules around the one of this name, the model itself left out: 'a' and 'a.b' around 'a.b.c'."""
+    return list(accumulate(name.split('.')[:-1], _join))
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    if not name:
-        raise FusionError('the model is itself a norm: there is nothing to fold it into')
     parent, _, attribute = name.rpartition('.')
-    setattr(model.get_submodule(parent), attribute, module.train(False))
+    setattr(model.get_submodule(parent), attribute, module)

@@ -6,8 +6,6 @@ from collections import defaultdict
 
 from torch import nn
 
-from slab_det.norms import OfflineNorm
-
 
 def find_hooks(module: nn.Module) -> str:
     """What runs besides the forward of the module's class; '' if nothing does."""
@@ -21,8 +19,8 @@ def has_hooks(module: nn.Module) -> bool:
     return any(map(find_hooks, module.modules()))
 
 
-def other_owners(model: nn.Module) -> dict[str, list[str]]:
-    """For each name of a parameter that has several, the other ones.
+def find_tied_parameters(model: nn.Module) -> dict[str, str]:
+    """For each name of a parameter that has several names, the other names, separated by commas.
 
     Parameters that only share their memory (``one.weight.data = other.weight.data``) are one parameter here.
     """
@@ -31,22 +29,4 @@ def other_owners(model: nn.Module) -> dict[str, list[str]]:
         # Tensors without memory (meta) have no address.
         address = parameter.data_ptr()
         owners[(parameter.device, address) if address else id(parameter)].append(name)
-    return {
-        name: [other for other in names if other != name]
-        for names in owners.values()
-        if len(names) > 1
-        for name in names
-    }
-
-
-def names_of_norms(model: nn.Module) -> dict[OfflineNorm, list[str]]:
-    """Every outermost OfflineNorm of the model with all its names."""
-    names = defaultdict(list)
-    inside: str | None = None
-    for name, module in model.named_modules(remove_duplicate=False):
-        if inside is not None and name.startswith(inside):
-            continue
-        if isinstance(module, OfflineNorm):
-            inside = f'{name}.' if name else ''
-            names[module].append(name)
-    return dict(names)
+    return {name: ', '.join(n for n in names if n != name) for names in owners.values() if names[1:] for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -15,6 +15,7 @@ class NormFate:
         kind: Its class.
         fate: 'folded' into a neighbour; left as one 'affine' multiply-add; or 'kept' as it was.
         into: The layers it was folded into, separated by commas, or ''.
+        side: Whether the norm stood at the 'input' or at the 'output' of these layers.
         reason: Why it was not folded, or ''.
     """
 
@@ -22,7 +23,12 @@ class NormFate:
     kind: str
     fate: Literal['folded', 'affine', 'kept']
     into: str = ''
+    side: Literal['input', 'output'] = 'input'
     reason: str = ''
+
+    def to_dict(self) -> dict[str, str]:
+        """The attributes that differ from their defaults."""
+        return {name: value for name, value in vars(self).items() if value not in ('', 'input')}
 
     def __str__(self) -> str:
         return f'{self.norm} ({self.kind}): {self.fate} {self.into or "- " + self.reason}'
@@ -39,12 +45,9 @@ class FusionReport:
         return [norm for norm in self.norms if norm.fate == fate]
 
     def to_dict(self) -> dict:
-        return {
-            'folded': len(self.select('folded')),
-            'affine': len(self.select('affine')),
-            'kept': len(self.select('kept')),
-            'norms': [asdict(norm) for norm in self.norms],
-        }
+        """The number of norms of each fate, and every norm."""
+        counts = {fate: len(self.select(fate)) for fate in ('folded', 'affine', 'kept')}
+        return {**counts, 'norms': [norm.to_dict() for norm in self.norms]}
 
     def __str__(self) -> str:
         counts = ', '.join(f'{len(self.select(fate))} {fate}' for fate in ('folded', 'affine', 'kept'))

@@ -1,16 +1,22 @@
-"""Writes a fused detector: a checkpoint, and the config that rebuilds it."""
+"""Writes a fused detector, as a checkpoint and the config that rebuilds it; builds the detector of such a config."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
+from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
+from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
+from slab_det.fusion.fuse import apply_folds, fuse
+from slab_det.fusion.report import NormFate
+from slab_det.norms import set_gamma
 from slab_det.runtime.config import drop_pretrained, import_slab_det
 
 # What only training reads. The rest of the config serves the fused model too.
@@ -28,18 +34,49 @@ TRAINING_KEYS = (
 )
 
 
-def fused_config(cfg: Config) -> Config:
+@MODELS.register_module()
+def FusedDetector(model: dict, folds: Sequence[dict] | None = None) -> nn.Module:  # noqa: N802 (a config's type)
+    """Builds ``model`` and removes its norms; the weights come from a checkpoint.
+
+    Args:
+        model: The config of the unfused detector. Its pretrained weights are not loaded.
+        folds: What became of each norm, as :func:`fused_config` writes it. None, as in files of slab_det 0.1, finds
+            it anew.
+
+    Returns:
+        The plain detector, key prefixes unchanged.
+
+    Raises:
+        FusionError: If ``folds`` are those of another model.
+    """
+    model = copy.deepcopy(model)
+    drop_pretrained(model)
+    detector = MODELS.build(model)
+    set_gamma(detector, 0.0)
+    detector.eval()  # mmdet's backbones return None from it
+    if folds is not None:
+        return apply_folds(detector, [NormFate(**fold) for fold in folds])
+    # 0.1 trusted every detector that had an extract_feat of these two.
+    known = getattr(type(detector), 'extract_feat', None) in (
+        SingleStageDetector.extract_feat,
+        TwoStageDetector.extract_feat,
+    )
+    return fuse(detector, inplace=True, fold_outputs=known)
+
+
+def fused_config(cfg: Config, folds: Sequence[dict]) -> Config:
     """The config of the fused detector, for tools/test.py, tools/latency.py and DetInferencer.
 
     Args:
         cfg: The config that the unfused detector was trained with.
+        folds: What became of each norm, from ``model.fusion_report``.
     """
     values = {key: value for key, value in copy.deepcopy(cfg).to_dict().items() if key not in TRAINING_KEYS}
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
         # The runner would hand it to FusedDetector.
         values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
-    values['model'] = dict(type='FusedDetector', model=values['model'])
+    values['model'] = dict(type='FusedDetector', model=values['model'], folds=list(folds))
     import_slab_det(values)
     values['resume'] = False
     return Config(values)
@@ -59,9 +96,10 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
     """
     path = Path(path)
     config_path = path.with_name(f'{path.stem}_config.py')
-    fused_cfg = fused_config(cfg)
+    folds = [fate.to_dict() for fate in model.fusion_report.norms]
+    fused_cfg = fused_config(cfg, folds)
     path.parent.mkdir(parents=True, exist_ok=True)
-    meta = dict(cfg=fused_cfg.pretty_text, fused=True, slab_det_version=slab_det.__version__)
+    meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:
         meta['dataset_meta'] = dataset_meta
     fused_cfg.dump(config_path)

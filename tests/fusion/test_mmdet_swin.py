@@ -15,7 +15,7 @@ from torch import nn
 
 import slab_det
 from slab_det.attention.window_attention import ShiftedWindowAttention
-from slab_det.fusion import mmdet_swin, save_fused
+from slab_det.fusion import save_fused, stock_mmdet
 from slab_det.fusion.verify import verify_fusion
 from slab_det.norms import ChannelAffine, OfflineNorm
 
@@ -212,7 +212,7 @@ def test_replaced_attention_is_the_same_layer(shift, training):
     )
     randomize(theirs, 1)
     theirs.w_msa.proj.weight.requires_grad = False
-    ours = mmdet_swin.own_attention(theirs)
+    ours = stock_mmdet.own_attention(theirs)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for (name, value), (_, reference) in zip(
         sorted(ours.state_dict(keep_vars=True).items()), sorted(theirs.state_dict(keep_vars=True).items()), strict=True

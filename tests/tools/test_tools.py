@@ -15,7 +15,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch.nn import functional
 
-from slab_det.fusion.rules import fold_into_output
+from slab_det.fusion.affine import fold_into_output
 
 TOOLS = Path(__file__).parents[2] / 'tools'
 MAIN_CONFIG = TOOLS.parent / 'configs' / 'mask_rcnn_slab_swin_t.py'

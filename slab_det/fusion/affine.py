@@ -1,0 +1,112 @@
+"""Folds one affine map per channel into the linear layer before or behind it, in float64."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from mmcv.cnn import Conv2d, Linear
+from torch import Tensor, nn
+
+from slab_det.fusion.folds import CannotFold
+
+Side: TypeAlias = Literal['input', 'output']
+FoldableLayer: TypeAlias = nn.Linear | nn.Conv2d | nn.MultiheadAttention
+
+# Exact types: a subclass, or a parametrization, may compute its weight. mmcv's differ only on empty inputs.
+FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
+# Thirds of the rows of a packed in_proj: the first and the one after the last.
+PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
+
+
+def check_foldable(layer: nn.Module, side: Side, part: str = '', name: str = 'layer') -> None:
+    """Raises CannotFold unless an affine map on one side of the layer can become part of the layer.
+
+    Args:
+        layer: Any module.
+        side: Whether the map stands before the layer or behind it.
+        part: For nn.MultiheadAttention the projections that read the map: 'q', 'k', 'v', 'kv' or 'qkv'.
+        name: What the error calls the layer.
+    """
+    kind = type(layer)
+    if kind not in FOLDABLE_LAYERS or (part and kind is not nn.MultiheadAttention):
+        raise CannotFold(f'{name}: an affine map does not fold into {"a part of " if part else ""}a {kind.__name__}')
+    if kind is nn.MultiheadAttention and (side == 'output' or part not in PARTS):
+        raise CannotFold(f'{name}: an affine map folds only into the inputs {", ".join(PARTS)} of an attention')
+    if kind is nn.MultiheadAttention and layer.in_proj_weight is None:
+        raise CannotFold(f'{name}: its projections are not packed in one weight')
+    if side == 'input' and isinstance(layer, nn.Conv2d) and (layer.groups != 1 or layer.padding != (0, 0)):
+        # The padding would have to be -shift / scale.
+        raise CannotFold(f'{name}: an affine map folds only into a convolution with groups=1 and padding=0')
+    for parameter in _parameter_names(layer):
+        # torch.nn.utils.weight_norm leaves a plain attribute.
+        if parameter not in layer._parameters:
+            raise CannotFold(f'{name}: its {parameter} is no parameter: something computes it')
+
+
+@torch.no_grad()
+def fold_into_input(layer: FoldableLayer, scale: Tensor, shift: Tensor, part: str = '') -> None:
+    """Makes ``layer(x)`` what ``layer(scale * x + shift)`` was.
+
+    ``W (s x + t) + b = (W s) x + (b + W t)``. A layer without bias gets one.
+
+    Args:
+        layer: A linear layer, a convolution without padding, or an attention.
+        scale: (C_in,).
+        shift: (C_in,).
+        part: For an attention the projections that read the map: 'q', 'k', 'v', 'kv' or 'qkv'.
+
+    Raises:
+        CannotFold: If the layer cannot take the map; the layer is then unchanged.
+    """
+    check_foldable(layer, 'input', part)
+    weight, bias = (_rows(parameter, part) for parameter in _parameters(layer))
+    per_column = [-1, *[1] * (weight.ndim - 2)]
+    scale, shift = scale.double().view(per_column), shift.double().view(per_column)
+    bias.copy_(bias.double() + (weight.double() * shift).flatten(1).sum(1))
+    weight.copy_(weight.double() * scale)
+
+
+@torch.no_grad()
+def fold_into_output(layer: nn.Linear | nn.Conv2d, scale: Tensor, shift: Tensor) -> None:
+    """Makes ``layer(x)`` what ``scale * layer(x) + shift`` was.
+
+    ``s (W x + b) + t = (s W) x + (s b + t)``: all of the bias is scaled, by alpha / sigma and by eta.
+
+    Args:
+        layer: A linear layer or any convolution.
+        scale: (C_out,).
+        shift: (C_out,).
+
+    Raises:
+        CannotFold: If the layer cannot take the map; the layer is then unchanged.
+    """
+    check_foldable(layer, 'output')
+    weight, bias = _parameters(layer)
+    scale, shift = scale.double(), shift.double()
+    weight.copy_(weight.double() * scale.view(-1, *[1] * (weight.ndim - 1)))
+    bias.copy_(bias.double() * scale + shift)
+
+
+def _parameter_names(layer: FoldableLayer) -> tuple[str, str]:
+    prefix = 'in_proj_' if isinstance(layer, nn.MultiheadAttention) else ''
+    return f'{prefix}weight', f'{prefix}bias'
+
+
+def _parameters(layer: FoldableLayer) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight and bias; a layer without bias gets one of zeros."""
+    weight_name, bias_name = _parameter_names(layer)
+    weight = getattr(layer, weight_name)
+    if getattr(layer, bias_name) is None:
+        zeros = weight.new_zeros(weight.shape[0])
+        setattr(layer, bias_name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
+    return weight, getattr(layer, bias_name)
+
+
+def _rows(parameter: nn.Parameter, part: str) -> Tensor:
+    """The rows of a part of an attention's projections, as a view; all rows of any other layer."""
+    if not part:
+        return parameter
+    first, end = PARTS[part]
+    third = parameter.shape[0] // 3
+    return parameter[first * third : end * third]
