@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mmengine.model import BaseModule
@@ -89,9 +89,18 @@ def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
     owner = next((ancestor for ancestor in kind.__mro__ if question in vars(ancestor)), None)
     if owner is None:
         return None
-    own = set(dir(owner)) - _ADMINISTRATION - set(QUESTIONS) - set(getattr(owner, '__abstractmethods__', ()))
-    derived = kind.__mro__[: kind.__mro__.index(owner)]
-    return None if any(own & vars(ancestor).keys() for ancestor in derived) else getattr(module, question)
+    index = kind.__mro__.index(owner)
+    replaced = any(_replaces_method(kind.__mro__[i], kind.__mro__[i + 1 :]) for i in range(index))
+    return None if replaced else getattr(module, question)
+
+
+def _replaces_method(kind: type, ancestors: Sequence[type]) -> bool:
+    """Whether a class defines anew what an ancestor has; to implement an abstract method is not to replace it."""
+    for name in vars(kind).keys() - _ADMINISTRATION - {*QUESTIONS}:
+        inherited = next((vars(ancestor)[name] for ancestor in ancestors if name in vars(ancestor)), None)
+        if inherited is not None and not getattr(inherited, '__isabstractmethod__', False):
+            return True
+    return False
 
 
 def split_part(target: str) -> tuple[str, str]:

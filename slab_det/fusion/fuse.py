@@ -217,14 +217,14 @@ def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
             if hasattr(model.get_submodule(container), 'keep_padding'):
                 model.get_submodule(container).keep_padding()
         fold_into_input(model.get_submodule(name), scale, shift, part)
-    return nn.Identity()
+    return nn.Identity().eval()
 
 
 @torch.no_grad()
 def _as_affine(model: nn.Module, norm: OfflineNorm) -> ChannelAffine:
     scale, shift = norm.inference_affine()
     # Of a parameter: statistics may have a higher precision than the layers around.
-    affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters())))
+    affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
     affine.scale.copy_(scale)
     affine.shift.copy_(shift)
     return affine

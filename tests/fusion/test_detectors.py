@@ -1,13 +1,16 @@
 """Output norms fold in every detector that hands them to an FPN and to nothing else."""
 
+import inspect
+
 import pytest
 import torch
 from conftest import SMALL_SWIN, random_sizes, randomize, raw_outputs
-from mmdet.models.detectors import RetinaNet
+from mmdet.models.detectors import RetinaNet, SingleStageDetector, TwoStageDetector
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
+from slab_det.fusion.detectors import DETECTORS
 from slab_det.norms import ChannelAffine
 
 IN_CHANNELS = [8, 16, 32, 64]
@@ -87,48 +90,20 @@ def test_cascade_rcnn_fuses_exactly(build):
     assert_fused_equals(fused, model)
 
 
-class Renamed(RetinaNet):
-    """Nothing but another name."""
-
-    def loss(self, batch_inputs, batch_data_samples):
-        return super().loss(batch_inputs, batch_data_samples)
+class OwnDetector(RetinaNet):
+    """May read the outputs of its backbone anywhere."""
 
 
-class OwnFeatures(RetinaNet):
-    def extract_feat(self, batch_inputs):
-        return self.neck(tuple(x.relu() for x in self.backbone(batch_inputs)))
-
-
-class SecondReader(RetinaNet):
-    @torch.no_grad()
-    def predict(self, batch_inputs, batch_data_samples, rescale=True):
-        return [part for part in map(lambda model: model.backbone(batch_inputs), [self])]
-
-
-class Reader:
-    @property
-    def stages(self):
-        return [self.backbone]
-
-
-class WithReader(RetinaNet, Reader):
-    """A reader behind mmdet's own classes in the order of inheritance."""
-
-
-@pytest.mark.parametrize(
-    ('kind', 'reason'),
-    [
-        (Renamed, ''),
-        (OwnFeatures, 'OwnFeatures has an extract_feat of its own'),
-        (SecondReader, 'SecondReader.predict may read the backbone too'),
-        (WithReader, 'Reader.stages may read the backbone too'),
-    ],
-)
-def test_a_subclass_that_may_read_the_outputs_elsewhere_keeps_their_norms(build, kind, reason):
+def test_a_detector_of_ones_own_keeps_its_output_norms_unless_told_otherwise(build):
     model = build('retinanet_r50_fpn', start_level=0, add_extra_convs='on_output')
-    model.__class__ = kind
+    model.__class__ = OwnDetector
     fused = slab_det.fuse(model)
-    assert left_affine(fused) == ({f'backbone.norm{i}': reason for i in range(4)} if reason else {})
+    left = left_affine(fused)
+    assert left.keys() == {f'backbone.norm{i}' for i in range(4)}
+    assert all('OwnDetector may read' in reason and 'fold_outputs=True' in reason for reason in left.values())
+    assert_fused_equals(fused, model)
+    fused = slab_det.fuse(model, fold_outputs=True)
+    assert left_affine(fused) == {}
     assert_fused_equals(fused, model)
 
 
@@ -138,3 +113,13 @@ def test_a_detector_whose_extract_feat_was_replaced_keeps_its_norms(build):
     assert {fate.norm for fate in slab_det.fuse(model).fusion_report.select('affine')} == {
         f'backbone.norm{i}' for i in range(4)
     }
+
+
+def test_the_known_detectors_read_their_backbone_in_one_place():
+    """An extract_feat of mmdet's two bases, and no other function of the class or its bases that names the backbone."""
+    bases = (SingleStageDetector, TwoStageDetector)
+    for kind in DETECTORS:
+        assert kind.extract_feat in [base.extract_feat for base in bases], kind
+        for ancestor in set(kind.__mro__) - {*SingleStageDetector.__mro__, *TwoStageDetector.__mro__}:
+            methods = [value for name, value in vars(ancestor).items() if name != '__init__' and callable(value)]
+            assert not [method for method in methods if '.backbone' in inspect.getsource(method)], (kind, ancestor)

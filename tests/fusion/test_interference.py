@@ -68,13 +68,14 @@ class NosyAttention(ShiftedWindowAttention):
         return super().forward(x, hw_shape) + x
 
 
-class OtherWindowAttention(SoftmaxWindowAttention):
-    """May do anything."""
+class NosyWindowAttention(SoftmaxWindowAttention):
+    def forward(self, q, k, v, geometry, shifted):
+        return super().forward(q, k, v, geometry, shifted) + q
 
 
 @pytest.mark.parametrize(
     ('part', 'kind', 'norm'),
-    [('attn', NosyAttention, 'norm1'), ('attn.w_msa', OtherWindowAttention, 'norm1'), ('ffn', NosyFFN, 'norm2')],
+    [('attn', NosyAttention, 'norm1'), ('attn.w_msa', NosyWindowAttention, 'norm1'), ('ffn', NosyFFN, 'norm2')],
 )
 def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(small_detector, part, kind, norm):
     model = small_detector().double()
