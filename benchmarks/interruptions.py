@@ -32,7 +32,7 @@ from mmengine.config import Config
 
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.reporting import read_report
-from slab_det.runtime.engine import read_checkpoint
+from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +119,7 @@ def _read(path: Path) -> None:
     """Reads a file of a run, and raises where it is not whole."""
     if path.suffix == '.pth':
         read_checkpoint(path)
-    elif path.suffix == '.py':
+    elif path.name == 'fused_config.py':
         ast.parse(_not_empty(path))
     elif path.name == 'report.json':
         read_report(path)

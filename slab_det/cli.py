@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.device import get_device
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
 
+from slab_det import runtime
 from slab_det.data import set_data_root
 from slab_det.measure.latency import COMPILE_MODES, DTYPES, SCOPES
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, describe_os_error
@@ -33,7 +35,8 @@ LAUNCHED_BY = {
 
 
 def run_cli(main: Callable[[], None]) -> None:
-    """Calls ``main``; an expected error becomes ``error: …`` on stderr and exit code 1, not a traceback."""
+    """Installs the runtime and calls ``main``; an expected error becomes ``error: …`` on stderr and exit code 1."""
+    runtime.install()
     try:
         main()
     except SlabDetError as error:
@@ -85,7 +88,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
 
     Raises:
         ConfigError: If it is no config of a detector.
-        SlabDetError: If a launcher is named that has not launched this process.
+        SlabDetError: If a launcher is named that has not launched this process, or needs GPUs that are not there.
     """
     started_by = LAUNCHED_BY.get(args.launcher)
     if started_by is not None and started_by.variable not in os.environ:
@@ -93,6 +96,8 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
             f'--launcher {args.launcher}: {started_by.variable} is not set, so nothing launched this '
             f'process; start it with {started_by.command}, or leave the flag out for one process'
         )
+    if args.launcher in ('slurm', 'mpi') and get_device() == 'cpu':
+        raise SlabDetError(f'--launcher {args.launcher} needs GPUs; processes on the CPU take tools/dist_train.sh')
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher

@@ -32,6 +32,9 @@ SMALL_SWIN = dict(
 )
 SLA = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7))
 
+# As every program in tools/ does.
+slab_det.runtime.install()
+
 # Each `mmdet::` in a config reads all of mmdet's hundred metafiles, only to find out that it is none of theirs.
 mmengine.config.utils.load = cache(mmengine.config.utils.load)
 

@@ -34,7 +34,7 @@ from slab_det.fusion import save_fused
 from slab_det.measure.reporting import Report, read_report, write_report
 from slab_det.norms import PRepBN
 from slab_det.recalibration.images import recalibration_dataloader
-from slab_det.runtime.engine import read_checkpoint
+from slab_det.runtime.checkpoint_files import read_checkpoint
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, LatencyError, ReportError, SlabDetError
 
 # Beside COCO's, what a dataset can have wrong: images in the folder, annotations, categories.

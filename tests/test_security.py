@@ -130,7 +130,6 @@ RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" >"$NOTES"\n'
 CALLS = {
     'dist_train.sh': [HOSTILE, '2', f'--work-dir={HOSTILE}'],
     'dist_test.sh': [HOSTILE, HOSTILE, '2', f'--work-dir={HOSTILE}'],
-    'slurm_train.sh': [HOSTILE, f'--work-dir={HOSTILE}'],
 }
 
 

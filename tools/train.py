@@ -6,11 +6,12 @@ import argparse
 
 from mmdet.utils import setup_cache_size_limit_of_dynamo
 from mmengine.config import Config
-from mmengine.runner import find_latest_checkpoint
+from mmengine.dist import is_main_process
 
 from slab_det.cli import add_runner_arguments, build_runner, build_training, config_from_arguments, run_cli
 from slab_det.data import check_data
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.run_folder import find_latest_checkpoint, remove_unfinished_files
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -38,9 +39,10 @@ def apply_training_arguments(cfg: Config, args: argparse.Namespace) -> None:
             raise SlabDetError(f'--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size')
         cfg.auto_scale_lr.enable = True
     if args.resume == 'auto':
-        cfg.resume = find_latest_checkpoint(cfg.work_dir) is not None
+        latest = find_latest_checkpoint(cfg.work_dir)
+        cfg.resume = latest is not None
         if cfg.resume:
-            cfg.load_from = None
+            cfg.load_from = latest
         else:
             # Where the config has a load_from, mmengine would start without it.
             print(f'--resume: {cfg.work_dir} has no checkpoint yet, so this run starts from the beginning')
@@ -57,6 +59,8 @@ def main() -> None:
     check_data(cfg, ('train', 'val'))
     runner = build_runner(cfg)
     build_training(runner)
+    if is_main_process():
+        remove_unfinished_files(cfg.work_dir)
     runner.train()
 
 

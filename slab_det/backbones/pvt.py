@@ -26,6 +26,7 @@ from slab_det.backbones.arguments import (
 )
 from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
 from slab_det.backbones.map_ffn import MapFFN, build_map_ffn
+from slab_det.checkpoints import register_load_check
 from slab_det.fusion import Fold
 
 
@@ -170,6 +171,7 @@ class SLABPVT(BaseModule):
                 raise ValueError('init_cfg and pretrained name two sources of weights: give one')
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
+        register_load_check(self)
         num_layers = per_stage('num_layers', num_layers, num_stages)
         num_heads = per_stage('num_heads', num_heads, num_stages)
         attention = per_stage('attention', attention, num_stages)

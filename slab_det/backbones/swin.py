@@ -32,6 +32,7 @@ from slab_det.backbones.arguments import (
 from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
 from slab_det.backbones.ffn import build_ffn
 from slab_det.backbones.patch_merging import PatchMerging
+from slab_det.checkpoints import register_load_check
 from slab_det.fusion import Fold
 from slab_det.norms import named_offline_norms
 
@@ -200,6 +201,7 @@ class SLABSwin(BaseModule):
                 raise ValueError('init_cfg and pretrained name two sources of weights: give one')
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
+        register_load_check(self)
         num_stages = len(depths)
         attention = per_stage('attention', attention, num_stages)
         window_sizes = per_stage('window_sizes', window_size if window_sizes is None else window_sizes, num_stages)

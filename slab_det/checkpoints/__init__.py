@@ -1,8 +1,7 @@
 """Checkpoints in our own and foreign layouts, loaded whole or not at all."""
 
-from slab_det.checkpoints import timm_weights  # noqa: F401, I001 (registers timm:// with mmengine)
 from slab_det.checkpoints.detector import check_detector_checkpoint
-from slab_det.checkpoints.load import load_pretrained
+from slab_det.checkpoints.load import load_pretrained, register_load_check
 from slab_det.checkpoints.report import LoadReport
 
-__all__ = ['LoadReport', 'check_detector_checkpoint', 'load_pretrained']
+__all__ = ['LoadReport', 'check_detector_checkpoint', 'load_pretrained', 'register_load_check']

@@ -3,10 +3,11 @@
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.runner import CheckpointLoader, load_state_dict
+from mmengine.runner import load_state_dict
 from torch import nn
 
 from slab_det.checkpoints import check_detector_checkpoint
+from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError, config_errors
 
 
@@ -32,7 +33,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     if checkpoint is None:
         return model
     try:
-        loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
+        loaded = read_checkpoint(checkpoint)
     except FileNotFoundError as error:
         raise CheckpointError(f'checkpoint {checkpoint} not found') from error
     check_detector_checkpoint(model, loaded, checkpoint, complete=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from slab_det.checkpoints.formats import nothing_matched
 from slab_det.checkpoints.fused import check_fused
-from slab_det.checkpoints.load import check_shapes, find_state_dict, fit_weights, log_report
-from slab_det.checkpoints.report import LoadReport, name_some
+from slab_det.checkpoints.load import (
+    check_complete,
+    check_shapes,
+    find_state_dict,
+    fit_weights,
+    log_report,
+    mark_checked,
+)
+from slab_det.checkpoints.report import LoadReport
 from slab_det.checkpoints.weight import Weight, Weights
 from slab_det.runtime.errors import CheckpointError
 
@@ -54,24 +60,16 @@ def check_detector_checkpoint(
             )
         raise nothing_matched(name, state, targets)
     _report_missing(targets, values, dropped, report)
-    if complete and report.missing_unexpected:
-        raise CheckpointError(
-            f'{name}: {len(report.missing_unexpected)} weights of the model are missing: '
-            f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with'
-        )
+    if complete:
+        check_complete(report)
     log_report(report)
     own_index = {key: value for key, value in targets.items() if key.endswith('relative_position_index')}
     # mmengine fills whatever it finds a place for, also what was left out on purpose.
     left_out = (state.keys() & targets.keys()) - values.keys() - own_index.keys()
-    if (
-        report.format != 'native'
-        or report.converted
-        or left_out
-        or not values.keys() <= checkpoint.get('state_dict', {}).keys()
-    ):
+    is_native = report.format == 'native' and values.keys() <= checkpoint.get('state_dict', {}).keys()
+    if not is_native or report.converted or report.missing_unexpected or left_out:
         # The index is the model's own whatever the file has, and strict loading misses it.
-        # mmengine sets an attribute on it, which a plain dict has not.
-        checkpoint['state_dict'] = OrderedDict({**values, **own_index})
+        checkpoint['state_dict'] = mark_checked({**values, **own_index}, '', 'backbone')
     return report
 
 

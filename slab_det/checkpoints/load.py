@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from os import PathLike, fspath
 
 from mmengine.logging import MMLogger
-from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
 from slab_det.checkpoints.formats import find_format, nothing_matched
@@ -17,6 +17,7 @@ from slab_det.checkpoints.pvt_layout import check_pvt_options
 from slab_det.checkpoints.report import LoadReport, name_some
 from slab_det.checkpoints.tables import resize_tables
 from slab_det.checkpoints.weight import Weight, Weights
+from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError
 
 EXPECTED_UNUSED = (
@@ -30,6 +31,8 @@ EXPECTED_MISSING = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
     (r'\.num_batches_tracked$', 'bookkeeping'),
 )
+# The key of a module's metadata in a state dict that load_pretrained or CheckedLoadHook has fitted to the model.
+CHECKED = 'checked_by_slab_det'
 OUTPUT_NORM = re.compile(r'^(norm\d+|layers\.\d+\.2)\.')
 
 
@@ -61,13 +64,67 @@ def load_pretrained(
         name, checkpoint = 'state dict', path_or_state_dict
     else:
         name = fspath(path_or_state_dict)
-        checkpoint = CheckpointLoader.load_checkpoint(name, map_location='cpu')
+        checkpoint = read_checkpoint(name)
     report = LoadReport(name)
     state = backbone_weights(find_state_dict(checkpoint, name), report, prefix)
     values = fit_weights(state, backbone, report, source, keep_averages=False)
-    backbone.load_state_dict(values, strict=False)
+    backbone.load_state_dict(mark_checked(values, ''), strict=False)
     log_report(report)
     return report
+
+
+def register_load_check(backbone: nn.Module) -> None:
+    """Registers :func:`check_state_dict` for every way to load weights into ``backbone`` or a model that holds it."""
+    # Its public name came with torch 2.5.
+    backbone._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+
+
+def check_state_dict(
+    backbone: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Mapping, *_: object
+) -> None:
+    """Converts weights for ``backbone`` in place before ``load_state_dict`` copies them, and refuses a part of them.
+
+    Args:
+        backbone: Where the weights will go.
+        state_dict: Weights in any known layout under ``prefix``, or none at all for the backbone.
+        prefix: What stands before the names of the backbone's weights.
+        local_metadata: Says whether :func:`mark_checked` has marked the weights.
+
+    Raises:
+        CheckpointError: As :func:`load_pretrained`, and if weights of the backbone are missing.
+    """
+    given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    if not given or local_metadata.get(CHECKED):
+        return
+    targets = backbone.state_dict()
+    weights = {key[len(prefix) :]: Weight(value, key) for key, value in given.items()}
+    if {key: weight.value.shape for key, weight in weights.items()} == {k: v.shape for k, v in targets.items()}:
+        return
+    report = LoadReport('the state dict')
+    values = fit_weights(weights, backbone, report)
+    check_complete(report)
+    if report.converted:
+        log_report(report)
+    for key in given.keys() - set(report.unused_unexpected):
+        del state_dict[key]
+    own_index = {key: value for key, value in targets.items() if key.endswith('relative_position_index')}
+    state_dict.update({prefix + key: value for key, value in {**own_index, **values}.items()})
+
+
+def mark_checked(values: Mapping[str, Tensor], *modules: str) -> OrderedDict[str, Tensor]:
+    """``values`` as a state dict whose metadata tells :func:`check_state_dict` of these modules to let it pass."""
+    state = OrderedDict(values)
+    state._metadata = OrderedDict((name, {CHECKED: True}) for name in modules)
+    return state
+
+
+def check_complete(report: LoadReport) -> None:
+    """Raises CheckpointError if weights are missing that should not be."""
+    if report.missing_unexpected:
+        raise CheckpointError(
+            f'{report.source}: {len(report.missing_unexpected)} weights of the model are missing: '
+            f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with'
+        )
 
 
 def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:

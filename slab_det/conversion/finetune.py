@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.fileio import put_text
 from mmengine.runner import save_checkpoint
 from torch import nn
 
@@ -53,7 +54,7 @@ def convert_detector(
         # Absent is what DetInferencer understands.
         meta['dataset_meta'] = model.dataset_meta
     config_path = out.with_name(f'{out.stem}_config.py')
-    new_cfg.dump(config_path)
+    put_text(new_cfg.pretty_text, str(config_path))
     save_checkpoint(dict(meta=meta, state_dict=model.state_dict()), str(out))
     return out, config_path, report
 

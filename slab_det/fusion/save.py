@@ -9,6 +9,7 @@ from pathlib import Path
 from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.fileio import put_text
 from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
@@ -102,6 +103,6 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:
         meta['dataset_meta'] = dataset_meta
-    fused_cfg.dump(config_path)
+    put_text(fused_cfg.pretty_text, str(config_path))
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(get_state_dict(model))), str(path))
     return path, config_path

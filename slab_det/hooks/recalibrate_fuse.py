@@ -12,9 +12,9 @@ from mmengine.dist import barrier, get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner, find_latest_checkpoint, save_checkpoint
+from mmengine.runner import Runner, save_checkpoint
 from mmengine.runner.amp import autocast
-from mmengine.runner.checkpoint import CheckpointLoader, get_state_dict, weights_to_cpu
+from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from mmengine.utils import ProgressBar
 from torch.utils.data import DataLoader
 
@@ -31,6 +31,7 @@ from slab_det.measure.reporting import (
 )
 from slab_det.norms import named_progressive_norms
 from slab_det.recalibration import PIPELINES, RecalibrationReport, recalibrate, recalibration_dataloader
+from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
 
 # Images on which the fused model is compared with the unfused one, each of another batch.
@@ -173,12 +174,12 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
     for path in (*saved, *resumed_from):
         if path is None or not Path(path).is_file():
             continue
-        checkpoint = CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
+        checkpoint = read_checkpoint(path)
         if checkpoint.get('meta', {}).get('iter') == runner.iter:
             return Path(path), checkpoint
     path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
     runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False, meta=dict(epoch=runner.epoch, iter=runner.iter))
-    return path, CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
+    return path, read_checkpoint(path)
 
 
 def save_weights(model: BaseModel, checkpoint: dict, path: Path) -> None:

@@ -73,6 +73,14 @@ class OfflineNorm(nn.Module, ABC):
         super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        if given and not self.state_dict().keys() & given:
+            # mmdet's own backbones load by key and would go on with random weights.
+            raise RuntimeError(
+                f'{prefix[:-1]}: the weights ({", ".join(given)}) are those of another norm than '
+                f'{type(self).__name__}; load the file with slab_det.load_pretrained(backbone, FILE), '
+                'or convert it first with tools/convert_checkpoint.py --to native'
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
         prefix += self.STATISTICS_PREFIX
         if f'{prefix}running_var' in state_dict:

@@ -1,42 +1,54 @@
-"""What slab_det needs of torch, mmengine, mmcv and mmdet that their versions do not agree on.
+"""What stands below all rooms: errors, the operators that mmcv lacks, and the mends of mmengine.
 
-Importing it checks the installation, supplies the operators that mmcv lacks, and makes mmengine's files atomic on
-writing, its checkpoints safe on reading, and distributed runs and mixed precision possible without a GPU. It has to
-come before the first import of ``mmdet.models``.
+Importing the room checks the installation and supplies missing operators, which must happen before the first import of
+``mmdet.models``. Nothing else of torch, mmengine, mmcv or mmdet changes until :func:`install` is called.
 """
 
 from slab_det.runtime.distributions import check_distributions
 
-# Before the next imports: they need the packages that this looks for.
+# Before the next imports: they need the packages that the check looks for.
 check_distributions()
 
-from slab_det.runtime.amp import install_amp  # noqa: E402
+from slab_det.runtime.amp import install_cpu_amp  # noqa: E402
 from slab_det.runtime.autograd import (  # noqa: E402
     graph_position,
     is_recomputed_twice,
     is_recomputing,
     recomputed_graph_position,
 )
-from slab_det.runtime.engine import install_checkpoint_files  # noqa: E402
+from slab_det.runtime.checkpoint_files import install_safe_reading, read_checkpoint  # noqa: E402
 from slab_det.runtime.ops import install_ops  # noqa: E402
 from slab_det.runtime.processes import install_cpu_processes  # noqa: E402
-from slab_det.runtime.run_folder import install_run_folder  # noqa: E402
+from slab_det.runtime.run_folder import find_latest_checkpoint, install_run_folder  # noqa: E402
 
 install_ops()
-install_checkpoint_files()
-install_run_folder()
-install_cpu_processes()
-install_amp()
+
+
+def install() -> None:
+    """Mends mmengine in this process. Every program in ``tools/`` calls it first; call it in a script of your own too.
+
+    | mend | without it |
+    |---|---|
+    | :func:`~slab_det.runtime.checkpoint_files.install_safe_reading` | a checkpoint can run code |
+    | :func:`~slab_det.runtime.run_folder.install_run_folder` | a killed run can leave no whole checkpoint |
+    | :func:`~slab_det.runtime.processes.install_cpu_processes` | torchrun needs GPUs |
+    | :func:`~slab_det.runtime.amp.install_cpu_amp` | ``--amp`` needs a GPU |
+
+    The linked functions name the code of mmengine that they replace. A second call changes nothing.
+    """
+    install_safe_reading()
+    install_run_folder()
+    install_cpu_processes()
+    install_cpu_amp()
+
 
 __all__ = [
     'check_distributions',
+    'find_latest_checkpoint',
     'graph_position',
-    'install_amp',
-    'install_checkpoint_files',
-    'install_cpu_processes',
-    'install_ops',
-    'install_run_folder',
+    'install',
     'is_recomputed_twice',
     'is_recomputing',
+    'read_checkpoint',
     'recomputed_graph_position',
 ]

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import socket
-import stat
 import sys
 import warnings
 from pathlib import Path
@@ -442,34 +441,19 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-def slurm(rank, world_size, folder, port):
-    """mmengine's Slurm launcher, with what Slurm would set."""
-    os.environ.update(
-        SLURM_PROCID=str(rank),
-        SLURM_NTASKS=str(world_size),
-        SLURM_NODELIST='node[1-2]',
-        SLURM_LOCALID=str(rank),
-        MASTER_PORT=port,
-        PATH=f'{folder}:{os.environ["PATH"]}',
-    )
+def launch():
+    """Starts the process group with the default backend, nccl."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
-        init_dist('slurm', timeout=60)
-    total = torch.tensor(rank)
-    dist.all_reduce(total)
-    found = {'backend': dist.get_backend(), 'sum': int(total), 'warnings': [str(w.message) for w in caught]}
-    dist.destroy_process_group()
-    for name in ('MASTER_ADDR', 'MASTER_PORT'):
-        del os.environ[name]
-    return found
+        init_dist('pytorch', timeout=60)
+    return {'backend': dist.get_backend(), 'warnings': [str(w.message) for w in caught]}
 
 
-def run(rank, world_size, folder, ports, alone, cfg):
-    found = {'slurm': slurm(rank, world_size, folder, ports[0])}
+def run(rank, world_size, folder, port, alone, cfg):
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1', MASTER_PORT=ports[1]
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1', MASTER_PORT=port
     )
-    init_dist('pytorch', timeout=60)
+    found = {'launch': launch()}
     found['batch norms'] = {
         'TokenBN': synced_batch_norm(TokenBN),
         'RepBN': synced_batch_norm(RepBN),
@@ -493,12 +477,10 @@ def run(rank, world_size, folder, ports, alone, cfg):
 def main(world_size, folder):
     torch.set_num_threads(1)
     register_all_modules(init_default_scope=True)
-    scontrol = folder / 'scontrol'
-    scontrol.write_text('#!/bin/sh\necho 127.0.0.1\n')
-    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    slab_det.runtime.install()
     os.environ['SLAB_DET_CACHE'] = str(folder / 'cache')
     generate(num_train=8, num_val=3, size=SIZE)
-    arguments = world_size, folder, (free_port(), free_port()), recalibrated_alone(), detector_config(folder)
+    arguments = world_size, folder, free_port(), recalibrated_alone(), detector_config(folder)
     fork = multiprocessing.get_context('fork')
     processes = [fork.Process(target=run, args=(rank, *arguments)) for rank in range(world_size)]
     for process in processes:

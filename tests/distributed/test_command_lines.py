@@ -1,4 +1,4 @@
-"""tools/dist_train.sh, dist_test.sh and slurm_train.sh: two processes without a GPU and without a common work dir."""
+"""tools/dist_train.sh and dist_test.sh: two processes without a GPU and without a common work dir."""
 
 import json
 import os
@@ -159,46 +159,9 @@ def test_two_processes_predict_what_one_does(folder, monkeypatch):
         torch.testing.assert_close(together[image]['scores'], expected['scores'], rtol=1e-4, atol=1e-5)
 
 
-def test_slurm_script_starts_one_task_per_gpu(tmp_path):
-    srun = tmp_path / 'srun'
-    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    srun.chmod(0o755)
-    done = call(
-        tmp_path,
-        'slurm_train.sh',
-        'my config.py',
-        '--cfg-options',
-        'a=1',
-        GPUS='16',
-        PARTITION='gpu',
-        SRUN_ARGS='--time=1:00 --mem=0',
-        PYTHON='python3',
-        PATH=f'{tmp_path}:{os.environ["PATH"]}',
-    )
-    assert done.stdout.splitlines() == [
-        '--job-name=slab_det',
-        '--ntasks=16',
-        '--ntasks-per-node=8',
-        '--gres=gpu:8',
-        '--cpus-per-task=5',
-        '--partition=gpu',
-        '--kill-on-bad-exit=1',
-        '--time=1:00',
-        '--mem=0',
-        'python3',
-        '-u',
-        str(REPO / 'tools' / 'train.py'),
-        'my config.py',
-        '--cfg-options',
-        'a=1',
-        '--launcher',
-        'slurm',
-    ]
-
-
 @pytest.mark.parametrize(
     'script, arguments',
-    [('dist_train.sh', ['config.py']), ('dist_test.sh', ['config.py', 'weights.pth']), ('slurm_train.sh', [])],
+    [('dist_train.sh', ['config.py']), ('dist_test.sh', ['config.py', 'weights.pth'])],
 )
 def test_missing_arguments_are_answered_with_the_usage(script, arguments):
     done = subprocess.run([str(REPO / 'tools' / script), *arguments], capture_output=True, text=True, check=False)

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
-from slab_det.runtime.engine import MapLocation
 from slab_det.runtime.errors import CheckpointError
 
 SCHEME = 'timm://'
 
 
 @CheckpointLoader.register_scheme(prefixes=SCHEME, force=True)
-def load_from_timm(filename: str, map_location: MapLocation = None) -> dict[str, Tensor]:
+def load_from_timm(filename: str, map_location: object = None) -> dict[str, Tensor]:
     """The state dict of ``timm.create_model(NAME, pretrained=True)``.
 
     timm downloads it once, into its own cache.

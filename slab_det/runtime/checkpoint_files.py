@@ -1,4 +1,4 @@
-"""mmengine's checkpoint files: written whole or not at all, read without running what is in them."""
+"""Checkpoint files, read without running what is in them."""
 
 import errno
 import os
@@ -6,22 +6,19 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.error import URLError
-from uuid import uuid4
 
 import mmengine.runner.checkpoint
 import numpy as np
 import torch
 from mmengine.dist import barrier, get_rank
-from mmengine.fileio import LocalBackend, register_backend
-from mmengine.fileio.io import backend_instances
 from mmengine.logging import HistoryBuffer
 from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
 from slab_det.runtime.errors import CheckpointError, CheckpointNotFoundError
+from slab_det.runtime.timm_weights import SCHEME, load_from_timm
 
 SAFETENSORS = '.safetensors'
 
@@ -29,58 +26,39 @@ SAFETENSORS = '.safetensors'
 MapLocation = str | torch.device | dict | Callable | None
 
 
-def install_checkpoint_files() -> None:
-    """Has mmengine write local files through :class:`AtomicLocalBackend` and read checkpoints with an allow-list."""
-    register_backend('local', AtomicLocalBackend, force=True, prefixes='')
-    # The backends that mmengine has made so far, for reuse.
-    backend_instances.clear()
+def install_safe_reading() -> None:
+    """Reads every checkpoint that mmengine is asked for with the allow-list of this module.
 
+    Mends ``_safe_torch_load``, which tries again with ``weights_only=False`` where the allow-list refuses a file, and
+    ``load_from_http``, which has no list: https://github.com/open-mmlab/mmengine/blob/main/mmengine/runner/checkpoint.py
+    (onedl-mmengine 0.10.12).
+    """
     # An empty prefix matches every path, and mmengine asks it last.
     CheckpointLoader.register_scheme('', load_from_local, force=True)
     CheckpointLoader.register_scheme(('http://', 'https://'), load_from_http, force=True)
     # The remaining schemes call these two by name: torchvision:// and open-mmlab:// the first, s3:// the second.
     mmengine.runner.checkpoint.load_from_http = load_from_http
-    mmengine.runner.checkpoint._safe_torch_load = read_checkpoint
+    mmengine.runner.checkpoint._safe_torch_load = read_torch_file
 
 
-class AtomicLocalBackend(LocalBackend):
-    """mmengine's local files, but a file appears under its name when all of it is on the disk.
+def read_checkpoint(name: str | os.PathLike) -> Any:
+    """What a checkpoint holds, tensors on the CPU. Every function of slab_det reads through it.
 
-    A run that is killed while it saves leaves the previous file as it was, and next to it at most one whose name
-    ends with ``.tmp``.
+    Args:
+        name: A file in torch's format or safetensors, an address, or ``timm://NAME``.
+
+    Raises:
+        CheckpointError: If it is not there, is not a whole checkpoint, or holds objects that are not allowed.
     """
-
-    def put(self, obj: bytes, filepath: str | Path) -> None:
-        """Writes bytes to a file and makes its folder if it has none."""
-        # A link keeps pointing to its file, whose content changes.
-        path = Path(os.path.realpath(filepath))
-        if path.exists() and not path.is_file():
-            # A device or a pipe, such as /dev/stdout: renaming would replace it.
-            super().put(obj, filepath)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f'.{path.name}.{uuid4().hex[:8]}.tmp')
-        try:
-            # Not by tempfile: its files are readable by nobody else, whatever the umask.
-            with open(temporary, 'xb') as file:
-                file.write(obj)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException as error:
-            temporary.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename is None:
-                # A full disk does not say which file it was.
-                error.filename = str(path)
-            raise
-
-    def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
-        """Writes text to a file and makes its folder if it has none."""
-        self.put(obj.encode(encoding), filepath)
+    name = os.fspath(name)
+    if name.startswith(SCHEME):
+        return load_from_timm(name)
+    load = load_from_http if name.startswith(('http://', 'https://')) else load_from_local
+    return load(name, map_location='cpu')
 
 
 def load_from_local(filename: str, map_location: MapLocation = None) -> Any:
-    """Reads a local checkpoint for mmengine's ``CheckpointLoader``.
+    """Reads a local checkpoint.
 
     Raises:
         CheckpointNotFoundError: If there is no such file.
@@ -89,12 +67,11 @@ def load_from_local(filename: str, map_location: MapLocation = None) -> Any:
     if not filename:
         raise CheckpointError('The name of the checkpoint is empty; name one.')
     path = os.path.expanduser(filename)
-    # mmengine knows the schemes that it has loaders for, and takes anything else for a file.
     scheme, separator, _ = path.partition('://')
     if separator:
         raise CheckpointError(
             f'{path}: nothing here can read {scheme}://; give a file, or an address that begins with '
-            'https://, timm://, torchvision:// or open-mmlab://.'
+            'https:// or timm://.'
         )
     if os.path.isdir(path):
         raise CheckpointError(f'{path} is a folder; name the checkpoint in it.')
@@ -102,7 +79,7 @@ def load_from_local(filename: str, map_location: MapLocation = None) -> Any:
         raise CheckpointNotFoundError(f'There is no checkpoint {path}; check its name.')
     if path.endswith(SAFETENSORS):
         return read_safetensors(path)
-    return read_checkpoint(path, map_location)
+    return read_torch_file(path, map_location)
 
 
 def load_from_http(
@@ -137,7 +114,7 @@ def load_from_http(
     return checkpoint
 
 
-def read_checkpoint(file: Any, map_location: MapLocation = None) -> Any:
+def read_torch_file(file: Any, map_location: MapLocation = None) -> Any:
     """``torch.load`` for what mmengine and its kin write, and for nothing that could run code.
 
     Args:

@@ -1,0 +1,163 @@
+"""Checkpoint files are read by an allow-list, whatever they hold."""
+
+import io
+import os
+import pickle
+
+import mmengine.logging
+import numpy as np
+import pytest
+import torch
+from mmengine.runner import CheckpointLoader
+from safetensors.torch import save_file
+
+from slab_det.runtime import read_checkpoint
+from slab_det.runtime.errors import CheckpointError
+
+
+class RunsCode:
+    """What a malicious checkpoint holds."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+def load_with_mmengine(path):
+    return CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
+
+
+READERS = [read_checkpoint, load_with_mmengine]
+
+
+@pytest.mark.parametrize('load', READERS)
+@pytest.mark.parametrize('zipped', [True, False])
+def test_unsafe_checkpoint_is_refused_and_does_not_run(tmp_path, zipped, load):
+    path, proof = tmp_path / 'evil.pth', tmp_path / 'it ran'
+    torch.save({'state_dict': RunsCode(os.mkdir, str(proof))}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r'evil\.pth: holds posix\.mkdir.*trust'):
+        load(path)
+    assert not proof.exists()
+    # The test is one: loaded without the list, it runs.
+    torch.load(path, weights_only=False)
+    assert proof.exists()
+
+
+def test_getattr_reaches_no_further_than_known_methods(tmp_path):
+    path = tmp_path / 'evil.pth'
+    for call in ((getattr, torch.Tensor, 'numpy'), (getattr, mmengine.logging.HistoryBuffer, '__init__')):
+        torch.save({'state_dict': RunsCode(*call)}, path)
+        with pytest.raises(CheckpointError, match='builtins.getattr'):
+            read_checkpoint(path)
+
+
+def contents_of(value, **options):
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+WHOLE = contents_of({'state_dict': {'weight': torch.ones(50, 50)}})
+LEGACY = contents_of({'state_dict': {'weight': torch.ones(50, 50)}}, _use_new_zipfile_serialization=False)
+BROKEN = {
+    'empty': b'',
+    'half': WHOLE[: len(WHOLE) // 2],
+    'without its last byte': WHOLE[:-1],
+    'beginning': WHOLE[:10],
+    'half legacy': LEGACY[: len(LEGACY) // 2],
+    'git lfs pointer': b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n',
+    'html': b'<!DOCTYPE html><title>404</title>',
+    'json': b'{"state_dict": {}}',
+    'plain pickle': pickle.dumps({'state_dict': {}}, protocol=2)[:-4],
+}
+
+
+@pytest.mark.parametrize('kind', BROKEN)
+def test_broken_file_is_named_with_what_to_do(tmp_path, kind):
+    path = tmp_path / 'broken.pth'
+    path.write_bytes(BROKEN[kind])
+    expected = r'broken\.pth: cannot be read as a checkpoint \(.+\).*earlier one'
+    with pytest.raises(CheckpointError, match=expected) as error:
+        read_checkpoint(path)
+    assert 'weights_only' not in str(error.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match='nowhere'):
+        read_checkpoint(tmp_path / 'nowhere.pth')
+
+
+def test_arrays_and_scalars_of_both_numpys_are_loaded(tmp_path):
+    path = tmp_path / 'numpy.pth'
+    values = {'array': np.arange(3, dtype=np.int16), 'scalar': np.float32(0.5), 'flag': np.bool_(True)}
+    torch.save(values, path)
+    renamed = tmp_path / 'other.pth'
+    # Pickles name the module of the numpy that wrote them; legacy files hold the pickle as it is.
+    torch.save(values, renamed, _use_new_zipfile_serialization=False)
+    content = renamed.read_bytes()
+    ours, other = b'numpy._core.multiarray', b'numpy.core.multiarray'
+    ours, other = (ours, other) if ours in content else (other, ours)
+    renamed.write_bytes(content.replace(ours, other))
+    assert other in renamed.read_bytes()
+    for file in (path, renamed):
+        loaded = read_checkpoint(file)
+        assert loaded['array'].tolist() == [0, 1, 2] and loaded['scalar'] == 0.5 and loaded['flag'], file
+
+
+def test_allow_list_ends_with_the_loading(tmp_path):
+    path = tmp_path / 'numpy.pth'
+    torch.save({'array': np.arange(3)}, path)
+    read_checkpoint(path)
+    with pytest.raises(pickle.UnpicklingError, match='multiarray'):
+        torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ('load', 'address'),
+    [
+        (read_checkpoint, 'https://example.com/weights.pth'),
+        (load_with_mmengine, 'https://example.com/weights.pth'),
+        (load_with_mmengine, 'torchvision://resnet18'),
+    ],
+)
+def test_downloads_are_read_with_the_allow_list(tmp_path, monkeypatch, load, address):
+    torch.save({'state_dict': RunsCode(os.mkdir, str(tmp_path / 'it ran'))}, tmp_path / 'evil.pth')
+    monkeypatch.setattr(
+        torch.hub, 'download_url_to_file', lambda url, target, *args, **kwargs: os.link(tmp_path / 'evil.pth', target)
+    )
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path / 'hub'))
+    with pytest.raises(CheckpointError, match=r'posix\.mkdir'):
+        load(address)
+    assert os.listdir(tmp_path / 'hub' / 'checkpoints') and not (tmp_path / 'it ran').exists()
+
+
+def test_a_failed_download_says_how_to_go_on():
+    # Port 9 of this machine: nothing listens there.
+    with pytest.raises(CheckpointError, match=r'cannot be downloaded .*init_cfg\.checkpoint=FILE'):
+        read_checkpoint('http://127.0.0.1:9/swin.pth')
+
+
+@pytest.mark.parametrize('content', [b'', b'\x10', b'\xff' * 40, lambda whole: whole[:-1]])
+def test_broken_safetensors_are_named_with_what_to_do(tmp_path, content):
+    path = tmp_path / 'cut.safetensors'
+    save_file({'weight': torch.ones(50)}, path)
+    path.write_bytes(content(path.read_bytes()) if callable(content) else content)
+    with pytest.raises(CheckpointError, match=r'cut\.safetensors: cannot be read as a checkpoint'):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ('address', 'expected'),
+    [
+        ('ftp://somewhere/swin.pth', r'ftp://somewhere/swin\.pth: nothing here can read ftp://.*https://'),
+        ('tim://swin_tiny', r'nothing here can read tim://.*timm://'),
+        ('https://127.0.0.1:9/model.safetensors?download=true', 'download it and name the file'),
+        ('', 'is empty'),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_what_can(address, expected):
+    with pytest.raises(CheckpointError, match=expected) as error:
+        read_checkpoint(address)
+    assert '\n' not in str(error.value)

@@ -1,0 +1,87 @@
+"""``import slab_det`` registers and supplies, and changes nothing else of torch, mmengine, mmcv and mmdet."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slab_det.runtime.ops import TorchvisionOps
+
+ROOT = Path(__file__).parents[2]
+
+# Takes stock of modules, classes, registries and tables of the four libraries before and after the import.
+CHECK = """
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+class Operators(ModuleType):
+    def __getattr__(self, name):
+        if name.startswith('__'):
+            raise AttributeError(name)
+        return print
+
+import mmcv
+if {with_operators}:
+    mmcv._ext = sys.modules['mmcv._ext'] = Operators('mmcv._ext')
+    sys.modules['mmcv._ext'].__spec__ = ModuleSpec('mmcv._ext', loader=None)
+    import mmdet.apis, mmdet.datasets, mmdet.evaluation, mmdet.models
+import mmengine.infer, mmengine.runner, torch._dynamo, torch.distributed, torch.onnx, torch.utils.checkpoint
+from mmengine.registry import Registry
+
+LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet')
+
+def stock():
+    found = {{}}
+    for name, module in list(sys.modules.items()):
+        if name.partition('.')[0] not in LIBRARIES or not isinstance(module, ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            found[name, key] = value
+            if isinstance(value, type) and str(value.__module__).partition('.')[0] in LIBRARIES:
+                found.update({{(value, field): member for field, member in vars(value).items()}})
+            if isinstance(value, Registry):
+                found.update({{(name, key, entry): target for entry, target in value._module_dict.items()}})
+    schemes = mmengine.runner.CheckpointLoader._schemes
+    found.update({{('scheme', prefix): load for prefix, load in schemes.items()}})
+    backends = mmengine.fileio.backends.registry_utils.backends
+    found.update({{('backend', prefix): backend for prefix, backend in backends.items()}})
+    return found
+
+before, old_modules = stock(), set(sys.modules)
+import slab_det
+after = stock()
+for key, value in before.items():
+    # The table of schemes is made anew when one is added; its entries are compared. Numbers count calls.
+    if key[-1] not in ('_schemes', '__warningregistry__') and not isinstance(value, (int, str, float, tuple)):
+        if after.get(key) is not value:
+            print('changed', key)
+for owner, name, *entry in after.keys() - before.keys():
+    if owner in old_modules and not entry and not isinstance(after[owner, name], ModuleType):
+        print('added', owner, name)
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=environment, check=True)
+
+
+def test_import_changes_nothing_that_exists():
+    found = run(CHECK.format(with_operators=True)).stdout.splitlines()
+    assert set(found) == {'Could not import OneDL. Skipping OneDL datasets.'}, (
+        'mmdet prints it where slab_det is not first'
+    )
+
+
+@pytest.mark.skipif(not isinstance(sys.modules['mmcv._ext'], TorchvisionOps), reason='mmcv has compiled operators')
+def test_import_supplies_missing_operators_and_nothing_else():
+    found = run(CHECK.format(with_operators=False) + 'print(type(mmcv._ext).__name__)').stdout.splitlines()
+    assert found == ['TorchvisionOps']
+
+
+def test_import_prints_nothing():
+    done = run('import slab_det')
+    assert (done.stdout, done.stderr) == ('', '')
