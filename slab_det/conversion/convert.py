@@ -154,7 +154,7 @@ def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) 
         )
     layer_norms = {name: norm.ln for name, norm in norms.items()}
     title = 'Calibration' if progress else None
-    moments, _ = collect_moments(model, layer_norms, lambda x, y: (x, y), batches, None, title)
+    moments, _ = collect_moments(model, layer_norms, lambda x, y: (x, y), batches, title)
     return {name: start_as_affine(norm, moments[name]) for name, norm in norms.items()}
 
 

@@ -18,7 +18,7 @@ from slab_det.conversion.convert import ConversionError, ConversionReport, conve
 from slab_det.norms import named_progressive_norms
 from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
 
-# What a schedule decides; everything else is the detector's own.
+# The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
 
 
@@ -51,7 +51,7 @@ def convert_detector(
     out.parent.mkdir(parents=True, exist_ok=True)
     meta = dict(slab_det_version=slab_det.__version__)
     if model.dataset_meta is not None:
-        # Absent is what DetInferencer understands.
+        # DetInferencer expects the key to be absent where there are no class names.
         meta['dataset_meta'] = model.dataset_meta
     config_path = out.with_name(f'{out.stem}_config.py')
     put_text(new_cfg.pretty_text, str(config_path))
@@ -93,7 +93,7 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
     if _is_by_epoch(values) != was_by_epoch:
         _count_anew(values)
     import_slab_det(values)
-    # Found from wherever the fine-tune is started.
+    # An absolute path is found from wherever the fine-tune is started.
     values['load_from'] = str(checkpoint.resolve())
     values['resume'] = False
     values.pop('work_dir', None)

@@ -90,7 +90,7 @@ class ProgressiveNormHook(Hook):
         )
 
     def _check_frozen(self) -> None:
-        """Raises SlabDetError for norms that cannot train and whose RepBN has seen no data: gamma would unveil it."""
+        """Raises SlabDetError if a frozen norm has a RepBN without statistics, to which gamma would hand over."""
         frozen = [
             name
             for name, norm in self._norms.items()

@@ -15,8 +15,6 @@ from slab_det.recalibration.moments import Moments, pool_over_ranks
 from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
 
-Forward = Callable[[object], object]
-
 
 class RecalibrationError(SlabDetError):
     """Statistics that cannot be estimated: no data, or values that are not finite."""
@@ -27,7 +25,6 @@ def collect_moments(
     modules: Mapping[str, nn.Module],
     quantities: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     batches: Iterable,
-    forward: Forward | None,
     title: str | None,
 ) -> tuple[dict[str, Moments], int]:
     """Runs ``model`` in eval mode on every batch and collects moments, over all batches and processes.
@@ -36,8 +33,7 @@ def collect_moments(
         model: A detector or a backbone.
         modules: Modules of ``model`` to collect moments at, by their names.
         quantities: Picks the tensors to collect, (..., C) each, from a module's input and output.
-        batches: Those of this process, as many as it has.
-        forward: Runs the model on one batch; None for :func:`default_forward`.
+        batches: Those of this process, as many as it has; see :func:`slab_det.recalibrate`.
         title: Printed with a progress bar; None for neither.
 
     Returns:
@@ -47,7 +43,7 @@ def collect_moments(
         RecalibrationError: If there is no batch, a module was never reached, or values are not finite.
         RankError: On all other ranks, if one cannot go on.
     """
-    forward = forward or default_forward(model, modules, batches)
+    forward = _prepare_forward(model, modules, batches)
     moments: dict[str, Moments] = {}
     num_batches = 0
     bar = None
@@ -79,7 +75,7 @@ def collect_moments(
     moments = dict(zip(called, pooled, strict=True))
     unseen = [name for name in modules if name not in moments or moments[name].count == 0]
     if unseen:
-        raise RecalibrationError(f'{", ".join(unseen)}: no batch reached these norms; pass a forward that does')
+        raise RecalibrationError(f'{", ".join(unseen)}: no batch reached these norms')
     return moments, num_batches
 
 
@@ -97,13 +93,8 @@ def _check_finite(moments: Mapping[str, Moments], num_batches: int) -> None:
                 )
 
 
-def default_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Forward:
-    """A function that runs ``model`` on one of ``batches``, no further than needed to reach the modules named.
-
-    Batches of a data loader are prepared as ``test_step`` does. Where the data preprocessor pads to a fixed size in
-    training (``BatchFixedSizePad``), they are padded so too, unless the loader's dataset has ``test_mode``. Tensors
-    (B, 3, H, W) are given to the model as they are.
-    """
+def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Callable[[object], object]:
+    """A function that runs ``model`` on one of ``batches``, no further than needed to reach the modules named."""
     before_heads = all(name.startswith(('backbone.', 'neck.')) for name in names)
     augments = getattr(getattr(model, 'data_preprocessor', None), 'batch_augments', None) or ()
     if getattr(getattr(batches, 'dataset', None), 'test_mode', False):

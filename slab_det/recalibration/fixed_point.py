@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slab_det.norms import OfflineNorm, named_offline_norms
-from slab_det.recalibration.collect import Forward, RecalibrationError, collect_moments
+from slab_det.recalibration.collect import RecalibrationError, collect_moments
 from slab_det.recalibration.drift import copy_statistics, statistics_drift
 
 # A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
@@ -64,7 +64,6 @@ class RecalibrationReport:
 def recalibrate(
     model: nn.Module,
     batches: Iterable,
-    forward: Forward | None = None,
     max_passes: int | None = None,
     tol: float = 0.01,
     progress: bool = True,
@@ -90,10 +89,9 @@ def recalibrate(
 
     Args:
         model: A detector or a backbone.
-        batches: What a data loader yields, or image tensors (B, 3, H, W); read once per pass.
-        forward: Runs the model on one batch. None prepares a batch as ``test_step`` does, pads it as a
-            ``BatchFixedSizePad`` of the data preprocessor does in training, unless the loader's dataset has
-            ``test_mode``, and stops after the last norm.
+        batches: A data loader or image tensors (B, 3, H, W), read once per pass. Batches of a loader are prepared as
+            ``test_step`` does; where the data preprocessor pads to a fixed size in training (``BatchFixedSizePad``),
+            they are padded so too, unless the loader's dataset has ``test_mode``.
         max_passes: Passes over ``batches``, at least 1; None for as many as it takes: one more than there are norms.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
@@ -126,7 +124,7 @@ def recalibrate(
             report.num_by_batch = len(by_batch)
             title = f'Recalibration, pass {index + 1}' if progress else None
             with _normalizing_by_batch([norms[name] for name in by_batch]):
-                moments, report.num_batches = collect_moments(model, norms, lambda x, y: (x,), batches, forward, title)
+                moments, report.num_batches = collect_moments(model, norms, lambda x, y: (x,), batches, title)
             previous = copy_statistics(norms)
             for name, norm in norms.items():
                 norm.set_statistics(moments[name].mean[0], moments[name].var[0])

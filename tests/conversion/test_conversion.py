@@ -69,7 +69,18 @@ def test_eps_and_weights_are_kept_and_options_win():
     assert (converted[0].ln.eps, converted[0].repbn.eps) == (1e-3, 1e-4)
     assert torch.equal(converted[0].ln.weight, model[0].weight) and not converted[0].ln.weight.requires_grad
     assert converted[1].ln.eps == 1e-5 and torch.equal(converted[1].ln.weight, torch.ones(4))
+    for kind in ('mmengine.PRepBN', PRepBN):
+        assert slab_det.convert_norms(model, dict(type=kind))[0].ln.eps == 1e-3
+    token_bn = slab_det.convert_norms(model, dict(type='TokenBN'))[0]
+    assert isinstance(token_bn, TokenBN) and torch.equal(token_bn.weight, model[0].weight)
     assert slab_det.convert_norms(model, inplace=True) is model
+
+
+class CenteredNorm(nn.LayerNorm):
+    """Its name does not tell that it is another map."""
+
+    def forward(self, x):
+        return super().forward(x) - x.mean(-2, keepdim=True)
 
 
 def test_skip_and_what_cannot_be_converted_are_reported():
@@ -80,31 +91,24 @@ def test_skip_and_what_cannot_be_converted_are_reported():
             c=nn.LayerNorm((2, 4)),
             d=timm.layers.LayerNorm2d(4),
             e=PRepBN(4),
+            f=LayerNormAct(4),
+            g=CenteredNorm(4),
+            h=timm.layers.LayerNorm2dFp32(4),
         )
     )
-    report = slab_det.convert_norms(model, skip=['b']).conversion_report
+    converted = slab_det.convert_norms(model, skip=['b'])
+    report = converted.conversion_report
     assert report.converted == ['a']
     assert {name: reason.split()[0] for name, reason in report.kept.items()} == {
         'b.0': 'skipped',
         'c': 'it',
         'd': 'LayerNorm2d',
+        'f': 'LayerNormAct',
+        'g': 'CenteredNorm',
+        'h': 'LayerNorm2dFp32',
     }
-    assert '1 norms converted, 3 kept' in str(report)
-
-
-class CenteredNorm(nn.LayerNorm):
-    """Its name does not tell that it is another map."""
-
-    def forward(self, x):
-        return super().forward(x) - x.mean(-2, keepdim=True)
-
-
-@pytest.mark.parametrize('norm', [LayerNormAct(4), CenteredNorm(4), timm.layers.LayerNorm2dFp32(4)])
-def test_a_norm_with_a_forward_of_its_own_is_kept(norm):
-    model = nn.Sequential(nn.LayerNorm(4), norm)
-    converted = slab_det.convert_norms(model)
-    assert type(converted[1]) is type(norm)
-    assert type(norm).__name__ in converted.conversion_report.kept['1']
+    assert all(type(converted[name]) is type(model[name]) for name in 'cdefgh')
+    assert '1 norms converted, 6 kept' in str(report)
 
 
 @pytest.mark.parametrize('norm', [timm.layers.LayerNorm(4), timm.layers.LayerNormFp32(4), LayerNormNoBias(4)])
@@ -181,12 +185,6 @@ def test_a_failed_conversion_in_place_leaves_the_model(norm_cfg, calibrate):
     after = dict(model.named_modules(remove_duplicate=False))
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
     assert not hasattr(model, 'conversion_report')
-
-
-def test_layernorm_weights_start_a_token_bn():
-    converted = slab_det.convert_norms(swin(), dict(type='TokenBN'))
-    assert sum(isinstance(m, TokenBN) for m in converted.modules()) == len(converted.conversion_report.converted)
-    assert torch.equal(converted.norm0.weight, swin().norm0.weight)
 
 
 def test_repbn_branch_is_the_least_squares_line_of_each_channel():

@@ -261,7 +261,7 @@ def recalibration_fails_on_one():
     images = images_of(get_rank())
     if get_rank() == 2:
         images[1][:] = float('nan')
-    error = message(slab_det.recalibrate, model, images, None, 2, 0.01, False)
+    error = message(slab_det.recalibrate, model, images, 2, 0.01, False)
     return {'error': error, 'unchanged': digest(model.state_dict()) == before}
 
 

@@ -77,10 +77,11 @@ def run(
     hook=None,
     max_iters=NUM_ITERS,
     custom_hooks=(),
+    recorder=None,
 ):
     torch.manual_seed(3)
     model = model or Regression()
-    recorder = Recorder(stop_after)
+    recorder = recorder or Recorder(stop_after)
     loader = dict(dataset=Points(), batch_size=4, num_workers=0, collate_fn=dict(type='default_collate'))
     runner = Runner(
         model,
@@ -168,10 +169,7 @@ def test_gradient_accumulation_and_activation_checkpointing_leave_gamma_and_stat
     gammas, accumulated = final('accumulation', accumulate=2)
     assert gammas == plain_gammas
     # The first norm's input depends on no weight: its statistics see every iteration once, whoever steps when.
-    for buffer in (
-        'running_mean',
-        'running_var',
-    ):
+    for buffer in ('running_mean', 'running_var'):
         assert torch.equal(accumulated[f'norms.0.repbn.{buffer}'], plain[f'norms.0.repbn.{buffer}'])
 
 
@@ -219,38 +217,17 @@ def test_a_run_that_ends_with_layer_norm_left_says_so(tmp_path, caplog):
 
 
 def test_a_model_without_prepbn_gets_a_warning(tmp_path):
+    class Reader(Recorder):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            raise KeyboardInterrupt
+
     model = Regression()
     model.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
-    hook = ProgressiveNormHook()
-    torch.manual_seed(3)
-    runner = Runner(
-        model,
-        str(tmp_path),
-        train_dataloader=dict(
-            dataset=Points(),
-            batch_size=4,
-            num_workers=0,
-            collate_fn=dict(type='default_collate'),
-            sampler=dict(type='InfiniteSampler', seed=0),
-        ),
-        train_cfg=dict(type='IterBasedTrainLoop', max_iters=1),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
-        custom_hooks=[hook],
-        experiment_name='no-prepbn',
-    )
-    runner.train()
+    run(tmp_path, model=model, recorder=Reader())
     assert 'the model has no PRepBN' in next(tmp_path.glob('*/*.log')).read_text()
 
 
-@pytest.mark.parametrize(
-    'arguments',
-    [
-        dict(total=-1),
-        dict(total=1.5),
-        dict(decay='exponential'),
-        dict(unit='steps'),
-    ],
-)
+@pytest.mark.parametrize('arguments', [dict(total=-1), dict(total=1.5), dict(decay='exponential'), dict(unit='steps')])
 def test_wrong_arguments_are_refused(arguments):
     with pytest.raises(ValueError):
         ProgressiveNormHook(**arguments)

@@ -134,7 +134,7 @@ def test_float32_modules_keep_float32_under_autocast_and_copy_no_parameter(kind,
 def test_a_half_model_recalibrates_to_the_moments_of_its_input(kind, dtype):
     norm, _ = make_norm(kind, 0.0, dtype)
     x = tokens(dtype)
-    slab_det.recalibrate(nn.Sequential(norm), [x], forward=norm, progress=False)
+    slab_det.recalibrate(nn.Sequential(norm), [x], progress=False)
     exact = x.double().flatten(0, 1)
     mean, var = norm.statistics()
     if kind in QUADRATIC:

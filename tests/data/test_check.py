@@ -70,10 +70,15 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize('wrap', WRAPPERS.values(), ids=WRAPPERS)
-def test_data_that_is_there_passes_and_missing_data_is_named(root: Path, wrap) -> None:
+def test_datasets_are_found_through_every_wrapper(root: Path, wrap) -> None:
     check_data(config(root, wrap(leaf(root, 'train'))))
     with pytest.raises(DataError, match=r'train annotation file .*annotations/nowhere\.json not found'):
         check_data(config(root, wrap(leaf(root, 'train', ann_file='annotations/nowhere.json'))))
+    cfg = config('data/coco', wrap(leaf('data/coco', 'train')))
+    set_data_root(cfg, str(root))
+    check_data(cfg)
+    assert cfg.data_root == str(root)
+    assert cfg.val_evaluator.ann_file == str(root / 'annotations' / 'val.json')
 
 
 def test_missing_image_folder_is_named(root: Path) -> None:
@@ -132,15 +137,6 @@ def test_remote_and_generated_data_are_left_alone() -> None:
     check_data(config('s3://bucket/coco'))
     generated = {'dataset': {'type': 'SyntheticShapes', 'split': 'train'}}
     check_data(Config({'train_dataloader': generated}))
-
-
-@pytest.mark.parametrize('wrap', WRAPPERS.values(), ids=WRAPPERS)
-def test_data_root_reaches_datasets_and_evaluators(root: Path, wrap) -> None:
-    cfg = config('data/coco', wrap(leaf('data/coco', 'train')))
-    set_data_root(cfg, str(root))
-    check_data(cfg)
-    assert cfg.data_root == str(root)
-    assert cfg.val_evaluator.ann_file == str(root / 'annotations' / 'val.json')
 
 
 def test_data_root_finds_image_folders_below_images(root: Path) -> None:
