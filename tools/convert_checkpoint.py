@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from slab_det.checkpoints.rewrite import rewrite_as_native
+from slab_det.checkpoints.build import rewrite_as_native
 from slab_det.cli import read_config, run_cli
 from slab_det.data import check_data, set_data_root
 from slab_det.recalibration.images import recalibration_dataloader

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from slab_det.checkpoints.formats import nothing_matched
 from slab_det.checkpoints.fused import check_fused
+from slab_det.checkpoints.layouts import Weight, Weights, nothing_matched
 from slab_det.checkpoints.load import (
     check_complete,
     check_shapes,
@@ -17,7 +17,6 @@ from slab_det.checkpoints.load import (
     mark_checked,
 )
 from slab_det.checkpoints.report import LoadReport
-from slab_det.checkpoints.weight import Weight, Weights
 from slab_det.runtime.errors import CheckpointError
 
 

@@ -10,13 +10,11 @@ from os import PathLike, fspath
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.checkpoints.formats import find_format, nothing_matched
 from slab_det.checkpoints.fused import check_fused
+from slab_det.checkpoints.layouts import Weight, Weights, check_pvt_options, find_format, nothing_matched
 from slab_det.checkpoints.norms import fit_norms
-from slab_det.checkpoints.pvt_layout import check_pvt_options
+from slab_det.checkpoints.position_tables import resize_tables
 from slab_det.checkpoints.report import LoadReport, name_some
-from slab_det.checkpoints.tables import resize_tables
-from slab_det.checkpoints.weight import Weight, Weights
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from slab_det.checkpoints.layouts import Weight, Weights
 from slab_det.checkpoints.report import LoadReport, name_some
-from slab_det.checkpoints.weight import Weight, Weights
 from slab_det.norms import OfflineNorm, PRepBN, QuadraticNorm, named_offline_norms
 from slab_det.runtime.errors import CheckpointError
 

@@ -13,8 +13,7 @@ from torch import nn
 import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
-from slab_det.checkpoints.slab_official import gamma_of_counters
-from slab_det.checkpoints.swin_layout import to_unfold_order
+from slab_det.checkpoints.layouts import gamma_of_counters, to_unfold_order
 from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.attention.position_table import resize_table
-from slab_det.checkpoints.weight import Weight, Weights
+from slab_det.checkpoints.layouts import Weight, Weights
 from slab_det.runtime.errors import CheckpointError
 
 CHANGE = 'position table interpolated'
