@@ -23,7 +23,7 @@ from mmengine.config import Config, DictAction
 from torch import nn
 
 from slab_det.cli import run_cli
-from slab_det.deployment.heads import lower_precision
+from slab_det.deployment.precision import lower_precision
 from slab_det.checkpoints.build import build_detector
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.errors import LatencyError
@@ -85,9 +85,8 @@ RATIOS = (
 )
 FORMS = {
     'eager': {},
-    'graphs': {'cuda_graphs': True},
     'compile': {'compile': True},
-    'compile+graphs': {'compile': True, 'cuda_graphs': True},
+    'reduce-overhead': {'compile': 'reduce-overhead'},
 }
 
 
@@ -111,7 +110,9 @@ def parse_arguments() -> argparse.Namespace:
         metavar='SCOPE',
         help='(default %(default)s)',
     )
-    parser.add_argument('--form', choices=list(FORMS), help='of the deployed models (default: graphs on a GPU)')
+    parser.add_argument(
+        '--form', choices=list(FORMS), help='of the deployed models (default: reduce-overhead on a GPU)'
+    )
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1333), metavar=('H', 'W'))
     parser.add_argument('--rounds', type=int, default=50, help='(default %(default)s)')
     parser.add_argument('--warmup', type=int, default=10, help='(default %(default)s)')
@@ -131,9 +132,9 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     kind = torch.device(args.device).type
     args.dtypes = args.dtypes or (['float32', 'float16'] if kind == 'cuda' else ['float32'])
-    args.form = args.form or ('graphs' if kind == 'cuda' else 'eager')
+    args.form = args.form or ('reduce-overhead' if kind == 'cuda' else 'eager')
     if args.form != 'eager' and args.warmup < 3:
-        # An eager pass fills the caches, the next compiles or captures, and only then is it itself.
+        # An eager pass fills the caches, the next compiles and captures, and only then is it itself.
         parser.error(f'--form {args.form} needs --warmup 3 at least: deployed models compile in their first rounds')
     args.out = Path(args.out or ROOT / 'benchmarks' / 'results' / f'table3_latency_{kind}.json')
     return args

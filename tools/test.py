@@ -28,7 +28,7 @@ from slab_det.checkpoints.build import is_fused
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import SlabDetError
-from slab_det.deployment.half_precision import autocast_forward
+from slab_det.deployment.precision import autocast_forward
 from slab_det.measure.latency import DTYPES
 from slab_det.measure.reporting import (
     ReportEntry,

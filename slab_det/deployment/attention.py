@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.attention.geometry import window_geometry
 from slab_det.attention.window_attention import (
     FocusedLinearAttention,
     ShiftedWindowAttention,
@@ -16,11 +15,10 @@ from slab_det.attention.window_attention import (
     SoftmaxWindowAttention,
 )
 from slab_det.deployment.linear import linear, linear_add
-from slab_det.deployment.size_cache import SizeCached
 from slab_det.deployment.tiles import WindowTile, tile_tokens, window_tiles
 
 
-class DeployedWindowAttention(SizeCached):
+class DeployedWindowAttention(nn.Module):
     """``x + attention(norm(x))`` in the windows of a map, written into x.
 
     Args:
@@ -38,10 +36,13 @@ class DeployedWindowAttention(SizeCached):
         self.shift_size = attention.shift_size
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> None:
-        tiles = self.cached((*hw_shape, x.device, x.dtype), lambda: self._prepare_tiles(hw_shape, x))
+        tiles = window_tiles(
+            *hw_shape, self.w_msa.window_size, self.shift_size, self.has_mask, tile_tokens(x.device), x.device
+        )
+        prepared = self.prepare(tiles, x.dtype)
         for image in x:
-            for tile, prepared in tiles:
-                self._attend(image, tile, prepared)
+            for tile, term in zip(tiles, prepared, strict=True):
+                self._attend(image, tile, term)
 
     def _attend(self, image: Tensor, tile: WindowTile, prepared: Tensor | None) -> None:
         msa = self.w_msa
@@ -52,17 +53,12 @@ class DeployedWindowAttention(SizeCached):
         # Every token is in one tile: nothing reads it after this.
         image.index_copy_(0, tile.tokens, rows)
 
-    def _prepare_tiles(self, hw_shape: tuple[int, int], x: Tensor) -> list[tuple[WindowTile, Tensor | None]]:
-        geometry = window_geometry(*hw_shape, self.w_msa.window_size, self.shift_size, x.device)
-        tiles = window_tiles(geometry, self.has_mask and self.shift_size > 0, tile_tokens(x.device))
-        return [(tile, self.prepare(tile, x.dtype)) for tile in tiles]
-
     # Whether tokens of different regions must not see each other.
     has_mask: bool
 
     @abstractmethod
-    def prepare(self, tile: WindowTile, dtype: torch.dtype) -> Tensor | None:
-        """What :meth:`mix` needs that depends on the tile only."""
+    def prepare(self, tiles: list[WindowTile], dtype: torch.dtype) -> list[Tensor | None]:
+        """For each tile the term that :meth:`mix` needs and that does not depend on the tokens."""
 
     @abstractmethod
     def mix(self, qkv: Tensor, prepared: Tensor | None) -> Tensor:
@@ -70,17 +66,13 @@ class DeployedWindowAttention(SizeCached):
 
 
 class DeployedSoftmaxAttention(DeployedWindowAttention):
-    """Softmax attention whose position bias and shift mask are one additive term, kept per size."""
+    """Softmax attention whose position bias and shift mask are one additive term."""
 
     has_mask = True
 
-    def prepare(self, tile: WindowTile, dtype: torch.dtype) -> Tensor:
-        if tile.regions is None:
-            # One for all such tiles.
-            return self.cached(
-                ('position', tile.tokens.device, dtype), lambda: self.w_msa.position_bias(dtype).contiguous()
-            )
-        return (self.w_msa.position_bias(dtype) + tile.attention_mask(dtype)[:, None]).contiguous()
+    def prepare(self, tiles: list[WindowTile], dtype: torch.dtype) -> list[Tensor]:
+        bias = self.w_msa.position_bias(dtype).contiguous()
+        return [bias if tile.regions is None else bias + tile.attention_mask(dtype)[:, None] for tile in tiles]
 
     def mix(self, qkv: Tensor, prepared: Tensor) -> Tensor:
         msa = self.w_msa
@@ -94,10 +86,10 @@ class DeployedLinearAttention(DeployedWindowAttention):
 
     has_mask = False
 
-    def prepare(self, tile: WindowTile, dtype: torch.dtype) -> Tensor | None:
-        if not self.w_msa.mask_padding or tile.slots is None:
-            return None
-        return ~tile.padding_mask()
+    def prepare(self, tiles: list[WindowTile], dtype: torch.dtype) -> list[Tensor | None]:
+        if not self.w_msa.mask_padding:
+            return [None] * len(tiles)
+        return [None if tile.slots is None else ~tile.padding_mask() for tile in tiles]
 
     def mix(self, qkv: Tensor, prepared: Tensor | None) -> Tensor:
         return self.w_msa.mix(*qkv.chunk(3, dim=-1), prepared)

@@ -1,19 +1,47 @@
-"""Linear layers with what follows them, in one kernel where the machine has one.
+"""Linear layers with what follows them, in one kernel where that is faster.
 
-On a CPU oneDNN takes the activation or the residual into the matrix product. For float32 it is also the faster product:
-the library behind ``F.linear`` picks its kernels by the maker of the processor, oneDNN by its instructions.
+On a CPU oneDNN takes the activation or the residual into the matrix product. The library behind ``F.linear`` picks its
+kernels by the maker of the processor, oneDNN by its instructions: with AVX-512 on a processor of AMD oneDNN multiplies
+float32 at twice the speed of ``F.linear``, with AVX2 at less than its speed (docs/deploy.md).
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.fusion.interference import find_hooks
-from slab_det.runtime.onednn import linear_add_onednn, linear_onednn, takes_onednn
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}
+
+
+def _onednn_dtypes() -> frozenset[torch.dtype]:
+    """The dtypes that oneDNN multiplies faster than ``F.linear`` on this machine."""
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != 'AVX512':
+        return frozenset()
+    supports_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return frozenset([torch.float32, torch.bfloat16] if supports_bfloat16 else [torch.float32])
+
+
+ONEDNN_DTYPES = _onednn_dtypes()
+
+
+def takes_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN multiplies ``x`` and ``weight``, by operators of PyTorch's own compiler without a public name."""
+    # Autograd has no formula for these operators, autocast does not know them, and compilers and exporters want
+    # standard ones.
+    return (
+        x.device.type == 'cpu'
+        and x.dtype == weight.dtype
+        and x.dtype in ONEDNN_DTYPES
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and not torch.is_autocast_enabled('cpu')
+        and getattr(torch.backends.mkldnn, 'enabled', True)
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 'none') -> Tensor:
@@ -27,14 +55,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 'no
     """
     # oneDNN's ReLU makes 0 of NaN, and a broken checkpoint would look healthy.
     if activation != 'relu' and takes_onednn(x, weight):
-        return linear_onednn(x, weight, bias, activation)
+        # The last argument is the formula of GELU: by erf, not by tanh.
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], 'none')
     return _FUNCTIONS[activation](F.linear(x, weight, bias))
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual + x weight^T + bias``; arguments as for :func:`linear`, ``residual`` (..., C_out)."""
     if takes_onednn(x, weight):
-        return linear_add_onednn(x, weight, bias, residual)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, 'add')
     return F.linear(x, weight, bias).add_(residual)
 
 

@@ -19,7 +19,6 @@ from slab_det.attention.spatial_reduction import (
 from slab_det.backbones.pvt import SLABPVT, PositionEmbedding, PVTBlock
 from slab_det.deployment.ffn import deploy_ffn
 from slab_det.deployment.linear import linear, linear_add
-from slab_det.deployment.size_cache import SizeCached
 from slab_det.deployment.tiles import row_tiles, tile_tokens
 from slab_det.fusion.interference import has_hooks
 
@@ -27,21 +26,18 @@ from slab_det.fusion.interference import has_hooks
 Mixer = Callable[[Tensor, slice], Tensor]
 
 
-class DeployedPositionEmbedding(SizeCached):
-    """Adds the position embedding, interpolated once per size, in place."""
+class DeployedPositionEmbedding(nn.Module):
+    """Adds the position embedding, in place."""
 
     def __init__(self, embedding: PositionEmbedding) -> None:
         super().__init__()
         self.pos_embed, self.pos_shape = embedding.pos_embed, embedding.pos_shape
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        table = self.cached(
-            (*hw_shape, x.device, x.dtype), lambda: resize_table(self.pos_embed, self.pos_shape, hw_shape).contiguous()
-        )
-        return x.add_(table)
+        return x.add_(resize_table(self.pos_embed, self.pos_shape, hw_shape))
 
 
-class DeployedMapAttention(SizeCached):
+class DeployedMapAttention(nn.Module):
     """``x + attention(norm(x))`` over a map, written into x.
 
     Args:
@@ -87,14 +83,11 @@ class DeployedSoftmaxMapAttention(DeployedMapAttention):
 
 
 class DeployedLinearMapAttention(DeployedMapAttention):
-    """Simplified or focused linear attention; its position table is interpolated once per size."""
+    """Simplified or focused linear attention."""
 
     def mixer(self, k: Tensor, v: Tensor, hw_shape: tuple[int, int], source_shape: tuple[int, int]) -> Mixer:
         attention = self.attention
-        position = self.cached(
-            (*source_shape, k.device, k.dtype),
-            lambda: resize_table(attention.positional_encoding, attention.source_shape, source_shape).contiguous(),
-        )
+        position = resize_table(attention.positional_encoding, attention.source_shape, source_shape)
         summary = attention.summarize(k, v, position)
         local = attention.convolve_source(v, hw_shape, source_shape)
         return lambda q, rows: local[:, rows] + attention.read(q, summary).to(local.dtype)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from slab_det.attention.geometry import MASKED_LOGIT, WindowGeometry
+from slab_det.attention.geometry import MASKED_LOGIT, WindowGeometry, window_geometry
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
 # to be paged in anew (docs/deploy.md, Memory). Where a process keeps all freed memory, benchmarks/deploy_cpu.py finds
@@ -62,37 +63,60 @@ class WindowTile:
         return mask.index_fill_(0, self.slots, False).view(self.num_windows, -1)
 
 
-def window_tiles(geometry: WindowGeometry, shifted: bool, max_tokens: int | None) -> list[WindowTile]:
-    """All windows of a map in tiles of at most ``max_tokens`` slots, but at least one window; None for one tile.
+def window_tiles(
+    height: int, width: int, window_size: int, shift: int, masked: bool, max_tokens: int | None, device: torch.device
+) -> list[WindowTile]:
+    """All windows of a (height, width) map in tiles; what they hold is computed once per size.
 
-    In tiles, windows of one region come first, by themselves: they need no mask.
+    Windows of one region come first, in tiles of their own, which need no mask.
+
+    Args:
+        height: Rows of the map, in tokens.
+        width: Columns of the map, in tokens.
+        window_size: Side of a window, in tokens.
+        shift: Cyclic shift towards the top left, in tokens.
+        masked: Whether tokens of different regions must not see each other.
+        max_tokens: Slots of a tile, which holds one window at least; None for one tile.
+        device: Where the index tensors live.
     """
-    windows = torch.arange(geometry.num_windows, device=geometry.index.device)
-    if max_tokens is None:
-        return [_tile(geometry, windows, masked=shifted)]
-    mixed = torch.zeros_like(windows, dtype=torch.bool)
-    if shifted:
-        mixed = (geometry.regions != geometry.regions[:, :1]).any(1)
-    size = max(1, max_tokens // geometry.window_size**2)
-    return [
-        _tile(geometry, part, masked)
-        for masked in (False, True)
-        for part in windows[mixed == masked].split(size)
-        if part.numel()
-    ]
+    fields = _constant_fields(height, width, window_size, shift, masked and shift > 0, max_tokens, device)
+    return [WindowTile(*values) for values in fields]
 
 
-def _tile(geometry: WindowGeometry, windows: Tensor, masked: bool) -> WindowTile:
+# torch.compile traces through cached functions, unless their result is declared a constant of numbers and tensors.
+@torch.compiler.assume_constant_result
+def _constant_fields(*arguments: object) -> list[tuple]:
+    return _tile_fields(*arguments)
+
+
+@lru_cache(maxsize=64)
+def _tile_fields(
+    height: int, width: int, window_size: int, shift: int, masked: bool, max_tokens: int | None, device: torch.device
+) -> list[tuple]:
+    # Cached tensors outlive the mode they were made in.
+    with torch.inference_mode(False), torch.no_grad():
+        geometry = window_geometry(height, width, window_size, shift, device)
+        windows = torch.arange(geometry.num_windows, device=device)
+        if max_tokens is None:
+            return [_fields(geometry, windows, masked)]
+        mixed = torch.zeros_like(windows, dtype=torch.bool)
+        if masked:
+            mixed = (geometry.regions != geometry.regions[:, :1]).any(1)
+        size = max(1, max_tokens // window_size**2)
+        return [
+            _fields(geometry, part, in_parts)
+            for in_parts in (False, True)
+            for part in windows[mixed == in_parts].split(size)
+            if part.numel()
+        ]
+
+
+def _fields(geometry: WindowGeometry, windows: Tensor, masked: bool) -> tuple:
     is_token = torch.ones_like(geometry.index, dtype=torch.bool).index_fill_(0, geometry.padding_slots, False)
     index, is_token = (x.view(geometry.num_windows, -1)[windows].flatten() for x in (geometry.index, is_token))
     slots = None if is_token.all() else is_token.nonzero().flatten()
-    return WindowTile(
-        windows.numel(),
-        index.numel(),
-        index if slots is None else index[slots],
-        slots,
-        geometry.regions[windows] if masked else None,
-    )
+    tokens = index if slots is None else index[slots]
+    return windows.numel(), index.numel(), tokens, slots, geometry.regions[windows] if masked else None
 
 
 def row_tiles(num_rows: int, max_rows: int | None) -> Iterator[slice]:

@@ -47,6 +47,10 @@ class DeploymentError(SlabDetError):
     """A model that cannot be deployed as asked."""
 
 
+class ExportError(SlabDetError):
+    """A detector, or a part of one, that cannot be exported, or an exported file that cannot be run."""
+
+
 @contextmanager
 def config_errors(config: str) -> Iterator[None]:
     """Turns whatever reading or building a config raises into one error that names the config.

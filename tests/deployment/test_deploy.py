@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +15,8 @@ from slab_det.attention.window_attention import SoftmaxWindowAttention
 from slab_det.backbones.swin import SwinBlock
 from slab_det.deployment import tiles
 from slab_det.deployment.attention import DeployedWindowAttention
-from slab_det.deployment.compiled import compile_networks
 from slab_det.deployment.ffn import DeployedFFN
 from slab_det.deployment.linear import DeployedLinear
-from slab_det.deployment.size_cache import MAX_SIZES, SizeCached
 from slab_det.runtime.errors import DeploymentError
 
 PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
@@ -128,23 +127,6 @@ def test_the_model_is_left_alone(small_detector):
 
 
 @torch.no_grad()
-def test_sizes_are_computed_once_and_few_are_kept(fused_backbone, monkeypatch):
-    deployed = slab_det.deploy(fused_backbone('swin'))
-    made = []
-    make = DeployedWindowAttention._prepare_tiles
-    monkeypatch.setattr(
-        DeployedWindowAttention, '_prepare_tiles', lambda self, *args: made.append(self) or make(self, *args)
-    )
-    images = torch.randn(1, 3, 64, 80)
-    first = deployed(images)
-    assert len(made) == len(set(made)) == 4
-    assert all(torch.equal(a, b) for a, b in zip(first, deployed(images), strict=True)) and len(made) == 4
-    for i in range(MAX_SIZES + 2):
-        deployed(torch.randn(1, 3, 32, 32 + 8 * i))
-    assert max(len(m._kept) for m in deployed.modules() if isinstance(m, SizeCached)) == MAX_SIZES
-
-
-@torch.no_grad()
 def test_new_weights_are_seen(fused_backbone):
     deployed, images = slab_det.deploy(fused_backbone('swin')), torch.randn(1, 3, 64, 80)
     before = deployed(images)
@@ -194,49 +176,6 @@ def test_low_precision_keeps_coordinates_in_float32(small_detector):
     assert seen == [(torch.float32, torch.float32)]
 
 
-def test_masks_share_the_maps_of_boxes(small_detector):
-    deployed = slab_det.deploy(slab_det.fuse(small_detector()))
-    maps = []
-    for extractor in (deployed.roi_head.bbox_roi_extractor, deployed.roi_head.mask_roi_extractor):
-        extractor.register_forward_hook(lambda module, inputs, out: maps.append(inputs[0][0]))
-    for _ in range(2):
-        raw_outputs(deployed, torch.randn(1, 3, 64, 96))
-    assert maps[0] is maps[1] and maps[2] is maps[3] and maps[0] is not maps[2]
-    assert maps[0].is_contiguous()
-
-
-@pytest.mark.parametrize('name', ['swin', 'pvt, sla'])
-@torch.no_grad()
-def test_a_known_size_compiles_into_one_graph(fused_backbone, name):
-    deployed, images = slab_det.deploy(fused_backbone(name)), torch.randn(1, 3, 64, 80)
-    expected = deployed(images)
-    # The compiler's own code is not under test, and takes a minute.
-    out = torch.compile(deployed, backend='eager', fullgraph=True, dynamic=False)(images)
-    assert relative_difference(out, expected) < 1e-4
-
-
-@torch.no_grad()
-def test_every_known_shape_runs_compiled(small_detector, monkeypatch):
-    """Sizes that come later, also more than are kept, must not make the compiler start anew."""
-    monkeypatch.setattr('slab_det.deployment.compiled.MAX_SHAPES', 3)
-    monkeypatch.setattr('slab_det.deployment.size_cache.MAX_SIZES', 2)
-    compiled, ran = [], []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return lambda *args: ran.append(graph) or graph(*args)
-
-    model = slab_det.fuse(small_detector())
-    deployed = slab_det.deploy(model)
-    compile_networks(deployed, backend=backend)
-    images = [torch.randn(1, 3, 64, width) for width in (64, 96, 128, 160, 192, 224, 256)]
-    for _ in range(3):
-        for image in images:
-            outputs = deployed.backbone(image)
-            assert relative_difference(outputs, model.backbone(image)) < 1e-2
-    assert len(compiled) == 3 and len(ran) == 6
-
-
 def rois_and_maps(model, images):
     """The dtypes that RoIAlign and the heads see: maps, rois, and what bbox heads return."""
     seen = []
@@ -280,19 +219,10 @@ def test_masks_with_maps_of_their_own_keep_coordinates_in_float32(small_detector
     assert rois_and_maps(slab_det.deploy(model, torch.bfloat16), torch.randn(1, 3, 64, 96)) == {torch.float32}
 
 
-def test_nothing_of_an_image_is_kept_for_the_next(small_detector):
-    deployed = slab_det.deploy(slab_det.fuse(small_detector()))
-    features = [torch.randn(1, 64, 32 >> i, 32 >> i) for i in range(4)]
-    rois = torch.tensor([[0, 0, 0, 60, 60.0]])
-    boxes, masks = deployed.roi_head.bbox_roi_extractor, deployed.roi_head.mask_roi_extractor
-    with torch.no_grad():
-        boxes(features, rois)
-        deployed.backbone(torch.randn(1, 3, 64, 64))
-        for x in features:
-            x.mul_(2)
-        plain = copy.deepcopy(masks)
-        plain._forward_pre_hooks.clear()
-        assert torch.equal(masks(features, rois), plain(features, rois))
+def with_unknown_head(model):
+    model = slab_det.fuse(model)
+    model.keypoint_head = nn.Linear(2, 2).eval()
+    return model
 
 
 class OwnAttention(SoftmaxWindowAttention):
@@ -314,56 +244,45 @@ def test_what_computes_in_another_way_stays(fused_backbone):
     assert [type(b) is SwinBlock for stage in deployed.stages for b in stage.blocks] == [True, True, False, False]
 
 
-def test_wrappers_are_refused(small_detector):
-    with pytest.raises(DeploymentError, match='deploy what it wraps'):
-        slab_det.deploy(nn.DataParallel(slab_det.fuse(small_detector())))
+@pytest.mark.parametrize(
+    ('prepare', 'arguments', 'message'),
+    [
+        (slab_det.fuse, dict(dtype=torch.int8), 'torch.int8.*bfloat16'),
+        (slab_det.fuse, dict(compile='fastest'), "'fastest'.*reduce-overhead"),
+        (lambda model: model, {}, 'not fused .* call slab_det.fuse'),
+        (lambda model: slab_det.fuse(model).train(), {}, r'call model.eval\(\)'),
+        (lambda model: slab_det.deploy(slab_det.fuse(model)), {}, 'deployed already'),
+        (lambda model: nn.DataParallel(slab_det.fuse(model)), {}, 'deploy what it wraps'),
+        (with_unknown_head, dict(dtype=torch.bfloat16), 'keypoint_head of MaskRCNN.*float32'),
+    ],
+    ids=['dtype', 'compile mode', 'unfused', 'training', 'deployed', 'wrapped', 'unknown head'],
+)
+def test_refused_models_stay_as_they_were(small_detector, prepare, arguments, message):
+    model = prepare(small_detector())
+    before = {name: (type(module), module.training) for name, module in model.named_modules()}
+    gradients = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(DeploymentError, match=message):
+        slab_det.deploy(model, inplace=True, **arguments)
+    assert {name: (type(module), module.training) for name, module in model.named_modules()} == before
+    assert [parameter.requires_grad for parameter in model.parameters()] == gradients
 
 
-def test_deploying_twice_is_refused(small_detector):
-    with pytest.raises(DeploymentError, match='deployed already'):
-        slab_det.deploy(slab_det.deploy(slab_det.fuse(small_detector())))
-
-
-@pytest.mark.parametrize('wrong', [dict(dtype=torch.int8), dict(cuda_graphs=True)])
-def test_a_refused_model_is_unchanged(small_detector, wrong):
-    model = slab_det.fuse(small_detector())
-    with pytest.raises(DeploymentError):
-        slab_det.deploy(model, inplace=True, **wrong)
-    assert type(model.backbone.stages[0].blocks[0]) is SwinBlock and all(p.requires_grad for p in model.parameters())
-
-
-def test_training_mode_is_refused(small_detector):
-    with pytest.raises(DeploymentError, match=r'call model.eval\(\)'):
-        slab_det.deploy(slab_det.fuse(small_detector()).train())
-
-
-def test_norms_that_are_not_fused_are_refused(small_detector):
-    with pytest.raises(DeploymentError, match='not fused .* call slab_det.fuse'):
-        slab_det.deploy(small_detector())
-
-
-def test_other_precisions_are_refused(small_detector):
-    with pytest.raises(DeploymentError, match='torch.int8.*bfloat16'):
-        slab_det.deploy(slab_det.fuse(small_detector()), torch.int8)
-
-
-def test_unknown_heads_are_refused_in_low_precision(small_detector):
-    model = slab_det.fuse(small_detector())
-    model.keypoint_head = nn.Linear(2, 2).eval()
-    with pytest.raises(DeploymentError, match='keypoint_head of MaskRCNN.*float32'):
-        slab_det.deploy(model, torch.bfloat16)
-
-
-def test_cuda_graphs_without_gpu_are_refused(small_detector):
-    with pytest.raises(DeploymentError, match='the model is on cpu'):
-        slab_det.deploy(slab_det.fuse(small_detector()), cuda_graphs=True)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@pytest.mark.parametrize(('name', 'parts'), [('detector', 3), ('swin', 1), ('pvt, sla', 1)])
 @torch.no_grad()
-def test_cuda_graphs_compute_the_same(small_detector):
-    model = slab_det.fuse(small_detector(**SLA).double()).cuda()
-    deployed = slab_det.deploy(model, cuda_graphs=True)
-    for size in ((64, 96), (64, 96), (97, 70), (64, 96)):
-        images = torch.randn(1, 3, *size).double().cuda()
-        assert relative_difference(raw_outputs(deployed, images), raw_outputs(model, images)) <= 1e-9
+def test_each_shape_compiles_into_one_graph(small_detector, fused_backbone, monkeypatch, name, parts):
+    """Known shapes must not start the compiler again; its own code is not under test, and takes a minute."""
+    compiled, ran = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return lambda *args: ran.append(graph) or graph(*args)
+
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    model = slab_det.fuse(small_detector(**SLA)) if name == 'detector' else fused_backbone(name)
+    run = raw_outputs if name == 'detector' else lambda backbone, images: backbone(images)
+    deployed = slab_det.deploy(model, compile=True)
+    for width in (64, 96, 64, 96):
+        images = torch.randn(1, 3, 64, width)
+        assert relative_difference(run(deployed, images), run(model, images)) < 1e-2
+    assert len(compiled) == 2 * parts and len(ran) == 4 * parts

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmdet.structures import DetDataSample
 
-from slab_det.deployment.half_precision import autocast_forward
+from slab_det.deployment.precision import autocast_forward
 
 HEIGHT, WIDTH = 96, 1184
 

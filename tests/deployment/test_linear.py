@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from slab_det.deployment.linear import DeployedLinear, linear, linear_add
-from slab_det.runtime.onednn import takes_onednn
+from slab_det.deployment.linear import DeployedLinear, linear, linear_add, takes_onednn
 
 ERF = {'none': lambda x: x, 'relu': lambda x: x.clamp(min=0), 'gelu': lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2}
 

@@ -18,9 +18,9 @@ from slab_det.attention.window_attention import (
     WindowAttention,
 )
 from slab_det.backbones.patch_merging import PatchMerging
-from slab_det.deployment.export.errors import ExportError
 from slab_det.deployment.export.token_index import WindowIndex, block_tokens, gather_rows
 from slab_det.fusion.stock_mmdet import own_attention
+from slab_det.runtime.errors import ExportError
 
 
 class SizeFreeAttention(nn.Module):

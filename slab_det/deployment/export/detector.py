@@ -18,7 +18,7 @@ from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
 
 from slab_det.deployment.export.boxes import decode_boxes, pyramid_level, suppress
-from slab_det.deployment.export.errors import ExportError
+from slab_det.runtime.errors import ExportError
 
 
 class Preprocessing(nn.Module):

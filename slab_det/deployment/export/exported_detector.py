@@ -11,8 +11,8 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import Tensor
 
-from slab_det.deployment.export.errors import ExportError
 from slab_det.deployment.export.runtime import load_runtime
+from slab_det.runtime.errors import ExportError
 
 
 @MODELS.register_module()

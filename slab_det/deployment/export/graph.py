@@ -14,11 +14,11 @@ from torch import nn
 import slab_det
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import DenseGraph, DetectorGraph
-from slab_det.deployment.export.errors import ExportError
 from slab_det.deployment.export.packages import need
 from slab_det.deployment.export.runtime import METADATA_KEY
 from slab_det.deployment.export.tracing import traced_sizes
 from slab_det.norms import named_offline_norms
+from slab_det.runtime.errors import ExportError
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {'backbone+neck+rpn': DenseGraph, 'detector': DetectorGraph}
 # The first opset whose RoiAlign knows half pixels is 16.

@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from slab_det.deployment.export.errors import ExportError
+from slab_det.runtime.errors import ExportError
 
 EXTRAS = {'openvino': 'openvino'}
 

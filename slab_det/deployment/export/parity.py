@@ -11,10 +11,10 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from slab_det.deployment.export.errors import ExportError
 from slab_det.deployment.export.graph import build_graph
 from slab_det.deployment.export.runtime import Runtime
 from slab_det.fusion.verify import FLOAT32_FACTOR, FLOAT64_BOUND
+from slab_det.runtime.errors import ExportError
 
 # No two multiples of 32, of a window, or of each other.
 SIZES = ((96, 160), (131, 203), (331, 97))

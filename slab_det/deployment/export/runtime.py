@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from slab_det.deployment.export.errors import ExportError
 from slab_det.deployment.export.packages import need
+from slab_det.runtime.errors import ExportError
 
 METADATA_KEY = 'slab_det'
 

@@ -1,0 +1,93 @@
+"""Half precision for the layers of a detector; anchors, boxes, scores and RoIAlign stay in float32.
+
+A coordinate has 8 significant bits in bfloat16 and 11 in float16: on an image of 1333 pixels that is an error of
+several pixels, or of one. mmdet makes anchors, and so boxes, in the dtype of the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+from mmdet.models.roi_heads.bbox_heads import BBoxHead
+from mmdet.models.roi_heads.mask_heads import FCNMaskHead
+from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtractor
+from mmengine.utils import apply_to
+from torch import Tensor, nn
+
+from slab_det.runtime.errors import DeploymentError
+
+HALF_PRECISIONS = (torch.bfloat16, torch.float16)
+# They read features and return scores, deltas or logits: coordinates are made of these later, outside of them.
+HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
+
+
+def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
+    """Has every forward of a detector autocast to ``dtype``, up to what its heads return, which is float32 again."""
+    # No closure: in the copy of a model a partial calls the copy's forward.
+    model.forward = partial(_run_autocast, model.forward, next(model.parameters()).device.type, dtype)
+    for head in _modules(model, HEADS):
+        head.register_forward_hook(partial(_cast_outputs, torch.float32))
+
+
+def check_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises unless :func:`lower_precision` can cast the model.
+
+    Raises:
+        DeploymentError: If ``dtype`` is no half precision, or a part of the detector is of unknown kind.
+    """
+    if dtype not in HALF_PRECISIONS:
+        raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, HALF_PRECISIONS))}, or None')
+    known = {parameter for part in _cast_parts(model) for parameter in part.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter not in known:
+            raise DeploymentError(
+                f'{name.rpartition(".")[0]} of {type(model).__name__}: which of its tensors are '
+                'coordinates is not known; deploy this detector in float32'
+            )
+
+
+def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts backbone, neck and heads to ``dtype``, in place; RoI extractors read, and heads return, float32.
+
+    Args:
+        model: A model that :func:`check_precision` lets pass.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+    """
+    for part in _cast_parts(model):
+        part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+    for head in _modules(model, HEADS):
+        head.register_forward_hook(partial(_cast_outputs, torch.float32))
+    for extractor in _modules(model, BaseRoIExtractor):
+        extractor.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
+
+
+def _cast_parts(model: nn.Module) -> list[nn.Module]:
+    if not hasattr(model, 'backbone'):
+        return [model]
+    return [model.backbone, *filter(None, [getattr(model, 'neck', None)]), *_modules(model, HEADS)]
+
+
+def _modules(model: nn.Module, kinds: type | tuple[type, ...]) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def _run_autocast(forward: Callable, device_type: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device_type, dtype):
+        return forward(*args, **kwargs)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors in nested tuples, lists and dicts."""
+    return apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), lambda x: x.to(dtype))
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple, outputs: Any) -> Any:
+    return _cast(outputs, dtype)
