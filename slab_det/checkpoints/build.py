@@ -53,12 +53,6 @@ def _dataset_meta(meta: dict) -> dict | None:
     return found if 'classes' in found else None
 
 
-def is_fused(model: nn.Module) -> bool:
-    """Whether :func:`slab_det.fuse` removed norms of this model, now or when its checkpoint was written."""
-    report = getattr(model, 'fusion_report', None)
-    return report is not None and any(norm.fate != 'kept' for norm in report.norms)
-
-
 def is_deployed(model: nn.Module) -> bool:
     """Whether the model is what ``slab_det.deploy`` returned."""
     return getattr(model, 'deployed', False)

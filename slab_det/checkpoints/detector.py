@@ -44,7 +44,7 @@ def check_detector_checkpoint(
     report = LoadReport(name)
     targets = model.state_dict()
     state = find_state_dict(checkpoint, name)
-    check_fused(state.keys(), targets.keys(), name)
+    check_fused(checkpoint, state, model, name)
     dropped = tuple(reinitialize)
     kept = {key: Weight(value, key) for key, value in state.items() if not key.startswith(dropped)}
     report.unused_expected.update({key: 'reinitialized' for key in state if key not in kept})

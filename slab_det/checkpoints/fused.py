@@ -1,37 +1,58 @@
-"""Tells fused checkpoints from unfused ones."""
+"""Tells fused checkpoints and models from unfused ones."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+from torch import nn
 
 from slab_det.runtime.errors import CheckpointError
 
 
-def check_fused(keys: Iterable[str], targets: Iterable[str], name: str) -> None:
+def is_fused(model: nn.Module) -> bool:
+    """Whether :func:`slab_det.fuse` removed norms of this model, now or when its checkpoint was written."""
+    report = getattr(model, 'fusion_report', None)
+    return report is not None and any(norm.fate != 'kept' for norm in report.norms)
+
+
+def is_fused_checkpoint(checkpoint: Mapping) -> bool:
+    """Whether a checkpoint says that it is fused, as those of slab_det do since 0.1."""
+    meta = checkpoint.get('meta')
+    return isinstance(meta, Mapping) and bool(meta.get('fused'))
+
+
+def check_fused(checkpoint: Mapping, keys: Iterable[str], model: nn.Module, name: str) -> None:
     """Refuses a fused checkpoint for an unfused model and the reverse.
+
+    Args:
+        checkpoint: What a file held.
+        keys: The names of its weights, as the model would call them.
+        model: The detector or backbone that they are for.
+        name: The file, for the error.
 
     Raises:
         CheckpointError: If only one of them is fused.
     """
-    fused_keys, fused_targets = is_fused(keys), is_fused(targets)
-    if fused_keys and not fused_targets:
+    if is_fused(model):
+        if not _fit_fused(set(keys), model):
+            raise CheckpointError(
+                f'{name} is not fused, the model is; use the config it was trained with, or fuse it with tools/fuse.py'
+            )
+    elif is_fused_checkpoint(checkpoint):
         raise CheckpointError(
             f'{name} is fused: it has no norms, the model still has them; use the fused config that was written '
             'beside it, or the unfused checkpoint'
         )
-    if fused_targets and not fused_keys:
-        raise CheckpointError(
-            f'{name} is not fused, the model is; use the config it was trained with, or fuse it with tools/fuse.py'
-        )
 
 
-def is_fused(keys: Iterable[str]) -> bool:
-    """Whether the keys are those of a fused Swin or PVT, of its backbone alone or of the whole detector."""
-    keys = list(keys)
-    if any(re.search(r'\.(downsample\.reduction\.bias|padding_qkv)$', key) for key in keys):
-        return True
-    # Every patch embedding of a PVT has a norm until it is folded into the convolution.
-    embeddings = {match[1] for key in keys if (match := re.match(r'(.*\blayers\.\d+\.0\.)projection\.weight$', key))}
-    normed = {match[1] for key in keys if (match := re.match(r'(.*\blayers\.\d+\.0\.)norm\.', key))}
-    return bool(embeddings - normed)
+def _fit_fused(keys: set[str], model: nn.Module) -> bool:
+    """Whether the weights have every layer that took a norm of ``model``, and no norm that is folded."""
+    names = keys | {prefix for key in keys for prefix in accumulate(key.split('.'), '{}.{}'.format)}
+    report = model.fusion_report
+    layers = {into.partition('[')[0] for fate in report.select('folded') for into in fate.into.split(', ')}
+    return (
+        layers <= names
+        and names.isdisjoint(fate.norm for fate in report.select('folded'))
+        and names.issuperset(f'{fate.norm}.scale' for fate in report.select('affine'))
+    )

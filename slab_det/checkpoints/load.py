@@ -65,6 +65,7 @@ def load_pretrained(
         checkpoint = read_checkpoint(name)
     report = LoadReport(name)
     state = backbone_weights(find_state_dict(checkpoint, name), report, prefix)
+    check_fused(checkpoint, state, backbone, name)
     values = fit_weights(state, backbone, report, source, keep_averages=False)
     backbone.load_state_dict(mark_checked(values, ''), strict=False)
     log_report(report)
@@ -187,7 +188,6 @@ def fit_weights(
         ValueError: If ``source`` is unknown.
     """
     targets = model.state_dict()
-    check_fused(weights.keys(), targets.keys(), report.source)
     layout = find_format(set(weights), set(targets), source, report.source)
     report.format = layout.name
     given = sorted(weights)

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from slab_det.checkpoints.build import is_deployed, is_fused
+from slab_det.checkpoints.build import is_deployed
+from slab_det.checkpoints.fused import is_fused
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.latency_table import check_comparable, describe_scope, latency_table, repeat_ratios
 from slab_det.measure.measured_scopes import SCOPES, EncodedImage, MeasuredInput, read_image

@@ -9,6 +9,7 @@ from mmengine.runner import BaseLoop, Runner, load_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
+import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import check_detector_checkpoint
 from slab_det.hooks.checked_load import CheckedLoadHook
@@ -150,12 +151,14 @@ def test_missing_weights_are_errors_where_all_are_needed(options, strict, lost):
 
 
 def test_fused_and_unfused_are_told_apart():
-    fused = Detector()
-    fused.backbone.stages[0].downsample.reduction.bias = nn.Parameter(torch.zeros(16))
+    def unfused():
+        return Detector(norm_cfg=dict(type='RepBN')).eval()
+
+    fused = slab_det.fuse(unfused())
     with pytest.raises(CheckpointError, match='is fused'):
-        load(Detector(), checkpoint_of(fused))
+        load(unfused(), dict(checkpoint_of(fused), meta=dict(fused=True)))
     with pytest.raises(CheckpointError, match='is not fused'):
-        load(fused, checkpoint_of(Detector()))
+        load(fused, checkpoint_of(unfused()))
     load(fused, checkpoint_of(fused), training=False)
 
 

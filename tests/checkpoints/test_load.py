@@ -484,14 +484,16 @@ def test_source_overrides_and_is_checked():
 
 
 def test_a_fused_checkpoint_needs_a_fused_model():
-    state = copy_state(SLABSwin(**SMALL))
-    state['stages.0.downsample.reduction.bias'] = torch.zeros(16)
+    def unfused():
+        return SLABSwin(**SMALL, norm_cfg=dict(type='RepBN')).eval()
+
+    fused, normed = slab_det.fuse(unfused()), copy_state(unfused())
+    state = copy_state(fused)
     with pytest.raises(CheckpointError, match='is fused'):
-        load_pretrained(SLABSwin(**SMALL), state)
-    fused = SLABSwin(**SMALL)
-    fused.stages[0].downsample.reduction.bias = nn.Parameter(torch.zeros(16))
+        load_pretrained(unfused(), dict(state_dict=state, meta=dict(fused=True)))
     with pytest.raises(CheckpointError, match='is not fused'):
-        load_pretrained(fused, copy_state(SLABSwin(**SMALL)))
+        load_pretrained(fused, normed)
+    assert load_pretrained(fused, state).complete
 
 
 def test_files_load_and_the_report_prints(tmp_path):

@@ -507,7 +507,7 @@ def test_fused_and_unfused_pvt_are_told_apart(kind, version):
 
     state = fused().state_dict()
     with pytest.raises(CheckpointError, match='is fused'):
-        load_pretrained(unfused(), state)
+        load_pretrained(unfused(), dict(state_dict=state, meta=dict(fused=True)))
     with pytest.raises(CheckpointError, match='is not fused'):
         load_pretrained(fused(), unfused().state_dict())
     with pytest.raises(CheckpointError, match='is not fused'):
@@ -517,7 +517,7 @@ def test_fused_and_unfused_pvt_are_told_apart(kind, version):
     with pytest.raises(CheckpointError, match='is fused'):
         CheckedLoadHook().after_load_checkpoint(
             SimpleNamespace(model=model, _resume=False, _load_from='x.pth', _train_loop={}),
-            dict(state_dict={f'backbone.{key}': value for key, value in state.items()}),
+            dict(state_dict={f'backbone.{key}': value for key, value in state.items()}, meta=dict(fused=True)),
         )
 
 
