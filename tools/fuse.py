@@ -8,8 +8,7 @@ import torch
 
 from slab_det.cli import read_config, run_cli
 from slab_det.checkpoints.build import build_detector
-from slab_det.fusion import FusionError, save_fused
-from slab_det.fusion.verify import verify_fusion
+from slab_det.fusion import FusionError, save_fused, verify_fusion
 from slab_det.norms import named_offline_norms
 
 
@@ -25,6 +24,11 @@ def parse_arguments() -> argparse.Namespace:
         default=(203, 331),
         metavar=('H', 'W'),
         help='size of the image on which the fused model is compared with the original (default 203 331)',
+    )
+    parser.add_argument(
+        '--fold-outputs',
+        action='store_true',
+        help='fold output norms of a detector class of your own: nothing but its neck reads its backbone',
     )
     return parser.parse_args()
 
@@ -47,7 +51,7 @@ def main() -> None:
             f'{args.checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
             f'{unset[0]} for one: the fused model would find nothing; train it with this config first'
         )
-    fused = slab_det.fuse(model)
+    fused = slab_det.fuse(model, fold_outputs=args.fold_outputs)
     image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
     check = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)

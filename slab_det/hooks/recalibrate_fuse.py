@@ -60,6 +60,7 @@ class RecalibrateFuseHook(Hook):
         recalibrate: False keeps the running statistics, as where they were frozen in training.
         pipeline: 'train' for these images as training saw them, 'test' for them as inference sees them; see
             :func:`slab_det.recalibration.recalibration_dataloader`.
+        fold_outputs: See :func:`slab_det.fuse`: for a detector class of one's own.
 
     Raises:
         ValueError: If a count is below 1, ``tol`` is negative or the pipeline unknown.
@@ -75,6 +76,7 @@ class RecalibrateFuseHook(Hook):
         tol: float = 0.01,
         recalibrate: bool = True,
         pipeline: str = 'train',
+        fold_outputs: bool = False,
     ) -> None:
         # Now, not after the last epoch.
         if num_images < 1 or (max_passes is not None and max_passes < 1) or tol < 0:
@@ -88,6 +90,7 @@ class RecalibrateFuseHook(Hook):
         self.tol = tol
         self.recalibrate = recalibrate
         self.pipeline = pipeline
+        self.fold_outputs = fold_outputs
 
     def after_train(self, runner: Runner) -> None:
         mixed = [name for name, norm in named_progressive_norms(unwrap(runner.model)).items() if norm.gamma > 0]
@@ -128,7 +131,7 @@ class RecalibrateFuseHook(Hook):
         recalibration: RecalibrationReport | None,
     ) -> None:
         """Fuses, verifies and writes ``model``, whose checkpoint is ``path``, and the report of both."""
-        fused = fuse(model)
+        fused = fuse(model, fold_outputs=self.fold_outputs)
         inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
         check = verify_fusion(model, fused, inputs)
         runner.logger.info(
