@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.norms.precision import at_least_float32
+from slab_det.norms.base import at_least_float32
 
 
 class LinearAttention(nn.Module):

@@ -137,7 +137,7 @@ def _check(model: nn.Module) -> None:
             'and fine-tune if the model was trained for that'
         )
     for name, norm in named_offline_norms(model):
-        if not all(values.isfinite().all() for values in norm.inference_affine()):
+        if not all(values.isfinite().all() for values in norm.float64_affine()):
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; its statistics or weights '
                 'are damaged, take an earlier checkpoint or recalibrate'
@@ -204,7 +204,7 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, tied: dic
 
 def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
     """Makes a norm part of its layers; returns what stands in the place of the norm."""
-    scale, shift = norm.inference_affine()
+    scale, shift = norm.float64_affine()
     for name, part in map(split_part, fate.into.split(', ')):
         if fate.side == 'output':
             fold_into_output(model.get_submodule(name), scale, shift)
@@ -222,7 +222,7 @@ def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
 
 @torch.no_grad()
 def _as_affine(model: nn.Module, norm: OfflineNorm) -> ChannelAffine:
-    scale, shift = norm.inference_affine()
+    scale, shift = norm.float64_affine()
     # Of a parameter: statistics may have a higher precision than the layers around.
     affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
     affine.scale.copy_(scale)

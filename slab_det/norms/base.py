@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from mmengine.dist import all_reduce
 from torch import Tensor, nn
 
-from slab_det.norms.precision import HALF, at_least_float32
+from slab_det.norms.processes import is_recomputing
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Raises half precision to float32 and leaves float32 and float64 alone."""
+    return x.float() if x.dtype in HALF else x
 
 
 class OfflineNorm(nn.Module, ABC):
     """A norm with two lives: its paper's rule in training, ``y = scale * x + shift`` at inference.
 
-    Fusion, recalibration and the hooks know norms only through this class. A new norm is one subclass with a
-    training forward, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`. Its buffers are
-    float32 at least, also after ``half()`` or ``bfloat16()``.
+    Fusion, recalibration, conversion and the hooks know norms only through this class. A new norm is a subclass with
+    :meth:`train_forward`, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`; buffers hold what
+    it averages. The base class does the rest:
+
+    - evaluation is the affine map, differentiable in the parameters;
+    - a training batch that would make a buffer NaN or infinite changes no buffer, as mixed precision makes such batches
+      now and then and no average would ever forget them. ``num_skipped`` counts them, on the device;
+    - the recomputation of activation checkpointing changes no buffer, and neither does ``calibrating``;
+    - buffers are float32 at least, also after ``half()`` or ``bfloat16()``.
+
+    torch.compile breaks its graph around the training forward and runs it as it is. Evaluation compiles.
 
     Args:
         num_features: Channels C.
@@ -26,39 +43,97 @@ class OfflineNorm(nn.Module, ABC):
     Shape:
         (..., C) -> (..., C), channels last.
 
+    Raises:
+        ValueError: If the last dimension is not ``num_features``.
+
     Attributes:
-        calibrating: Normalise with each batch's own statistics, as in training, and leave every state as it
-            is. Set by :func:`slab_det.recalibrate` during its first pass, and later for norms that jumped.
-        statistics_loaded: Whether a checkpoint brought running statistics of data. ``norm_eval`` freezes only those.
-            A checkpoint from before any training, or of a LayerNorm model converted without calibration, has the
-            initial ones, mean 0 and variance 1 in every channel: freezing them would switch the norm off.
-        num_skipped: Of the norms of slab_det: training batches that were kept out of the statistics because of a NaN or
-            an infinity, 0-d, since the norm was built; counted on the device, in no state dict, never reset. See
-            :func:`skipped_batches`.
+        calibrating: Normalise with the statistics of each batch, as in training, and change no buffer. Set by
+            :func:`slab_det.recalibrate` while statistics are collected.
+        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only those: to freeze
+            the initial ones, mean 0 and variance 1, would switch the norm off.
+        num_skipped: Training batches kept out of the buffers since the norm was built, 0-d; in no state dict.
     """
 
-    # What stands before running_mean and running_var in the norm's own state dict.
-    STATISTICS_PREFIX = ''
+    calibrating = False
+    statistics_loaded = False
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.num_features = num_features
         self.eps = eps
-        self.calibrating = False
-        self.statistics_loaded = False
-        self.register_load_state_dict_post_hook(_raise_loaded_buffers)
+        self.register_buffer('num_skipped', torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_load_state_dict_post_hook(_take_loaded_buffers)
+
+    @abstractmethod
+    def train_forward(self, x: Tensor) -> Tensor:
+        """Normalises a training batch ``x``, (..., C), and updates the buffers in place.
+
+        ``x`` may be in half precision, see :func:`at_least_float32`.
+        """
 
     @abstractmethod
     def inference_affine(self) -> tuple[Tensor, Tensor]:
-        """The norm at inference as float64 ``(scale, shift)``, each of shape (C,)."""
+        """``(scale, shift)`` of inference, (C,) each, from parameters and buffers in their own dtypes."""
 
     @abstractmethod
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """The mean and the variance per channel that inference uses, each of shape (C,)."""
+        """The mean and the variance per channel that inference uses, (C,) each."""
 
     @abstractmethod
     def set_statistics(self, mean: Tensor, var: Tensor) -> None:
-        """Replaces the inference statistics by the population ``mean`` and ``var``, each of shape (C,)."""
+        """Replaces the statistics of inference by the population ``mean`` and ``var``, (C,) each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_channels(x)
+        if self.training or self.calibrating:
+            return self._train(x)
+        scale, shift = self.inference_affine()
+        values = at_least_float32(x)
+        return torch.addcmul(shift.to(values.dtype), values, scale.to(values.dtype)).to(x.dtype)
+
+    # A graph cannot hold buffers that are kept or not, nor what quadratic norms leave for their backward pass.
+    @torch.compiler.disable
+    def _train(self, x: Tensor) -> Tensor:
+        if self.calibrating or is_recomputing():
+            with self._working_on_copies():
+                return self.train_forward(x)
+        with self._keeping_bad_batches_out(self.num_skipped):
+            return self.train_forward(x)
+
+    @contextmanager
+    def _working_on_copies(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Gives the norm copies of its buffers for the time of the block; yields the buffers and the copies.
+
+        Autograd may keep the copies: nothing changes them after the block.
+        """
+        modules = [module for module in self.modules() if module._buffers]
+        originals = [module._buffers for module in modules]
+        for module in modules:
+            module._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
+        copies = [module._buffers for module in modules]
+        try:
+            yield tuple([value for buffers in all_of for value in buffers.values()] for all_of in (originals, copies))
+        finally:
+            for module, buffers in zip(modules, originals, strict=True):
+                module._buffers = buffers
+
+    @contextmanager
+    def _keeping_bad_batches_out(self, counter: Tensor | None = None) -> Iterator[None]:
+        """Keeps what the block makes of the buffers if all of it is finite; otherwise the counter goes up by 1."""
+        with self._working_on_copies() as (buffers, copies):
+            yield
+        with torch.no_grad():
+            # 0 times NaN or infinity is NaN, which counts as true: half as many kernels as isfinite().
+            is_bad = (0 * torch.cat([copy.flatten() for copy in copies if copy.is_floating_point()])).any()
+            for buffer, updated in zip(buffers, copies, strict=True):
+                torch.where(is_bad, buffer, updated, out=buffer)
+            if counter is not None:
+                counter += is_bad
+
+    @torch.no_grad()
+    def float64_affine(self) -> tuple[Tensor, Tensor]:
+        """:meth:`inference_affine` computed in float64, for folding."""
+        return copy.deepcopy(self).double().inference_affine()
 
     def check_channels(self, x: Tensor) -> None:
         """Raises ValueError unless the last dimension of ``x`` is ``num_features``."""
@@ -69,7 +144,7 @@ class OfflineNorm(nn.Module, ABC):
             )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As ever, but float32 at least, whatever ``torch.set_default_dtype`` says."""
+        """As in torch, but float32 at least, whatever ``torch.set_default_dtype`` says."""
         super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
@@ -82,14 +157,9 @@ class OfflineNorm(nn.Module, ABC):
                 'or convert it first with tools/convert_checkpoint.py --to native'
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
-        prefix += self.STATISTICS_PREFIX
-        if f'{prefix}running_var' in state_dict:
-            self.statistics_loaded = _are_estimated(
-                state_dict.get(f'{prefix}running_mean'), state_dict[f'{prefix}running_var']
-            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OfflineNorm:
-        """Moves and casts, but keeps statistics at float32 where ``fn`` lowers them to half precision.
+        """Moves and casts, but keeps buffers at float32 where ``fn`` lowers them to half precision.
 
         float16 ends at 65504, the variance of a sigma of 256, and an average of bfloat16 stands still once its steps
         are small.
@@ -97,10 +167,10 @@ class OfflineNorm(nn.Module, ABC):
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         # From what they were: through half precision they may have become infinite.
-        self.raise_buffers(before)
+        self._raise_buffers(before)
         return self
 
-    def raise_buffers(self, values: dict[str, Tensor]) -> None:
+    def _raise_buffers(self, values: dict[str, Tensor]) -> None:
         """Makes buffers in half precision float32, with these values."""
         for name, buffer in list(self.named_buffers()):
             if buffer.dtype in HALF:
@@ -111,14 +181,11 @@ class OfflineNorm(nn.Module, ABC):
         return f'{self.num_features}, eps={self.eps}'
 
 
-def _raise_loaded_buffers(norm: OfflineNorm, incompatible_keys: object) -> None:
-    """Runs when a norm and what it is made of are loaded: with ``assign=True`` buffers are those of the checkpoint."""
-    norm.raise_buffers(dict(norm.named_buffers()))
-
-
-def _are_estimated(mean: Tensor | None, var: Tensor) -> bool:
-    """Whether these are anything but the initial statistics. Waits for their device, mostly the CPU."""
-    return bool((var != 1).any()) or (mean is not None and bool(mean.any()))
+def _take_loaded_buffers(norm: OfflineNorm, incompatible_keys: object) -> None:
+    """Runs after a norm was loaded: with ``assign=True`` its buffers are those of the checkpoint, in their dtypes."""
+    norm._raise_buffers(dict(norm.named_buffers()))
+    mean, var = norm.statistics()
+    norm.statistics_loaded = bool(mean.any() or (var != 1).any())
 
 
 def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
@@ -140,7 +207,7 @@ def skipped_batches(model: nn.Module) -> dict[str, int]:
 
     All processes must call it. One message and one read of the device for all norms.
     """
-    counters = {name: norm.num_skipped for name, norm in named_offline_norms(model) if hasattr(norm, 'num_skipped')}
+    counters = {name: norm.num_skipped for name, norm in named_offline_norms(model)}
     if not counters:
         return {}
     counts = torch.stack([*counters.values()])

@@ -1,42 +1,20 @@
-"""What UN, MABN and PowerNorm share: a quadratic mean that is smoothed over iterations, and so is its gradient."""
+"""Norms without mean: UN (Yang et al., MM 2022), MABN (Yan et al., ICLR 2020), PowerNorm (Shen et al., ICML 2020)."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from mmengine.dist import all_reduce
+from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from slab_det.norms.base import OfflineNorm
-from slab_det.norms.precision import at_least_float32
+from slab_det.norms.base import OfflineNorm, at_least_float32
+from slab_det.norms.processes import is_recomputing, sum_over_processes
 from slab_det.norms.recent_values import RecentValues
-from slab_det.runtime import is_recomputing
-from slab_det.runtime.distributed import sum_over_ranks
-from slab_det.runtime.errors import SlabDetError
-
-
-class SmoothedSquare(NamedTuple):
-    """What a training forward divides by.
-
-    Attributes:
-        own: Sum of x^2 over the tokens of this process, (C,): by it a recomputed forward is recognised.
-        square: s^, (C,).
-        is_outlier: Whether this iteration is one that moving averages must not see, 0-d; None for norms that do
-            not ask.
-        is_finite: Whether mean x^2 was finite in every channel, 0-d; otherwise the averages know nothing of it.
-        num_tokens: Tokens pooled, 0-d.
-    """
-
-    own: Tensor
-    square: Tensor
-    is_outlier: Tensor | None
-    is_finite: Tensor
-    num_tokens: Tensor
 
 
 class QuadraticNorm(OfflineNorm):
@@ -44,14 +22,9 @@ class QuadraticNorm(OfflineNorm):
 
     All tokens of all processes are pooled, per channel. The backward pass does not differentiate s^; a moving average
     psi of ``gs = mean(g z)``, with ``g = weight dy``, stands for its part: ``dx = (g - z psi) / sqrt(s^ + eps)``. A
-    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. An iteration
-    whose mean x^2 is not finite in some channel, as mixed precision makes them now and then, leaves no trace but in
-    ``num_skipped``: no average, window or other counter moves, and it is normalised by the running variance. One whose
-    gs alone is not finite leaves none in the backward averages. Averages of gs have the scale of the loss: after a
-    gradient scaler has changed it they need as many iterations as they are long.
-
-    torch.compile cannot take the training forward: it breaks the graph there and runs it as it is; with
-    ``fullgraph=True`` it raises. Evaluation compiles.
+    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. A batch whose
+    gs alone is not finite changes the forward averages and not the backward ones. Averages of gs have the scale of the
+    loss: after a gradient scaler has changed it they need as many iterations as they are long.
 
     Args:
         num_features: Channels C.
@@ -75,8 +48,8 @@ class QuadraticNorm(OfflineNorm):
         iteration: Training iterations t so far, but for those that were not finite.
     """
 
-    # Training forwards of one norm after which an earlier one can no longer be recomputed. Forwards under no_grad count
-    # too: the first pass of reentrant checkpointing is one, and nothing tells it from others. Each keeps 3 C floats.
+    # Training forwards of one norm after which an earlier one can no longer be recomputed; each keeps 2 C + 1 floats.
+    # Forwards under no_grad count too: the first pass of reentrant checkpointing is one, and looks like any other.
     MAX_PENDING = 64
     # Distance between a recomputed forward and its first run, as a share of the sum of x^2. 0 but for layers before
     # the norm that do not repeat themselves to the last bit; other batches are further away.
@@ -92,29 +65,27 @@ class QuadraticNorm(OfflineNorm):
         self.register_buffer('running_var', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
-        self.register_buffer('num_skipped', torch.zeros((), dtype=torch.int64), persistent=False)
-        self._recent: deque[SmoothedSquare] = deque(maxlen=self.MAX_PENDING)
+        # Of each pending forward the sum of x^2 over its own tokens, s^ and whether it was an outlier: (2 C + 1,).
+        self._pending: deque[Tensor] = deque(maxlen=self.MAX_PENDING)
 
     @abstractmethod
-    def smooth_square(self, square: Tensor, is_finite: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Takes mean x^2 of iteration t into the forward averages.
-
-        Args:
-            square: (C,); the running variance where mean x^2 was not finite.
-            is_finite: Whether it was, 0-d. If not, everything has to stay as it is.
+    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes mean x^2 of iteration t, (C,), into the forward averages.
 
         Returns:
-            s^, (C,), and whether the iteration is an outlier, 0-d or None.
+            s^, (C,), and whether moving averages must not see this iteration, 0-d.
         """
 
     @abstractmethod
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None, is_finite: Tensor) -> Tensor:
-        """Takes gs of an iteration into the backward averages and returns the psi of this iteration, (C,).
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
+        """Takes gs of an iteration, (C,), into the backward averages.
 
         Args:
-            gradient: (C,); the psi so far where gs or mean x^2 was not finite.
+            gradient: gs.
             is_outlier: What :meth:`smooth_square` said of the same iteration.
-            is_finite: Whether they were, 0-d. If not, everything has to stay as it is.
+
+        Returns:
+            psi of this iteration, (C,).
         """
 
     @property
@@ -122,47 +93,38 @@ class QuadraticNorm(OfflineNorm):
         """Whether iteration t belongs to the warm-up, 0-d."""
         return self.iteration <= self.warmup_iters
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.check_channels(x)
-        if self.training and not self.calibrating:
-            return self._iterate(x)
+    def train_forward(self, x: Tensor) -> Tensor:
+        if not self.calibrating:
+            return _DivideBySmoothedSquare.apply(x, self.weight, self.bias, self)
         values = at_least_float32(x)
-        square = _sum_over_tokens(values.square()) / _num_tokens(x) if self.calibrating else self.running_var
-        scale = self.weight * (at_least_float32(square) + self.eps).rsqrt()
+        scale = self.weight * (self._mean(_sum_over_tokens(values.square()), x) + self.eps).rsqrt()
         return torch.addcmul(self.bias, values, scale).to(x.dtype)
 
-    # What a forward leaves for its recomputation and for backward are Python objects, which no graph can return.
-    @torch.compiler.disable
-    def _iterate(self, x: Tensor) -> Tensor:
-        return _DivideBySmoothedSquare.apply(x, self.weight, self.bias, self)
-
-    def next_square(self, x: Tensor) -> SmoothedSquare:
-        """Begins a training iteration with the tokens ``x``, (..., C); a recomputed one gets what it had."""
+    def next_square(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """s^ of the iteration with tokens ``x``, and whether it is an outlier; a recomputed one gets what it had."""
         own = _sum_over_tokens(x.square())
         if is_recomputing():
             return self._recall(own)
-        pooled = self._sum(torch.cat([own, own.new_full((1,), _num_tokens(x))]))
-        square, num_tokens = pooled[:-1] / pooled[-1], pooled[-1]
-        is_finite = square.isfinite().all()
-        self.iteration += is_finite
-        self.num_skipped += ~is_finite
-        smoothed = self.smooth_square(torch.where(is_finite, square, self.running_var), is_finite)
-        self._recent.append(SmoothedSquare(own, *smoothed, is_finite, num_tokens))
-        return self._recent[-1]
+        self.iteration += 1
+        square, is_outlier = self.smooth_square(self._mean(own, x))
+        self._pending.append(torch.cat([own, square, is_outlier.to(own)[None]]))
+        return square, is_outlier
 
-    def next_psi(
-        self, gradient_sum: Tensor, is_outlier: Tensor | None, is_finite: Tensor, num_tokens: Tensor
-    ) -> Tensor:
-        """psi of an iteration, from the sum of ``g z`` over the tokens of this process, (C,)."""
-        gradient = self._sum(gradient_sum) / num_tokens
-        is_finite = is_finite & gradient.isfinite().all()
-        return self.smooth_gradient(torch.where(is_finite, gradient, self.psi), is_outlier, is_finite)
+    def next_psi(self, own: Tensor, is_outlier: Tensor, x: Tensor) -> Tensor:
+        """psi of an iteration, from the sum of ``g z`` over the tokens ``x`` of this process, (C,)."""
+        gradient = self._mean(own, x)
+        with self._keeping_bad_batches_out():
+            return self.smooth_gradient(gradient, is_outlier)
 
-    def _sum(self, values: Tensor) -> Tensor:
-        return sum_over_ranks(values) if self.sync else values
+    def _mean(self, own: Tensor, x: Tensor) -> Tensor:
+        """The mean over the tokens of all processes, from the sum ``own`` over the tokens ``x`` of this one."""
+        total = torch.cat([own, own.new_full((1,), x.shape[:-1].numel())])
+        if self.sync and not self.calibrating:
+            total = sum_over_processes(total)
+        return total[:-1] / total[-1]
 
-    def _recall(self, own: Tensor) -> SmoothedSquare:
-        """The earlier forward that had the same sum of x^2, chosen without waiting for the device.
+    def _recall(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """s^ and ``is_outlier`` of the forward that had the same sum of x^2, chosen without waiting for the device.
 
         Several may be pending, as where two batches share one backward pass, and in any order.
 
@@ -170,36 +132,30 @@ class QuadraticNorm(OfflineNorm):
             RuntimeError: If there is none; see the class.
         """
         kind = f'{type(self).__name__}({self.num_features})'
-        if not self._recent:
-            raise SlabDetError(
+        if not self._pending:
+            raise RuntimeError(
                 f'{kind}: a training forward inside a backward pass recomputes none that went before; run '
                 'forwards of your own, as in gradient hooks, in eval mode, or before backward'
             )
         # Of equal ones the latest, which min finds first.
-        recent = list(reversed(self._recent))
+        sums, squares, outliers = torch.stack([*reversed(self._pending)]).tensor_split([len(own), 2 * len(own)], 1)
         # Overflows of mixed precision: in this batch the other channels decide, in another one they make it another.
         finite = own.isfinite()
-        differences = (torch.stack([forward.own for forward in recent]) - own).abs()
-        distances = torch.where(finite, differences, 0.0).sum(1).nan_to_num(nan=torch.inf)
+        distances = torch.where(finite, (sums - own).abs(), 0.0).sum(1).nan_to_num(nan=torch.inf)
         distance, index = distances.min(0, keepdim=True)
-        is_same = distance <= self.SAME_BATCH * torch.where(finite, own, 0.0).sum()
         torch._assert_async(
-            is_same,
+            distance <= self.SAME_BATCH * torch.where(finite, own, 0.0).sum(),
             (
                 f'{kind}: the forward to recompute is none of the last {self.MAX_PENDING} in training mode; call '
                 'backward after fewer forwards, keep forwards that are not trained on in eval mode, let checkpointing '
                 f'preserve the random state; or raise {type(self).__name__}.MAX_PENDING before building the model'
             ),
         )
-
-        def choose(*values: Tensor | None) -> Tensor | None:
-            return None if values[0] is None else torch.stack(values).index_select(0, index)[0]
-
-        return SmoothedSquare(*map(choose, *recent))
+        return squares.index_select(0, index)[0], outliers.index_select(0, index)[0, 0].bool()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuadraticNorm:
         # They are of the old device, and no backward pass outlives a move.
-        self._recent.clear()
+        self._pending.clear()
         return super()._apply(fn, recurse)
 
     @torch.no_grad()
@@ -213,19 +169,18 @@ class QuadraticNorm(OfflineNorm):
     def pool_averages(self) -> None:
         """Makes one of the windows, psi and counters of all processes; running variance and ``num_skipped`` stay.
 
-        Windows are pooled by :meth:`RecentValues.pool_over_ranks`. Counters, which differ where batches of some
+        Windows are pooled by :meth:`RecentValues.pool_over_processes`. Counters, which differ where batches of some
         processes were not finite, become the largest.
         """
         for window in self.children():
             if isinstance(window, RecentValues):
-                window.pool_over_ranks()
+                window.pool_over_processes()
         for name, buffer in self.named_buffers(recurse=False):
             if name not in ('running_var', 'num_skipped'):
                 all_reduce(buffer, 'mean' if buffer.is_floating_point() else 'max')
 
-    @torch.no_grad()
     def inference_affine(self) -> tuple[Tensor, Tensor]:
-        return self.weight.double() / (self.running_var.double() + self.eps).sqrt(), self.bias.double()
+        return self.weight / (self.running_var + self.eps).sqrt(), self.bias
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Zeros, since no mean is subtracted, and the mean of x^2."""
@@ -246,20 +201,20 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, norm: QuadraticNorm) -> Tensor:
         # x^2 overflows float16 from 256 on.
         values = at_least_float32(x)
-        smoothed = norm.next_square(values)
-        inverse_root = (smoothed.square + norm.eps).rsqrt()
+        square, is_outlier = norm.next_square(values)
+        inverse_root = (square + norm.eps).rsqrt()
         ctx.norm = norm
         # The decision of this iteration, for its own backward pass, whatever other forwards come between.
-        ctx.save_for_backward(x, weight, inverse_root, smoothed.is_outlier, smoothed.is_finite, smoothed.num_tokens)
+        ctx.save_for_backward(x, weight, inverse_root, is_outlier)
         return torch.addcmul(bias, values, weight * inverse_root).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse_root, *iteration = ctx.saved_tensors
+        x, weight, inverse_root, is_outlier = ctx.saved_tensors
         grad = at_least_float32(grad)
         grad_weight = _sum_over_tokens(grad * x) * inverse_root
-        psi = ctx.norm.next_psi(weight * grad_weight, *iteration)
+        psi = ctx.norm.next_psi(weight * grad_weight, is_outlier, x)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad * (weight * inverse_root)
@@ -267,13 +222,173 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), _sum_over_tokens(grad).to(weight.dtype), None
 
 
+@MODELS.register_module()
+class UN(QuadraticNorm):
+    """Divides by the geometric mean of the last M quadratic means, unless the window holds an outlier.
+
+    In iteration t, with s_t = mean x^2 over all tokens, per channel:
+    s^ is the geometric mean of the last M values of s, s_t among them, and the running variance averages s^;
+    in the backward pass psi <- a psi + (1 - a) mean of the last M values of gs, a = 1 - momentum. Until M values have
+    been seen the means are over those that have. During the warm-up s^ = s_t; the window fills meanwhile. The
+    geometric mean takes no s below eps / 1000, which beside eps in the root is nothing.
+
+    Outlier filtration: where the arithmetic mean of the window exceeds the geometric one by more than M V in any
+    channel, the whole layer takes s^ = s_t and psi = gs_t for this iteration, and the windows get the running averages
+    from before the iteration in place of s_t and gs_t; the running averages themselves take s_t and gs_t. V is one
+    number for the layer: the unbiased variance of the square roots of all M C values in the window before s_t came.
+    The filter is silent during the warm-up and until that window is full.
+
+    Two things of the released code are not in the paper's formulas and not here: the factor r between batch and running
+    statistics in the gradient, and backward averages that also wait for the end of the warm-up.
+
+    Args:
+        num_features: Channels C.
+        eps: Added to s^ inside the root.
+        momentum: Weight of the new value in running averages, 1 - a in the paper.
+        window_size: Values M of the moving means, forward and backward.
+        warmup_iters: So many iterations normalise by the batch alone.
+        filter_outliers: Use outlier filtration. The paper does for vision; without it its detectors did not train.
+        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
+
+    Shape:
+        (..., C) -> (..., C), channels last; a single token will do.
+
+    Raises:
+        ValueError: If the last dimension is not ``num_features``, or ``window_size`` is below 1.
+
+    Attributes:
+        num_filtered: Iterations in which the filter fired.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        window_size: int = 4,
+        warmup_iters: int = 4000,
+        filter_outliers: bool = True,
+        sync: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, warmup_iters, sync)
+        self.window_size = window_size
+        self.filter_outliers = filter_outliers
+        self.squares = RecentValues(window_size, num_features)
+        self.gradients = RecentValues(window_size, num_features)
+        self.register_buffer('num_filtered', torch.zeros((), dtype=torch.int64))
+
+    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
+        window = self.squares
+        before, was_full = window.values.clone(), window.is_full
+        window.push(square)
+        # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
+        geometric_mean = window.mean(window.values.clamp(min=1e-3 * self.eps).log()).exp()
+        is_outlier = torch.zeros_like(was_full)
+        # One value is its own mean of either kind, whatever rounding says.
+        if self.filter_outliers and self.window_size > 1:
+            exceeds = window.mean() - geometric_mean > self.window_size * before.sqrt().var()
+            is_outlier = was_full & ~self.is_warming_up & exceeds.any()
+        window.replace_latest(torch.where(is_outlier, self.running_var, square))
+        self.num_filtered += is_outlier
+        smoothed = torch.where(self.is_warming_up | is_outlier, square, geometric_mean)
+        self.running_var.lerp_(smoothed, self.momentum)
+        return smoothed, is_outlier
+
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
+        self.gradients.push(torch.where(is_outlier, self.psi, gradient))
+        self.psi.lerp_(torch.where(is_outlier, gradient, self.gradients.mean()), self.momentum)
+        return torch.where(is_outlier, gradient, self.psi)
+
+    def extra_repr(self) -> str:
+        return f'{super().extra_repr()}, window_size={self.window_size}, filter_outliers={self.filter_outliers}'
+
+
+class _ExponentialSquareNorm(QuadraticNorm):
+    """Divides by the exponential moving average of mean x^2, the current batch included."""
+
+    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
+        # The average begins with the warm-up, not after it: by then it has forgotten its initial value.
+        self.running_var.lerp_(square, self.momentum)
+        smoothed = torch.where(self.is_warming_up, square, self.running_var)
+        return smoothed, torch.zeros_like(self.is_warming_up)
+
+
+@MODELS.register_module()
+class MABN(_ExponentialSquareNorm):
+    """Moving Average BatchNorm as UN compares with it: no mean, exponential average forward, simple one backward.
+
+    s^ <- a s^ + (1 - a) mean x^2, a = 1 - momentum; psi is the mean of the last M values of gs. Without the paper's
+    centralized weights, and without the released code's factor r between batch and running statistics.
+
+    Args:
+        num_features: Channels C.
+        eps: Added to s^ inside the root.
+        momentum: Weight of the new value in s^; the released code has 0.02.
+        window_size: Values M of the backward average; 16 in the released code for detectors.
+        warmup_iters: So many iterations normalise by the batch alone.
+        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
+
+    Shape:
+        (..., C) -> (..., C), channels last; a single token will do.
+
+    Raises:
+        ValueError: If the last dimension is not ``num_features``, or ``window_size`` is below 1.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        window_size: int = 16,
+        warmup_iters: int = 100,
+        sync: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, warmup_iters, sync)
+        self.window_size = window_size
+        self.gradients = RecentValues(window_size, num_features)
+
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
+        self.gradients.push(gradient)
+        return self.psi.copy_(self.gradients.mean())
+
+    def extra_repr(self) -> str:
+        return f'{super().extra_repr()}, window_size={self.window_size}'
+
+
+@MODELS.register_module()
+class PowerNorm(_ExponentialSquareNorm):
+    """PowerNorm that stays offline: no mean, exponential averages forward and backward.
+
+    s^ <- a s^ + (1 - a) mean x^2 and psi <- a psi + (1 - a) gs, a = 1 - momentum. The paper's scaling of each token by
+    its own quadratic mean is left out, as in UN's comparison: at inference it would still need every token.
+
+    Args:
+        num_features: Channels C.
+        eps: Added to s^ inside the root.
+        momentum: Weight of the new value in both averages.
+        warmup_iters: So many iterations normalise by the batch alone.
+        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
+
+    Shape:
+        (..., C) -> (..., C), channels last; a single token will do.
+
+    Raises:
+        ValueError: If the last dimension is not ``num_features``.
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, warmup_iters: int = 10000, sync: bool = True
+    ) -> None:
+        super().__init__(num_features, eps, momentum, warmup_iters, sync)
+
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
+        return self.psi.lerp_(gradient, self.momentum)
+
+
 def named_quadratic_norms(model: nn.Module) -> dict[str, QuadraticNorm]:
     """Every UN, MABN and PowerNorm of ``model`` by its dotted name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuadraticNorm)}
-
-
-def _num_tokens(x: Tensor) -> int:
-    return x.shape[:-1].numel()
 
 
 def _sum_over_tokens(x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from mmengine.dist import all_reduce
 from torch import Tensor, nn
 
-from slab_det.runtime.distributed import sum_over_ranks
+from slab_det.norms.base import at_least_float32
+from slab_det.norms.processes import sum_over_processes
 
 
 class RecentValues(nn.Module):
@@ -26,7 +27,7 @@ class RecentValues(nn.Module):
         super().__init__()
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, got {window_size}')
-        self.register_buffer('values', torch.zeros(window_size, num_features))
+        self.register_buffer('values', at_least_float32(torch.zeros(window_size, num_features)))
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
 
     @property
@@ -34,16 +35,14 @@ class RecentValues(nn.Module):
         """Whether M values have been seen."""
         return self.count >= len(self.values)
 
-    def push(self, value: Tensor, is_valid: Tensor) -> None:
-        """Adds ``value``, (C,), in the place of the oldest, if it is valid, 0-d; otherwise nothing changes."""
-        self.count += is_valid
-        self.replace_latest(value, is_valid)
+    def push(self, value: Tensor) -> None:
+        """Adds ``value``, (C,), in the place of the oldest."""
+        self.count += 1
+        self.replace_latest(value)
 
-    def replace_latest(self, value: Tensor, is_valid: Tensor) -> None:
-        """Puts ``value``, (C,), in the place of the one pushed last, if it is valid, 0-d."""
-        place = (self.count - 1).remainder(len(self.values))[None]
-        latest = self.values.index_select(0, place)
-        self.values.index_copy_(0, place, torch.where(is_valid, value.to(self.values.dtype), latest))
+    def replace_latest(self, value: Tensor) -> None:
+        """Puts ``value``, (C,), in the place of the one pushed last."""
+        self.values.index_copy_(0, self._places(torch.zeros_like(self.count)[None]), value[None])
 
     def mean(self, rows: Tensor | None = None) -> Tensor:
         """Arithmetic mean over the window, (C,).
@@ -55,7 +54,7 @@ class RecentValues(nn.Module):
         seen = torch.arange(len(rows), device=rows.device) < self.count
         return torch.where(seen[:, None], rows, 0.0).sum(0) / seen.sum()
 
-    def pool_over_ranks(self) -> None:
+    def pool_over_processes(self) -> None:
         """Replaces every value by its mean over the processes that have one of the same age.
 
         A process that has seen fewer values than another, because its batches were not finite, has no part in the
@@ -64,8 +63,8 @@ class RecentValues(nn.Module):
         ages = torch.arange(len(self.values), device=self.values.device)
         # Zeros where nothing was seen yet.
         values = self.values[self._places(ages)].double()
-        num_seen = sum_over_ranks((ages < self.count).to(values))
-        pooled = sum_over_ranks(values) / num_seen.clamp(min=1)[:, None]
+        num_seen = sum_over_processes((ages < self.count).to(values))
+        pooled = sum_over_processes(values) / num_seen.clamp(min=1)[:, None]
         all_reduce(self.count, 'max')
         self.values.index_copy_(0, self._places(ages), pooled.to(self.values.dtype))
 

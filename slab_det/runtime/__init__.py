@@ -10,12 +10,6 @@ from slab_det.runtime.distributions import check_distributions
 check_distributions()
 
 from slab_det.runtime.amp import install_cpu_amp  # noqa: E402
-from slab_det.runtime.autograd import (  # noqa: E402
-    graph_position,
-    is_recomputed_twice,
-    is_recomputing,
-    recomputed_graph_position,
-)
 from slab_det.runtime.checkpoint_files import install_safe_reading, read_checkpoint  # noqa: E402
 from slab_det.runtime.ops import install_ops  # noqa: E402
 from slab_det.runtime.processes import install_cpu_processes  # noqa: E402
@@ -45,10 +39,6 @@ def install() -> None:
 __all__ = [
     'check_distributions',
     'find_latest_checkpoint',
-    'graph_position',
     'install',
-    'is_recomputed_twice',
-    'is_recomputing',
     'read_checkpoint',
-    'recomputed_graph_position',
 ]

@@ -177,7 +177,7 @@ def test_rows_are_named_as_in_the_papers(backbone: dict, name: str) -> None:
     ('detector', 'norm', 'fused'),
     [
         ('mmdet.MaskRCNN', 'mmengine.PRepBN', 'mmdet.FusedDetector'),
-        ('mmdet.models.detectors.mask_rcnn.MaskRCNN', 'slab_det.norms.repbn.PRepBN', 'FusedDetector'),
+        ('mmdet.models.detectors.mask_rcnn.MaskRCNN', 'slab_det.norms.progressive.PRepBN', 'FusedDetector'),
         (MaskRCNN, PRepBN, FusedDetector),
     ],
 )

@@ -399,8 +399,8 @@ def test_two_processes_are_one_with_all_tokens(tmp_path):
             for result in results:
                 for key, value in norm.state_dict().items():
                     torch.testing.assert_close(result['state'][key], value, **close, msg=f'{kind} {name} {key}')
-                # Squares and count together, then gs.
-                assert result['calls'] == [C + 1, C] * 13, result['calls']
+                # Squares, then gs, each with the count of tokens.
+                assert result['calls'] == [C + 1] * 26, result['calls']
         if kind is UN:
             assert norm.num_filtered >= 2
 
@@ -416,7 +416,7 @@ def _pool_windows_on_rank(rank, world_size, folder, window_size):
     norm = UN(1, window_size=window_size, sync=False)
     for window in (norm.squares, norm.gradients):
         for value in PUSHED[rank]:
-            window.push(torch.full((1,), float(value)), torch.tensor(True))
+            window.push(torch.full((1,), float(value)))
     norm.iteration += len(PUSHED[rank])
     norm.psi += rank
     norm.num_skipped += rank
@@ -427,7 +427,7 @@ def _pool_windows_on_rank(rank, world_size, folder, window_size):
     state = [buffer.clone() for buffer in buffers]
     next_mean = []
     for value in (100.0, 200.0):
-        norm.squares.push(torch.full((1,), value), torch.tensor(True))
+        norm.squares.push(torch.full((1,), value))
         next_mean.append(norm.squares.mean().item())
     torch.save((state, next_mean), f'{folder}/{rank}.pt')
     dist.destroy_process_group()
@@ -525,7 +525,7 @@ def test_forwards_of_before_a_move_are_forgotten():
     norm.float()
     x = batch(2).float().requires_grad_()
     checkpoint(norm, x, use_reentrant=False).sum().backward()
-    assert len(norm._recent) == 1
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize('kind', NORMS)

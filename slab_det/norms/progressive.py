@@ -1,68 +1,14 @@
-"""Re-parameterized BatchNorm and its progressive form (SLAB, Guo et al., ICML 2024, eq. 2-4)."""
+"""PRepBN: LayerNorm that training turns into RepBN (SLAB, Guo et al., ICML 2024, eq. 3)."""
 
 from __future__ import annotations
 
 import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from slab_det.norms.base import OfflineNorm
-from slab_det.norms.precision import as_half_parameter
-from slab_det.norms.rep_norm_functions import MixedNormFunction, RepBNFunction
-from slab_det.norms.token_bn import TokenBN
-
-
-@MODELS.register_module()
-class RepBN(TokenBN):
-    """``BN(x) + eta * x``, with one learnable eta per layer.
-
-    Trains with batch statistics over every token; at inference it is the affine map of Lemma 4.1:
-    scale = alpha / sigma + eta, shift = beta - alpha * mu / sigma, sigma = sqrt(var + eps).
-
-    Args:
-        num_features: Channels C.
-        eps: Added to the variance.
-        momentum: Weight of the new batch in the running statistics.
-        sync: See :class:`TokenBN`.
-
-    Shape:
-        (..., C) -> (..., C), channels last.
-
-    Raises:
-        ValueError: If the last dimension is not ``num_features``, or on a single token in training.
-    """
-
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool | None = None) -> None:
-        super().__init__(num_features, eps, momentum, sync)
-        self.eta = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.training or self.calibrating):
-            return super().forward(x) + self.eta * x
-        y = self.normalize_batch(RepBNFunction, x, (self.weight, self.bias, self.eta))
-        return as_half_parameter(y, self.weight)
-
-    @torch.no_grad()
-    def inference_affine(self) -> tuple[Tensor, Tensor]:
-        scale, shift = super().inference_affine()
-        return scale + self.eta.double(), shift
-
-
-class _KeepInGraph(torch.autograd.Function):
-    """Returns ``x`` and ties parameters to it that get no gradient.
-
-    DistributedDataParallel waits for every parameter that it has not been told is unused. At gamma = 0 the
-    LayerNorm branch is skipped; through this its parameters still count as reached, at no cost.
-    """
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.num_parameters = len(parameters)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad, *[None] * ctx.num_parameters)
+from slab_det.norms.batch_norm import RepBN
 
 
 @MODELS.register_module()
@@ -87,8 +33,6 @@ class PRepBN(OfflineNorm):
         ValueError: If the last dimension is not ``num_features``, or on a single token in training.
     """
 
-    STATISTICS_PREFIX = 'repbn.'
-
     def __init__(
         self,
         num_features: int,
@@ -100,6 +44,8 @@ class PRepBN(OfflineNorm):
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
         self.repbn = RepBN(num_features, eps, momentum, sync)
+        # The RepBN has one, see below.
+        del self.num_skipped
         # The buffer travels in checkpoints, the float is what forward reads: no device sync per layer.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
@@ -126,26 +72,23 @@ class PRepBN(OfflineNorm):
 
     @calibrating.setter
     def calibrating(self, value: bool) -> None:
-        # OfflineNorm.__init__ sets it before there is a RepBN, whose own default is the same.
-        if 'repbn' in self._modules:
-            self.repbn.calibrating = value
+        self.repbn.calibrating = value
 
     def forward(self, x: Tensor) -> Tensor:
+        # The same in training and evaluation: whether statistics are those of the batch is for the RepBN to know.
+        if self._gamma_value > 0.0:
+            return self.train_forward(x)
+        if torch.is_grad_enabled():
+            x = _KeepInGraph.apply(x, self.ln.weight, self.ln.bias)
+        return self.repbn(x)
+
+    # Traced, each gamma would be a graph of its own.
+    @torch.compiler.disable
+    def train_forward(self, x: Tensor) -> Tensor:
+        """The mixture of eq. 3 at the current gamma."""
+        self.check_channels(x)
         gamma = self._gamma_value
-        if gamma == 0.0:
-            # Also in eval mode, where norm_eval keeps norms while the model trains.
-            if torch.is_grad_enabled():
-                x = _KeepInGraph.apply(x, self.ln.weight, self.ln.bias)
-            return self.repbn(x)
-        ln, repbn = self.ln, self.repbn
-        # The RepBN's own flag, not that of the mixture: whoever freezes its statistics alone does so at every gamma.
-        if repbn.training or repbn.calibrating:
-            parameters = ln.weight, ln.bias, repbn.weight, repbn.bias, repbn.eta
-            y = repbn.normalize_batch(MixedNormFunction, x, parameters, gamma, ln.eps)
-            return as_half_parameter(y, repbn.weight)
-        if gamma == 1.0 and not torch.is_grad_enabled():
-            return ln(x)
-        return gamma * ln(x) + (1.0 - gamma) * repbn(x)
+        return gamma * self.ln(x) + (1.0 - gamma) * self.repbn(x)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The RepBN's affine.
@@ -163,9 +106,10 @@ class PRepBN(OfflineNorm):
     def set_statistics(self, mean: Tensor, var: Tensor) -> None:
         self.repbn.set_statistics(mean, var)
 
-    def raise_buffers(self, values: dict[str, Tensor]) -> None:
-        """And keeps gamma in float64: a checkpoint must hold the value that forward uses."""
-        super().raise_buffers(values)
+    def _raise_buffers(self, values: dict[str, Tensor]) -> None:
+        """Restores half-precision buffers to float32, and gamma to float64, so that a checkpoint holds what forward
+        uses."""
+        super()._raise_buffers(values)
         self._gamma = torch.full_like(self._gamma, self._gamma_value, dtype=torch.float64)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
@@ -174,6 +118,23 @@ class PRepBN(OfflineNorm):
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, ln_eps={self.ln.eps}, gamma={self._gamma_value:g}'
+
+
+class _KeepInGraph(torch.autograd.Function):
+    """Returns ``x`` and ties parameters to it that get no gradient.
+
+    DistributedDataParallel waits for every parameter that it has not been told is unused. At gamma = 0 the
+    LayerNorm is skipped; through this its parameters still count as reached, at no cost.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad, *[None] * ctx.num_parameters)
 
 
 def named_progressive_norms(model: nn.Module) -> dict[str, PRepBN]:
