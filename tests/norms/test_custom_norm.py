@@ -1,0 +1,96 @@
+"""A norm defined outside the package goes the whole way: training, recalibration, conversion, fusion, deployment."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SLA
+from mmdet.registry import MODELS
+from mmengine.runner import Runner
+from torch import Tensor, nn
+
+import slab_det
+from slab_det.fusion.verify import extract_features, verify_fusion
+from slab_det.norms import OfflineNorm, named_offline_norms
+
+IMAGES = [torch.rand(1, 3, 70, 90), torch.rand(2, 3, 64, 50)]
+
+
+# docs/architecture.md shows this class.
+class BatchRMSNorm(OfflineNorm):
+    """``weight * x / sqrt(q + eps) + bias``: RMSNorm whose q, the mean of x^2, is taken over tokens, per channel."""
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__(num_features, eps)
+        self.momentum = momentum
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer('running_var', torch.ones(num_features))
+
+    def train_forward(self, x: Tensor) -> Tensor:
+        square = x.float().square().flatten(0, -2).mean(0)
+        self.running_var.lerp_(square.detach(), self.momentum)
+        return x * (self.weight * (square + self.eps).rsqrt()) + self.bias
+
+    def inference_affine(self) -> tuple[Tensor, Tensor]:
+        return self.weight * (self.running_var + self.eps).rsqrt(), self.bias
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(self.running_var), self.running_var
+
+    @torch.no_grad()
+    def set_statistics(self, mean: Tensor, var: Tensor) -> None:
+        self.running_var.copy_(var + mean.square())
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    # A config would name the module in custom_imports, and the class would have @MODELS.register_module().
+    monkeypatch.setitem(MODELS.module_dict, 'BatchRMSNorm', BatchRMSNorm)
+
+
+def custom_norms(model: nn.Module) -> list[OfflineNorm]:
+    return [norm for _, norm in named_offline_norms(model) if isinstance(norm, BatchRMSNorm)]
+
+
+def assert_deployed_detector_is_exact(model: nn.Module) -> None:
+    """Fused and deployed, the detector computes what ``model`` does, and none of its norms is left."""
+    fused = slab_det.fuse(model)
+    assert not custom_norms(fused)
+    check = verify_fusion(model, fused, IMAGES)
+    assert check.exact and 0 < check.float64 < 1e-9, check
+    deployed = slab_det.deploy(fused)
+    with torch.no_grad():
+        for image in IMAGES:
+            for got, wanted in zip(extract_features(deployed, image), extract_features(model, image), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_trains_recalibrates_and_fuses_it(small_run_cfg):
+    runner = Runner.from_cfg(small_run_cfg(norm_cfg=dict(type='BatchRMSNorm'), **SLA))
+    start = [norm.weight.detach().clone() for norm in custom_norms(runner.model)]
+    runner.train()
+    norms = custom_norms(runner.model)
+    assert len(norms) == len(start) > 10
+    assert not any(map(torch.equal, start, (norm.weight for norm in norms))), 'parameters that did not train'
+    assert not any((norm.running_var == 1).any() for norm in norms), 'statistics that saw no data'
+    fused = torch.load(Path(runner.work_dir) / 'fused.pth', weights_only=False)
+    assert not any('running_var' in key for key in fused['state_dict'])
+    assert_deployed_detector_is_exact(runner.model.eval())
+
+
+def test_a_layer_norm_detector_is_converted_to_it(small_detector):
+    model = slab_det.convert_norms(small_detector(norm_cfg=dict(type='LN')), dict(type='BatchRMSNorm'))
+    assert len(custom_norms(model)) > 10
+    report = slab_det.recalibrate(model, IMAGES, progress=False)
+    assert report.converged
+    assert_deployed_detector_is_exact(model)
+
+
+def test_a_bad_batch_and_a_recomputed_one_leave_its_statistics():
+    norm, x = BatchRMSNorm(4), torch.rand(2, 5, 4, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(norm, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(norm.running_var, (0.9 + 0.1 * x.square().mean((0, 1))).detach())
+    before = norm.running_var.clone()
+    norm(torch.full_like(x, float('nan')))
+    assert torch.equal(norm.running_var, before) and norm.num_skipped == 1
