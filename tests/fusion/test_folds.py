@@ -1,0 +1,83 @@
+"""Modules say where their norms go; a fused config stores what became of each norm."""
+
+import copy
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from torch import nn
+
+import slab_det
+from slab_det.fusion import Fold, FusionError, register_folds, save_fused
+from slab_det.norms import ChannelAffine, RepBN
+
+
+class ForeignBlock(nn.Module):
+    """A block of another library: ``fc`` alone reads ``norm``."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = RepBN(6), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        return self.fc(self.norm(x))
+
+
+class OwnBlock(ForeignBlock):
+    def forward(self, x):
+        return self.fc(self.norm(x)) * 2
+
+    def folds(self):
+        yield 'norm', 'fc'
+
+
+class OtherForward(OwnBlock):
+    def forward(self, x):
+        return super().forward(x) + self.norm(x).sum()
+
+
+@pytest.mark.parametrize(('kind', 'fate'), [(OwnBlock, 'folded'), (OtherForward, 'affine'), (ForeignBlock, 'folded')])
+@torch.no_grad()
+def test_a_module_outside_the_package_says_where_its_norm_goes(kind, fate):
+    if kind is ForeignBlock:
+        register_folds(ForeignBlock, folds=lambda block: [Fold('norm', before='fc')])
+    block = kind().double().eval()
+    block.norm.set_statistics(torch.randn(6).double(), torch.rand(6).double() + 0.1)
+    fused = slab_det.fuse(block)
+    assert [norm.fate for norm in fused.fusion_report.norms] == [fate], str(fused.fusion_report)
+    x = torch.randn(2, 5, 6).double()
+    assert (fused(x) - block(x)).abs().max() <= 1e-9 * block(x).abs().max()
+
+
+def test_a_saved_config_stores_the_folds_and_asks_no_rule(tmp_path, small_detector, small_detector_cfg):
+    fused = slab_det.fuse(small_detector())
+    cfg = small_detector_cfg()
+    checkpoint, config = save_fused(fused, Config(dict(model=cfg)), tmp_path / 'fused.pth')
+    meta = torch.load(checkpoint, weights_only=True)['meta']
+    model = Config.fromfile(config).model
+    assert meta['slab_det_version'] == slab_det.__version__ and meta['folds'] == model.to_dict()['folds']
+    assert len(model.folds) == len(fused.fusion_report.norms)
+
+    # A rule that changes later does not change what the file says: here one norm stays as affine.
+    changed = copy.deepcopy(model)
+    norm = next(fold for fold in changed.folds if fold.norm == 'backbone.norm0')
+    norm.pop('into')
+    norm.update(fate='affine', reason='')
+    rebuilt = MODELS.build(changed)
+    assert isinstance(rebuilt.backbone.norm0, ChannelAffine) and isinstance(rebuilt.backbone.norm1, nn.Identity)
+    assert str(MODELS.build(model).fusion_report) == str(fused.fusion_report)
+
+
+def test_a_config_of_0_1_without_folds_is_rebuilt(small_detector, small_detector_cfg):
+    fused = slab_det.fuse(small_detector())
+    rebuilt = MODELS.build(dict(type='FusedDetector', model=small_detector_cfg()))
+    rebuilt.load_state_dict(fused.state_dict())
+
+
+def test_folds_of_another_model_are_refused(small_detector, small_detector_cfg):
+    folds = [fate.to_dict() for fate in slab_det.fuse(small_detector()).fusion_report.norms]
+    with pytest.raises(FusionError, match='not the one whose folds these are'):
+        MODELS.build(dict(type='FusedDetector', model=small_detector_cfg(), folds=folds[:-1]))
+    with pytest.raises(FusionError, match='not the one whose folds these are'):
+        MODELS.build(dict(type='FusedDetector', model=small_detector_cfg(), folds=[dict(folds[0], norm='no.norm')]))
