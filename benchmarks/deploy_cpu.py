@@ -2,11 +2,9 @@
 
     python benchmarks/deploy_cpu.py --threads 2
 
-Latency of backbone and whole detector, that of our LayerNorm Swin-T in the same forms beside them; how the cost grows
-with the pixels; how it depends on the size of a tile; and where the time goes, by operator. The latency is measured as
-glibc hands out memory by default, and all again with freed memory kept: deployed models need fewer fresh pages, so they
-gain less by that. Growth, tiles and operators come after that, with freed memory kept. Everything into
-benchmarks/results/deploy_cpu.json.
+Latency of backbone and whole detector, our LayerNorm Swin-T in the same forms beside them, and how the cost grows with
+the pixels. The latency is measured as glibc hands out memory by default, and again with freed memory kept. Everything
+into benchmarks/results/deploy_cpu.json, whose tiles and operators an earlier version of this script measured.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -19,9 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from slab_det.deployment import tiles
 from slab_det.measure.latency import LatencyResult, latency_table, measure_latency
 from slab_det.measure.untrained import build_untrained
 
@@ -36,7 +32,6 @@ ROWS = {
 # A quarter, one and four times the pixels of the main size.
 SIZES = ((400, 608), (800, 1216), (1600, 2432))
 KEPT = ', freed memory kept'
-TILES = (256, 512, 1024, 2048, 4096, 8192, 1 << 20)
 
 
 def build(config: str, backbone: Mapping) -> nn.Module:
@@ -77,51 +72,6 @@ def measure_growth(models: Mapping[str, nn.Module], rounds: int, threads: int) -
     }
 
 
-class Tiled(nn.Module):
-    """A deployed backbone in tiles of so many tokens."""
-
-    def __init__(self, fused: nn.Module, tokens: int) -> None:
-        super().__init__()
-        self.deployed, self.tokens = slab_det.deploy(fused), tokens
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tiles.CPU_TILE_TOKENS = self.tokens
-        return self.deployed(x)
-
-
-def measure_tiles(fused: nn.Module, size: tuple[int, int], rounds: int, threads: int) -> dict[str, float]:
-    """Median latency of a backbone's deployed form per size of a tile, interleaved."""
-    before = tiles.CPU_TILE_TOKENS
-    try:
-        results = measure_latency(
-            {str(tokens): Tiled(fused, tokens) for tokens in TILES},
-            size=size,
-            rounds=rounds,
-            warmup=1,
-            scope='backbone',
-            threads=threads,
-        )
-    finally:
-        tiles.CPU_TILE_TOKENS = before
-    return {tokens: result.median_ms for tokens, result in results.items()}
-
-
-@torch.inference_mode()
-def profile_operators(backbone: nn.Module, size: tuple[int, int], threads: int) -> dict[str, float]:
-    """Milliseconds that each operator takes itself, of a backbone's third call; those below 1 % are left out."""
-    torch.set_num_threads(threads)
-    image = torch.randn(1, 3, *size)
-    for _ in range(2):
-        backbone(image)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        backbone(image)
-    times = {event.key: event.self_cpu_time_total / 1e3 for event in profiler.key_averages()}
-    total = sum(times.values())
-    return {
-        name: round(time, 1) for name, time in sorted(times.items(), key=lambda item: -item[1]) if time >= total / 100
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1216), metavar=('H', 'W'))
@@ -149,12 +99,10 @@ def main() -> None:
             )
     growth = measure_growth(models, max(args.rounds // 5, 1), args.threads)
     print('\n'.join(f'{name}: latency grows with pixels^{row["exponent"]}' for name, row in growth.items()))
-    tokens = measure_tiles(models['Swin-T-PRepBN, fused'].backbone, size, max(args.rounds // 3, 1), args.threads)
-    print('median ms per tokens of a tile:', tokens)
-    operators = {name: profile_operators(model.backbone, size, args.threads) for name, model in models.items()}
-    results |= {f'growth{KEPT}': growth, f'tiles{KEPT}': tokens, f'operators_ms{KEPT}': operators}
+    results[f'growth{KEPT}'] = growth
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + '\n')
+    stored = json.loads(args.out.read_text()) if args.out.exists() else {}
+    args.out.write_text(json.dumps(stored | results, indent=1) + '\n')
     print(f'Written to {args.out}')
 
 

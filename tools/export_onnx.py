@@ -16,7 +16,6 @@ from slab_det.recalibration.images import recalibration_dataloader
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import SlabDetError
 from slab_det.deployment.export import SCOPES, check_parity, export_onnx, load_runtime, quantize_onnx, random_images
-from slab_det.deployment.export.exported_detector import as_input
 from slab_det.deployment.export.parity import SIZES
 
 
@@ -50,7 +49,8 @@ def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]
     for path in paths:
         if not Path(path).is_file():
             raise SlabDetError(f'image {path} not found')
-        yield as_input(mmcv.imrescale(mmcv.imread(path), (max(size), min(size))))
+        image = mmcv.imrescale(mmcv.imread(path), (max(size), min(size)))
+        yield np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
 def calibration_config(args: argparse.Namespace) -> Config:

@@ -297,7 +297,7 @@ class SLABSwin(BaseModule):
         x = self.drop_after_pos(x)
         if not self.released_order:
             # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy
-            # them: benchmarks/token_layout.py. From another layout kernels round differently.
+            # them. From another layout kernels round differently.
             x = x.contiguous()
         outs = []
         for i, stage in enumerate(self.stages):

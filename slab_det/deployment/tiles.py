@@ -12,8 +12,7 @@ from torch import Tensor
 from slab_det.attention.geometry import MASKED_LOGIT, WindowGeometry, window_geometry
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
-# to be paged in anew (docs/deploy.md, Memory). Where a process keeps all freed memory, benchmarks/deploy_cpu.py finds
-# times from 1,000 tokens to whole maps within 5 % of this; smaller tiles cost more calls than they save.
+# to be paged in anew (docs/deploy.md, Memory). Smaller tiles cost more calls than they save.
 CPU_TILE_TOKENS = 2048
 
 

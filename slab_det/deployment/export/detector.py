@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -17,12 +20,14 @@ from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
 
-from slab_det.deployment.export.boxes import decode_boxes, pyramid_level, suppress
 from slab_det.runtime.errors import ExportError
+
+# mmdet's delta2bbox: no side changes by more than this.
+MAX_LOG_RATIO = abs(math.log(16 / 1000))
 
 
 class Preprocessing(nn.Module):
-    """What the detector's data_preprocessor does in testing: channel order, mean, deviation, padding.
+    """The data_preprocessor of a detector as in testing: channel order, mean, deviation, padding.
 
     Shape:
         (1, 3, H, W), 0 to 255 -> (1, 3, H', W'), each side the next multiple of the divisor.
@@ -48,10 +53,7 @@ class Preprocessing(nn.Module):
 
 
 class DenseGraph(nn.Module):
-    """Preprocessing, backbone, neck and RPN head.
-
-    Args:
-        detector: A two-stage detector whose backbone is size-free.
+    """Preprocessing, backbone, neck and RPN head of a detector whose backbone is size-free.
 
     Shape:
         (1, 3, H, W) -> the feature maps, then the objectness logits, then the box deltas of each level.
@@ -74,12 +76,7 @@ class DenseGraph(nn.Module):
 
 
 class DetectorGraph(nn.Module):
-    """The whole detector but for the pasting of masks.
-
-    Boxes are in pixels of the input image, sorted by score.
-
-    Args:
-        detector: A two-stage detector whose backbone is size-free, with test_cfg.
+    """The whole detector but for the pasting of masks; boxes are in pixels of the input image, sorted by score.
 
     Shape:
         (1, 3, H, W) -> boxes (n, 4), scores (n,), labels (n,) and, with a mask head, mask logits (n, 28, 28).
@@ -99,11 +96,8 @@ class DetectorGraph(nn.Module):
         levels = len(outputs) // 3
         features, logits, deltas = (outputs[i * levels : (i + 1) * levels] for i in range(3))
         boxes, scores, labels = self.boxes(features, self.proposals(logits, deltas, limits), limits)
-        return (
-            (boxes, scores, labels)
-            if self.masks is None
-            else (boxes, scores, labels, self.masks(features, boxes, labels))
-        )
+        masks = () if self.masks is None else (self.masks(features, boxes, labels),)
+        return boxes, scores, labels, *masks
 
     def output_names(self) -> list[str]:
         return ['boxes', 'scores', 'labels'] + (['mask_logits'] if self.masks is not None else [])
@@ -115,7 +109,9 @@ class Proposals(nn.Module):
     def __init__(self, head: RPNHead) -> None:
         super().__init__()
         generator = head.prior_generator
-        _check_types(('anchor_generator', generator, AnchorGenerator), ('bbox_coder', head.bbox_coder, _CODER))
+        _check_types(
+            ('anchor_generator', generator, AnchorGenerator), ('bbox_coder', head.bbox_coder, DeltaXYWHBBoxCoder)
+        )
         if not head.use_sigmoid_cls:
             raise ExportError('rpn_head: its scores are no sigmoid')
         self.strides = [tuple(stride) for stride in generator.strides]
@@ -167,7 +163,7 @@ class BoxHead(nn.Module):
         _check_types(
             ('roi_head', roi_head, StandardRoIHead),
             ('bbox_head', head, ConvFCBBoxHead),
-            ('bbox_coder', head.bbox_coder, _CODER),
+            ('bbox_coder', head.bbox_coder, DeltaXYWHBBoxCoder),
         )
         if roi_head.with_shared_head or head.custom_cls_channels or not (head.with_cls and head.with_reg):
             raise ExportError('roi_head: shared heads and bbox heads without softmax or boxes have no export form')
@@ -242,7 +238,66 @@ class Regions(nn.Module):
         return torch.cat(regions), torch.cat(members)
 
 
-_CODER = DeltaXYWHBBoxCoder
+def decode_boxes(coder: DeltaXYWHBBoxCoder, boxes: Tensor, deltas: Tensor, limits: Tensor) -> Tensor:
+    """``center + delta * size`` and ``size * exp(delta)`` (R-CNN, Girshick et al., CVPR 2014, appendix C), clipped.
+
+    Args:
+        coder: Gives means and standard deviations of the deltas.
+        boxes: Corners, (N, 1, 4) or (N, 4).
+        deltas: (N, K, 4) or (N, 4).
+        limits: The image's (width, height, width, height).
+
+    Returns:
+        Corners, in the shape of ``deltas``.
+    """
+    deltas = deltas * deltas.new_tensor(coder.stds) + deltas.new_tensor(coder.means)
+    low, high = boxes[..., :2], boxes[..., 2:]
+    size = high - low
+    center = (low + high) * 0.5 + size * deltas[..., :2]
+    half = size * deltas[..., 2:].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * 0.5
+    decoded = torch.cat([center - half, center + half], -1)
+    return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
+
+
+class _Suppression(torch.autograd.Function):
+    """Greedy NMS that stops after ``limit`` boxes; ONNX's NonMaxSuppression on one class."""
+
+    @staticmethod
+    def forward(ctx: Any, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> Tensor:
+        return torchvision.ops.nms(boxes, scores, iou_threshold)[:limit]
+
+    @staticmethod
+    def symbolic(g: Any, boxes: Any, scores: Any, iou_threshold: float, limit: int) -> Any:
+        def constant(*values: float | int) -> Any:
+            return g.op('Constant', value_t=torch.tensor(values))
+
+        boxes, scores = g.op('Unsqueeze', boxes, constant(0)), g.op('Unsqueeze', scores, constant(0, 1))
+        selected = g.op('NonMaxSuppression', boxes, scores, constant(limit), constant(iou_threshold))
+        # Rows of (image, class, box).
+        return g.op('Gather', selected, g.op('Constant', value_t=torch.tensor(2)), axis_i=1)
+
+
+def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, iou_threshold: float, limit: int) -> Tensor:
+    """Indices of the best boxes that no better one of their group overlaps, by descending score.
+
+    Args:
+        boxes: Corners, (N, 4), none negative.
+        scores: (N,).
+        groups: The class or the level of each box, (N,).
+        iou_threshold: A box goes if it overlaps a better one by more.
+        limit: At most so many stay.
+    """
+    # mmcv's way, rounding included: each group in a place of its own. The zero keeps max() of no boxes defined.
+    stride = torch.cat([boxes.reshape(-1), boxes.new_zeros(1)]).max() + 1
+    return _Suppression.apply(boxes + (groups.to(boxes.dtype) * stride)[:, None], scores, iou_threshold, limit)
+
+
+def pyramid_level(boxes: Tensor, finest_scale: int, num_levels: int) -> Tensor:
+    """Level 0 below twice ``finest_scale``, one more for each doubling (FPN, Lin et al., CVPR 2017, eq. 1)."""
+    scale = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).sqrt()
+    # log(0) of an empty box is -inf, which no integer holds: the epsilon comes first.
+    level = torch.log2(scale / finest_scale + 1e-6).floor()
+    return level.clamp(0, num_levels - 1).to(torch.int64)
 
 
 def _nonzero(mask: Tensor) -> Tensor:

@@ -1,36 +1,34 @@
-"""A detector becomes an ONNX file."""
+"""Writes a detector as an ONNX file."""
 
 from __future__ import annotations
 
 import copy
 import io
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import slab_det
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import DenseGraph, DetectorGraph
-from slab_det.deployment.export.packages import need
-from slab_det.deployment.export.runtime import METADATA_KEY
-from slab_det.deployment.export.tracing import traced_sizes
+from slab_det.deployment.export.runtime import METADATA_KEY, need
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ExportError
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {'backbone+neck+rpn': DenseGraph, 'detector': DetectorGraph}
 # The first opset whose RoiAlign knows half pixels is 16.
 MIN_OPSET = 17
-# No multiple of anything that a map is compared with; small, because tracing runs the model.
+# No multiple of a window or a stride; small, because tracing runs the model.
 TRACED_SIZE = (161, 227)
 
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
-    """A copy of a detector that computes everything from the image, sizes included.
-
-    It runs as any module; exporting only writes down what it does.
+    """A copy of a detector that computes everything from the image, sizes included, and runs as any module.
 
     Args:
         detector: A two-stage detector in eval mode. Offline norms that are left are fused.
@@ -42,10 +40,7 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     """
     if scope not in SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
-    if any(named_offline_norms(detector)):
-        detector = slab_det.fuse(detector)
-    else:
-        detector = copy.deepcopy(detector)
+    detector = slab_det.fuse(detector) if any(named_offline_norms(detector)) else copy.deepcopy(detector)
     detector.eval()
     make_size_free(detector)
     return SCOPES[scope](detector).eval()
@@ -70,9 +65,9 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     graph = build_graph(detector, scope).float()
     names = graph.output_names()
     buffer = io.BytesIO()
-    with traced_sizes():
+    with _traced_sizes():
         # The tracer, not torch.export: there each size is a formula that every operator simplifies anew, minutes for
-        # a Swin-T instead of seconds. What the tracer might take for a constant, the parity check finds.
+        # a Swin-T instead of seconds. The parity check finds sizes that the tracer took for constants.
         torch.onnx.export(
             graph,
             (torch.rand(1, 3, *TRACED_SIZE) * 255,),
@@ -85,9 +80,30 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         )
     model = onnx.load_from_string(buffer.getvalue())
     metadata = dict(version=slab_det.__version__, scope=scope, dataset_meta=getattr(detector, 'dataset_meta', None))
-    if scope == 'detector' and 'mask_logits' in names:
+    if 'mask_logits' in names:
         metadata['mask_threshold'] = detector.roi_head.test_cfg.mask_thr_binary
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
     onnx.checker.check_model(model)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, path)
+
+
+def _unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    dim %= self.ndim
+    # The other sizes come from the shape: the tracer then keeps them as sizes.
+    return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
+
+
+@contextmanager
+def _traced_sizes() -> Iterator[None]:
+    """Keeps ``Tensor.unflatten`` from turning sizes into constants, and mutes the warnings of the tracer."""
+    original = Tensor.unflatten
+    Tensor.unflatten = _unflatten
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
+            warnings.filterwarnings('ignore', category=DeprecationWarning)
+            warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
+            yield
+    finally:
+        Tensor.unflatten = original

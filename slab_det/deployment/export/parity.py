@@ -84,7 +84,7 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
         found = {name: torch.from_numpy(value) for name, value in runtime.run(image).items()}
         if found.keys() != reference.keys():
             raise ExportError(f'the file has the outputs {sorted(found)}, expected {sorted(reference)}')
-        check = (_compare_detections if 'boxes' in names else _compare_maps)(image.shape[2:], found, own, reference)
+        check = _compare(tuple(image.shape[2:]), found, own, reference)
         if not check.exact:
             raise ExportError(
                 f'the file does not compute what the detector does: {check}; do not use it, and please '
@@ -108,51 +108,45 @@ def match_detections(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
         second: The same with m detections.
 
     Returns:
-        Two lists of one length; nobody is in them twice.
+        Two lists of one length; no index is in a list twice.
     """
     overlap = torchvision.ops.box_iou(first['boxes'].double(), second['boxes'].double())
     overlap[first['labels'][:, None] != second['labels'][None]] = 0
     # Duplicates within a class overlap too: the score tells them apart.
     closeness = overlap - (first['scores'].double()[:, None] - second['scores'].double()[None]).abs()
-    pairs, taken = [], set()
-    for i in range(len(overlap)):
-        for j in closeness[i].argsort(descending=True).tolist():
-            if overlap[i, j] < MATCHED_IOU:
-                continue
-            if j not in taken:
-                pairs.append((i, j))
-                taken.add(j)
-                break
-    rows = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
-    return rows[:, 0], rows[:, 1]
+    closeness[overlap < MATCHED_IOU] = -torch.inf
+    partners: dict[int, int] = {}
+    for i in range(len(closeness)):
+        free = [j for j in closeness[i].argsort(descending=True).tolist() if j not in partners]
+        if free and closeness[i, free[0]] > -torch.inf:
+            partners[free[0]] = i
+    return torch.tensor(list(partners.values()), dtype=torch.long), torch.tensor(list(partners), dtype=torch.long)
 
 
-def _compare_maps(size: tuple[int, int], found: dict, own: dict, reference: dict) -> ParityCheck:
-    return ParityCheck(
-        tuple(size),
-        {name: _relative(name, found[name], value) for name, value in reference.items()},
-        {name: _relative(name, own[name], value) for name, value in reference.items()},
-    )
-
-
-def _compare_detections(size: tuple[int, int], found: dict, own: dict, reference: dict) -> ParityCheck:
-    differences = []
-    for other in (found, own):
-        i, j = match_detections(reference, other)
-        differences.append(
-            {name: _relative(name, other[name][j], value[i]) for name, value in reference.items() if name != 'labels'}
-        )
-        if other is found:
+def _compare(size: tuple[int, int], found: dict, own: dict, reference: dict) -> ParityCheck:
+    """The distances of the file (``found``) and of PyTorch in float32 (``own``) to PyTorch in float64."""
+    if 'boxes' not in reference:
+        return ParityCheck(size, _distances(found, reference), _distances(own, reference))
+    distances = []
+    for outputs in (found, own):
+        i, j = match_detections(reference, outputs)
+        if outputs is found:
             unmatched = max(len(reference['boxes']), len(found['boxes'])) - len(i)
-    return ParityCheck(tuple(size), *differences, len(reference['boxes']), unmatched)
+        names = [name for name in reference if name != 'labels']
+        distances.append(_distances({n: outputs[n][j] for n in names}, {n: reference[n][i] for n in names}))
+    return ParityCheck(size, *distances, len(reference['boxes']), unmatched)
 
 
-def _relative(name: str, output: Tensor, reference: Tensor) -> float:
-    if output.shape != reference.shape:
-        raise ExportError(f'{name} has shape {tuple(output.shape)}, the detector computes {tuple(reference.shape)}')
-    if not torch.isfinite(output).all():
-        raise ExportError(f'{name} is not finite')
-    if not output.numel():
-        return 0.0
-    reference = reference.double()
-    return ((output.double() - reference).abs().max() / reference.abs().max().clamp(min=1e-12)).item()
+def _distances(outputs: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest difference over the largest reference, by output."""
+    distances = {}
+    for name, reference in references.items():
+        output, reference = outputs[name].double(), reference.double()
+        if output.shape != reference.shape:
+            raise ExportError(f'{name} has shape {tuple(output.shape)}, the detector computes {tuple(reference.shape)}')
+        if not torch.isfinite(output).all():
+            raise ExportError(f'{name} is not finite')
+        distances[name] = 0.0
+        if reference.numel():
+            distances[name] = float((output - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
+    return distances

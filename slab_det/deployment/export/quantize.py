@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slab_det.deployment.export.packages import need
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
+from slab_det.deployment.export.runtime import need
 
 # Layers that keep float32, by a part of their node's name.
 FLOAT_LAYERS = (
@@ -24,6 +19,7 @@ FLOAT_LAYERS = (
     'fc_reg',
     'conv_logits',  # the answers themselves
 )
+OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 
 
 def quantize_onnx(
@@ -43,16 +39,36 @@ def quantize_onnx(
     Returns:
         The names of the nodes that were quantized.
     """
-    onnx, quantization = need('onnx'), need('onnxruntime.quantization')
+    onnx, onnxruntime, quantization = need('onnx'), need('onnxruntime'), need('onnxruntime.quantization')
+
+    class Reader(quantization.CalibrationDataReader):
+        remaining = iter(images)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            image = next(self.remaining, None)
+            return None if image is None else {'image': image}
+
     with tempfile.TemporaryDirectory() as folder:
+        # Weights that the graph still computes, such as the repeated kernels of linear attention, become constants.
         prepared = Path(folder) / 'prepared.onnx'
-        _fold_constants(source, prepared)
-        model = onnx.load(prepared)
-        nodes = list(_quantizable(model, tuple(float_layers)))
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = str(prepared)
+        onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
+
+        graph, kept = onnx.load(prepared).graph, tuple(float_layers)
+        weights = {tensor.name for tensor in graph.initializer}
+        nodes = [
+            node.name
+            for node in graph.node
+            if node.op_type in OPERATORS_WITH_WEIGHTS
+            and weights.intersection(node.input[:2])
+            and not any(part in node.name for part in kept)
+        ]
         quantization.quantize_static(
             prepared,
             target,
-            _Reader(images),
+            Reader(),
             quant_format=quantization.QuantFormat.QDQ,
             per_channel=True,
             activation_type=quantization.QuantType.QUInt8,
@@ -63,34 +79,3 @@ def quantize_onnx(
     onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in onnx.load(source).metadata_props})
     onnx.save(quantized, target)
     return nodes
-
-
-class _Reader:
-    """onnxruntime.quantization's CalibrationDataReader."""
-
-    def __init__(self, images: Iterable[np.ndarray]) -> None:
-        self._images = iter(images)
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        image = next(self._images, None)
-        return None if image is None else {'image': image}
-
-
-def _fold_constants(source: str | Path, target: Path) -> None:
-    """Weights that the graph still computes, as linear attention's repeated kernels, become constants."""
-    onnxruntime = need('onnxruntime')
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(target)
-    onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
-
-
-def _quantizable(model: ModelProto, float_layers: tuple[str, ...]) -> Iterator[str]:
-    weights = {tensor.name for tensor in model.graph.initializer}
-    kept = re.compile('|'.join(map(re.escape, float_layers))) if float_layers else None
-    for node in model.graph.node:
-        has_weight = node.op_type in ('Conv', 'ConvTranspose', 'Gemm', 'MatMul') and any(
-            name in weights for name in node.input[:2]
-        )
-        if has_weight and not (kept and kept.search(node.name)):
-            yield node.name

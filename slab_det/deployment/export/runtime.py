@@ -1,17 +1,39 @@
-"""Runs an exported file: ONNX Runtime or OpenVINO, whichever is asked for and installed."""
+"""Runs an exported file in ONNX Runtime or OpenVINO, also in the place of a model of mmdet."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
+import torch
+from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.model import BaseModel
+from mmengine.structures import InstanceData
+from torch import Tensor
 
-from slab_det.deployment.export.packages import need
 from slab_det.runtime.errors import ExportError
 
 METADATA_KEY = 'slab_det'
+PRECISIONS = ('f32', 'bf16')
+
+
+def need(name: str) -> ModuleType:
+    """Imports a package of the extra 'onnx' or 'openvino'.
+
+    Raises:
+        ExportError: If it is not installed; says how to.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        extra = 'openvino' if name == 'openvino' else 'onnx'
+        raise ExportError(f'the package {error.name} is not installed: pip install -e ".[{extra}]"') from error
 
 
 class Runtime(ABC):
@@ -21,7 +43,12 @@ class Runtime(ABC):
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
     """
 
-    metadata: dict
+    def __init__(self, path: str | Path) -> None:
+        properties = need('onnx').load(path, load_external_data=False).metadata_props
+        text = next((entry.value for entry in properties if entry.key == METADATA_KEY), None)
+        if text is None:
+            raise ExportError(f'{path} was not written by tools/export_onnx.py')
+        self.metadata: dict = json.loads(text)
 
     @abstractmethod
     def run(self, image: np.ndarray) -> dict[str, np.ndarray]:
@@ -29,56 +56,43 @@ class Runtime(ABC):
 
 
 class OnnxRuntime(Runtime):
-    """Microsoft's ONNX Runtime on the CPU; float32, or int8 where the file is quantized.
+    """Microsoft's ONNX Runtime on the CPU; float32, or int8 where the file is quantized."""
 
-    Args:
-        path: The file.
-        threads: CPU threads; 0 lets the runtime choose.
-        precision: 'f32'; it has no other for a file as it is.
-    """
-
-    def __init__(self, path: str | Path, threads: int = 0, precision: str = 'f32') -> None:
-        onnxruntime = need('onnxruntime')
+    def __init__(self, path: str | Path, threads: int, precision: str) -> None:
         if precision != 'f32':
             raise ExportError(f'ONNX Runtime computes as the file says, not in {precision}: use runtime openvino')
+        super().__init__(path)
+        onnxruntime = need('onnxruntime')
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self._session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
         self._names = [output.name for output in self._session.get_outputs()]
-        self.metadata = _metadata(self._session.get_modelmeta().custom_metadata_map.get(METADATA_KEY), path)
 
     def run(self, image: np.ndarray) -> dict[str, np.ndarray]:
         return dict(zip(self._names, self._session.run(None, {'image': image}), strict=True))
 
 
 class OpenVino(Runtime):
-    """Intel's OpenVINO on the CPU, also AMD's and Arm's.
+    """Intel's OpenVINO on the CPU, also on processors of AMD and Arm.
 
-    Args:
-        path: The file.
-        threads: CPU threads; 0 lets the runtime choose.
-        precision: 'f32' or 'bf16'; bf16 needs a CPU that multiplies it (AVX-512 BF16, AMX), or is slower than f32. In
-            both a quantized file runs in int8 where it says so.
+    bf16 is faster than f32 only where the CPU multiplies it (AVX-512 BF16, AMX). With either, a quantized file runs in
+    int8 where the file says so.
     """
 
-    def __init__(self, path: str | Path, threads: int = 0, precision: str = 'f32') -> None:
-        onnx, openvino = need('onnx'), need('openvino')
+    def __init__(self, path: str | Path, threads: int, precision: str) -> None:
+        super().__init__(path)
         options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
         if threads:
             options['INFERENCE_NUM_THREADS'] = threads
-        core = openvino.Core()
+        core = need('openvino').Core()
         self._request = core.compile_model(core.read_model(path), 'CPU', options).create_infer_request()
-        properties = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
-        self.metadata = _metadata(properties.get(METADATA_KEY), path)
 
     def run(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        outputs = self._request.infer([image])
-        # Views of the request's memory, which the next image overwrites.
-        return {port.any_name: np.array(value) for port, value in outputs.items()}
+        # Copies: the next image overwrites the memory of the request.
+        return {port.any_name: np.array(value) for port, value in self._request.infer([image]).items()}
 
 
 RUNTIMES: dict[str, type[Runtime]] = {'onnxruntime': OnnxRuntime, 'openvino': OpenVino}
-PRECISIONS = ('f32', 'bf16')
 
 
 def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 0, precision: str = 'f32') -> Runtime:
@@ -91,7 +105,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         precision: 'f32' or, with OpenVINO, 'bf16'.
 
     Raises:
-        ExportError: If the runtime is unknown or not installed, or the file is none of ours.
+        ExportError: If the runtime is unknown or not installed, or another program wrote the file.
     """
     if runtime not in RUNTIMES:
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
@@ -100,7 +114,55 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     return RUNTIMES[runtime](path, threads, precision)
 
 
-def _metadata(text: str | None, path: str | Path) -> dict:
-    if text is None:
-        raise ExportError(f'{path} was not written by tools/export_onnx.py')
-    return json.loads(text)
+@MODELS.register_module()
+class ExportedDetector(BaseModel):
+    """Answers ``test_step`` as a detector does, by running an exported file.
+
+    Args:
+        file: The ONNX file, of scope 'detector'.
+        runtime: 'onnxruntime' or 'openvino'.
+        threads: CPU threads; 0 lets the runtime choose.
+        precision: 'f32' or, with OpenVINO, 'bf16'.
+
+    Raises:
+        ExportError: If the file has another scope, or the runtime is not installed.
+    """
+
+    def __init__(self, file: str, runtime: str = 'onnxruntime', threads: int = 0, precision: str = 'f32') -> None:
+        super().__init__()
+        self.runtime = load_runtime(file, runtime, threads, precision)
+        if self.runtime.metadata['scope'] != 'detector':
+            raise ExportError(f'{file} has scope {self.runtime.metadata["scope"]}: export it with --scope detector')
+        # The runner asks a model for its device.
+        self.register_buffer('_device', torch.zeros(()), persistent=False)
+
+    def forward(
+        self, inputs: list[Tensor], data_samples: list[DetDataSample], mode: str = 'predict'
+    ) -> list[DetDataSample]:
+        if mode != 'predict':
+            raise ExportError(f'an exported detector only predicts, mode={mode!r} is not possible')
+        for image, sample in zip(inputs, data_samples, strict=True):
+            found = {name: torch.from_numpy(x) for name, x in self.runtime.run(image[None].float().numpy()).items()}
+            boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)
+            instances = InstanceData(bboxes=boxes, scores=found['scores'], labels=found['labels'])
+            if 'mask_logits' in found:
+                threshold = self.runtime.metadata['mask_threshold']
+                instances.masks = paste_masks(found['mask_logits'], boxes, sample.ori_shape[:2], threshold)
+            sample.pred_instances = instances
+        return data_samples
+
+
+def paste_masks(logits: Tensor, boxes: Tensor, shape: tuple[int, int], threshold: float) -> Tensor:
+    """Masks at full size, (n, H, W), as mmdet pastes them; the one step that is not in the graph.
+
+    Args:
+        logits: (n, 28, 28).
+        boxes: Corners in the image of ``shape``, (n, 4).
+        shape: (H, W).
+        threshold: Smallest probability of a pixel inside the mask.
+    """
+    masks = torch.zeros(len(boxes), *shape, dtype=torch.bool)
+    for i in range(len(boxes)):
+        pasted, window = _do_paste_mask(logits[i : i + 1, None].sigmoid(), boxes[i : i + 1], *shape)
+        masks[(i, *window)] = pasted[0] >= threshold
+    return masks
