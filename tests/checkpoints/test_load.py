@@ -13,7 +13,6 @@ from torch import nn
 import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
-from slab_det.checkpoints.layouts import gamma_of_counters, to_unfold_order
 from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
 
@@ -168,12 +167,6 @@ def test_patch_merging_order_against_the_formula():
     torch.testing.assert_close(got, expected.flatten(1, 2), rtol=1e-10, atol=1e-10)
 
 
-def test_unfold_order_against_unfold():
-    image = torch.rand(1, 3, 2, 2)
-    slices = torch.cat([image[:, :, 0, 0], image[:, :, 1, 0], image[:, :, 0, 1], image[:, :, 1, 1]], 1)
-    assert torch.equal(to_unfold_order(slices), nn.functional.unfold(image, 2).squeeze(2))
-
-
 def test_statistics_of_patch_merging_are_reordered_with_its_weights():
     backbone = SLABSwin(norm_cfg=PREPBN, **SLAB)
     state = random_state(MANIFESTS['slab_swin_tiny'])
@@ -190,21 +183,6 @@ def test_statistics_of_patch_merging_are_reordered_with_its_weights():
             # Slices stand column by column, mmdet's places row by row.
             slice_index = (0, 2, 1, 3)[place]
             assert getattr(norm, ours)[channel * 4 + place] == given[slice_index, channel], (ours, channel, place)
-
-
-@pytest.mark.parametrize(
-    ('remaining', 'total', 'warm', 'gamma'),
-    [
-        (0, 300000, 0, 0.0),
-        (300000, 300000, 0, 1.0),
-        (75000, 300000, 0, 0.25),
-        (0, 300000, 5, 1.0),
-        (0, 0, 0, 0.0),
-        (9, 3, 0, 1.0),
-    ],
-)
-def test_gamma_of_counters(remaining, total, warm, gamma):
-    assert gamma_of_counters(remaining, total, warm) == gamma
 
 
 @pytest.mark.parametrize(
@@ -445,28 +423,6 @@ def test_stock_swin_with_prepbn_loads_the_official_layout():
     assert set(report.gammas.values()) == {0.0}
 
 
-def test_nothing_matched_names_keys_of_both_sides():
-    backbone = SLABSwin(**SMALL)
-    with pytest.raises(CheckpointError, match=r'some\.weight.*norm0\.bias'):
-        load_pretrained(backbone, {'some.weight': torch.zeros(3)})
-
-
-@pytest.mark.parametrize('checkpoint', [{}, {'meta': {}, 'epoch': 3}, {'state_dict': {}}])
-def test_no_weights_is_an_error(checkpoint):
-    with pytest.raises(CheckpointError, match='no weights'):
-        load_pretrained(SLABSwin(**SMALL), checkpoint)
-
-
-def test_misfit_shapes_are_named_and_nothing_is_loaded():
-    backbone = SLABSwin(**SMALL)
-    before = copy_state(backbone)
-    state = {key: torch.ones_like(value) for key, value in before.items()}
-    state['stages.1.blocks.0.norm1.weight'] = torch.ones(17)
-    with pytest.raises(CheckpointError, match=r'stages\.1\.blocks\.0\.norm1\.weight \(17,\).*\(16,\)'):
-        load_pretrained(backbone, state)
-    assert unchanged(backbone, before)
-
-
 def test_surplus_and_missing_weights_are_reported():
     deep = SLABSwin(**{**SMALL, 'depths': (2, 4)})
     report = load_pretrained(SLABSwin(**SMALL), copy_state(deep))
@@ -494,14 +450,6 @@ def test_a_fused_checkpoint_needs_a_fused_model():
     with pytest.raises(CheckpointError, match='is not fused'):
         load_pretrained(fused, normed)
     assert load_pretrained(fused, state).complete
-
-
-def test_files_load_and_the_report_prints(tmp_path):
-    path = tmp_path / 'swin.pth'
-    torch.save({'model': copy_state(SLABSwin(**SMALL))}, path)
-    report = load_pretrained(SLABSwin(**SMALL), path)
-    assert 'swin.pth' in str(report)
-    assert 'native' in str(report)
 
 
 EMA = 'ema.backbone.'

@@ -310,13 +310,6 @@ def test_slab_pvt_equals_the_official_forward(remaining):
     assert_same_features(model, official_features(state, image, slab_norm), image)
 
 
-def test_finished_decay_needs_no_layernorm():
-    plain = build('ours', norm_cfg=dict(type='RepBN'), attention='sla')
-    assert load_pretrained(plain, slab_state(0)).complete
-    with pytest.raises(CheckpointError, match=r'PRepBN at gamma 0\.25.*norm_cfg'):
-        load_pretrained(plain, slab_state(10))
-
-
 @pytest.mark.parametrize('kind', ['ours', 'mmdet'])
 def test_layernorm_weights_start_prepbn_at_gamma_1(kind):
     state = random_state(official_shapes())
@@ -519,30 +512,6 @@ def test_fused_and_unfused_pvt_are_told_apart(kind, version):
             SimpleNamespace(model=model, _resume=False, _load_from='x.pth', _train_loop={}),
             dict(state_dict={f'backbone.{key}': value for key, value in state.items()}, meta=dict(fused=True)),
         )
-
-
-def test_source_names_the_layout():
-    state = random_state(official_shapes())
-    assert load_pretrained(build('ours'), state, source='official_pvt').complete
-    with pytest.raises(CheckpointError, match='nothing matches'):
-        load_pretrained(build('ours'), state, source='microsoft_swin')
-    with pytest.raises(
-        ValueError,
-        match=r"\['microsoft_swin', 'native', 'official_pvt', 'slab_official', "
-        r"'timm_pvt_v2', 'timm_swin'\]",
-    ):
-        load_pretrained(build('ours'), state, source='pvt')
-
-
-def test_init_cfg_takes_the_official_layout(tmp_path):
-    path = tmp_path / 'pvt.pth'
-    state = random_state(official_shapes())
-    torch.save(state, path)
-    model = SLABPVT(**SMALL, norm_cfg=PREPBN, init_cfg=dict(type='Pretrained', checkpoint=str(path)))
-    model.init_weights()
-    norm = model.layers[0][1][1].norm1
-    assert norm.gamma == 1.0
-    torch.testing.assert_close(norm.ln.weight, state['block1.0.norm1.weight'].float())
 
 
 def test_mixed_kinds_of_norms_have_a_gamma_each():

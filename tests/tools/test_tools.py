@@ -56,8 +56,6 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('command', 'message'),
     [
-        (['train.py', 'nowhere.py'], 'nowhere.py'),
-        (['train.py', MAIN_CONFIG, '--data-root', 'nowhere'], '--data-root nowhere is not a folder'),
         (['test.py', MAIN_CONFIG, 'nowhere.pth'], 'checkpoint nowhere.pth not found'),
         (['fuse.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
         (['recalibrate.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
@@ -70,7 +68,6 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
             ['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--to', 'native'],
             'checkpoint nowhere.pth not found',
         ),
-        (['latency.py', MAIN_CONFIG, '--checkpoint', 'a', 'b'], '1 configs but 2 checkpoints'),
         (['report.py', 'nowhere.json', '--out', 'x'], 'nowhere.json not found'),
         (['attention_rank.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.png'], 'checkpoint nowhere.pth not found'),
     ],
