@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -182,8 +183,8 @@ class Interruptions:
         unfinished = sorted(path.name for path in files.folder.glob('.*'))
         said = self._train(files.folder.name, files, '--resume')
         files.torn += [f'left behind: {path.name}' for path in files.folder.glob('.*')]
-        _, found, rest = said.partition('Auto resumed from the latest checkpoint ')
-        resumed_from = Path(rest.split('.pth')[0]).name if found else None
+        found = re.search(r'resumed epoch: \d+, iter: (\d+)', said)
+        resumed_from = f'iter_{found[1]}' if found else None
         return Kill(
             point.kind, unfinished, resumed_from, **self._compare(files.folder), torn=files.torn, checks=files.checks
         )

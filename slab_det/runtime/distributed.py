@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-from mmengine.dist import all_gather, all_gather_object, broadcast_object_list, get_world_size, is_main_process
+from mmengine.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
 from mmengine.model import is_model_wrapper
-from torch import Tensor, nn
+from torch import nn
 
 from slab_det.runtime.errors import RankError
 
@@ -57,28 +55,3 @@ def broadcast_from_main(value: T) -> T:
     values = [value]
     broadcast_object_list(values)
     return values[0]
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum over all processes, in every process; ``values`` stay as they are."""
-    if get_world_size() > 1:
-        values = values.clone()
-        dist.all_reduce(values)
-    return values
-
-
-def pool_moments(count: Tensor, mean: Tensor, m2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Number, mean and sum of squared deviations of the tokens of all processes, (C,) each, in float64.
-
-    Every process gets the same result to the last bit.
-
-    Args:
-        count: Tokens of this process, (C,) or (1,). May be 0, with mean and m2 0.
-        mean: Their mean, (C,).
-        m2: Their sums of squared deviations from ``mean``, (C,).
-    """
-    own = torch.stack([count.double().expand_as(mean), mean.double(), m2.double()])
-    counts, means, m2s = torch.stack(all_gather(own)).unbind(1)
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    return count, mean, (m2s + counts * (means - mean).square()).sum(0)

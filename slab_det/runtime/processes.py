@@ -28,8 +28,8 @@ def install_cpu_processes() -> None:
         mmengine.runner.runner.MMDistributedDataParallel = CpuDataParallel
 
 
-def init_gloo(backend: str, **kwargs: Any) -> None:
-    """Starts the process group with gloo, whatever ``backend`` the config names."""
+def init_gloo(backend: str, init_backend: str = 'torch', **kwargs: Any) -> None:
+    """Starts the process group with gloo, whatever ``backend`` and ``init_backend`` the config names."""
     if backend != 'gloo':
         warnings.warn(
             f'There is no GPU: the processes of this run use the CPU, and gloo in place of {backend}.', stacklevel=2
