@@ -32,7 +32,7 @@ import torch
 from mmengine.config import Config
 
 from slab_det.measure.environment import describe_environment
-from slab_det.measure.reporting import read_report
+from slab_det.measure.report import read_report
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError
 

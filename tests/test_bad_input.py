@@ -31,7 +31,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import calibrate_norms
 from slab_det.data.synthetic import SyntheticShapes, generate
 from slab_det.fusion import save_fused
-from slab_det.measure.reporting import Report, read_report, write_report
+from slab_det.measure.report import Report, read_report, write_report
 from slab_det.norms import PRepBN
 from slab_det.recalibration.images import recalibration_dataloader
 from slab_det.runtime.checkpoint_files import read_checkpoint

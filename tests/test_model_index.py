@@ -10,10 +10,10 @@ import yaml
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.measure.paper import PAPER_TABLES
-from slab_det.measure.reporting import describe_model
+from slab_det.measure.report import describe_model, read_paper_tables
 
 ROOT = CONFIGS.parent
+PAPER_TABLES = read_paper_tables(ROOT / 'benchmarks' / 'paper_tables.json')
 INDEX = yaml.safe_load((ROOT / 'model-index.yml').read_text())
 METAFILES = {path: yaml.safe_load((ROOT / path).read_text()) for path in INDEX['Import']}
 COLLECTIONS = [collection for metafile in METAFILES.values() for collection in metafile['Collections']]
@@ -31,7 +31,7 @@ def published(cfg: Config) -> dict[tuple[str, str], float]:
         row = table.rows.get(description['name'])
         if row is None or (table.detector, table.epochs) != (description['detector'], cfg.train_cfg.get('max_epochs')):
             continue
-        values = {'box AP': row.box[0], 'mask AP': row.mask and row.mask[0], 'V100 ms/image': row.ms}
+        values = {'box AP': row['box'][0], 'mask AP': row['mask'] and row['mask'][0], 'V100 ms/image': row['ms']}
         numbers.update({(table.source, metric): value for metric, value in values.items() if value is not None})
     return numbers
 

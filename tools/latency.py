@@ -15,7 +15,7 @@ from slab_det.checkpoints.fused import is_fused
 from slab_det.runtime.errors import SlabDetError
 from slab_det.measure.latency import DTYPES, latency_table
 from slab_det.norms import named_offline_norms
-from slab_det.measure.reporting import ReportEntry, describe_model, form_suffix, update_report
+from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report
 from slab_det.measure.untrained import OBJECTS, prepare_untrained
 
 

@@ -6,9 +6,11 @@ import argparse
 from pathlib import Path
 
 from slab_det.cli import run_cli
+from slab_det.measure.figure import draw_ap_latency
+from slab_det.measure.report import markdown_table, merge_entries, read_paper_tables, read_report
 from slab_det.runtime.errors import ReportError
-from slab_det.measure.figures import draw_ap_latency
-from slab_det.measure.reporting import markdown_table, merge_entries, read_report
+
+PAPER_TABLES = Path(__file__).resolve().parents[1] / 'benchmarks' / 'paper_tables.json'
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -24,12 +26,13 @@ def main() -> None:
     entries = merge_entries(entry for path in args.reports for entry in read_report(path).entries)
     if not entries:
         raise ReportError(f'no entries in {", ".join(args.reports)}; tools/train.py, test.py and latency.py write them')
-    table = markdown_table(entries, paper=args.paper)
+    paper_tables = read_paper_tables(PAPER_TABLES) if args.paper else ()
+    table = markdown_table(entries, paper_tables)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)
     print(table)
-    draw_ap_latency(entries, out / 'ap_latency.png', paper=args.paper)
+    draw_ap_latency(entries, out / 'ap_latency.png', paper_tables)
     print(f'Written to {out / "table.md"} and {out / "ap_latency.png"}')
 
 

@@ -30,7 +30,7 @@ from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import SlabDetError
 from slab_det.deployment.precision import autocast_forward
 from slab_det.measure.latency import DTYPES
-from slab_det.measure.reporting import (
+from slab_det.measure.report import (
     ReportEntry,
     ap_from_metrics,
     describe_dataset,

@@ -10,7 +10,7 @@ from slab_det.cli import add_runner_arguments, build_runner, config_from_argumen
 from slab_det.data import check_data
 from slab_det.measure.environment import describe_environment
 from slab_det.deployment.export import PRECISIONS, RUNTIMES
-from slab_det.measure.reporting import ap_from_metrics, describe_dataset
+from slab_det.measure.report import ap_from_metrics, describe_dataset
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,16 +1,13 @@
-"""Trains the runs of a study, some at a time, and writes its results, table and picture.
+"""Trains the runs of a study, one after the other, and adds their AP to its results and table.
 
-    python benchmarks/norms/run.py bccd-norms --data-root data/bccd --seeds 0 1 2 --jobs 2
-    python benchmarks/norms/run.py bccd-hard --seeds 0 --only 'deep12_*'
+    python benchmarks/norms/run.py bccd-norms --data-root data/bccd --seeds 0 1 2
+    python benchmarks/norms/run.py dsb2018-recalibration --seeds 0 --only 'token_bn@*'
     python benchmarks/norms/run.py bccd-norms --table-only
 
-Studies are declared in benchmarks/norms/studies.py. Every run is a call of tools/train.py, printed before it starts,
-in WORK_DIR/DATASET/RUN/seedN, with what it prints in output.txt there. Runs that are done are skipped, also those of
-another study; one that was interrupted goes on. Several drivers may work on the same study: no run is done twice. A
-run that fails does not stop the others. Results of what WORK_DIR has go into benchmarks/results/norms_STUDY.json after
-each run, in place of what was there; with --keep-stored, runs and seeds stay that only benchmarks/results has, in the
-file of any study of the dataset. At the end the table goes below the line `<!-- norms STUDY -->` of docs/results.md,
-and the picture into docs/results_STUDY.png.
+Studies are declared in benchmarks/norms/studies.py. Every step is a command of tools/, printed before it runs, in
+WORK_DIR/DATASET/RUN/seedN; steps that are done are skipped, and a training that was interrupted goes on. Results are
+added to benchmarks/results/norms_STUDY.json, run by run and seed by seed, and the table goes below the line
+`<!-- norms STUDY -->` of docs/results.md.
 """
 
 import sys
@@ -23,126 +20,123 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 import argparse
 import json
 import os
-import signal
-import statistics
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import shutil
+import subprocess
 from fnmatch import fnmatchcase
 
-from benchmarks.experiments import ROOT, replace_table
-from benchmarks.norms.figure import draw
-from benchmarks.norms.jobs import Done, Evaluation, Job, Training, jobs_of
-from benchmarks.norms.results import collect, with_stored, write_results
-from benchmarks.norms.studies import STUDIES, Study
-from benchmarks.norms.table import markdown
+from mmengine.config import Config
+from mmengine.runner import find_latest_checkpoint
+
+from benchmarks.experiments import ROOT, attempts, call, replace_table, tool
+from benchmarks.norms.studies import STUDIES, Recalibration, Run, Study, lasting
+from benchmarks.norms.table import latency_table, markdown
+from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
+
+PAGE = Path('docs/results.md')
 
 
-class Driver:
-    """Runs the jobs of a study.
+def run_config(study: Study, run: Run, seed: int) -> Config:
+    """The base config with the changes of run and seed."""
+    config = Config.fromfile(ROOT / study.base.config)
+    for changes in (
+        lasting(study.base.iterations, study.base.validations),
+        *run.changes,
+        dict(randomness=dict(seed=seed)),
+    ):
+        config.merge_from_dict(changes)
+    return config
 
-    Args:
-        study: What to run.
-        seeds: Of all its runs.
-        work_dir: Where the folders of runs are.
-        data_root: The folder of the dataset.
-        root: Results, table and picture go below it.
-        keep_stored: Keep results of the dataset that are stored there and not in ``work_dir``.
-    """
 
-    def __init__(
-        self,
-        study: Study,
-        seeds: list[int],
-        work_dir: Path,
-        data_root: str,
-        root: Path = ROOT,
-        keep_stored: bool = False,
-    ) -> None:
-        self.study, self.seeds, self.work_dir, self.data_root, self.root = study, seeds, work_dir, data_root, root
-        self.keep_stored = keep_stored
-        self.results_file = root / 'benchmarks' / 'results' / f'norms_{study.name}.json'
+class Experiment:
+    """The runs of a study with one seed, below ``folder``."""
 
-    def run(self, parallel: int = 1, only: list[str] | None = None) -> list[str]:
-        """Runs what is not done, and returns what did not end well: one line for each."""
-        jobs = [
-            job
-            for job in jobs_of(self.study, self.seeds, self.work_dir, self.data_root)
-            if not only or any(fnmatchcase(job.name, pattern) for pattern in only)
-        ]
-        if not jobs:
-            raise SystemExit(
-                f'--only {" ".join(only)}: {self.study.name} has no such run, but '
-                f'{", ".join(run.name for run in (*self.study.runs, *self.study.recalibrations))}'
-            )
-        problems = {}
-        # Evaluations are of trainings of the same study.
-        for kind in (Training, Evaluation):
-            self._run_all([job for job in jobs if isinstance(job, kind)], jobs, parallel, problems)
-        self.collect()
-        return list(problems.values())
+    def __init__(self, study: Study, seed: int, folder: Path, data_root: str) -> None:
+        self.study, self.seed, self.data = study, seed, ('--data-root', data_root)
+        self.folder = folder / study.base.name
 
-    def _run_all(self, batch: list[Job], jobs: list[Job], parallel: int, problems: dict[str, str]) -> None:
-        with ThreadPoolExecutor(parallel) as pool:
-            waiting = {pool.submit(self._run_one, job, parallel): job for job in batch}
-            try:
-                for future in as_completed(waiting):
-                    self._report(waiting[future], future.result(), jobs, parallel, problems)
-            except BaseException:
-                # Those that have not begun must not, and a signal may have reached this process alone.
-                pool.shutdown(wait=False, cancel_futures=True)
-                for job in batch:
-                    job.stop()
-                raise
+    def train(self, run: Run) -> dict:
+        """Trains a run; keeps its checkpoint from before the recalibration as ``trained.pth``."""
+        folder, config = self.folder / run.name / f'seed{self.seed}', run_config(self.study, run, self.seed)
+        if not (folder / 'trained.pth').exists():
+            unfinished = config.copy()
+            hooks = [hook for hook in config.custom_hooks if hook['type'] != 'RecalibrateFuseHook']
+            unfinished.custom_hooks = hooks
+            self._train(unfinished, folder)
+            shutil.copyfile(find_latest_checkpoint(str(folder)), folder / 'trained.pth')
+        report = folder / 'report.json'
+        if len(config.custom_hooks) > 1 and not report.exists():
+            # After the last iteration, resuming is recalibrating and fusing.
+            self._train(config, folder)
+        metrics = [record for records in attempts(folder) for record in records if self._metric in record]
+        trained = ap_from_metrics(metrics[0])
+        if not report.exists():
+            return self._result(trained)
+        entry = read_report(report).entries[0]
+        before = trained[self.study.base.metric]['AP']
+        return self._result(entry.ap, ap_before_recalibration=before, recalibration=entry.recalibration)
 
-    def _run_one(self, job: Job, parallel: int) -> tuple[bool, Done | str]:
-        """Whether the job was run now, and how it ended."""
-        if obstacle := job.obstacle():
-            return False, obstacle
-        if job.done is not None:
-            return False, job.done
-        return True, job.run(parallel)
+    def recalibrate(self, how: Recalibration) -> dict:
+        """Evaluates a trained run with other statistics."""
+        trained = self.folder / how.run.name / f'seed{self.seed}'
+        folder = self.folder / how.name / f'seed{self.seed}'
+        config, checkpoint, numbers = trained / 'merged' / 'config.py', trained / 'trained.pth', folder / 'numbers.json'
+        if not checkpoint.exists():
+            self.train(how.run)
+        if not (folder / 'report.json').exists():
+            if how.num_images:
+                passes = ('--max-passes', how.passes) if how.passes else ()
+                options = ('--num-images', how.num_images, '--pipeline', how.pipeline, '--json', numbers)
+                new = folder / 'recalibrated.pth'
+                call(tool('recalibrate.py', config, checkpoint, '--out', new, *options, *passes, *self.data))
+                checkpoint = new
+            call(tool('test.py', config, checkpoint, '--work-dir', folder, *self.data))
+        recalibration = json.loads(numbers.read_text()) if numbers.exists() else None
+        return self._result(read_report(folder / 'report.json').entries[0].ap, recalibration=recalibration)
 
-    def _report(
-        self, job: Job, outcome: tuple[bool, Done | str], jobs: list[Job], parallel: int, problems: dict[str, str]
-    ) -> None:
-        ran, end = outcome
-        if isinstance(end, str):
-            text = end
-        elif end.status == 'failed':
-            text = f'failed: {end.error}' + ('' if ran else f' (remove {job.folder / "done"} to try again)')
-        else:
-            text = 'finished'
-        if text != 'finished':
-            problems[str(job)] = f'{job} {text}'
-        ended = [done for other in jobs if (done := other.done)]
-        left = len(jobs) - len(ended)
-        if ran:
-            self.collect()
-            text += f' in {end.seconds / 60:.1f} min' if isinstance(end, Done) else ''
-            seconds = [done.seconds for done in ended if done.status == 'finished']
-            if left and seconds:
-                minutes = round(statistics.median(seconds) * left / parallel / 60)
-                text += f'; about {minutes // 60}:{minutes % 60:02} h to go'
-        print(f'[{len(ended)}/{len(jobs)}] {job} {text}', flush=True)
+    @property
+    def _metric(self) -> str:
+        return f'coco/{self.study.base.metric}_mAP'
 
-    def collect(self) -> dict:
-        """Writes and returns the results so far."""
-        results = collect(self.study, self.work_dir, self.data_root)
-        if self.keep_stored:
-            results = with_stored(results, self.study, self.results_file.parent)
-        write_results(self.results_file, results)
-        return results
+    def _train(self, config: Config, folder: Path) -> None:
+        path = folder / 'merged' / 'config.py'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        config.dump(path)
+        call(tool('train.py', path, '--work-dir', folder, *self.data, '--resume'))
 
-    def publish(self) -> None:
-        """Table and picture of the results in the file."""
-        if not self.results_file.exists():
-            raise SystemExit(f'{self.results_file} is not there: run the study first')
-        results = json.loads(self.results_file.read_text())
-        table = markdown(results)
+    def _result(self, ap: dict, **more: object) -> dict:
+        return dict(status='finished', ap=ap[self.study.base.metric]['AP'], all_ap=ap, **more)
+
+
+def add_result(file: Path, study: Study, run: Run | Recalibration, seed: int, result: dict) -> None:
+    """Adds one run with one seed to the stored results."""
+    if file.exists():
+        results = json.loads(file.read_text())
+    else:
+        metric = f'{AP_KINDS[study.base.metric]} AP'
+        results = dict(question=study.question, setting=study.base.setting, metric=metric, runs={})
+    entry = results['runs'].setdefault(run.name, dict(seeds={}))
+    entry |= dict(label=run.label, setting=run.setting, control=run.control)
+    entry['seeds'][str(seed)] = result
+    order = [declared.name for declared in study.recalibrations or study.runs]
+    # Runs that are no longer declared stay, at the end.
+    results['runs'] = dict(
+        sorted(results['runs'].items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + '\n')
+
+
+def publish(study: str, page: Path = PAGE, folder: Path = Path('benchmarks/results')) -> None:
+    """Prints the tables of a study and writes them below their marks on the page."""
+    results = json.loads((folder / f'norms_{study}.json').read_text())
+    tables = {f'norms {study}': markdown(results)}
+    latency = folder / f'norms_{study}_latency.json'
+    if latency.exists():
+        tables[f'latency {study}'] = latency_table(results, json.loads(latency.read_text())['runs'])
+    for mark, table in tables.items():
         print(table)
-        page, mark = self.root / 'docs' / 'results.md', f'norms {self.study.name}'
-        if page.exists() and not replace_table(page, mark, table):
+        if not replace_table(page, mark, table):
             print(f'{page} has no line <!-- {mark} -->: the table was not written there')
-        draw(results, self.root / 'docs' / f'results_{self.study.name}.png')
 
 
 def main() -> None:
@@ -150,27 +144,28 @@ def main() -> None:
     parser.add_argument('study', choices=STUDIES)
     parser.add_argument('--data-root', help='default: data/DATASET')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    parser.add_argument('--only', nargs='+', metavar='NAME', help='only these runs; * matches anything')
-    parser.add_argument('--jobs', type=int, default=1, metavar='N', help='runs at a time; above 1, each on one thread')
+    parser.add_argument('--only', nargs='+', metavar='NAME', default=['*'], help='only these rows; * matches anything')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
-    parser.add_argument(
-        '--keep-stored', action='store_true', help='add to the results in benchmarks/results instead of replacing them'
-    )
-    parser.add_argument('--table-only', action='store_true', help='run nothing: write table and picture again')
+    parser.add_argument('--table-only', action='store_true', help='run nothing: write the table again')
     args = parser.parse_args()
     study = STUDIES[args.study]
     os.chdir(ROOT)
-    driver = Driver(
-        study, args.seeds, args.work_dir, args.data_root or f'data/{study.base.name}', keep_stored=args.keep_stored
-    )
-    problems = []
-    if not args.table_only:
-        # As Ctrl-C: the trainings end with their driver.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        problems = driver.run(args.jobs, args.only)
-    driver.publish()
-    if problems:
-        raise SystemExit('\n'.join(['', *problems]))
+    os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+    rows = [row for row in study.recalibrations or study.runs if any(fnmatchcase(row.name, p) for p in args.only)]
+    failed = []
+    for seed in [] if args.table_only else args.seeds:
+        experiment = Experiment(study, seed, args.work_dir, args.data_root or f'data/{study.base.name}')
+        for row in rows:
+            try:
+                result = experiment.train(row) if isinstance(row, Run) else experiment.recalibrate(row)
+            except subprocess.CalledProcessError:
+                # A run that fails does not stop the others.
+                failed.append(f'{row.name} seed {seed} failed: call again to go on, output above')
+                continue
+            add_result(Path(f'benchmarks/results/norms_{study.name}.json'), study, row, seed, result)
+    publish(study.name)
+    if failed:
+        raise SystemExit('\n'.join(failed))
 
 
 if __name__ == '__main__':

@@ -106,3 +106,18 @@ def _cell(text: str, width: int = 100) -> str:
     # A bar would end the cell.
     text = text.replace('|', '/')
     return text if len(text) <= width else f'{text[:width]}…'
+
+
+def latency_table(results: Mapping, latency: Mapping) -> str:
+    """AP and latency of the served models, with ratios to the run that each is compared with."""
+    scopes = ('backbone+neck', 'detector')
+    titles = ' | '.join(f'{scope}, ms | ratio' for scope in scopes)
+    lines = [f'| run | {results["metric"]}, mean over seeds | {titles} |', f'|---|---:|{"---:|" * 2 * len(scopes)}']
+    for name in latency:
+        run = results['runs'][name]
+        cells = [title(run), f'{statistics.mean(by_seed(run).values()):.3f}']
+        for scope in scopes:
+            own, control = (latency[key]['latency'][scope]['median_ms'] for key in (name, run['control']))
+            cells += [f'{own:.1f}', f'{own / control:.2f}']
+        lines.append(f'| {" | ".join(cells)} |')
+    return '\n'.join(lines)

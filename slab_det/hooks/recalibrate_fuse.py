@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from slab_det.fusion import fuse, save_fused
 from slab_det.fusion.verify import verify_fusion
 from slab_det.measure.environment import describe_environment
-from slab_det.measure.reporting import (
+from slab_det.measure.report import (
     Report,
     ReportEntry,
     ap_from_metrics,

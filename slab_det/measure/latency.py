@@ -1,34 +1,38 @@
-"""Batch-1 latency of detectors, measured side by side and stored with all that the number depends on."""
+"""Batch-1 latency of models, measured side by side and stored with everything that the numbers depend on."""
 
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
+from statistics import median
 
 import cv2
+import mmcv
 import numpy as np
 import torch
+from mmdet.models.data_preprocessors import DetDataPreprocessor
+from mmdet.structures import DetDataSample
 from rich.console import Console
 from rich.progress import track
-from torch import nn
+from torch import Tensor, nn
 
 from slab_det.checkpoints.build import is_deployed
 from slab_det.checkpoints.fused import is_fused
+from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
-from slab_det.measure.latency_table import check_comparable, describe_scope, latency_table, repeat_ratios
-from slab_det.measure.measured_scopes import SCOPES, EncodedImage, MeasuredInput, read_image
-from slab_det.measure.memory_pages import count_page_faults, keep_freed_memory, keeps_freed_memory
-from slab_det.measure.model_cost import ModelCost, measure_cost
 from slab_det.runtime.errors import LatencyError
 
-__all__ = [
-    'COMPILE_MODES', 'DTYPES', 'SCOPES', 'LatencyResult', 'check_comparable', 'describe_scope', 'latency_table',
-    'measure_latency', 'repeat_ratios',
-]  # fmt: skip
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
-# torch.compile's own names; its list would have to be loaded with all of inductor.
+# torch.compile's own names; asking torch for them would load all of inductor.
 COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
+NOISE = 'seeded noise'
 
 
 @dataclass(frozen=True)
@@ -40,33 +44,24 @@ class LatencyResult:
         scope: One of ``SCOPES``.
         timed: What is inside the timed region, in words.
         size: (height, width) of the image after resizing, before padding.
-        input_shape: (1, 3, H, W) as the backbone sees it.
         image: File name of the input, or 'seeded noise'.
-        image_bytes: Size of the encoded image, which is decoded within the scope 'end-to-end'.
-        detections: Objects found in the last round; None where no heads run. Heads are cheap
-            where nothing is found, so compare detectors at like counts.
+        detections: Objects found in the last round; None where no heads run. Heads are cheap where nothing is found,
+            so compare detectors at equal counts.
         device: Name of the device.
-        device_type: 'cpu' or 'cuda'.
-        clock: What measured the time.
-        dtype: What is computed in; 'float32' is without autocast. Of a deployed model it is the one that it was
-            deployed in.
-        autocast: Whether ``dtype`` is that of an autocast region; casting the weights is timed then. False where
-            the weights have the dtype themselves.
+        device_type: 'cpu' (timed by ``time.perf_counter``) or 'cuda' (timed by CUDA events).
+        dtype: What the model computes in: the dtype of an autocast region or of the weights.
+        autocast: Whether ``dtype`` is that of an autocast region, which casts the weights inside the timed region.
         tf32: Whether matrix products and convolutions may use TF32.
         channels_last: Whether weights and input have the memory format channels_last.
-        threads: Of torch, and of image decoding and resizing, on the CPU.
-        kept_memory: Whether the process keeps memory that was freed: asked for here, in an earlier call, or by glibc's
-            variables.
-        page_faults: Fresh pages of memory that the system handed out in a round, the median; each takes one or two
-            microseconds (benchmarks/fresh_pages.py). 0 where they cannot be counted.
+        threads: Threads of torch, and of image decoding and resizing, on the CPU.
+        kept_memory: Whether the process keeps freed memory, see :func:`keep_freed_memory`.
         warmup: Rounds before the first that counts, in every repeat.
         rounds: Rounds that count, in every repeat.
-        repeats: How many times the whole measurement was made; the times below are over all of them.
         interleaved: Names of all models measured in the same rounds.
         fused: Whether the norms are folded away.
         deployed: Whether the model is the form that slab_det.deploy makes.
-        compiled: Whether torch.compile was applied to backbone and neck.
-        compile_mode: Its mode; None without.
+        compile_mode: Mode of torch.compile on backbone and neck; None without.
+        median_ms: Median over the rounds of all repeats; likewise mean, standard deviation and 95th percentile.
         repeat_medians_ms: The median of each repeat.
         cost: Multiply-adds, parameters, memory and norms left of the same call; None where it was not asked for.
         environment: See :func:`slab_det.measure.environment.describe_environment`.
@@ -76,33 +71,26 @@ class LatencyResult:
     scope: str
     timed: str
     size: tuple[int, int]
-    input_shape: tuple[int, int, int, int]
     image: str
-    image_bytes: int
     detections: int | None
     device: str
     device_type: str
-    clock: str
     dtype: str
     autocast: bool
     tf32: bool
     channels_last: bool
     threads: int
     kept_memory: bool
-    page_faults: int
     warmup: int
     rounds: int
-    repeats: int
     interleaved: tuple[str, ...]
     fused: bool
     deployed: bool
-    compiled: bool
     compile_mode: str | None
     median_ms: float
     mean_ms: float
     std_ms: float
     p95_ms: float
-    min_ms: float
     repeat_medians_ms: tuple[float, ...]
     cost: ModelCost | None
     environment: dict
@@ -110,11 +98,6 @@ class LatencyResult:
     def to_dict(self) -> dict:
         """The same as JSON types."""
         return _as_json(asdict(self))
-
-    @property
-    def spread(self) -> float:
-        """Largest minus smallest median of the repeats, over the median."""
-        return (max(self.repeat_medians_ms) - min(self.repeat_medians_ms)) / self.median_ms
 
 
 def measure_latency(
@@ -137,33 +120,31 @@ def measure_latency(
 ) -> dict[str, LatencyResult]:
     """Times one image through every model, round by round, in this process.
 
-    Every round runs all models once and every second round runs them in reverse order, so that clock speed,
-    heat and neighbours touch all of them alike. CUDA is timed by events, the CPU by ``time.perf_counter``.
-
-    The models are moved to ``device`` and left there, in eval mode and, with ``compile``, compiled.
+    Every round runs all models once and every second round runs them in reverse order, so that clock speed, heat and
+    neighbours touch all models alike. The models are moved to ``device`` and left there, in eval mode and, with
+    ``compile``, compiled.
 
     Args:
-        models: Detectors by name; for scope 'backbone' bare backbones will do.
-        size: (height, width) to which the image is resized; each model's data_preprocessor then normalises
-            and pads it as in testing (to a multiple of 32 where a model has none).
+        models: Detectors by name; bare backbones will do for scope 'backbone'.
+        size: (height, width) to which the image is resized; each model's data_preprocessor then normalises and pads it
+            as in testing (to a multiple of 32 where a model has none).
         rounds: Timed rounds.
-        warmup: Rounds run before, not counted.
+        warmup: Rounds before them, not counted.
         scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see ``SCOPES``.
         device: 'cpu', 'cuda' or 'cuda:N'.
-        dtype: 'float32', 'float16' or 'bfloat16'; autocast, unless the weights have that dtype already. What
-            slab_det.deploy made has its own.
+        dtype: 'float32', 'float16' or 'bfloat16': autocast, unless the weights have that dtype already. A model from
+            slab_det.deploy keeps the dtype that it was deployed in.
         threads: CPU threads of torch during the measurement; None leaves them.
         image: Path of an image; None takes noise from a fixed seed.
-        compile: Apply torch.compile to backbone and neck before; a string is its mode.
+        compile: Apply torch.compile to backbone and neck first; a string is its mode.
         progress: Draw a progress bar on stderr.
-        repeat: Make the whole measurement, warm-up and rounds, this many times: their medians show the spread from
-            run to run.
-        channels_last: Put weights and input into torch.channels_last before.
+        repeat: How many times the whole measurement, warm-up and rounds, is made: the medians of the repeats show the
+            spread from run to run.
+        channels_last: Put weights and input into torch.channels_last first.
         tf32: Let matrix products and convolutions on a GPU use TF32. Without it neither does, whatever torch's
             switches say outside.
         cost: Also count multiply-adds, parameters, memory and norms, by three more calls of every model.
-        keep_memory: Keep freed memory for the next allocation, from now on and in the whole process, so that no model
-            waits for fresh pages; see :func:`slab_det.measure.memory_pages.keep_freed_memory`.
+        keep_memory: Call :func:`keep_freed_memory` first, which cannot be undone.
 
     Returns:
         One result per name, in the order of ``models``.
@@ -173,21 +154,22 @@ def measure_latency(
             unreadable image or counts that make no sense.
     """
     device = _check_request(models, size, rounds, warmup, scope, device, dtype, compile, repeat, tf32)
-    photo = read_image(image, size)
+    photo = EncodedImage.read(image, size)
     mode = 'default' if compile is True else compile or None
     with _threads(threads), _tf32(tf32):
         runs = {
-            name: _Run(name, model, scope, photo, size, device, dtype, channels_last) for name, model in models.items()
+            name: _Run(name, model, SCOPES[scope], photo, size, device, dtype, channels_last)
+            for name, model in models.items()
         }
         if keep_memory:
-            # Once nothing can be refused any more: it cannot be taken back.
+            # Only now, when nothing can be refused any more.
             keep_freed_memory()
         costs = {name: run.cost() if cost else None for name, run in runs.items()}
         if mode:
             for run in runs.values():
                 run.compile(mode)
         with torch.inference_mode():
-            times, page_faults = _take_turns(runs, rounds, warmup, repeat, progress)
+            times = _take_turns(runs, rounds, warmup, repeat, progress)
         environment = describe_environment(device)
 
     return {
@@ -196,27 +178,21 @@ def measure_latency(
             scope=scope,
             timed=SCOPES[scope].timed,
             size=tuple(size),
-            input_shape=tuple(run.input.tensor.shape),
             image=photo.name,
-            image_bytes=len(photo.content),
             detections=run.detections(),
             device=environment['device'],
             device_type=device.type,
-            clock='CUDA events' if device.type == 'cuda' else 'time.perf_counter',
             dtype=next(word for word, kind in DTYPES.items() if kind == run.dtype),
             autocast=run.autocast,
             tf32=tf32,
             channels_last=channels_last,
             threads=environment['threads'],
-            kept_memory=keeps_freed_memory(),
-            page_faults=int(np.median(page_faults[name])),
+            kept_memory=_keeps_freed_memory(),
             warmup=warmup,
             rounds=rounds,
-            repeats=repeat,
             interleaved=tuple(models),
             fused=is_fused(run.model),
             deployed=is_deployed(run.model),
-            compiled=mode is not None,
             compile_mode=mode,
             **_statistics(times[name]),
             cost=costs[name],
@@ -226,6 +202,270 @@ def measure_latency(
     }
 
 
+def latency_table(results: Sequence[LatencyResult]) -> str:
+    """A Markdown table with ratios to the first result, and the scope of the numbers below it.
+
+    Where the measurement was repeated, a ratio is the median of the ratios within the repeats, so that a slow minute
+    of the machine is in both of its numbers.
+
+    Raises:
+        LatencyError: If the results were not measured alike.
+    """
+    check_comparable([result.to_dict() for result in results])
+    first = results[0]
+    repeats = len(first.repeat_medians_ms)
+    columns: list[tuple[str, Callable[[LatencyResult], str]]] = [
+        ('model', lambda result: result.name),
+        ('dtype', lambda result: result.dtype),
+        ('median ms', lambda result: f'{result.median_ms:.2f}'),
+        ('mean ± std', lambda result: f'{result.mean_ms:.2f} ± {result.std_ms:.2f}'),
+        ('p95', lambda result: f'{result.p95_ms:.2f}'),
+        ('ratio', lambda result: f'{median(repeat_ratios(result, first)):.3f}'),
+    ]
+    if repeats > 1:
+        columns += [
+            (f'medians of {repeats} repeats', lambda result: _range(result.repeat_medians_ms, '.2f')),
+            ('their ratios', lambda result: _range(repeat_ratios(result, first), '.3f')),
+        ]
+    if all(result.cost for result in results):
+        columns += [
+            ('G multiply-adds', lambda result: f'{result.cost.multiply_adds / 1e9:.3f}'),
+            ('M parameters', lambda result: f'{result.cost.parameters / 1e6:.2f}'),
+            ('peak MiB', lambda result: f'{result.cost.peak_bytes / 2**20:.0f}'),
+            ('norms left', lambda result: str(result.cost.norms_left)),
+        ]
+    rows = [[cell(result) for _, cell in columns] for result in results]
+    lines = [f'| {" | ".join(cells)} |' for cells in [[title for title, _ in columns], *rows]]
+    lines.insert(1, '|---|' + '---:|' * (len(columns) - 1))
+    shared = first.to_dict()
+    for key in ('dtype', 'autocast', 'channels_last', 'deployed', 'compile_mode'):
+        # Only some of the models are run so: their names say which.
+        if len({getattr(result, key) for result in results}) > 1:
+            shared[key] = None
+    rounds = f'warm-up {first.warmup}, {first.rounds} rounds interleaved' + f', {repeats} repeats' * (repeats > 1)
+    lines += ['', f'{describe_scope(shared)}, {rounds}', f'timed: {first.timed}']
+    if first.detections is not None:
+        found = ', '.join(f'{result.name} {result.detections}' for result in results)
+        lines.append(f'objects found in {first.image}: {found}')
+    if uncounted := sorted({name for result in results if result.cost for name in result.cost.uncounted}):
+        lines.append(f'not counted in multiply-adds: {", ".join(uncounted)}')
+    return '\n'.join(lines)
+
+
+def check_comparable(latencies: Sequence[Mapping]) -> None:
+    """Raises unless the latencies may stand in one ratio; takes ``LatencyResult.to_dict()``.
+
+    They must share scope, size, device, dtype, TF32 and, on a CPU, threads and whether freed memory was kept. How a
+    model is run (fused, compiled, channels_last, deployed and in which dtype) is what one compares.
+
+    Raises:
+        LatencyError: Names the first two that differ, and in what.
+    """
+    for other in latencies[1:]:
+        ours, theirs = _conditions(latencies[0]), _conditions(other)
+        if latencies[0].get('deployed') or other.get('deployed'):
+            # The dtype is part of the deployed form.
+            ours['dtype'] = theirs['dtype']
+        if differences := [key for key in ours if ours[key] != theirs[key]]:
+            said = '; '.join(f'{key} {ours[key]} and {theirs[key]}' for key in differences)
+            raise LatencyError(
+                f'{latencies[0]["name"]!r} and {other["name"]!r} were measured differently and cannot be compared: '
+                f'{said}. Measure them in one call of tools/latency.py'
+            )
+
+
+def repeat_ratios(result: LatencyResult, base: LatencyResult) -> tuple[float, ...]:
+    """The ratio of the medians within each repeat of one interleaved measurement."""
+    return tuple(mine / theirs for mine, theirs in zip(result.repeat_medians_ms, base.repeat_medians_ms, strict=True))
+
+
+def describe_scope(latency: Mapping) -> str:
+    """What a latency was measured on, as one line; takes ``LatencyResult.to_dict()``, also of earlier versions."""
+    height, width = latency['size']
+    device = latency['device']
+    if latency['device_type'] == 'cpu':
+        device += f', {latency["threads"]} thread{"s" if latency["threads"] != 1 else ""}'
+    # Version 0.1 wrote `compiled` beside the mode, and before it had modes without one.
+    mode = latency.get('compile_mode') or ('default' if latency.get('compiled') else None)
+    how = [
+        latency['dtype'] and latency['dtype'] + ' autocast' * bool(latency.get('autocast')),
+        'TF32' if latency.get('tf32') else '',
+        'channels_last' if latency.get('channels_last') else '',
+        'freed memory kept' if latency.get('kept_memory') else '',
+        'deployed' if latency.get('deployed') else '',
+        mode and ('torch.compile' if mode == 'default' else f'torch.compile ({mode})'),
+        device,
+    ]
+    return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {", ".join(filter(None, how))}'
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep freed memory for the next allocation, from now on and in the whole process.
+
+    By default glibc gives large blocks back to the system, and each layer gets fresh pages, which are zeroed when they
+    are first touched. How many depends on what else was allocated before, so that two equal models may differ by it
+    (docs/deploy.md, Memory). In threads other than the first, glibc gives blocks above 64 MiB back all the same.
+
+    Raises:
+        LatencyError: Where the C library is not glibc.
+    """
+    global _asked_to_keep
+    mallopt = None if sys.platform == 'win32' else getattr(ctypes.CDLL(None), 'mallopt', None)
+    # M_MMAP_MAX = -4: all blocks come from the heap. M_TRIM_THRESHOLD = -1: its end is never cut off.
+    if mallopt is None or not (mallopt(-4, 0) and mallopt(-1, -1)):
+        raise LatencyError('only glibc can be told to keep freed memory; leave out keep_memory (--keep-memory)')
+    _asked_to_keep = True
+
+
+_asked_to_keep = False
+
+
+def _keeps_freed_memory() -> bool:
+    """Whether :func:`keep_freed_memory` was called, or glibc's variables said so when the process started."""
+    return _asked_to_keep or (os.environ.get('MALLOC_MMAP_MAX_') == '0' and 'MALLOC_TRIM_THRESHOLD_' in os.environ)
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image as its file holds it.
+
+    Attributes:
+        name: Path of the file, or ``NOISE``.
+        content: The bytes of the file.
+    """
+
+    name: str
+    content: bytes
+
+    @classmethod
+    def read(cls, path: str | None, size: tuple[int, int]) -> EncodedImage:
+        """The image at ``path``, or a JPEG of (height, width) noise that is the same in every run.
+
+        Raises:
+            LatencyError: If the file is missing or is no image.
+        """
+        if path is None:
+            generator = torch.Generator().manual_seed(0)
+            pixels = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=generator).numpy()
+            return cls(NOISE, cv2.imencode('.jpg', pixels, [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes())
+        try:
+            image = cls(str(path), Path(path).read_bytes())
+        except OSError as error:
+            said = f'image {path} not found' if isinstance(error, FileNotFoundError) else str(error)
+            raise LatencyError(said) from error
+        image.decode()
+        return image
+
+    def decode(self) -> np.ndarray:
+        """(height, width, 3) uint8 in BGR, upright, as mmdet's LoadImageFromFile reads it."""
+        pixels = mmcv.imfrombytes(self.content)
+        if pixels is None:
+            raise LatencyError(f'image {self.name} cannot be decoded')
+        return pixels
+
+
+class MeasuredInput:
+    """One image on its way into one model, as the test loop brings it there.
+
+    Args:
+        model: Its data_preprocessor normalises and pads; where it has none, to a multiple of 32.
+        image: The image.
+        size: (height, width) that it is resized to.
+        device: Where the model is.
+        dtype: What backbone and neck take.
+        memory_format: Memory format of the tensor.
+
+    Attributes:
+        tensor: (1, 3, H, W).
+        samples: One data sample.
+        predictions: The detector's last output; None before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        image: EncodedImage,
+        size: tuple[int, int],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        self.image, self.size = image, tuple(size)
+        self.dtype, self.memory_format = dtype, memory_format
+        self.preprocess = getattr(model, 'data_preprocessor', None) or DetDataPreprocessor(
+            mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True, pad_size_divisor=32
+        ).to(device)
+        self.predictions: list[DetDataSample] | None = None
+        self.load()
+
+    def load(self) -> None:
+        """Decodes, resizes, normalises and pads the image, and brings it to the device."""
+        pixels = self.image.decode()
+        (height, width), ori_shape = self.size, pixels.shape[:2]
+        pixels = mmcv.imresize(pixels, (width, height))
+        sample = DetDataSample(
+            metainfo={
+                'img_id': 0,
+                'img_shape': self.size,
+                'ori_shape': ori_shape,
+                # (width, height), as mmcv's Resize leaves it.
+                'scale_factor': (width / ori_shape[1], height / ori_shape[0]),
+            }
+        )
+        inputs = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+        data = self.preprocess({'inputs': [inputs], 'data_samples': [sample]}, training=False)
+        self.tensor: Tensor = data['inputs'].to(self.dtype, memory_format=self.memory_format)
+        self.samples: list[DetDataSample] = data['data_samples']
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A part of the way from a file to predictions.
+
+    Attributes:
+        timed: What is inside the timed region, in words.
+        forward: (model, input) -> outputs; a detector leaves them in ``input.predictions`` too.
+        parts: The submodules that run; empty for the whole detector.
+    """
+
+    timed: str
+    forward: Callable[[nn.Module, MeasuredInput], object]
+    parts: tuple[str, ...] = ()
+
+
+def _predict(model: nn.Module, given: MeasuredInput) -> None:
+    given.predictions = model.predict(given.tensor, given.samples, rescale=True)
+
+
+def _load_and_predict(model: nn.Module, given: MeasuredInput) -> None:
+    given.load()
+    _predict(model, given)
+
+
+SCOPES = {
+    'backbone': Scope(
+        'backbone forward on a normalised, padded image',
+        lambda model, given: getattr(model, 'backbone', model)(given.tensor),
+        ('backbone',),
+    ),
+    'backbone+neck': Scope(
+        'backbone and neck forward on a normalised, padded image',
+        lambda model, given: model.extract_feat(given.tensor),
+        ('backbone', 'neck'),
+    ),
+    'detector': Scope(
+        'detector.predict on a normalised, padded image: backbone, neck, RPN, RoI heads, NMS, masks pasted '
+        'to full size; without image decoding, resizing and normalisation',
+        _predict,
+    ),
+    'end-to-end': Scope(
+        'from the bytes of the image file in memory to predictions on the original image: decoding, resizing, '
+        'normalisation, padding, copy to the device, backbone, neck, RPN, RoI heads, NMS, masks pasted to full size',
+        _load_and_predict,
+    ),
+}
+
+
 class _Run:
     """One model with its input, ready to be called."""
 
@@ -233,7 +473,7 @@ class _Run:
         self,
         name: str,
         model: nn.Module,
-        scope: str,
+        scope: Scope,
         image: EncodedImage,
         size: tuple[int, int],
         device: torch.device,
@@ -247,8 +487,8 @@ class _Run:
         # mmdet's Swin returns None from eval().
         model.eval()
         weights = _weights_dtype(model)
-        self.model, self.scope, self.device = model, SCOPES[scope], device
-        # slab_det.deploy has chosen, and casts within.
+        self.model, self.scope, self.device = model, scope, device
+        # slab_det.deploy has chosen the dtype, and casts inside the model.
         self.dtype = weights if is_deployed(model) else DTYPES[dtype]
         if weights not in (torch.float32, self.dtype):
             raise LatencyError(f'{name} has weights in {weights}; dtype {dtype!r} cannot be measured on it')
@@ -266,18 +506,22 @@ class _Run:
     def cost(self) -> ModelCost:
         def call() -> None:
             self()
-            # Or the objects found would count as memory that the model keeps.
+            # Otherwise the objects found would count as memory that the model keeps.
             self.input.predictions = None
 
-        return measure_cost(self.scope.parts_of(self.model), call, self.device)
+        return measure_cost(self._submodules(self.scope.parts) or [self.model], call, self.device)
 
     def compile(self, mode: str) -> None:
-        for part in self.scope.compiled_parts_of(self.model):
+        for part in self._submodules(self.scope.parts or ('backbone', 'neck')):
             part.compile(mode=mode)
         self.compiled = True
 
     def detections(self) -> int | None:
         return None if self.input.predictions is None else len(self.input.predictions[0].pred_instances)
+
+    def _submodules(self, names: Sequence[str]) -> list[nn.Module]:
+        """The submodules of these names; a bare backbone is its own part."""
+        return [getattr(self.model, name, self.model) for name in names]
 
 
 def _weights_dtype(model: nn.Module) -> torch.dtype:
@@ -287,20 +531,18 @@ def _weights_dtype(model: nn.Module) -> torch.dtype:
 
 def _take_turns(
     runs: Mapping[str, _Run], rounds: int, warmup: int, repeat: int, progress: bool
-) -> tuple[dict[str, list[list[float]]], dict[str, list[int]]]:
-    """The times of every model, one list per repeat, and the page faults of its rounds."""
+) -> dict[str, list[list[float]]]:
+    """The times of every model in milliseconds, one list per repeat."""
     stopwatch = _time_cuda if next(iter(runs.values())).device.type == 'cuda' else _time_cpu
     times: dict[str, list[list[float]]] = {name: [[] for _ in range(repeat)] for name in runs}
-    page_faults: dict[str, list[int]] = {name: [] for name in runs}
-    for step in _steps(repeat * (warmup + rounds), progress):
+    steps = range(repeat * (warmup + rounds))
+    for step in track(steps, 'Measuring', console=Console(stderr=True), disable=not progress, transient=True):
         repetition, index = divmod(step, warmup + rounds)
         for name in list(runs)[:: -1 if index % 2 else 1]:
-            faults_before = count_page_faults()
             elapsed = stopwatch(runs[name])
             if index >= warmup:
                 times[name][repetition].append(elapsed)
-                page_faults[name].append(count_page_faults() - faults_before)
-    return times, page_faults
+    return times
 
 
 def _check_request(
@@ -341,10 +583,6 @@ def _check_request(
     if tf32 and device.type != 'cuda':
         raise LatencyError(f'TF32 is a format of NVIDIA GPUs; on device {str(device)!r} leave out tf32')
     return device
-
-
-def _steps(count: int, progress: bool) -> Iterator[int]:
-    return track(range(count), 'Measuring', console=Console(stderr=True), disable=not progress, transient=True)
 
 
 @contextmanager
@@ -396,9 +634,21 @@ def _statistics(times: Sequence[Sequence[float]]) -> dict[str, float | tuple[flo
         'mean_ms': float(values.mean()),
         'std_ms': float(values.std()),
         'p95_ms': float(np.percentile(values, 95)),
-        'min_ms': float(values.min()),
         'repeat_medians_ms': tuple(float(np.median(repetition)) for repetition in times),
     }
+
+
+def _conditions(latency: Mapping) -> dict:
+    conditions = {key: latency[key] for key in ('scope', 'size', 'device', 'dtype')}
+    conditions['TF32'] = latency.get('tf32', False)
+    on_cpu = latency['device_type'] == 'cpu'
+    conditions['threads'] = latency['threads'] if on_cpu else None
+    conditions['kept memory'] = latency.get('kept_memory', False) if on_cpu else None
+    return conditions
+
+
+def _range(values: Sequence[float], spec: str) -> str:
+    return f'{min(values):{spec}} – {max(values):{spec}}'
 
 
 def _as_json(value: object) -> object:

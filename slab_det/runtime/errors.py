@@ -39,10 +39,6 @@ class RankError(SlabDetError):
     """An error of another process of a distributed run, which ends this one too."""
 
 
-class AttentionRankError(SlabDetError):
-    """An attention map that this backbone or image does not have."""
-
-
 class DeploymentError(SlabDetError):
     """A model that cannot be deployed as asked."""
 

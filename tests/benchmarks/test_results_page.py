@@ -1,42 +1,76 @@
-"""docs/results.md says what benchmarks/results has."""
+"""docs/results.md shows what benchmarks/results has."""
 
-import json
+import math
 import re
 import shutil
+import statistics
 
 import pytest
 
 from benchmarks.experiments import ROOT, replace_table
-from benchmarks.norms import latency, table
+from benchmarks.norms.run import publish
 from benchmarks.norms.studies import STUDIES
+from benchmarks.norms.table import T_QUANTILES, markdown, t_interval
 
 PAGE = ROOT / 'docs' / 'results.md'
+RESULTS = ROOT / 'benchmarks' / 'results'
 
 
-def stored(name):
-    return json.loads((ROOT / 'benchmarks' / 'results' / f'norms_{name}.json').read_text())
-
-
-def table_of(kind, study):
-    results = stored(study)
-    if kind == 'norms':
-        return table.markdown(results)
-    measured = stored(f'{study}_latency')['runs']
-    return latency.markdown(results['runs'], measured, f'{results["metric"]}, mean over seeds')
-
-
-@pytest.mark.parametrize('kind, study', re.findall(r'^<!-- (norms|latency) (\S+) -->$', PAGE.read_text(), re.MULTILINE))
-def test_a_table_is_that_of_the_stored_results(kind, study, tmp_path):
+@pytest.mark.parametrize('study', sorted(set(re.findall(r'^<!-- \w+ (\S+) -->$', PAGE.read_text(), re.MULTILINE))))
+def test_a_table_is_that_of_the_stored_results(study, tmp_path):
     shutil.copy(PAGE, tmp_path)
-    assert replace_table(tmp_path / PAGE.name, f'{kind} {study}', table_of(kind, study))
-    assert (tmp_path / PAGE.name).read_text() == PAGE.read_text(), f'write the tables of {study} again: --table-only'
+    publish(study, tmp_path / PAGE.name, RESULTS)
+    assert (tmp_path / PAGE.name).read_text() == PAGE.read_text(), f'write the table of {study} again: --table-only'
 
 
-def test_every_stored_study_is_on_the_page_with_its_picture():
-    text = PAGE.read_text()
-    for file in (ROOT / 'benchmarks' / 'results').glob('norms_*.json'):
-        study, latency_suffix = re.fullmatch(r'norms_(.*?)(_latency)?\.json', file.name).groups()
-        assert study in STUDIES
-        assert f'<!-- {"latency" if latency_suffix else "norms"} {study} -->' in text
-    for picture in re.findall(r'\]\((results_\S+\.png)\)', text):
-        assert (ROOT / 'docs' / picture).exists(), picture
+def test_every_stored_result_has_its_script_or_is_named_on_the_page():
+    text = ''.join(path.read_text() for path in (ROOT / 'benchmarks').rglob('*.py')) + PAGE.read_text()
+    for file in RESULTS.glob('*.json'):
+        study = re.fullmatch(r'norms_(.*?)(_latency)?', file.stem)
+        assert (study and study[1] in STUDIES) or file.stem.rsplit('_', 1)[0] in text, file.name
+    for study in STUDIES:
+        assert (RESULTS / f'norms_{study}.json').exists(), study
+
+
+def test_table_compares_seed_by_seed():
+    control, other = [0.512, 0.498, 0.530], [0.505, 0.499, 0.502]
+
+    def finished(**ap):
+        return {seed.removeprefix('s'): dict(status='finished', ap=value) for seed, value in ap.items()}
+
+    runs = dict(
+        ln=dict(label='LN', setting='', control='ln', seeds=finished(s0=control[0], s1=control[1], s10=control[2])),
+        bn=dict(label='BN', setting='deep', control='ln', seeds=finished(s10=other[2], s0=other[0], s1=other[1])),
+        un=dict(label='UN', setting='', control='ln', seeds=finished(s1=0.4)),
+    )
+    first, second, third = [
+        [cell.strip() for cell in line.strip('|').split('|')]
+        for line in markdown(dict(metric='box AP', runs=runs)).splitlines()[2:]
+    ]
+    assert first == ['LN', '0.512, 0.498, 0.530', '0.513 ± 0.016', '–', '–', '–']
+    difference = [b - a for a, b in zip(control, other, strict=True)]
+    mean, std = statistics.mean(difference), statistics.stdev(difference)
+    half = 4.303 * std / math.sqrt(3)
+    assert second == [
+        'deep: BN',
+        '0.505, 0.499, 0.502',
+        '0.502 ± 0.003',
+        '-0.007, +0.001, -0.028',
+        f'{mean:+.3f} ± {std:.3f}',
+        f'[{mean - half:+.3f}, {mean + half:+.3f}]',
+    ]
+    assert third == ['UN', '0.400', '0.400', '-0.098', '-0.098', '–'], 'one seed has no interval'
+    assert t_interval(difference[:2]) is None
+
+
+def test_quantiles_are_those_of_students_t():
+    stats = pytest.importorskip('scipy.stats')
+    assert T_QUANTILES == {freedom: pytest.approx(stats.t.ppf(0.975, freedom), abs=5e-4) for freedom in T_QUANTILES}
+
+
+def test_only_the_rows_below_the_mark_are_replaced(tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text('a | b\n<!-- one -->\n| old |\n| rows |\n\nwords\n<!-- two -->\n| last |\n')
+    assert replace_table(page, 'one', '| new |') and replace_table(page, 'two', '| end |\n| end |')
+    assert page.read_text() == 'a | b\n<!-- one -->\n| new |\n\nwords\n<!-- two -->\n| end |\n| end |\n'
+    assert not replace_table(page, 'three', '| none |')

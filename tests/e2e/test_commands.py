@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from conftest import CONFIGS
 
-from slab_det.measure.reporting import read_report
+from slab_det.measure.report import read_report
 
 TOOLS = CONFIGS.parent / 'tools'
 

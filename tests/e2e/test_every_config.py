@@ -14,7 +14,7 @@ from mmengine.hooks import Hook
 from mmengine.runner import CheckpointLoader, Runner
 
 import slab_det
-from slab_det.measure.reporting import read_report
+from slab_det.measure.report import read_report
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 
 NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))

@@ -1,6 +1,9 @@
 """Latency measurements: what is run, in which order, on what input, and what the result says about it."""
 
+import ctypes
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +21,14 @@ import slab_det
 from slab_det.measure import latency
 from slab_det.measure.latency import (
     SCOPES,
+    EncodedImage,
+    MeasuredInput,
     check_comparable,
     describe_scope,
     latency_table,
     measure_latency,
     repeat_ratios,
 )
-from slab_det.measure.measured_scopes import EncodedImage, MeasuredInput, read_image
 from slab_det.runtime.errors import LatencyError
 
 QUICK = {'size': (40, 70), 'rounds': 3, 'warmup': 1}
@@ -76,8 +80,10 @@ def test_models_are_interleaved_round_by_round_in_alternating_order(scope: str, 
 
 
 def test_bare_backbones_are_measured_at_backbone_scope() -> None:
-    results = measure_latency({'conv': nn.Conv2d(3, 2, 1)}, scope='backbone', **QUICK)
-    assert results['conv'].input_shape == (1, 3, 64, 96)
+    model, shapes = nn.Conv2d(3, 2, 1), []
+    model.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
+    measure_latency({'conv': model}, scope='backbone', **QUICK)
+    assert set(shapes) == {(1, 3, 64, 96)}
 
 
 def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +96,7 @@ def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, '_time_cpu', stopwatch)
     result = measure_latency({'a': nn.Identity()}, size=(32, 32), rounds=5, warmup=2, scope='backbone')['a']
     counted = [1.0, 2.0, 3.0, 4.0, 30.0]
-    assert (result.median_ms, result.mean_ms, result.min_ms) == (3.0, 8.0, 1.0)
+    assert (result.median_ms, result.mean_ms) == (3.0, 8.0)
     assert result.std_ms == pytest.approx(np.sqrt(sum((value - 8.0) ** 2 for value in counted) / 5))
     assert result.p95_ms == pytest.approx(4.0 + 0.8 * 26.0)
 
@@ -136,16 +142,13 @@ def test_result_carries_its_scope_and_is_json() -> None:
     result = measure_latency({'a': RecordingDetector('a', [])}, **QUICK)['a']
     stored = json.loads(json.dumps(result.to_dict()))
     assert stored == result.to_dict()
-    assert stored['size'] == [40, 70]
-    assert stored['input_shape'] == [1, 3, 64, 96]
-    assert (stored['rounds'], stored['warmup'], stored['image']) == (3, 1, 'seeded noise')
-    assert stored['timed'] == SCOPES['detector'].timed
-    assert (stored['fused'], stored['deployed'], stored['device_type']) == (False, False, 'cpu')
-    assert (stored['compiled'], stored['compile_mode']) == (False, None)
-    assert (stored['tf32'], stored['channels_last'], stored['autocast']) == (False, False, False)
-    assert (stored['repeats'], stored['repeat_medians_ms'], stored['cost']) == (1, [stored['median_ms']], None)
-    assert stored['clock'] == 'time.perf_counter'
-    assert stored['threads'] == torch.get_num_threads()
+    expected = {
+        'size': [40, 70], 'rounds': 3, 'warmup': 1, 'image': 'seeded noise', 'timed': SCOPES['detector'].timed,
+        'fused': False, 'deployed': False, 'compile_mode': None, 'tf32': False, 'channels_last': False,
+        'autocast': False, 'device_type': 'cpu', 'threads': torch.get_num_threads(), 'kept_memory': False,
+        'repeat_medians_ms': [stored['median_ms']], 'cost': None,
+    }  # fmt: skip
+    assert {key: stored[key] for key in expected} == expected
     versions = stored['environment']['versions']
     assert versions['torch'] == torch.__version__
     assert versions['slab_det'] == slab_det.__version__
@@ -156,7 +159,7 @@ def test_result_carries_its_scope_and_is_json() -> None:
 def test_table_shows_ratios_to_the_first_and_the_scope() -> None:
     results = list(measure_latency({name: nn.Identity() for name in 'ab'}, scope='backbone', **QUICK).values())
     table = latency_table(results)
-    assert f'| b | {results[1].median_ms:.2f} |' in table
+    assert f'| b | float32 | {results[1].median_ms:.2f} |' in table
     assert f' {results[1].median_ms / results[0].median_ms:.3f} |' in table
     assert describe_scope(results[0].to_dict()) in table
     assert 'batch 1, 40x70 (HxW), float32' in table
@@ -197,12 +200,10 @@ def test_end_to_end_decodes_and_prepares_in_every_round(tmp_path: Path, monkeypa
     before = []
     for scope in ('detector', 'end-to-end'):
         decoded.clear(), prepared.clear()
-        result = measure_latency({'a': model}, scope=scope, image=image, **QUICK)['a']
+        measure_latency({'a': model}, scope=scope, image=image, **QUICK)
         before.append((len(decoded), len(prepared)))
-        assert result.image_bytes == (tmp_path / 'photo.jpg').stat().st_size
     # Three timed rounds and one of warm-up, on top of reading the file and of the first input.
     assert before == [(2, 1), (2 + 4, 1 + 4)]
-    assert f'{result.image_bytes / 1024:.0f} KiB' in latency_table([result])
 
 
 def counting(function, calls: list):
@@ -219,7 +220,9 @@ def test_end_to_end_gives_boxes_of_the_original_image(small_detector, tmp_path: 
     cv2.imwrite(str(tmp_path / 'photo.png'), photo)
     model = small_detector()
     model.test_cfg.rcnn.score_thr = 0.0
-    given = MeasuredInput(model, read_image(str(tmp_path / 'photo.png'), (60, 80)), (60, 80), torch.device('cpu'))
+    given = MeasuredInput(
+        model, EncodedImage.read(str(tmp_path / 'photo.png'), (60, 80)), (60, 80), torch.device('cpu')
+    )
     with torch.no_grad():
         SCOPES['end-to-end'].forward(model, given)
         pipeline = Compose(
@@ -246,7 +249,6 @@ def test_repeats_are_whole_measurements(monkeypatch: pytest.MonkeyPatch) -> None
     a, b = results['a'], results['b']
     assert (a.repeat_medians_ms, b.repeat_medians_ms) == ((11.0, 31.0), (22.0, 22.0))
     assert a.median_ms == 21.0, 'over all rounds of all repeats'
-    assert a.spread == pytest.approx(20.0 / 21.0)
     assert repeat_ratios(b, a) == pytest.approx((2.0, 22.0 / 31.0))
     table = latency_table([a, b])
     assert f'| {(2.0 + 22.0 / 31.0) / 2:.3f} |' in table, 'the median of the repeats'
@@ -273,7 +275,7 @@ def test_compile_takes_backbone_and_neck_with_the_mode(asked, mode: str, monkeyp
     model.neck = nn.Identity()
     result = measure_latency({'a': model}, compile=asked, **QUICK)['a']
     assert compiled == [(model.backbone, {'mode': mode}), (model.neck, {'mode': mode})]
-    assert (result.compiled, result.compile_mode) == (True, mode)
+    assert result.compile_mode == mode
     assert ('torch.compile' in describe_scope(result.to_dict())) and (asked is True or mode in latency_table([result]))
 
 
@@ -334,7 +336,7 @@ def test_costs_stand_beside_latency(small_detector) -> None:
 )
 def test_results_of_different_conditions_are_not_compared(changes: dict, said: str) -> None:
     result = measure_latency({'a': RecordingDetector('a', [])}, **QUICK)['a']
-    alike = replace(result, name='b', fused=True, deployed=True, compiled=True, channels_last=True)
+    alike = replace(result, name='b', fused=True, deployed=True, compile_mode='default', channels_last=True)
     check_comparable([result.to_dict(), alike.to_dict()])
     other = replace(result, name='b', **changes)
     with pytest.raises(LatencyError, match=f"'a' and 'b' were measured differently and cannot be compared: {said}"):
@@ -379,4 +381,42 @@ def test_deployed_model_is_measured_in_the_dtype_it_was_deployed_in(small_detect
     fused, deployed = measure_latency(models, size=(64, 96), rounds=1, warmup=0).values()
     assert (fused.dtype, deployed.dtype, deployed.deployed, deployed.autocast) == ('float32', 'bfloat16', True, False)
     table = latency_table([fused, deployed])
-    assert '| fused | float32 |' in table and '| deployed | bfloat16 |' in table and 'dtype as above' in table
+    assert '| fused | float32 |' in table and '| deployed | bfloat16 |' in table
+    assert 'detector, batch 1, 64x96 (HxW), ' + fused.device in table, 'the line below names what all share'
+
+
+# In a process of its own, since the allocator's settings cannot be taken back. By default glibc gives blocks above
+# 32 MiB back to the system.
+KEEPING = """
+import json, resource, torch
+from slab_det import measure_latency
+
+class Spender(torch.nn.Module):
+    def forward(self, x):
+        return torch.ones(48 * 2**18)
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    Spender()(None)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for keep_memory in (False, True, False):
+    result = measure_latency({'a': Spender()}, (32, 32), 5, scope='backbone', keep_memory=keep_memory)['a']
+    print(json.dumps([result.kept_memory, pages()]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='the C library is not glibc')
+def test_kept_memory_needs_no_fresh_pages() -> None:
+    done = subprocess.run([sys.executable, '-c', KEEPING], capture_output=True, text=True, check=True)
+    default, asked_for, afterwards = map(json.loads, done.stdout.splitlines()[-3:])
+    # 48 MiB in pages of at most 2 MiB.
+    assert not default[0] and default[1] >= 48 / 2
+    for kept, pages in (asked_for, afterwards):
+        assert kept and pages < 10
+
+
+def test_memory_can_be_kept_with_glibc_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, 'CDLL', lambda name: object())
+    with pytest.raises(LatencyError, match='only glibc can be told to keep freed memory'):
+        measure_latency({'a': nn.Identity()}, scope='backbone', keep_memory=True, **QUICK)

@@ -5,14 +5,14 @@ from conftest import SMALL_SWIN
 from mmdet.registry import MODELS
 
 import slab_det
-from slab_det.measure.measured_scopes import MeasuredInput, read_image
+from slab_det.measure.latency import EncodedImage, MeasuredInput
 from slab_det.measure.untrained import OBJECTS, prepare_untrained
 
 SIZE = (200, 300)
 
 
 def objects_found(model: torch.nn.Module) -> torch.Tensor:
-    given = MeasuredInput(model, read_image(None, SIZE), SIZE, torch.device('cpu'))
+    given = MeasuredInput(model, EncodedImage.read(None, SIZE), SIZE, torch.device('cpu'))
     with torch.no_grad():
         found = model.predict(given.tensor, given.samples, rescale=True)[0].pred_instances
     assert found.masks.shape == (len(found), *SIZE)

@@ -31,7 +31,6 @@ MAIN_CONFIG = TOOLS.parent / 'configs' / 'mask_rcnn_slab_swin_t.py'
         ('recalibrate.py', '--out --num-images --pipeline --max-passes --data-root --json'),
         ('convert_checkpoint.py', '--to --config --data-root --num-images --schedule native prepbn'),
         ('report.py', '--out --paper'),
-        ('attention_rank.py', '--with --out --image --size --stage --block --head --window --channels --cfg-options'),
         ('quickstart.py', '--work-dir'),
     ],
 )
@@ -69,7 +68,6 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
             'checkpoint nowhere.pth not found',
         ),
         (['report.py', 'nowhere.json', '--out', 'x'], 'nowhere.json not found'),
-        (['attention_rank.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.png'], 'checkpoint nowhere.pth not found'),
     ],
 )
 def test_expected_errors_are_one_line(command: list, message: str, call) -> None:
@@ -136,32 +134,6 @@ def test_report_writes_table_and_picture(tmp_path: Path, call) -> None:
     assert result.code == 0, result.err
     assert '| SLAB-Swin-T | PRepBN | fused | 5.0 | 50.0 /' in (tmp_path / 'out' / 'table.md').read_text()
     assert (tmp_path / 'out' / 'ap_latency.png').read_bytes().startswith(b'\x89PNG')
-
-
-def test_attention_rank_says_which_weights_are_random(tmp_path: Path, checkpoint: Path, call) -> None:
-    result = call(
-        'attention_rank.py',
-        'small.py',
-        checkpoint,
-        '--with',
-        'small.py',
-        '--out',
-        'rank.png',
-        '--size',
-        80,
-        96,
-        '--channels',
-        2,
-    )
-    assert result.code == 0, result.err
-    assert f'Swin-8x2211-PRepBN, weights of {tmp_path.name}/small.pth | softmax' in result.out
-    assert 'Swin-8x2211-PRepBN, RANDOM WEIGHTS (seed 0) | softmax' in result.out
-    content = json.loads((tmp_path / 'rank.json').read_text())
-    assert content['image'] == 'a generated image at 80x96 (HxW)' and 'torch' in content['versions']
-    assert [found['checkpoint'] for found in content['maps']] == [str(checkpoint), None]
-    # Windows of 7x7 tokens.
-    assert [found['tokens'] for found in content['maps']] == [[49, 49]] * 2
-    assert (tmp_path / 'rank.png').read_bytes().startswith(b'\x89PNG')
 
 
 SMALL = {'embed_dims': 8, 'depths': (2, 1, 1, 1), 'num_heads': (1, 2, 2, 4)}

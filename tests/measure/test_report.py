@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import CONFIGS
 from mmdet.models import MaskRCNN
 from torch import nn
 
 from slab_det.backbones import SLABSwin
 from slab_det.fusion import FusedDetector
-from slab_det.measure.paper import PAPER_TABLES, SLAB_TABLE_3, UN_TABLE_3, UN_TABLE_4, published_rows
-from slab_det.measure.reporting import (
+from slab_det.measure.report import (
     Report,
     ReportEntry,
     ap_from_metrics,
@@ -20,6 +20,7 @@ from slab_det.measure.reporting import (
     describe_model,
     markdown_table,
     merge_entries,
+    read_paper_tables,
     read_report,
     update_report,
     write_report,
@@ -27,6 +28,7 @@ from slab_det.measure.reporting import (
 from slab_det.norms import PRepBN, TokenBN
 from slab_det.runtime.errors import ReportError
 
+PAPER_TABLES = read_paper_tables(CONFIGS.parent / 'benchmarks' / 'paper_tables.json')
 AP = {'bbox': {'AP': 0.4311, 'AP50': 0.66, 'AP75': 0.47, 'APs': None, 'APm': 0.464, 'APl': 0.56}}
 DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}
 
@@ -186,7 +188,6 @@ def test_scopes_and_classes_are_described_as_plain_names(detector: object, norm:
     plain = {'name': 'Swin-T-PRepBN', 'norm': 'PRepBN', 'attention': 'softmax', 'detector': 'MaskRCNN'}
     assert describe_model(model) == plain
     assert describe_model({'type': fused, 'model': model}) == plain
-    assert [table for table, _ in published_rows(plain['name'], plain['detector'])] == [SLAB_TABLE_3]
 
 
 def test_dataset_is_described_through_wrappers() -> None:
@@ -223,7 +224,7 @@ def test_different_scopes_are_marked() -> None:
 
 
 def test_paper_numbers_stand_in_columns_of_their_own() -> None:
-    table = markdown_table([entry(latency=latency(5.0)), entry('Swin-32x2222')], paper=True)
+    table = markdown_table([entry(latency=latency(5.0)), entry('Swin-32x2222')], PAPER_TABLES)
     header, _, row, *_ = table.splitlines()
     assert header.endswith(
         '| paper: ms (V100) | paper: box AP / 50 / 75 / s / m / l | paper: mask AP / 50 / 75 / s / m / l |'
@@ -237,7 +238,7 @@ def test_paper_numbers_stand_in_columns_of_their_own() -> None:
 def test_numbers_of_two_paper_tables_are_told_apart() -> None:
     """Swin-T stands in SLAB's table after 12 epochs and in UN's after 36."""
     swin = entry('Swin-T', 'unfused', norm='LN')
-    table = markdown_table([swin, entry('Swin-T-UN', norm='UN'), replace(swin, detector='FasterRCNN')], paper=True)
+    table = markdown_table([swin, entry('Swin-T-UN', norm='UN'), replace(swin, detector='FasterRCNN')], PAPER_TABLES)
     lines = table.splitlines()
     assert lines[2].endswith(
         '| 51.0 [P1] | 43.1 / 66.0 / 47.0 / 27.3 / 46.4 / 56.0 [P1]; 46.0 [P2] '
@@ -252,18 +253,15 @@ def test_numbers_of_two_paper_tables_are_told_apart() -> None:
 
 
 def test_paper_tables_are_complete() -> None:
-    assert len(SLAB_TABLE_3.rows) == 10 and len(UN_TABLE_3.rows) == len(UN_TABLE_4.rows) == 5
-    for row in SLAB_TABLE_3.rows.values():
-        assert row.ms > 0 and len(row.box) == len(row.mask) == 6
+    slab, *un = PAPER_TABLES
+    assert len(slab.rows) == 10 and [len(table.rows) for table in un] == [5, 5]
+    for row in slab.rows.values():
+        assert row['ms'] > 0 and len(row['box']) == len(row['mask']) == 6
         # SLAB prints no mask AP above its box AP.
-        assert row.mask[0] < row.box[0]
-    for table in (UN_TABLE_3, UN_TABLE_4):
-        assert all(row.ms is None and len(row.box) == 1 for row in table.rows.values())
-        assert all((row.mask is None) == (table.detector == 'FasterRCNN') for row in table.rows.values())
-    # UN's claim in both: behind LayerNorm, before every other offline norm.
-    for table in (UN_TABLE_3, UN_TABLE_4):
-        others = [row.box[0] for name, row in table.rows.items() if name not in ('Swin-T', 'Swin-T-UN')]
-        assert max(others) < table.rows['Swin-T-UN'].box[0] < table.rows['Swin-T'].box[0]
-    assert {table.epochs for table in PAPER_TABLES} == {12, 36}
-    assert published_rows('Swin-T-UN', 'FasterRCNN') == [(UN_TABLE_3, UN_TABLE_3.rows['Swin-T-UN'])]
-    assert published_rows('Swin-32x2222', 'MaskRCNN') == []
+        assert row['mask'][0] < row['box'][0]
+    for table in un:
+        assert all(row['ms'] is None and len(row['box']) == 1 for row in table.rows.values())
+        assert all((row['mask'] is None) == (table.detector == 'FasterRCNN') for row in table.rows.values())
+        # UN's claim: behind LayerNorm, before every other offline norm.
+        others = [row['box'][0] for name, row in table.rows.items() if name not in ('Swin-T', 'Swin-T-UN')]
+        assert max(others) < table.rows['Swin-T-UN']['box'][0] < table.rows['Swin-T']['box'][0]

@@ -45,7 +45,6 @@ class ModelCost:
         weights_bytes: Parameters and buffers.
         kept_bytes: What the first forward left behind for those after it: windows, masks and biases of this size.
         forward_bytes: The most memory that a later forward held at one time on top of both and of its input.
-        memory_source: What ``kept_bytes`` and ``forward_bytes`` were read from.
         norms_left: Norm modules: LayerNorm, GroupNorm, RMSNorm, batch and instance norms, every
             :class:`~slab_det.norms.OfflineNorm`, and the ChannelAffine that fusion leaves where it cannot fold.
         norm_types: The same by type.
@@ -57,7 +56,6 @@ class ModelCost:
     weights_bytes: int
     kept_bytes: int
     forward_bytes: int
-    memory_source: str
     norms_left: int
     norm_types: dict[str, int]
 
@@ -79,7 +77,7 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object], devi
         device: Where they are, 'cpu' or 'cuda'.
     """
     parts = nn.ModuleList(parts)
-    kept_bytes, forward_bytes, source = measure_memory(forward, device)
+    kept_bytes, forward_bytes = measure_memory(forward, device)
     multiply_adds, uncounted = count_multiply_adds(forward)
     norms = count_norms(parts)
     return ModelCost(
@@ -89,7 +87,6 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object], devi
         weights_bytes=sum(tensor.nbytes for tensor in [*parts.parameters(), *parts.buffers()]),
         kept_bytes=kept_bytes,
         forward_bytes=forward_bytes,
-        memory_source=source,
         norms_left=norms.total(),
         norm_types=dict(norms),
     )
@@ -117,19 +114,19 @@ def count_multiply_adds(forward: Callable[[], object]) -> tuple[int, tuple[str, 
 
 
 @torch.no_grad()
-def measure_memory(forward: Callable[[], object], device: torch.device) -> tuple[int, int, str]:
-    """What the first call leaves allocated, the peak of the second on top of that, and what both were read from.
+def measure_memory(forward: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Bytes that the first call leaves allocated, and the peak of the second call on top of them.
 
-    In bytes, as torch's allocators hand them out, also inside kernels; memory that C libraries take for themselves does
-    not pass them.
+    Read from torch's allocators: on CUDA from ``torch.cuda.max_memory_allocated``, on a CPU from torch.profiler. Memory
+    that C libraries take for themselves does not pass these allocators.
     """
     if device.type == 'cuda':
         # The first product of a process allocates the library's workspace, which is no model's own.
         torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device))
         (_, kept), (peak, _) = _cuda_growth(forward, device), _cuda_growth(forward, device)
-        return kept, peak, 'torch.cuda.max_memory_allocated'
+        return kept, peak
     (_, kept), (peak, _) = _cpu_growth(forward), _cpu_growth(forward)
-    return kept, peak, "torch's CPU allocator, by torch.profiler"
+    return kept, peak
 
 
 def _cuda_growth(forward: Callable[[], object], device: torch.device) -> tuple[int, int]:

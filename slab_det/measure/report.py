@@ -1,22 +1,41 @@
 """report.json: AP and latency of unfused and fused detectors, in the one schema that hook and tools fill."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mmengine.fileio import put_text
 
 from slab_det.measure.latency import describe_scope
-from slab_det.measure.paper import PaperRow, published_rows
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ReportError
 
 SCHEMA = 1
 VARIANTS = ('unfused', 'fused')
-# Order of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
+# Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
 AP_KINDS = {'bbox': 'box', 'segm': 'mask'}
+# The published sizes: (family, width, depths).
+SIZES = {
+    ('Swin', 96, (2, 2, 6, 2)): 'T',
+    ('Swin', 96, (2, 2, 18, 2)): 'S',
+    ('Swin', 128, (2, 2, 18, 2)): 'B',
+    ('Swin', 192, (2, 2, 18, 2)): 'L',
+    ('PVT', 64, (2, 2, 2, 2)): 'T',
+    ('PVT', 64, (3, 4, 6, 3)): 'S',
+    ('PVT', 64, (3, 4, 18, 3)): 'M',
+    ('PVT', 64, (3, 8, 27, 3)): 'L',
+    ('PVTv2', 32, (2, 2, 2, 2)): 'B0',
+    ('PVTv2', 64, (2, 2, 2, 2)): 'B1',
+    ('PVTv2', 64, (3, 4, 6, 3)): 'B2',
+    ('PVTv2', 64, (3, 4, 18, 3)): 'B3',
+    ('PVTv2', 64, (3, 8, 27, 3)): 'B4',
+    ('PVTv2', 64, (3, 6, 40, 3)): 'B5',
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ class ReportEntry:
         """Entries with the same key describe the same detector, seen by different tools."""
         return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
 
-    def merged_with(self, other: 'ReportEntry') -> 'ReportEntry':
+    def merged_with(self, other: ReportEntry) -> ReportEntry:
         """This entry with everything that ``other`` knows; ``other`` wins."""
         known = {item.name: getattr(other, item.name) for item in fields(other)}
         return replace(self, **{name: value for name, value in known.items() if value is not None})
@@ -74,6 +93,35 @@ class Report:
     schema: int = SCHEMA
 
 
+class PaperTable(NamedTuple):
+    """One published table of detectors with an FPN on COCO val2017.
+
+    Attributes:
+        source: Paper and table.
+        detector: Type of its detectors in mmdet.
+        epochs: How long they were trained.
+        latency: Device and rounds of its ``ms``; None where the table has no latency.
+        rows: By row label ``{'ms': …, 'box': [AP, AP50, AP75, APs, APm, APl], 'mask': […]}``, AP times 100; UN prints
+            AP alone. ``ms`` and ``mask`` are None where the table has none.
+    """
+
+    source: str
+    detector: str
+    epochs: int
+    latency: str | None
+    rows: dict[str, dict]
+
+    def describe(self) -> str:
+        """The source, and the conditions of its numbers."""
+        latency = f'; ms: {self.latency}' if self.latency else ''
+        return f'{self.source}: {self.detector}, {self.epochs} epochs, COCO val2017{latency}'
+
+
+def read_paper_tables(path: str | Path) -> list[PaperTable]:
+    """Reads published tables, as in ``benchmarks/paper_tables.json``."""
+    return [PaperTable(**table) for table in json.loads(Path(path).read_text())]
+
+
 def describe_model(model_cfg: Mapping) -> dict[str, str]:
     """``name``, ``norm``, ``attention`` and ``detector`` of a model config, fused or not.
 
@@ -85,7 +133,7 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
     stages = backbone.get('attention', 'softmax')
     kinds = [stages] if isinstance(stages, str) else list(stages)
     norm = type_name((backbone.get('norm_cfg') or {'type': 'LN'})['type'])
-    norm = 'LN' if norm == 'LayerNorm' else norm  # as a class it has torch's name, in the registry mmcv's
+    norm = 'LN' if norm == 'LayerNorm' else norm  # torch's class; mmcv's registry calls it LN
     return {
         'name': _row_label(backbone, kinds, norm),
         'norm': norm,
@@ -95,7 +143,7 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
 
 
 def form_suffix(deployed: bool, dtype: str) -> str:
-    """What a name gets that is not of the plain model in float32, so that it has an entry of its own."""
+    """Suffix of a row label for forms other than the plain model in float32, so that each form has its own entry."""
     return '-deployed' * deployed + f'-{dtype}' * (dtype != 'float32')
 
 
@@ -108,11 +156,11 @@ def describe_dataset(dataset: object) -> dict:
 
 
 def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Picks AP out of what the runner returns, such as ``{'coco/bbox_mAP_50': 0.66}``.
+    """Picks AP out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
 
     Returns:
-        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}}`` for the kinds that were evaluated. COCO's -1, which
-        says that no object has that size, becomes None.
+        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}}`` for the kinds that were evaluated. COCO's -1, which says that no
+        object has that size, becomes None.
     """
     by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
     return {
@@ -153,8 +201,7 @@ def write_report(path: str | Path, report: Report) -> None:
 def update_report(path: str | Path, *entries: ReportEntry) -> Report:
     """Merges entries into a report.json, which need not exist, and returns the whole.
 
-    A new training run should start its file with :func:`write_report`, so that no number of the last one
-    stays.
+    A new training run starts its file with :func:`write_report` instead, so that no number of the last run stays.
     """
     old = read_report(path).entries if Path(path).exists() else []
     report = Report(merge_entries([*old, *entries]))
@@ -170,14 +217,14 @@ def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
     return list(merged.values())
 
 
-def markdown_table(entries: Sequence[ReportEntry], paper: bool = False) -> str:
+def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperTable] = ()) -> str:
     """A table in the columns of SLAB's Table 3, with the scope of its numbers below it.
 
     Numbers of different scopes (device, dtype, threads, size, … or data and training) get different marks.
 
     Args:
         entries: The rows; AP is shown times 100.
-        paper: Add the papers' own numbers for rows of the same name, in columns named as theirs.
+        paper_tables: Published numbers to show for rows of the same name, in columns named as the papers'.
     """
     latency_notes = _Notes('L', [latency_scope(e) for e in entries if e.latency])
     ap_notes = _Notes('A', [ap_scope(e) for e in entries if e.ap])
@@ -195,20 +242,21 @@ def markdown_table(entries: Sequence[ReportEntry], paper: bool = False) -> str:
                 *(_ap_cell(entry.ap[kind]) + mark if kind in (entry.ap or {}) else '–' for kind in AP_KINDS),
             ]
         )
-    if paper:
-        header += ['paper: ms (V100)', *(f'paper: {title} {suffixes}' for title in AP_KINDS.values())]
-        published = [published_rows(entry.name, entry.detector) for entry in entries]
-        paper_notes = _Notes('P', [table.describe() for found in published for table, _ in found])
-        for found, row in zip(published, rows, strict=True):
-            marked = [(paper_row, paper_notes.mark(table.describe())) for table, paper_row in found]
-            row += _paper_cells(marked)
-    lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
-    lines += ['', *latency_notes.lines('ms: median latency, '), *ap_notes.lines('AP on ')]
+    notes = [*latency_notes.lines('ms: median latency, '), *ap_notes.lines('AP on ')]
     if len(latency_notes) > 1:
-        lines.append('Latencies with different marks were measured differently: do not compare them.')
-    if paper:
-        lines += paper_notes.lines("The authors' numbers, not measured here: ")
-    return '\n'.join(lines) + '\n'
+        notes.append('Latencies with different marks were measured differently: do not compare them.')
+    if paper_tables:
+        header += ['paper: ms (V100)', *(f'paper: {title} {suffixes}' for title in AP_KINDS.values())]
+        published = [
+            [table for table in paper_tables if table.detector == entry.detector and entry.name in table.rows]
+            for entry in entries
+        ]
+        paper_notes = _Notes('P', [table.describe() for tables in published for table in tables])
+        for entry, row, tables in zip(entries, rows, published, strict=True):
+            row += _paper_cells(entry.name, tables, paper_notes)
+        notes += paper_notes.lines("The authors' numbers, not measured here: ")
+    lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
+    return '\n'.join([*lines, '', *notes]) + '\n'
 
 
 def latency_scope(entry: ReportEntry) -> str:
@@ -246,37 +294,17 @@ class _Notes:
         return [line for text in self._marks for line in (f'{self.mark(text).lstrip()} {prefix}{text}'.lstrip(), '')]
 
 
-def _paper_cells(rows: Sequence[tuple[PaperRow, str]]) -> list[str]:
-    """Latency, box AP and mask AP of one model's published rows, each followed by the mark of its table."""
-    columns = [
-        [(row.ms and (row.ms,), mark) for row, mark in rows],
-        [(row.box, mark) for row, mark in rows],
-        [(row.mask, mark) for row, mark in rows],
-    ]
-    # UN prints AP alone: its cells are one number, those of SLAB six.
-    return [
-        '; '.join(' / '.join(f'{value:.1f}' for value in values) + mark for values, mark in column if values) or '–'
-        for column in columns
-    ]
+def _paper_cells(name: str, tables: Sequence[PaperTable], notes: _Notes) -> list[str]:
+    """Latency, box AP and mask AP of one model in every table that has it, each with the mark of its table."""
+    cells = []
+    for column in ('ms', 'box', 'mask'):
+        found = [(table.rows[name][column], notes.mark(table.describe())) for table in tables]
+        values = [(value if isinstance(value, list) else [value], mark) for value, mark in found if value]
+        cells.append('; '.join(' / '.join(f'{v:.1f}' for v in value) + mark for value, mark in values) or '–')
+    return cells
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
-    family = _family(backbone)
-    label = family + _size_suffix(family, backbone)
-    # BatchNorm over tokens is what the papers mean by it.
-    norms = [] if norm == 'LN' else ['BN' if norm == 'TokenBN' else norm]
-    if 'focused' in kinds:
-        label = f'Flatten-{label}'
-    elif 'sla' in kinds:
-        # SLAB is both ideas together; linear attention with other norms is half of it.
-        label = f'{"SLAB" if norm == "PRepBN" else "SLA"}-{label}'
-        norms = [name for name in norms if name != 'PRepBN']
-    if backbone.get('ffn_norm'):
-        norms.append(f'FFN{"BN" if norm == "TokenBN" else norm}')
-    return '-'.join([label, '+'.join(norms)]) if norms else label
-
-
-def _family(backbone: Mapping) -> str:
     kind = type_name(backbone['type'])
     family = {
         'SLABSwin': 'Swin',
@@ -285,35 +313,29 @@ def _family(backbone: Mapping) -> str:
         'PyramidVisionTransformer': 'PVT',
         'PyramidVisionTransformerV2': 'PVTv2',
     }.get(kind, kind)
-    # One class is both: only the second version has convolutions in its FFN.
-    return 'PVTv2' if family == 'PVT' and backbone.get('use_conv_ffn') else family
-
-
-def _size_suffix(family: str, backbone: Mapping) -> str:
-    """'-T', '-S', … for the published sizes; width and depths for any other."""
-    published = {
-        ('Swin', 96, (2, 2, 6, 2)): 'T',
-        ('Swin', 96, (2, 2, 18, 2)): 'S',
-        ('Swin', 128, (2, 2, 18, 2)): 'B',
-        ('Swin', 192, (2, 2, 18, 2)): 'L',
-        ('PVT', 64, (2, 2, 2, 2)): 'T',
-        ('PVT', 64, (3, 4, 6, 3)): 'S',
-        ('PVT', 64, (3, 4, 18, 3)): 'M',
-        ('PVT', 64, (3, 8, 27, 3)): 'L',
-        ('PVTv2', 32, (2, 2, 2, 2)): 'B0',
-        ('PVTv2', 64, (2, 2, 2, 2)): 'B1',
-        ('PVTv2', 64, (3, 4, 6, 3)): 'B2',
-        ('PVTv2', 64, (3, 4, 18, 3)): 'B3',
-        ('PVTv2', 64, (3, 8, 27, 3)): 'B4',
-        ('PVTv2', 64, (3, 6, 40, 3)): 'B5',
-    }
+    if family == 'PVT' and backbone.get('use_conv_ffn'):
+        family = 'PVTv2'
+    label = family
     if family == 'Swin':
-        width, depths = backbone.get('embed_dims', 96), backbone.get('depths', (2, 2, 6, 2))
+        label += _size_suffix(family, backbone.get('embed_dims', 96), backbone.get('depths', (2, 2, 6, 2)))
     elif family in ('PVT', 'PVTv2'):
-        width, depths = backbone.get('embed_dims', 64), backbone.get('num_layers', (3, 4, 6, 3))
-    else:
-        return ''
-    return '-' + published.get((family, width, tuple(depths)), f'{width}x{"".join(map(str, depths))}')
+        label += _size_suffix(family, backbone.get('embed_dims', 64), backbone.get('num_layers', (3, 4, 6, 3)))
+    # The papers call BatchNorm over tokens BN.
+    norms = [] if norm == 'LN' else ['BN' if norm == 'TokenBN' else norm]
+    if 'focused' in kinds:
+        label = f'Flatten-{label}'
+    elif 'sla' in kinds:
+        # SLAB is simplified linear attention with PRepBN.
+        label = f'{"SLAB" if norm == "PRepBN" else "SLA"}-{label}'
+        norms = [name for name in norms if name != 'PRepBN']
+    if backbone.get('ffn_norm'):
+        norms.append(f'FFN{"BN" if norm == "TokenBN" else norm}')
+    return '-'.join([label, '+'.join(norms)]) if norms else label
+
+
+def _size_suffix(family: str, width: int, depths: Sequence[int]) -> str:
+    """'-T', '-S', … for the published sizes; width and depths for any other."""
+    return '-' + SIZES.get((family, width, tuple(depths)), f'{width}x{"".join(map(str, depths))}')
 
 
 def _ap_cell(ap: Mapping[str, float | None]) -> str:
