@@ -24,10 +24,10 @@ from slab_det.runtime.errors import ReportError
 _WIDTH = 7.2  # inches: the text width of A4
 _FONT_SIZE = 8  # points; smaller is not read in print
 _GREY = '#707070'
-# Okabe and Ito's colours without yellow, which colour-blind readers tell apart. Seven colours and eight markers share
-# no factor: 56 models differ in one of them.
+# Okabe and Ito's colours without yellow, which colour-blind readers tell apart. Seven colours and twelve markers share
+# no factor: 84 models differ in one of them.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
-_MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*')
+_MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*', '<', '>', 'p', 'h')
 # Narrower axes would blow the difference of two runs up to the size of the panel.
 _MIN_AP_SPAN = 4.0
 _MIN_MS_SPAN = 0.2  # share of the largest latency
@@ -103,7 +103,7 @@ def ap_latency_figure(entries: Sequence[ReportEntry], paper_tables: Sequence[Pap
     rows += [_paper_row(table) for table in paper_tables if table.latency and table.detector in detectors]
     models = list(dict.fromkeys(point.name for row in rows for point in row.points))
     legend = _legend(rows, models)
-    columns = max(1, min(4, 100 // (10 + max(len(handle.get_label()) for handle in legend))))
+    columns = max(1, min(4, 110 // (8 + max(len(handle.get_label()) for handle in legend))))
     legend_height = 0.2 * -(-len(legend) // columns) + 0.2
     figure = Figure(figsize=(_WIDTH, 3.4 * len(rows) + legend_height), dpi=200, layout='constrained')
     FigureCanvasAgg(figure)
