@@ -31,7 +31,7 @@ _MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*', '<', '>', 'p', 'h')
 # Narrower axes would blow the difference of two runs up to the size of the panel.
 _MIN_AP_SPAN = 4.0
 _MIN_MS_SPAN = 0.2  # share of the largest latency
-# Forms in which one model is run; they may be compared, see slab_det.measure.latency.check_comparable.
+# Forms in which one model is run; they may be compared in one panel.
 _FORMS = {
     'deployed': 'deployed',
     'compile_mode': 'torch.compile',

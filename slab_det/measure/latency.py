@@ -209,10 +209,17 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
     of the machine is in both of its numbers.
 
     Raises:
-        LatencyError: If the results were not measured alike.
+        LatencyError: If the results are not of one call of :func:`measure_latency`.
     """
-    check_comparable([result.to_dict() for result in results])
     first = results[0]
+    for result in results:
+        for key in ('interleaved', 'scope', 'size', 'device', 'threads', 'tf32', 'kept_memory'):
+            ours, theirs = getattr(first, key), getattr(result, key)
+            if ours != theirs:
+                raise LatencyError(
+                    f'{first.name!r} and {result.name!r} were measured differently ({key} {ours} and {theirs}) and '
+                    'cannot be compared; measure them in one call'
+                )
     repeats = len(first.repeat_medians_ms)
     columns: list[tuple[str, Callable[[LatencyResult], str]]] = [
         ('model', lambda result: result.name),
@@ -250,28 +257,6 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
     if uncounted := sorted({name for result in results if result.cost for name in result.cost.uncounted}):
         lines.append(f'not counted in multiply-adds: {", ".join(uncounted)}')
     return '\n'.join(lines)
-
-
-def check_comparable(latencies: Sequence[Mapping]) -> None:
-    """Raises unless the latencies may stand in one ratio; takes ``LatencyResult.to_dict()``.
-
-    They must share scope, size, device, dtype, TF32 and, on a CPU, threads and whether freed memory was kept. How a
-    model is run (fused, compiled, channels_last, deployed and in which dtype) is what one compares.
-
-    Raises:
-        LatencyError: Names the first two that differ, and in what.
-    """
-    for other in latencies[1:]:
-        ours, theirs = _conditions(latencies[0]), _conditions(other)
-        if latencies[0].get('deployed') or other.get('deployed'):
-            # The dtype is part of the deployed form.
-            ours['dtype'] = theirs['dtype']
-        if differences := [key for key in ours if ours[key] != theirs[key]]:
-            said = '; '.join(f'{key} {ours[key]} and {theirs[key]}' for key in differences)
-            raise LatencyError(
-                f'{latencies[0]["name"]!r} and {other["name"]!r} were measured differently and cannot be compared: '
-                f'{said}. Measure them in one call of tools/latency.py'
-            )
 
 
 def repeat_ratios(result: LatencyResult, base: LatencyResult) -> tuple[float, ...]:
@@ -636,15 +621,6 @@ def _statistics(times: Sequence[Sequence[float]]) -> dict[str, float | tuple[flo
         'p95_ms': float(np.percentile(values, 95)),
         'repeat_medians_ms': tuple(float(np.median(repetition)) for repetition in times),
     }
-
-
-def _conditions(latency: Mapping) -> dict:
-    conditions = {key: latency[key] for key in ('scope', 'size', 'device', 'dtype')}
-    conditions['TF32'] = latency.get('tf32', False)
-    on_cpu = latency['device_type'] == 'cpu'
-    conditions['threads'] = latency['threads'] if on_cpu else None
-    conditions['kept memory'] = latency.get('kept_memory', False) if on_cpu else None
-    return conditions
 
 
 def _range(values: Sequence[float], spec: str) -> str:
