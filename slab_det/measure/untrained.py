@@ -61,7 +61,7 @@ def build_untrained(config: str | Path, backbone: Mapping) -> nn.Module:
         The detector in eval mode; a LayerNorm one as it is.
     """
     cfg = Config.fromfile(config)
-    cfg.model.backbone.update(init_cfg=None, **backbone)
+    cfg.merge_from_dict({'model.backbone': {'init_cfg': None, **backbone}})
     torch.manual_seed(0)
     model = build_detector(cfg)
     prepare_untrained(model)
