@@ -57,7 +57,7 @@ ROWS = {
 }
 
 
-def build_models(name: str, device: str, dtype: torch.dtype | None, backbone_only: bool) -> dict[str, nn.Module]:
+def build_models(name: str, device: str, dtype: torch.dtype | None) -> dict[str, nn.Module]:
     """The models of a row: every gain is shown over the same attention with LayerNorm in the same form."""
     row = ROWS[name]
     models = {
@@ -68,7 +68,7 @@ def build_models(name: str, device: str, dtype: torch.dtype | None, backbone_onl
         models[f'{name}, fused'] = build_untrained(_config(row.ours), {})
     for form in list(models)[1:]:
         models[f'{form}, deployed'] = slab_det.deploy(models[form].to(device), dtype)
-    return {form: model.backbone if backbone_only else model for form, model in models.items()}
+    return models
 
 
 def _config(name: str) -> Path:
@@ -96,7 +96,7 @@ def main() -> None:
     for name in args.rows:
         dtype = None if args.dtype == 'float32' else DTYPES[args.dtype]
         results = measure_latency(
-            build_models(name, args.device, dtype, args.scope == 'backbone'),
+            build_models(name, args.device, dtype),
             size=tuple(args.size),
             compile=args.compile or False,
             progress=True,
