@@ -107,10 +107,6 @@ class SoftmaxWindowAttention(WindowAttention):
     ``softmax(q k^T / sqrt(d) + B) v`` per head and window; pairs from different regions of a shifted map get
     -100 on their logits.
 
-    Unfused evaluation rounds in the order of the released code, whose numbers it has to reproduce: on logits of 10^6
-    another order lets other tokens win. Training takes PyTorch's kernel, and so does inference after
-    :func:`leave_released_order`.
-
     Args:
         qk_scale: Replaces 1 / sqrt(d).
     """
@@ -118,7 +114,6 @@ class SoftmaxWindowAttention(WindowAttention):
     def __init__(self, *args, qk_scale: float | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.scale = qk_scale or self.head_dims**-0.5
-        self.released_order = True
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
         self.register_buffer('relative_position_index', relative_position_index(self.window_size))
         self._cached_bias: tuple[tuple, Tensor] | None = None
@@ -129,24 +124,11 @@ class SoftmaxWindowAttention(WindowAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
         q, k, v = (self.split_heads(x) for x in (q, k, v))
-        mix = self._mix_in_released_order if self.released_order and not self.training else self._mix_with_sdpa
-        return mix(q, k, v, geometry, shifted).transpose(1, 2).flatten(2)
-
-    def _mix_with_sdpa(self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool) -> Tensor:
         bias = self._logit_bias(geometry, shifted, q.dtype)
         if bias.shape[0] > 1:
             bias = bias.expand(q.shape[0] // geometry.num_windows, *bias.shape).flatten(0, 1)
         dropout = self.attn_drop_rate if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.scale)
-
-    def _mix_in_released_order(
-        self, q: Tensor, k: Tensor, v: Tensor, geometry: WindowGeometry, shifted: bool
-    ) -> Tensor:
-        logits = (q * self.scale) @ k.transpose(-1, -2) + self.position_bias(q.dtype)
-        if shifted:
-            mask = geometry.attention_mask(q.dtype)[:, None]
-            logits = (logits.unflatten(0, (-1, geometry.num_windows)) + mask).flatten(0, 1)
-        return logits.softmax(-1) @ v
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.scale).transpose(1, 2).flatten(2)
 
     def position_bias(self, dtype: torch.dtype) -> Tensor:
         """The position bias of each pair of slots, (1, h, N, N)."""
@@ -182,17 +164,6 @@ class SoftmaxWindowAttention(WindowAttention):
     def _apply(self, *args, **kwargs) -> SoftmaxWindowAttention:
         self._cached_bias = None
         return super()._apply(*args, **kwargs)
-
-
-def leave_released_order(model: nn.Module) -> None:
-    """Lets a model in its final form round otherwise than the released code does, for speed.
-
-    Every module with a flag ``released_order`` is told: softmax attention then takes PyTorch's kernel, and
-    :class:`~slab_det.backbones.SLABSwin` stores the channels of a token together.
-    """
-    for module in model.modules():
-        if hasattr(module, 'released_order'):
-            module.released_order = False
 
 
 class LinearWindowAttention(LinearAttention, WindowAttention):

@@ -20,7 +20,6 @@ from slab_det.attention.window_attention import (
     LinearWindowAttention,
     ShiftedWindowAttention,
     SoftmaxWindowAttention,
-    leave_released_order,
 )
 from slab_det.backbones.arguments import (
     check_mlp_ratio,
@@ -34,7 +33,6 @@ from slab_det.backbones.ffn import build_ffn
 from slab_det.backbones.patch_merging import PatchMerging
 from slab_det.checkpoints import register_load_check
 from slab_det.fusion import Fold
-from slab_det.norms import named_offline_norms
 
 
 class SwinBlock(BaseModule):
@@ -283,10 +281,6 @@ class SLABSwin(BaseModule):
             self.add_module(f'norm{i}', norm)
         # Of the maps returned.
         self.memory_format = torch.contiguous_format
-        self.released_order = True
-        if not any(named_offline_norms(self)):
-            # Nothing will be fused: the backbone has its final form, and its fastest.
-            leave_released_order(self)
         # Before a distributed wrapper counts which parameters train.
         self._freeze()
 
@@ -295,10 +289,9 @@ class SLABSwin(BaseModule):
         if self.absolute_pos_embed is not None:
             x = x + self._position_embedding(hw_shape)
         x = self.drop_after_pos(x)
-        if not self.released_order:
-            # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy
-            # them. From another layout kernels round differently.
-            x = x.contiguous()
+        # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy them:
+        # docs/results.md.
+        x = x.contiguous()
         outs = []
         for i, stage in enumerate(self.stages):
             x = stage(x, hw_shape)

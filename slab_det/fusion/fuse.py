@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from slab_det.attention.window_attention import leave_released_order
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.detectors import find_output_reader
 from slab_det.fusion.folds import CannotFold, Fold, find_rule, split_part
@@ -115,7 +114,6 @@ def apply_folds(model: nn.Module, fates: Iterable[NormFate]) -> nn.Module:
     left = [name for name, _ in named_offline_norms(model)]
     if left:
         raise FusionError(f'{left[0]}: the model is not the one whose folds these are: none is for this norm')
-    leave_released_order(model)
     model.fusion_report = FusionReport(fates)
     return model
 
