@@ -146,11 +146,17 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a model computes with, under the keys of its state dict, where some are permuted copies."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {key: named[key].detach() for key in model.state_dict()}
+
+
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int) -> None:
     """Fills parameters and statistics so that no two are alike and activations keep their size."""
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in live_tensors(model).items():
         if not tensor.is_floating_point() or name.endswith('_gamma'):
             continue
         noise = torch.randn(tensor.shape, generator=generator).to(tensor)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from conftest import live_tensors
 from fuzz_cases import Case
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -182,7 +183,7 @@ def build_model(case: Case, seed: int | None = None) -> nn.Module:
 def fill_at_random(model: nn.Module, seed: int) -> None:
     """No two numbers alike; variances over two decades, etas of either sign, some channels without weight."""
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in live_tensors(model).items():
         if not tensor.is_floating_point() or name.endswith('_gamma'):
             continue
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)

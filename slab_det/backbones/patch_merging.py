@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
@@ -13,7 +14,11 @@ from slab_det.fusion import Fold
 
 
 class PatchMerging(BaseModule):
-    """Norm and linear reduction over 2x2 blocks; state-dict keys and channel order are those of mmdet's class.
+    """Norm and linear reduction over s x s blocks of tokens.
+
+    A block is gathered in memory order (row, column, C), and norm and reduction hold their weights in that order. A
+    state dict holds them in the order of mmdet's class, (C, row, column): loading and ``state_dict()`` permute the
+    weights, so that no activation is ever transposed. The tensors of ``state_dict()`` are therefore copies.
 
     Args:
         in_channels: Channels C of a token.
@@ -33,29 +38,51 @@ class PatchMerging(BaseModule):
         block_channels = stride * stride * in_channels
         self.norm = build_norm_layer(norm_cfg, block_channels)[1] if norm_cfg else None
         self.reduction = nn.Linear(block_channels, out_channels, bias=False)
+        self.register_load_state_dict_pre_hook(_load_block_order)
+        self.register_state_dict_post_hook(_save_unfold_order)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
         """Merges a map and returns it with its new (H, W)."""
         stride, (height, width) = self.stride, hw_shape
         x = x.unflatten(1, hw_shape)
-        x = F.pad(x, (0, 0, 0, -width % stride, 0, -height % stride))
-        # (B, H', s, W', s, C) -> (B, H', W', s, s, C)
+        padding = (0, 0, 0, -width % stride, 0, -height % stride)
+        # Whether a traced size divides is not known.
+        if torch.jit.is_tracing() or any(padding):
+            x = F.pad(x, padding)
+        # (B, H', s, W', s, C) -> (B, H' * W', s * s * C)
         x = x.unflatten(2, (-1, stride)).unflatten(1, (-1, stride)).transpose(2, 3)
-        out_shape = (x.shape[1], x.shape[2])
-        if self.norm is not None and not isinstance(self.norm, nn.Identity):
-            # The norm's channels are in mmdet's order, (C, s, s).
-            x = self.norm(x.flatten(3, 4).transpose(3, 4).flatten(3).flatten(1, 2))
-            x = x.unflatten(2, (self.in_channels, stride, stride)).permute(0, 1, 4, 3, 2)
-        else:
-            x = x.flatten(1, 2).transpose(2, 3)
-        return F.linear(x.flatten(2), self.token_weight(), self.reduction.bias), out_shape
+        hw_shape = (x.shape[1], x.shape[2])
+        x = x.flatten(3).flatten(1, 2)
+        return self.reduction(x if self.norm is None else self.norm(x)), hw_shape
 
     def folds(self) -> Iterator[Fold]:
         """Where the norm goes at inference: it follows the padding of odd maps, which passes it like any token."""
         yield Fold('norm', before='reduction')
 
-    def token_weight(self) -> Tensor:
-        """The reduction's weight for blocks that lie token by token, column by column: (C_out, s * s * C)."""
-        # The order in which the released code sums.
-        weight = self.reduction.weight.unflatten(1, (self.in_channels, self.stride, self.stride))
-        return weight.permute(0, 3, 2, 1).flatten(1)
+    def to_block_order(self, weight: Tensor) -> Tensor:
+        """Permutes the last dimension from mmdet's order (C, row, column) to that of a block, (row, column, C)."""
+        return weight.unflatten(-1, (self.in_channels, self.stride, self.stride)).movedim(-3, -1).flatten(-3)
+
+    def to_unfold_order(self, weight: Tensor) -> Tensor:
+        """Permutes the last dimension from the order of a block back to mmdet's."""
+        return weight.unflatten(-1, (self.stride, self.stride, self.in_channels)).movedim(-1, -3).flatten(-3)
+
+
+def _load_block_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    _permute(merging, state_dict, prefix, merging.to_block_order)
+
+
+def _save_unfold_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    _permute(merging, state_dict, prefix, merging.to_unfold_order)
+
+
+def _permute(
+    merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, permutation: Callable[[Tensor], Tensor]
+) -> None:
+    """Permutes what has one entry per channel of a block: all such tensors of any norm, and the reduction's weight."""
+    block_channels = merging.stride**2 * merging.in_channels
+    for key, value in state_dict.items():
+        if key == f'{prefix}reduction.weight' or key.startswith(f'{prefix}norm.'):
+            # What has another shape is refused by the layer that it is for.
+            if value.ndim and value.shape[-1] == block_channels:
+                state_dict[key] = permutation(value)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slab_det.backbones.patch_merging import PatchMerging
 from slab_det.backbones.swin import SLABSwin, SwinBlock
 from slab_det.deployment.attention import DeployedWindowAttention, deploy_attention
 from slab_det.deployment.ffn import deploy_ffn
-from slab_det.deployment.patch_merging import DeployedPatchMerging
 from slab_det.fusion.interference import has_hooks
 
 
@@ -43,12 +41,5 @@ def deploy_swin(backbone: SLABSwin) -> None:
     """Replaces what the backbone consists of by its deployed form, in place."""
     for stage in backbone.stages:
         stage.blocks = nn.ModuleList(map(deploy_block, stage.blocks))
-        merging = stage.downsample
-        if (
-            type(merging) is PatchMerging
-            and isinstance(merging.norm, (nn.Identity, type(None)))
-            and not has_hooks(merging)
-        ):
-            stage.downsample = DeployedPatchMerging(merging)
     # Tokens are channels last: the maps are then views of them.
     backbone.memory_format = torch.channels_last

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import timm
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, live_tensors
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import SwinTransformer
 from mmengine.config import Config
@@ -24,7 +24,7 @@ SLAB = dict(attention=('sla', 'focused', 'softmax'), window_sizes=(6, 5, 4))
 
 @torch.no_grad()
 def randomize(model: nn.Module) -> nn.Module:
-    for name, value in model.state_dict().items():
+    for name, value in live_tensors(model).items():
         if name.endswith('running_var'):
             value.uniform_(0.5, 2)
         elif value.is_floating_point() and not name.endswith('_gamma'):

@@ -18,7 +18,7 @@ from slab_det.attention.window_attention import (
     WindowAttention,
 )
 from slab_det.backbones.patch_merging import PatchMerging
-from slab_det.deployment.export.token_index import WindowIndex, block_tokens, gather_rows
+from slab_det.deployment.export.token_index import WindowIndex, gather_rows
 from slab_det.fusion.stock_mmdet import own_attention
 from slab_det.runtime.errors import ExportError
 
@@ -101,35 +101,6 @@ def mix_linear(w_msa: LinearWindowAttention, qkv: Tensor, index: WindowIndex, sh
     return gather_rows(out.reshape(-1, w_msa.embed_dims), window * w_msa.window_size**2 + slot)
 
 
-class SizeFreePatchMerging(nn.Module):
-    """Our :class:`PatchMerging` for one image, at any size.
-
-    Args:
-        merging: Gives its layers and weights.
-    """
-
-    def __init__(self, merging: PatchMerging) -> None:
-        super().__init__()
-        self.stride = merging.stride
-        self.norm = None if isinstance(merging.norm, nn.Identity) else merging.norm
-        self.reduction = merging.reduction
-
-    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """Merges a map and returns it with its new (H, W)."""
-        stride, (height, width) = self.stride, hw_shape
-        channels = x.shape[-1]
-        rows = torch.cat([x[0], x.new_zeros(1, channels)])
-        blocks = gather_rows(rows, block_tokens(height, width, stride))
-        # Channels and weights are in mmdet's order, (C, row, column); the gathered block is (column, row, C).
-        if self.norm is not None:
-            blocks = self.norm(blocks.transpose(1, 2).reshape(-1, channels, stride, stride).transpose(2, 3).flatten(1))
-            x = self.reduction(blocks)
-        else:
-            weight = self.reduction.weight.unflatten(1, (channels, stride, stride)).permute(0, 3, 2, 1)
-            x = F.linear(blocks.reshape(-1, stride * stride * channels), weight.flatten(1), self.reduction.bias)
-        return x[None], ((height + stride - 1) // stride, (width + stride - 1) // stride)
-
-
 class SizeFreePatchEmbed(nn.Module):
     """mmdet's PatchEmbed whose padding at the bottom right does not depend on the size.
 
@@ -184,10 +155,8 @@ def make_size_free(model: nn.Module) -> None:
                 child = own_attention(child)
             if isinstance(child, ShiftedWindowAttention):
                 setattr(parent, name, SizeFreeAttention(child))
-            elif isinstance(child, PatchMerging):
-                setattr(parent, name, SizeFreePatchMerging(child))
             elif isinstance(child, MmdetPatchMerging):
-                setattr(parent, name, SizeFreePatchMerging(_own_merging(child)))
+                setattr(parent, name, own_merging(child))
             elif isinstance(child, PatchEmbed) and child.adap_padding is not None:
                 setattr(parent, name, _size_free_embedding(child))
             elif isinstance(child, FFN):
@@ -208,10 +177,13 @@ def _size_free_embedding(embed: PatchEmbed) -> SizeFreePatchEmbed:
     return SizeFreePatchEmbed(embed)
 
 
-def _own_merging(merging: MmdetPatchMerging) -> PatchMerging:
+def own_merging(merging: MmdetPatchMerging) -> PatchMerging:
+    """Our patch merging with the layers of mmdet's, whose weights are permuted in place."""
     if merging.reduction.in_features != 4 * merging.in_channels or merging.sampler.stride != (2, 2):
         raise ExportError('the patch merging of this mmdet Swin does not take 2x2 blocks: it has no export form')
     with torch.device('meta'):
         ours = PatchMerging(merging.in_channels, merging.out_channels)
+    state = merging.state_dict()
     ours.norm, ours.reduction = merging.norm, merging.reduction
+    ours.load_state_dict({key: value.clone() for key, value in state.items()})
     return ours

@@ -86,23 +86,6 @@ class _Axis:
         return torch.arange(self.num_windows)[:, None] * self.window_size + torch.arange(self.window_size)
 
 
-def block_tokens(height: int, width: int, stride: int) -> Tensor:
-    """The tokens of each s x s block of a map, column by column, (blocks, s * s); H * W where a block sticks out.
-
-    Args:
-        height: Rows of the map, perhaps symbolic.
-        width: Columns of the map.
-        stride: Side s of a block.
-    """
-    rows, columns = (
-        torch.arange((side + stride - 1) // stride)[:, None] * stride + torch.arange(stride) for side in (height, width)
-    )
-    # (blocks down, blocks across, column in the block, row in the block)
-    rows, columns = rows[:, None, None, :], columns[None, :, :, None]
-    outside = (rows >= height) | (columns >= width)
-    return torch.where(outside, height * width, rows * width + columns).reshape(-1, stride * stride)
-
-
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows (R, C) of ``x`` at an index of any shape: (*index.shape, C)."""
     return x.index_select(0, index.reshape(-1)).reshape(*index.shape, x.shape[-1])
