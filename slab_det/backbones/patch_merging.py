@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,8 @@ class PatchMerging(BaseModule):
 
     A block is gathered in memory order (row, column, C), and norm and reduction hold their weights in that order. A
     state dict holds them in the order of mmdet's class, (C, row, column): loading and ``state_dict()`` permute the
-    weights, so that no activation is ever transposed. The tensors of ``state_dict()`` are therefore copies.
+    weights, so that no activation is ever transposed. The tensors of ``state_dict()`` are therefore copies; those of
+    ``state_dict(keep_vars=True)`` are the ones in use, in the order of a block.
 
     Args:
         in_channels: Channels C of a token.
@@ -69,20 +70,25 @@ class PatchMerging(BaseModule):
 
 
 def _load_block_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    _permute(merging, state_dict, prefix, merging.to_block_order)
+    for key in _block_keys(merging, state_dict, prefix):
+        state_dict[key] = merging.to_block_order(state_dict[key])
 
 
 def _save_unfold_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    _permute(merging, state_dict, prefix, merging.to_unfold_order)
+    in_use = {id(tensor) for tensor in (*merging.parameters(), *merging.buffers())}
+    for key in _block_keys(merging, state_dict, prefix):
+        if id(state_dict[key]) not in in_use:
+            state_dict[key] = merging.to_unfold_order(state_dict[key])
 
 
-def _permute(
-    merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, permutation: Callable[[Tensor], Tensor]
-) -> None:
-    """Permutes what has one entry per channel of a block: all such tensors of any norm, and the reduction's weight."""
+def _block_keys(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str) -> list[str]:
+    """What has one entry per channel of a block: the reduction's weight and such tensors of any norm."""
     block_channels = merging.stride**2 * merging.in_channels
-    for key, value in state_dict.items():
-        if key == f'{prefix}reduction.weight' or key.startswith(f'{prefix}norm.'):
-            # What has another shape is refused by the layer that it is for.
-            if value.ndim and value.shape[-1] == block_channels:
-                state_dict[key] = permutation(value)
+    return [
+        key
+        for key, value in state_dict.items()
+        if (key == f'{prefix}reduction.weight' or key.startswith(f'{prefix}norm.'))
+        # What has another shape is refused by the layer that it is for.
+        and value.ndim
+        and value.shape[-1] == block_channels
+    ]
