@@ -1,5 +1,6 @@
 """SLABSwin against mmdet's and timm's Swin, and what its own arguments promise."""
 
+import copy
 import inspect
 
 import pytest
@@ -9,7 +10,9 @@ from conftest import CONFIGS, live_tensors
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones import SwinTransformer
 from mmengine.config import Config
+from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import build_optim_wrapper
+from mmengine.runner.checkpoint import get_state_dict, load_state_dict
 from torch import nn
 
 from slab_det.backbones import SLABSwin
@@ -82,9 +85,31 @@ def test_training_gradients_equal_mmdet():
     for model in (ours, theirs):
         model.train()
         sum(out.pow(2).sum() for out in model(x)).backward()
-    reference = dict(theirs.named_parameters())
+    # Loaded as weights are, gradients take the order of channels that ours computes in.
+    expected = SLABSwin(**config).double()
+    expected.load_state_dict({name: parameter.grad for name, parameter in theirs.named_parameters()}, strict=False)
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, reference[name].grad, rtol=1e-8, atol=1e-8, msg=name)
+        torch.testing.assert_close(parameter.grad, expected.get_parameter(name), rtol=1e-8, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize('norm', ['LN', 'PRepBN', 'UN'])
+@torch.no_grad()
+def test_patch_merging_keeps_the_layout_of_mmdet_in_every_state_dict(norm):
+    source = randomize(SLABSwin(**SMALL, norm_cfg=dict(type=norm)).double()).eval()
+    state, x = source.state_dict(), torch.randn(1, 3, 45, 70, dtype=torch.double)
+    copies = {
+        'load_state_dict': SLABSwin(**SMALL, norm_cfg=dict(type=norm)).double().eval(),
+        'assign': SLABSwin(**SMALL, norm_cfg=dict(type=norm)).double().eval(),
+        'mmengine': SLABSwin(**SMALL, norm_cfg=dict(type=norm)).double().eval(),
+        'deepcopy': copy.deepcopy(source),
+        'EMA': ExponentialMovingAverage(source).module,
+    }
+    copies['load_state_dict'].load_state_dict(state)
+    copies['assign'].load_state_dict(state, assign=True)
+    load_state_dict(copies['mmengine'], get_state_dict(source), strict=True)
+    for way, model in copies.items():
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items()), way
+        assert_same(model(x), source(x))
 
 
 def test_arguments_and_keys_are_mmdets():
