@@ -289,8 +289,7 @@ class SLABSwin(BaseModule):
         if self.absolute_pos_embed is not None:
             x = x + self._position_embedding(hw_shape)
         x = self.drop_after_pos(x)
-        # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy them:
-        # docs/results.md.
+        # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy them.
         x = x.contiguous()
         outs = []
         for i, stage in enumerate(self.stages):
