@@ -1,0 +1,48 @@
+"""The command lines around an exported file, end to end on generated images."""
+
+import json
+
+import pytest
+import torch
+from conftest import randomize
+from mmdet.registry import MODELS
+
+import slab_det
+
+
+@pytest.fixture
+def run(small_run_cfg, tmp_path):
+    """Config and checkpoint of a detector as a finished training leaves them."""
+    cfg = small_run_cfg()
+    model = MODELS.build(cfg.model)
+    randomize(model, 0)
+    slab_det.set_gamma(model, 0)
+    torch.save(dict(meta={}, state_dict=model.state_dict()), tmp_path / 'last.pth')
+    cfg.dump(tmp_path / 'config.py')
+    return tmp_path / 'config.py', tmp_path / 'last.pth'
+
+
+def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path):
+    out, quantized = tmp_path / 'model.onnx', tmp_path / 'model_int8.onnx'
+    outcome = call('export_onnx.py', *run, '--out', out, '--size', 96, 128, '--int8', '--num-images', 2)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count('largest relative difference') == 4 and '96x128' in outcome.out
+    assert out.stat().st_size > quantized.stat().st_size
+    arguments = ('--work-dir', tmp_path / 'test', '--json', tmp_path / 'ap.json', '--threads', 1)
+    outcome = call('test_onnx.py', run[0], quantized, *arguments)
+    assert outcome.code == 0, outcome.err
+    result = json.loads((tmp_path / 'ap.json').read_text())
+    assert result['ap'].keys() == {'bbox', 'segm'} and result['dataset']['images'] == 4
+    assert result['file'].endswith('int8.onnx') and result['runtime'] == 'onnxruntime'
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--out', 'model.pth'], 'must end in .onnx'),
+        (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg not found'),
+    ],
+)
+def test_impossible_requests_are_one_line(run, call, options, message):
+    outcome = call('export_onnx.py', *run, *options, '--scope', 'backbone+neck+rpn')
+    assert outcome.code == 1 and message in outcome.err
