@@ -3,8 +3,7 @@
     python benchmarks/training_cost.py --threads 2
     python benchmarks/training_cost.py --device cuda --size 800 1333
 
-The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone. The rows
-'as a sum of layers' show what the same mixture costs without slab_det.norms.rep_norm_functions.
+The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
@@ -20,12 +19,12 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from mmengine.utils import ProgressBar
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from slab_det.measure.environment import describe_environment
-from slab_det.norms import PRepBN, TokenBN, set_gamma
+from slab_det.norms import set_gamma
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONES = {
@@ -33,19 +32,6 @@ BACKBONES = {
     'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
 }
 LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)}
-
-
-class SumOfLayers(nn.Module):
-    """PRepBN from its formula: what a user would write."""
-
-    def __init__(self, norm: PRepBN) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        gamma, repbn = self.norm.gamma, self.norm.repbn
-        mixed = TokenBN.forward(repbn, x) + repbn.eta * x
-        return gamma * self.norm.ln(x) + (1.0 - gamma) * mixed if gamma else mixed
 
 
 class PeakMemory(TorchDispatchMode):
@@ -78,15 +64,10 @@ class PeakMemory(TorchDispatchMode):
 class Step:
     """One training step of a backbone: its own model and optimizer, the batch of everybody."""
 
-    def __init__(
-        self, backbone: dict, norm_cfg: dict, device: str, gamma: float = 0.0, sum_of_layers: bool = False
-    ) -> None:
+    def __init__(self, backbone: dict, norm_cfg: dict, device: str, gamma: float = 0.0) -> None:
         torch.manual_seed(0)
         self.model = MODELS.build(dict(**backbone, norm_cfg=norm_cfg, drop_path_rate=0.0)).to(device).train()
         set_gamma(self.model, gamma)
-        if sum_of_layers:
-            for name, norm in [(n, m) for n, m in self.model.named_modules() if isinstance(m, PRepBN)]:
-                self.model.set_submodule(name, SumOfLayers(norm))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, weight_decay=0.05)
 
     def __call__(self, images: Tensor) -> None:
@@ -128,7 +109,6 @@ def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, 
     rows = {'LayerNorm': Step(backbone, layer_norm, device)}
     for gamma in (0.5, 0.0):
         rows[f'PRepBN, gamma {gamma:g}'] = Step(backbone, progressive, device, gamma)
-        rows[f'PRepBN, gamma {gamma:g}, as a sum of layers'] = Step(backbone, progressive, device, gamma, True)
     rows['UN'] = Step(backbone, dict(type='UN', warmup_iters=0), device)
     for step in rows.values():
         for _ in range(2):

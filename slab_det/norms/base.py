@@ -130,10 +130,10 @@ class OfflineNorm(nn.Module, ABC):
             if counter is not None:
                 counter += is_bad
 
-    @torch.no_grad()
     def float64_affine(self) -> tuple[Tensor, Tensor]:
-        """:meth:`inference_affine` computed in float64, for folding."""
-        return copy.deepcopy(self).double().inference_affine()
+        """:meth:`inference_affine` computed in float64 and without gradient, as folding needs it."""
+        scale, shift = copy.deepcopy(self).double().inference_affine()
+        return scale.detach(), shift.detach()
 
     def check_channels(self, x: Tensor) -> None:
         """Raises ValueError unless the last dimension of ``x`` is ``num_features``."""
