@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.norms.base import at_least_float32
-
 
 class LinearAttention(nn.Module):
     """Position table, linear attention and depthwise convolution: put before an attention class among the bases.
@@ -63,7 +61,7 @@ class LinearAttention(nn.Module):
     def summarize(self, k: Tensor, v: Tensor, position: Tensor, keep: Tensor | None = None) -> Tensor:
         """All that queries see of keys and values, (B, C, C + h): the first sum, block by block, beside the second."""
         # Sums over thousands of tokens and a quotient of them: not for half precision.
-        k, v = at_least_float32(k), at_least_float32(v)
+        k, v = _at_least_float32(k), _at_least_float32(v)
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + position)
             if keep is not None:
@@ -75,7 +73,7 @@ class LinearAttention(nn.Module):
 
     def read(self, q: Tensor, summary: Tensor) -> Tensor:
         """What the queries (B, N, C) get from a summary: the quotient of the sums, (B, N, C)."""
-        q = at_least_float32(q)
+        q = _at_least_float32(q)
         with torch.autocast(q.device.type, enabled=False):
             out, weight_sum = (self.query_features(q) @ summary).split([self.embed_dims, self.num_heads], 2)
             return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
@@ -126,3 +124,8 @@ class FocusedFeatures(LinearAttention):
         length = x.norm(dim=-1, keepdim=True)
         powered = (x / length) ** self.focusing_factor
         return powered * (length / powered.norm(dim=-1, keepdim=True))
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Raises half precision to float32 and leaves float32 and float64 alone."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -13,7 +13,7 @@ from slab_det.deployment.linear import replace_linears
 from slab_det.deployment.precision import check_precision, lower_precision
 from slab_det.deployment.pvt import deploy_pvt
 from slab_det.deployment.swin import deploy_swin
-from slab_det.norms.base import named_offline_norms
+from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
 # torch.compile's own names; its list would have to be loaded with all of inductor.
