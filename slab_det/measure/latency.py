@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from slab_det.checkpoints.build import is_deployed
 from slab_det.checkpoints.fused import is_fused
+from slab_det.deployment import COMPILE_MODES
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.errors import LatencyError
 
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
-# torch.compile's own names; asking torch for them would load all of inductor.
-COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
 NOISE = 'seeded noise'
 
 
