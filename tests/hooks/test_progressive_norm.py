@@ -1,9 +1,10 @@
-import logging
+"""ProgressiveNormHook: gamma follows its schedule in real runs, whatever interrupts or resumes them."""
+
 import math
 
 import pytest
 import torch
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from torch import nn
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 
 import slab_det
 from slab_det.hooks import ProgressiveNormHook
-from slab_det.norms import PRepBN
+from slab_det.norms import PRepBN, TokenBN
 from slab_det.runtime.errors import SlabDetError
 
 NUM_ITERS = 10
@@ -66,25 +67,14 @@ class Recorder(Hook):
             raise KeyboardInterrupt
 
 
-def run(
-    work_dir,
-    model=None,
-    resume=False,
-    stop_after=None,
-    val=False,
-    accumulate=1,
-    load_from=None,
-    hook=None,
-    max_iters=NUM_ITERS,
-    custom_hooks=(),
-    recorder=None,
-):
+def run(work_dir, model=None, stop_after=None, val=False, accumulate=1, hook=None, max_iters=NUM_ITERS, **options):
+    """Trains, and returns the model and the recorder."""
     torch.manual_seed(3)
-    model = model or Regression()
-    recorder = recorder or Recorder(stop_after)
+    recorder = Recorder(stop_after)
     loader = dict(dataset=Points(), batch_size=4, num_workers=0, collate_fn=dict(type='default_collate'))
+    hooks = [hook or ProgressiveNormHook(), recorder, *options.pop('hooks', ())]
     runner = Runner(
-        model,
+        model or Regression(),
         str(work_dir),
         train_dataloader=dict(**loader, sampler=dict(type='InfiniteSampler', seed=0)),
         train_cfg=dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=2 if val else max_iters + 1),
@@ -93,17 +83,32 @@ def run(
         val_cfg={} if val else None,
         val_evaluator=dict(type='DumpResults', out_file_path=f'{work_dir}/out.pkl') if val else None,
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, by_epoch=False)),
-        custom_hooks=[hook or ProgressiveNormHook(), recorder, *custom_hooks],
-        resume=resume,
-        load_from=load_from,
-        experiment_name=f'{work_dir.name}-{resume}',
+        custom_hooks=hooks,
+        experiment_name=f'{work_dir.name}-{sorted(options)}',
         randomness=dict(seed=0),
+        **options,
     )
     try:
         runner.train()
     except KeyboardInterrupt:
         pass
-    return runner, recorder
+    return runner.model, recorder
+
+
+def default_gammas(start=1.0, first=0):
+    return pytest.approx([start * max(0, 1 - t / 8) for t in range(first, NUM_ITERS)], abs=1e-12)
+
+
+def differing(model, other):
+    state = other.state_dict()
+    return [key for key, value in model.state_dict().items() if not torch.equal(value, state[key])]
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """A run without interruption, with default arguments."""
+    folder = tmp_path_factory.mktemp('whole')
+    return folder, *run(folder)
 
 
 @pytest.mark.parametrize(
@@ -119,111 +124,77 @@ def run(
     ],
 )
 def test_iteration_t_runs_with_gamma_of_t_and_the_end_stores_gamma_of_T(tmp_path, hook, expected):
-    runner, recorder = run(tmp_path, hook=ProgressiveNormHook(**hook))
+    model, recorder = run(tmp_path, hook=ProgressiveNormHook(**hook))
     assert recorder.ran_with == pytest.approx([expected(t) for t in range(NUM_ITERS)], abs=1e-12)
     assert recorder.logged == recorder.ran_with
-    assert [norm.gamma for norm in runner.model.norms] == [0.0, 0.0]
+    assert [norm.gamma for norm in model.norms] == [0.0, 0.0]
     for t in (3, NUM_ITERS):
         saved = torch.load(tmp_path / f'iter_{t}.pth', weights_only=False)['state_dict']['norms.1._gamma']
         assert saved.item() == pytest.approx(expected(t), abs=1e-12)
 
 
 @pytest.mark.parametrize('stop_after', [1, 4, 9])
-def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_after):
-    whole, _ = run(tmp_path / 'whole')
-    run(tmp_path / 'parts', stop_after=stop_after)
-    resumed, recorder = run(tmp_path / 'parts', resume=True)
-    assert recorder.ran_with[0] == pytest.approx(max(0, 1 - (NUM_ITERS - len(recorder.ran_with)) / 8), abs=1e-12)
+def test_resumed_run_equals_the_uninterrupted_one(whole, tmp_path, stop_after):
+    run(tmp_path, stop_after=stop_after)
+    resumed, recorder = run(tmp_path, resume=True)
+    assert recorder.ran_with == default_gammas(first=stop_after)
     # norm_eval would freeze norms whose statistics count as loaded: those of this run are its own.
-    assert not any(norm.statistics_loaded for norm in resumed.model.norms)
-    for key, value in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[key], value), key
+    assert not any(norm.statistics_loaded for norm in resumed.norms)
+    assert not differing(resumed, whole[1])
 
 
-def test_validation_sees_the_mixture_of_its_time_and_changes_nothing(tmp_path):
-    without, _ = run(tmp_path / 'without')
+def test_validation_accumulation_and_activation_checkpointing_count_no_iteration(whole, tmp_path):
     torch.manual_seed(3)
-    model = Regression()
-    with_val, _ = run(tmp_path / 'with', model=model, val=True)
-    for key, value in without.model.state_dict().items():
-        assert torch.equal(with_val.model.state_dict()[key], value), key
-    assert model.gammas_in_eval[::2] == pytest.approx([max(0, 1 - t / 8) for t in (2, 4, 6, 8, 10)], abs=1e-12)
-
-
-def test_gradient_accumulation_and_activation_checkpointing_leave_gamma_and_statistics_as_without(tmp_path):
-    def final(name, **options):
-        torch.manual_seed(3)
-        model = Regression(with_cp=options.pop('with_cp', False))
-        _, recorder = run(tmp_path / name, model=model, **options)
-        return recorder.ran_with, model.state_dict()
-
-    plain_gammas, plain = final('plain')
-    gammas, recomputed = final('checkpointing', with_cp=True)
-    assert gammas == plain_gammas
-    for key, value in plain.items():
-        assert torch.equal(recomputed[key], value), key
-    gammas, validated = final('validation', val=True)
-    assert gammas == plain_gammas
-    for key, value in plain.items():
-        assert torch.equal(validated[key], value), key
-    gammas, accumulated = final('accumulation', accumulate=2)
-    assert gammas == plain_gammas
+    checkpointed, recorder = run(tmp_path / 'checkpointed', model=Regression(with_cp=True))
+    assert recorder.ran_with == default_gammas() and not differing(checkpointed, whole[1])
+    validated, recorder = run(tmp_path / 'validated', val=True)
+    assert recorder.ran_with == default_gammas() and not differing(validated, whole[1])
+    # Two batches in each validation, after every other iteration.
+    assert validated.gammas_in_eval[::2] == pytest.approx([0.75, 0.5, 0.25, 0, 0], abs=1e-12)
+    accumulated, recorder = run(tmp_path / 'accumulated', accumulate=2)
+    assert recorder.ran_with == default_gammas()
     # The first norm's input depends on no weight: its statistics see every iteration once, whoever steps when.
-    for buffer in ('running_mean', 'running_var'):
-        assert torch.equal(accumulated[f'norms.0.repbn.{buffer}'], plain[f'norms.0.repbn.{buffer}'])
+    changed = differing(accumulated, whole[1])
+    assert changed and not [key for key in changed if key.startswith('norms.0.repbn.running')]
 
 
 @pytest.mark.parametrize('start', [0.0, 0.6])
-def test_decay_starts_from_the_gamma_of_loaded_weights_and_never_raises_it(tmp_path, start):
+def test_decay_starts_from_the_gamma_of_loaded_weights_and_goes_on_from_there_when_resumed(tmp_path, start):
     torch.manual_seed(1)
     model = Regression()
     slab_det.set_gamma(model, start)
-    tmp_path.joinpath('weights').mkdir()
-    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'weights' / 'pretrained.pth')
-    _, recorder = run(tmp_path / 'run', load_from=str(tmp_path / 'weights' / 'pretrained.pth'))
-    assert recorder.ran_with == pytest.approx([start * max(0, 1 - t / 8) for t in range(NUM_ITERS)], abs=1e-12)
-
-
-def test_resuming_keeps_the_start_that_the_run_had(tmp_path):
-    model = Regression()
-    slab_det.set_gamma(model, 0.6)
-    run(tmp_path, model=model, stop_after=5)
-    _, recorder = run(tmp_path, resume=True)
-    assert recorder.ran_with == pytest.approx([0.6 * max(0, 1 - t / 8) for t in range(5, NUM_ITERS)], abs=1e-12)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'pretrained.pth')
+    _, recorder = run(tmp_path / 'run', stop_after=5, load_from=str(tmp_path / 'pretrained.pth'))
+    _, resumed = run(tmp_path / 'run', resume=True)
+    assert recorder.ran_with + resumed.ran_with == default_gammas(start)
 
 
 def test_prolonging_a_finished_run_does_not_raise_gamma(tmp_path):
     run(tmp_path)
-    runner, recorder = run(tmp_path, resume=True, max_iters=2 * NUM_ITERS)
-    assert len(recorder.ran_with) == NUM_ITERS and set(recorder.ran_with) == {0.0}
+    _, recorder = run(tmp_path, resume=True, max_iters=2 * NUM_ITERS)
+    assert recorder.ran_with == [0.0] * NUM_ITERS
 
 
 @pytest.mark.parametrize('update_buffers', [False, True])
 def test_averaged_weights_carry_the_runners_gamma(tmp_path, update_buffers):
-    from mmengine.hooks import EMAHook
-
-    run(tmp_path, custom_hooks=[EMAHook(momentum=0.1, update_buffers=update_buffers)], val=True)
+    run(tmp_path, hooks=[EMAHook(momentum=0.1, update_buffers=update_buffers)], val=True)
     for t, gamma in ((4, 0.5), (NUM_ITERS, 0.0)):
         saved = torch.load(tmp_path / f'iter_{t}.pth', weights_only=False)
         assert saved['state_dict']['norms.0._gamma'].item() == gamma
         assert saved['ema_state_dict']['module.norms.0._gamma'].item() == gamma
 
 
-def test_a_run_that_ends_with_layer_norm_left_says_so(tmp_path, caplog):
-    with caplog.at_level(logging.ERROR):
-        runner, _ = run(tmp_path, hook=ProgressiveNormHook(total=20, unit='iter'))
+def test_a_run_that_ends_with_layer_norm_left_says_so(tmp_path):
+    run(tmp_path, hook=ProgressiveNormHook(total=20, unit='iter'))
     log = next(tmp_path.glob('*/*.log')).read_text()
     assert 'The run ended with gamma = 0.5' in log and 'Lower `total`' in log
 
 
 def test_a_model_without_prepbn_gets_a_warning(tmp_path):
-    class Reader(Recorder):
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            raise KeyboardInterrupt
-
     model = Regression()
-    model.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
-    run(tmp_path, model=model, recorder=Reader())
+    model.norms = nn.ModuleList(TokenBN(4) for _ in range(2))
+    model.norms[0].gamma = None
+    run(tmp_path, model=model, stop_after=1)
     assert 'the model has no PRepBN' in next(tmp_path.glob('*/*.log')).read_text()
 
 
