@@ -11,7 +11,7 @@ from torch import nn
 
 from slab_det.cli import add_latency_arguments, latency_options, read_config, run_cli
 from slab_det.checkpoints.build import build_detector
-from slab_det.checkpoints.fused import is_fused
+from slab_det.checkpoints import is_fused
 from slab_det.runtime.errors import SlabDetError
 from slab_det.measure.latency import DTYPES, latency_table
 from slab_det.norms import named_offline_norms

@@ -24,7 +24,7 @@ from slab_det.cli import (
     run_cli,
 )
 from slab_det.data import check_data
-from slab_det.checkpoints.fused import is_fused
+from slab_det.checkpoints import is_fused
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import SlabDetError

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from slab_det.checkpoints.fused import check_fused
 from slab_det.checkpoints.layouts import Weight, Weights, nothing_matched
 from slab_det.checkpoints.load import (
+    CHECKED,
     check_complete,
     check_shapes,
     find_state_dict,
@@ -16,6 +16,7 @@ from slab_det.checkpoints.load import (
     log_report,
     mark_checked,
 )
+from slab_det.checkpoints.norms import check_fused
 from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime.errors import CheckpointError
 
@@ -66,10 +67,37 @@ def check_detector_checkpoint(
     # mmengine fills whatever it finds a place for, also what was left out on purpose.
     left_out = (state.keys() & targets.keys()) - values.keys() - own_index.keys()
     is_native = report.format == 'native' and values.keys() <= checkpoint.get('state_dict', {}).keys()
-    if not is_native or report.converted or report.missing_unexpected or left_out:
+    if not is_native or report.converted or report.missing_unexpected or left_out or dropped:
         # The index is the model's own whatever the file has, and strict loading misses it.
         checkpoint['state_dict'] = mark_checked({**values, **own_index}, '', 'backbone')
     return report
+
+
+def register_detector_check(detector: nn.Module) -> None:
+    """Registers :func:`check_detector_state_dict` for every way to load weights into ``detector``."""
+    # Its public name came with torch 2.5.
+    detector._register_load_state_dict_pre_hook(check_detector_state_dict, with_module=True)
+
+
+def check_detector_state_dict(
+    detector: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Mapping, *_: object
+) -> None:
+    """Refuses a state dict that would not fill ``detector`` before ``load_state_dict`` copies any of it.
+
+    Args:
+        detector: Where the weights will go.
+        state_dict: Weights under ``prefix``, or none at all for the detector.
+        prefix: What stands before the names of the detector's weights.
+        local_metadata: Says whether :func:`check_detector_checkpoint` has passed the weights already.
+
+    Raises:
+        CheckpointError: As :func:`check_detector_checkpoint`.
+    """
+    given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    targets = detector.state_dict()
+    fits = {key: value.shape for key, value in given.items()} == {key: value.shape for key, value in targets.items()}
+    if given and not fits and not local_metadata.get(CHECKED):
+        check_detector_checkpoint(detector, dict(state_dict=given), 'the state dict', complete=True)
 
 
 def _backbone_values(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:

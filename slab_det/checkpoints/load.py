@@ -10,9 +10,8 @@ from os import PathLike, fspath
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.checkpoints.fused import check_fused
 from slab_det.checkpoints.layouts import Weight, Weights, check_pvt_options, find_format, nothing_matched
-from slab_det.checkpoints.norms import fit_norms
+from slab_det.checkpoints.norms import check_fused, fit_norms
 from slab_det.checkpoints.position_tables import resize_tables
 from slab_det.checkpoints.report import LoadReport, name_some
 from slab_det.runtime import read_checkpoint
@@ -99,6 +98,7 @@ def check_state_dict(
     weights = {key[len(prefix) :]: Weight(value, key) for key, value in given.items()}
     if {key: weight.value.shape for key, weight in weights.items()} == {k: v.shape for k, v in targets.items()}:
         return
+    check_fused({}, weights, backbone, 'the state dict')
     report = LoadReport('the state dict')
     values = fit_weights(weights, backbone, report)
     check_complete(report)

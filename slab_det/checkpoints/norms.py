@@ -19,7 +19,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
     """
     fitted = dict(weights)
     notes: dict[str, int] = {}
-    for name, norm in _named_norms(model):
+    for name, norm in named_norms(model):
         prefix = f'{name}.'
         given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
         if given:
@@ -68,7 +69,8 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
     return fitted
 
 
-def _named_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every offline norm and every LayerNorm that is no part of one."""
     offline = dict(named_offline_norms(model))
     yield from offline.items()
     for name, module in model.named_modules():
@@ -234,3 +236,54 @@ def _misfit(prefix: str, kind: str, norm: nn.Module, remedy: str) -> CheckpointE
         f'{prefix[:-1]}: the checkpoint holds a {kind}, the model a {type(norm).__name__}, which cannot take it; '
         f'{remedy}'
     )
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether :func:`slab_det.fuse` removed norms of this model, now or when its checkpoint was written."""
+    report = getattr(model, 'fusion_report', None)
+    return report is not None and any(norm.fate != 'kept' for norm in report.norms)
+
+
+def check_fused(checkpoint: Mapping, keys: Iterable[str], model: nn.Module, name: str) -> None:
+    """Refuses a fused checkpoint for an unfused model and the reverse.
+
+    Args:
+        checkpoint: What a file held; its ``meta`` may say that it is fused.
+        keys: The names of its weights, as the model would call them.
+        model: The detector or backbone that they are for.
+        name: The file, for the error.
+
+    Raises:
+        CheckpointError: If only one of them is fused, or if other norms of the checkpoint were folded.
+    """
+    keys = set(keys)
+    if not is_fused(model):
+        meta = checkpoint.get('meta')
+        if (isinstance(meta, Mapping) and meta.get('fused')) or _lack_norms(keys, model):
+            raise CheckpointError(
+                f'{name} is fused: it has no norms, the model still has them; use the fused config that was written '
+                'beside it, or the unfused checkpoint'
+            )
+        return
+    names = keys | {prefix for key in keys for prefix in accumulate(key.split('.'), '{}.{}'.format)}
+    folded, affine = (model.fusion_report.select(fate) for fate in ('folded', 'affine'))
+    unfused = [fate.norm for fate in folded if fate.norm in names]
+    needed = {layer.partition('[')[0] for fate in folded for layer in fate.into.split(', ')}
+    needed |= {f'{fate.norm}.scale' for fate in affine}
+    if unfused or not needed <= names:
+        found = f'it has {name_some(unfused)}' if unfused else f'it has no {name_some(sorted(needed - names))}'
+        raise CheckpointError(
+            f'{name} is not fused as the model is ({found}); use the config it was trained with, or fuse it with '
+            'tools/fuse.py'
+        )
+
+
+def _lack_norms(keys: set[str], model: nn.Module) -> bool:
+    """Whether ``keys`` are all weights of ``model`` but those of most norms."""
+    norms = [f'{name}.' for name, _ in named_norms(model)]
+    # A norm that could not be folded is an affine, with a scale and a shift.
+    prefixes = {key.rpartition('.')[0] + '.' for key in keys if not key.endswith(('.scale', '.shift'))}
+    gone = [norm for norm in norms if not any(prefix.startswith(norm) for prefix in prefixes)]
+    others = {key for key in model.state_dict() if not key.startswith(tuple(norms))}
+    indices = {key for key in others if key.endswith('.relative_position_index')}
+    return 2 * len(gone) > len(norms) and others - indices <= keys

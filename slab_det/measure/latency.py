@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
+from slab_det.checkpoints import is_fused
 from slab_det.checkpoints.build import is_deployed
-from slab_det.checkpoints.fused import is_fused
 from slab_det.deployment import COMPILE_MODES
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
