@@ -273,7 +273,7 @@ def test_processes_calibrate_as_one_would(tmp_path):
             torch.testing.assert_close(ranks[0][key], value, rtol=1e-9, atol=1e-9)
     told, failed = ((tmp_path / f'error{rank}').read_text() for rank in range(2))
     assert failed.startswith('ValueError: ') and 'channels last' in failed and told.startswith('RankError: ')
-    assert 'process 1 of 2 failed' in told and 'normalized_shape' in told, told
+    assert 'process 1 of 2 failed' in told and 'channels last' in told, told
     assert told.endswith('unchanged: True') and failed.endswith('unchanged: True')
 
 
