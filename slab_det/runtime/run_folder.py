@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
+import mmengine.config.config
+import mmengine.hooks.checkpoint_hook
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
@@ -22,15 +26,19 @@ MARKER = 'last_checkpoint'
 def install_run_folder() -> None:
     """Writes local files through :class:`AtomicLocalBackend`, and removes a checkpoint after its successor is written.
 
-    Mends ``LocalBackend.put``, which writes under the final name, and ``CheckpointHook._save_checkpoint_with_step`` and
-    ``_save_best_checkpoint``, which remove the previous checkpoint first: a run with ``max_keep_ckpts=1`` that is
-    killed or out of disk space while it saves had no checkpoint left.
+    Mends three behaviours. ``LocalBackend.put`` writes under the final name. ``Config.dump`` and ``CheckpointHook``
+    write the config and ``last_checkpoint`` with ``open``, under the final name too.
+    ``CheckpointHook._save_checkpoint_with_step`` and ``_save_best_checkpoint`` remove the previous checkpoint first: a
+    run with ``max_keep_ckpts=1`` that is killed or out of disk space while it saves has no checkpoint left.
     https://github.com/open-mmlab/mmengine/blob/main/mmengine/fileio/backends/local_backend.py
+    https://github.com/open-mmlab/mmengine/blob/main/mmengine/config/config.py
     https://github.com/open-mmlab/mmengine/blob/main/mmengine/hooks/checkpoint_hook.py
     """
     register_backend('local', AtomicLocalBackend, force=True, prefixes='')
     # The backends that mmengine has made so far, for reuse.
     backend_instances.clear()
+    # A module's own name comes before the builtin one.
+    mmengine.config.config.open = mmengine.hooks.checkpoint_hook.open = open_atomically
     for name in ('_save_checkpoint_with_step', '_save_best_checkpoint'):
         save = getattr(CheckpointHook, name)
         if not hasattr(save, '__wrapped__'):
@@ -71,6 +79,18 @@ class AtomicLocalBackend(LocalBackend):
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         """Writes text to a file and makes its folder if it has none."""
         self.put(obj.encode(encoding), filepath)
+
+
+@contextmanager
+def open_atomically(file: str | Path, mode: str = 'r', encoding: str = 'utf-8') -> Iterator[IO]:
+    """``open``, but a text that is written appears under its name when all of it is on the disk."""
+    if mode != 'w':
+        with open(file, mode, encoding=encoding) as stream:
+            yield stream
+        return
+    text = StringIO()
+    yield text
+    AtomicLocalBackend().put_text(text.getvalue(), file, encoding)
 
 
 def remove_after_saving(save: Callable) -> Callable:

@@ -95,7 +95,7 @@ def notes(folder):
 def test_processes_train_on_the_cpu_without_searching_for_unused_parameters(notes):
     for rank in notes:
         assert rank['world_size'] == 2 and rank['device'] == 'cpu'
-        assert rank['wrapper'] == 'AnyDeviceDataParallel' and rank['find_unused'] is False
+        assert rank['wrapper'] == 'CpuDataParallel' and rank['find_unused'] is False
         assert not any(rank['sync']), 'with two images each, every process normalises alone'
 
 

@@ -29,6 +29,8 @@ if {with_operators}:
     sys.modules['mmcv._ext'].__spec__ = ModuleSpec('mmcv._ext', loader=None)
     import mmdet.apis, mmdet.datasets, mmdet.evaluation, mmdet.models
 import mmengine.infer, mmengine.runner, torch._dynamo, torch.distributed, torch.onnx, torch.utils.checkpoint
+# torchvision registers operators of its own with torch.onnx.
+import torchvision
 from mmengine.registry import Registry
 
 LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet')
