@@ -100,7 +100,7 @@ def load_from_http(
         barrier()
     try:
         with safe_globals(), checkpoint_errors(filename):
-            checkpoint = torch.hub.load_state_dict_from_url(
+            checkpoint = torch.hub.load_state_dict_from_url(  # noqa: TID251 (weights_only=True)
                 filename, model_dir, map_location=map_location, progress=progress, weights_only=True
             )
     except URLError as error:
@@ -125,7 +125,7 @@ def read_torch_file(file: Any, map_location: MapLocation = None) -> Any:
         CheckpointError: If it is not a whole checkpoint, or holds objects that are not allowed.
     """
     with safe_globals(), checkpoint_errors(file):
-        return torch.load(file, map_location=map_location, weights_only=True)
+        return torch.load(file, map_location=map_location, weights_only=True)  # noqa: TID251
 
 
 def read_safetensors(path: str) -> dict[str, torch.Tensor]:
