@@ -166,10 +166,8 @@ def to_native_pvt(weights: Weights) -> Weights:
     """Renames a PVT in the official layout, packs q and kv, and drops the class token's position.
 
     Raises:
-        CheckpointError: If it reduces keys and values by pooling, as PVTv2's linear variant, or q and kv do not fit
-            each other.
+        CheckpointError: If q and kv do not fit each other.
     """
-    _refuse_pooling(weights)
     weights = _pack_projections(_drop_class_position(weights))
     # mmdet's embedding is the first of the blocks, and its fc2 stands behind the depth-wise convolution.
     first_block = int(any(key.startswith('pos_embed') for key in weights))
@@ -275,15 +273,6 @@ def _pack_projections(weights: Weights) -> Weights:
         both = Weight(torch.cat([q.value, kv.value]), q.key.replace('.attn.q.', '.attn.{q,kv}.'), q.change)
         packed[f'{match[1]}attn.in_proj_{match[2]}'] = both.changed(both.value, 'q and kv packed')
     return packed
-
-
-def _refuse_pooling(weights: Weights) -> None:
-    for key, weight in weights.items():
-        if key.endswith('.attn.sr.weight') and weight.value.shape[2:] == (1, 1):
-            raise CheckpointError(
-                f'looks like the linear variant of PVTv2 ({weight.key} is 1x1), which pools keys and values to 7x7; '
-                'no backbone here does: give a checkpoint of PVT or PVTv2 without "li"'
-            )
 
 
 def _any_matches(pattern: str, keys: Iterable[str]) -> bool:

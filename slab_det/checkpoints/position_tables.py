@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,8 +37,6 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
             value = _resize_bicubic(weight, table[None], key, target.shape[0])[0]
         elif key.endswith('.w_msa.positional_encoding'):  # (1, M * M, C)
             value = _resize_bicubic(weight, table, key, target.shape[1])
-        elif re.search(r'(^|\.)absolute_pos_embed$', key):  # (1, H * W, C)
-            value = _bicubic(table, _side(table.shape[1], weight.key), _image_shape(model, key))
         elif key.endswith(('.attn.positional_encoding', '.pos_embed')):  # (1, H * W, C)
             old, new = _side(table.shape[1], weight.key), _map_shape(model, key, target.shape[1])
             value = resize_table(_at_least_float32(table), (old, old), new).to(table.dtype)
@@ -51,27 +48,10 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
 
 def _resize_bicubic(weight: Weight, table: Tensor, key: str, length: int) -> Tensor:
     """Bicubic interpolation of (1, M * M, C) to (1, length, C)."""
-    new = _side(length, key)
-    return _bicubic(table, _side(table.shape[1], weight.key), (new, new))
-
-
-def _bicubic(table: Tensor, side: int, shape: tuple[int, int]) -> Tensor:
-    image = _at_least_float32(table).transpose(1, 2).unflatten(2, (side, side))
-    image = F.interpolate(image, shape, mode='bicubic', align_corners=False)
+    old, new = _side(table.shape[1], weight.key), _side(length, key)
+    image = _at_least_float32(table).transpose(1, 2).unflatten(2, (old, old))
+    image = F.interpolate(image, (new, new), mode='bicubic', align_corners=False)
     return image.flatten(2).transpose(1, 2).to(table.dtype)
-
-
-def _image_shape(model: nn.Module, key: str) -> tuple[int, int]:
-    """(H, W) of the position embedding of a Swin."""
-    swin = model.get_submodule(key.rpartition('.')[0])
-    shape = getattr(swin, '_pos_embed_shape', None)
-    if shape is None:
-        # mmdet's Swin forgets its pretrain_img_size, which need not be square.
-        raise CheckpointError(
-            f'{key}: the checkpoint is of another image size, and {type(swin).__name__} does not keep how many rows '
-            'and columns its own has; use SLABSwin, or give pretrain_img_size the size of the checkpoint'
-        )
-    return shape
 
 
 def _map_shape(model: nn.Module, key: str, length: int) -> tuple[int, int]:

@@ -363,36 +363,6 @@ def test_tables_of_another_window_are_interpolated():
     assert changes == {'position table interpolated'}
 
 
-@pytest.mark.parametrize(('size', 'shape'), [((32, 128), (8, 32)), ((128, 32), (32, 8)), ((48, 80), (12, 20))])
-def test_absolute_position_embeddings_take_the_shape_of_the_image(size, shape):
-    options = dict(SMALL, use_abs_pos_embed=True)
-    small = SLABSwin(**options, pretrain_img_size=32)
-    large = SLABSwin(**options, pretrain_img_size=size)
-    rows, columns = torch.meshgrid(torch.arange(8.0), torch.arange(8.0), indexing='ij')
-    table = torch.stack([rows, columns] * 4, -1)
-    small.absolute_pos_embed.data.copy_(table.reshape(1, 64, 8))
-    report = load_pretrained(large, copy_state(small))
-    assert report.converted == {'absolute_pos_embed': 'position table interpolated'}
-    got = large.absolute_pos_embed.detach().reshape(*shape, 8)
-    for axis, channel in ((0, 0), (1, 1)):
-        assert (got[..., channel].diff(dim=axis) > 0).all(), 'it grows along its own axis'
-        torch.testing.assert_close(
-            got[..., channel].diff(dim=1 - axis),
-            torch.zeros_like(got[..., channel].diff(dim=1 - axis)),
-            atol=1e-5,
-            rtol=0,
-        )
-
-
-def test_position_embeddings_of_unknown_shape_are_refused():
-    source = SLABSwin(**dict(SMALL, use_abs_pos_embed=True), pretrain_img_size=32)
-    options = dict(SMALL, use_abs_pos_embed=True)
-    with pytest.raises(CheckpointError, match='absolute_pos_embed: .*SwinTransformer does not keep.*pretrain_img_size'):
-        load_pretrained(SwinTransformer(**options, pretrain_img_size=64), copy_state(source))
-    target = SwinTransformer(**options, pretrain_img_size=32)
-    assert load_pretrained(target, copy_state(source)).complete
-
-
 def test_interpolated_tables_keep_rows_and_columns_apart():
     small, large = (SLABSwin(**{**SMALL, 'window_size': size}) for size in (4, 6))
     rows = torch.arange(7.0)[:, None].expand(7, 7).reshape(49, 1)

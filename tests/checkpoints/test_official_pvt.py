@@ -416,14 +416,6 @@ def test_the_other_version_of_pvt_is_refused(kind, source, target, option):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_pooling_variant_is_refused():
-    shapes = {
-        key: (*shape[:2], 1, 1) if key.endswith('.sr.weight') else shape for key, shape in official_shapes(2).items()
-    }
-    with pytest.raises(CheckpointError, match=r'linear variant of PVTv2 \(block1\.0\.attn\.sr\.weight'):
-        load_pretrained(build('ours', 2), random_state(shapes))
-
-
 @pytest.mark.parametrize(
     ('shape', 'named'),
     [
