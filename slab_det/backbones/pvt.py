@@ -28,6 +28,7 @@ from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
 from slab_det.backbones.map_ffn import MapFFN, build_map_ffn
 from slab_det.checkpoints import register_load_check
 from slab_det.fusion import Fold
+from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 
 
 class PVTBlock(BaseModule):
@@ -283,19 +284,8 @@ class SLABPVT(BaseModule):
                 outs.append(x.contiguous(memory_format=self.memory_format))
         return tuple(outs)
 
-    def folds(self) -> Iterator[Fold]:
-        """The norms behind stages that are no outputs."""
-        for i in set(range(len(self.layers))) - set(self.out_indices):
-            yield self._stage_fold(i)
-
-    def output_folds(self) -> Iterator[Fold]:
-        """The norms behind stages that are outputs, in the order of the outputs."""
-        for i in sorted(self.out_indices):
-            yield self._stage_fold(i)
-
-    def _stage_fold(self, stage: int) -> Fold:
-        """The norm behind a stage; the next patch embedding reads it too."""
-        return Fold(f'layers.{stage}.2', before=f'layers.{stage + 1}.0' if stage + 1 < len(self.layers) else ())
+    # Where the norms behind the stages go at inference; those of outputs are read by the neck.
+    folds, output_folds = pvt_folds, pvt_output_folds
 
     def _map_shapes(self, image_shape: Sequence[int]) -> list[tuple[int, int]]:
         """(H, W) of each stage's map for an image of (H, W); ValueError if one is too small for its stage."""

@@ -60,7 +60,7 @@ def fold_into_input(layer: FoldableLayer, scale: Tensor, shift: Tensor, part: st
         CannotFold: If the layer cannot take the map; the layer is then unchanged.
     """
     check_foldable(layer, 'input', part)
-    weight, bias = (_rows(parameter, part) for parameter in _parameters(layer))
+    weight, bias = _parameters(layer, part)
     per_column = [-1, *[1] * (weight.ndim - 2)]
     scale, shift = scale.double().view(per_column), shift.double().view(per_column)
     bias.copy_(bias.double() + (weight.double() * shift).flatten(1).sum(1))
@@ -89,24 +89,19 @@ def fold_into_output(layer: nn.Linear | nn.Conv2d, scale: Tensor, shift: Tensor)
 
 
 def _parameter_names(layer: FoldableLayer) -> tuple[str, str]:
-    prefix = 'in_proj_' if isinstance(layer, nn.MultiheadAttention) else ''
-    return f'{prefix}weight', f'{prefix}bias'
+    return ('in_proj_weight', 'in_proj_bias') if isinstance(layer, nn.MultiheadAttention) else ('weight', 'bias')
 
 
-def _parameters(layer: FoldableLayer) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight and bias; a layer without bias gets one of zeros."""
+def _parameters(layer: FoldableLayer, part: str = '') -> tuple[Tensor, Tensor]:
+    """Weight and bias, or views of their rows for a part of an attention; a layer without bias gets one of zeros."""
     weight_name, bias_name = _parameter_names(layer)
     weight = getattr(layer, weight_name)
     if getattr(layer, bias_name) is None:
         zeros = weight.new_zeros(weight.shape[0])
         setattr(layer, bias_name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
-    return weight, getattr(layer, bias_name)
-
-
-def _rows(parameter: nn.Parameter, part: str) -> Tensor:
-    """The rows of a part of an attention's projections, as a view; all rows of any other layer."""
+    parameters = weight, getattr(layer, bias_name)
     if not part:
-        return parameter
+        return parameters
     first, end = PARTS[part]
-    third = parameter.shape[0] // 3
-    return parameter[first * third : end * third]
+    third = weight.shape[0] // 3
+    return tuple(parameter[first * third : end * third] for parameter in parameters)

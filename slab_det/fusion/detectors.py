@@ -14,42 +14,11 @@ from slab_det.fusion.folds import CannotFold, register_folds
 DETECTORS = tuple(
     getattr(detectors, name)
     for name in (
-        'ATSS',
-        'AutoAssign',
-        'CascadeRCNN',
-        'CenterNet',
-        'CrowdDet',
-        'DDOD',
-        'FCOS',
-        'FOVEA',
-        'FSAF',
-        'FastRCNN',
-        'FasterRCNN',
-        'GFL',
-        'GLIP',
-        'GridRCNN',
-        'HybridTaskCascade',
-        'MaskRCNN',
-        'MaskScoringRCNN',
-        'NASFCOS',
-        'PAA',
-        'PanopticFPN',
-        'PointRend',
-        'QueryInst',
-        'RPN',
-        'RTMDet',
-        'RepPointsDetector',
-        'RetinaNet',
-        'SCNet',
-        'SingleStageDetector',
-        'SparseRCNN',
-        'TOOD',
-        'TwoStageDetector',
-        'TwoStagePanopticSegmentor',
-        'VFNet',
-        'YOLOF',
-        'YOLOX',
-    )  # fmt: skip
+        'ATSS AutoAssign CascadeRCNN CenterNet CrowdDet DDOD FCOS FOVEA FSAF FastRCNN FasterRCNN GFL GLIP GridRCNN '
+        'HybridTaskCascade MaskRCNN MaskScoringRCNN NASFCOS PAA PanopticFPN PointRend QueryInst RPN RTMDet '
+        'RepPointsDetector RetinaNet SCNet SingleStageDetector SparseRCNN TOOD TwoStageDetector '
+        'TwoStagePanopticSegmentor VFNet YOLOF YOLOX'
+    ).split()
 )
 
 

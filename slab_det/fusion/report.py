@@ -44,12 +44,15 @@ class FusionReport:
         """The norms with this fate."""
         return [norm for norm in self.norms if norm.fate == fate]
 
+    def count(self) -> dict[str, int]:
+        """The number of norms of each fate."""
+        return {fate: len(self.select(fate)) for fate in ('folded', 'affine', 'kept')}
+
     def to_dict(self) -> dict:
         """The number of norms of each fate, and every norm."""
-        counts = {fate: len(self.select(fate)) for fate in ('folded', 'affine', 'kept')}
-        return {**counts, 'norms': [norm.to_dict() for norm in self.norms]}
+        return {**self.count(), 'norms': [norm.to_dict() for norm in self.norms]}
 
     def __str__(self) -> str:
-        counts = ', '.join(f'{len(self.select(fate))} {fate}' for fate in ('folded', 'affine', 'kept'))
+        counts = ', '.join(f'{number} {fate}' for fate, number in self.count().items())
         left = [f'  {norm}' for norm in self.norms if norm.fate != 'folded']
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from mmcv.cnn.bricks.transformer import FFN
@@ -12,6 +12,7 @@ from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
 from mmdet.models.layers import PatchEmbed, PatchMerging
 from torch import nn
 
+from slab_det.attention.spatial_reduction import MapAttention
 from slab_det.attention.window_attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.fusion.folds import CannotFold, Fold, register_folds
 
@@ -45,60 +46,51 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
     return ours
 
 
-def block_folds(block: nn.Module) -> Iterator[Fold]:
-    """Of a Swin block or a PVT layer."""
-    yield Fold('norm1', before='attn')
-    yield Fold('norm2', before='ffn')
+def pvt_folds(backbone: nn.Module) -> Iterator[Fold]:
+    """The norms behind the stages of a PVT that are no outputs."""
+    return _stage_folds(backbone, set(range(len(backbone.layers))) - set(backbone.out_indices))
 
 
-def patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
+def pvt_output_folds(backbone: nn.Module) -> Iterator[Fold]:
+    """The norms behind the stages of a PVT that are outputs, in the order of the outputs."""
+    return _stage_folds(backbone, sorted(backbone.out_indices))
+
+
+def _stage_folds(backbone: nn.Module, stages: Iterable[int]) -> Iterator[Fold]:
+    for stage in stages:
+        is_last = stage + 1 == len(backbone.layers)
+        # The next patch embedding reads the norm too.
+        yield Fold(f'layers.{stage}.2', before=() if is_last else f'layers.{stage + 1}.0')
+
+
+def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
     if embed.adap_padding:
         raise CannotFold('the next patch embedding pads the map')
     return ('projection',)
 
 
-def swin_output_folds(backbone: SwinTransformer) -> Iterator[Fold]:
-    """The norms that only outputs pass: the next stage reads what is before them."""
-    for stage in sorted(backbone.out_indices):
-        yield Fold(f'norm{stage}')
-
-
-def pvt_stage_fold(backbone: PyramidVisionTransformer, stage: int) -> Fold:
-    """The norm behind a stage, which the next patch embedding reads."""
-    is_last = stage + 1 == len(backbone.layers)
-    return Fold(f'layers.{stage}.2', before=() if is_last else f'layers.{stage + 1}.0')
-
-
-def pvt_folds(backbone: PyramidVisionTransformer) -> Iterator[Fold]:
-    for stage in set(range(len(backbone.layers))) - set(backbone.out_indices):
-        yield pvt_stage_fold(backbone, stage)
-
-
-def pvt_output_folds(backbone: PyramidVisionTransformer) -> Iterator[Fold]:
-    for stage in sorted(backbone.out_indices):
-        yield pvt_stage_fold(backbone, stage)
-
-
 register_folds(
     PatchEmbed,
     folds=lambda embed: [Fold('norm', after='projection')],
-    input_layers=patch_embed_input_layers,
+    input_layers=_patch_embed_input_layers,
+)
+register_folds(
+    SwinBlock,
+    PVTEncoderLayer,
+    folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='ffn')],
 )
 register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',))
 
-register_folds(SwinTransformer, output_folds=swin_output_folds)
-register_folds(SwinBlock, PVTEncoderLayer, folds=block_folds)
-register_folds(ShiftWindowMSA, input_layers=lambda attn: ('w_msa',), replace=own_attention)
-register_folds(WindowMSA, input_layers=lambda attn: ('qkv',))
+# The next stage reads what is before an output norm.
+register_folds(
+    SwinTransformer, output_folds=lambda backbone: [Fold(f'norm{stage}') for stage in sorted(backbone.out_indices)]
+)
+register_folds(ShiftWindowMSA, input_layers=ShiftedWindowAttention.input_layers, replace=own_attention)
+register_folds(WindowMSA, input_layers=SoftmaxWindowAttention.input_layers)
 # The norm follows all padding of the map, so the padding passes it like any token.
 register_folds(PatchMerging, folds=lambda merging: [Fold('norm', before='reduction')])
 
 register_folds(PyramidVisionTransformer, PyramidVisionTransformerV2, folds=pvt_folds, output_folds=pvt_output_folds)
-register_folds(
-    SpatialReductionAttention,
-    folds=lambda attn: [Fold('norm', before='attn[kv]')],
-    # Queries come from every token, keys and values from the strided convolution where there is one.
-    input_layers=lambda attn: ('attn[q]', 'sr') if attn.sr_ratio > 1 else ('attn[qkv]',),
-)
+register_folds(SpatialReductionAttention, folds=MapAttention.folds, input_layers=MapAttention.input_layers)
 # The padding of PVTv2's depthwise convolution comes behind this layer.
 register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',))
