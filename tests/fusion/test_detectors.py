@@ -3,15 +3,14 @@
 import inspect
 
 import pytest
-import torch
-from conftest import SMALL_SWIN, random_sizes, randomize, raw_outputs
+from conftest import SMALL_SWIN, random_sizes, randomize
+from fusion_checks import assert_fused_equals, left_affine
 from mmdet.models.detectors import RetinaNet, SingleStageDetector, TwoStageDetector
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
 from slab_det.fusion.detectors import DETECTORS
-from slab_det.norms import ChannelAffine
 
 IN_CHANNELS = [8, 16, 32, 64]
 ON_INPUT = 'neck.fpn_convs.3 reads the same map'
@@ -39,27 +38,8 @@ def build():
     return build
 
 
-@torch.no_grad()
-def outputs(model, images):
-    if hasattr(model, 'roi_head'):
-        # A cascade gives a list of the proposals, then lists with the outputs of each stage.
-        return [x for part in raw_outputs(model, images) for x in (part if isinstance(part, list | tuple) else [part])]
-    features = model.extract_feat(images)
-    return [*features, *(x for level in model.bbox_head(features) for x in level)]
-
-
-def assert_fused_equals(fused, model):
-    for i, size in enumerate(random_sizes(3, seed=6)):
-        images = torch.randn(1 + i % 2, 3, size[0] | 1, size[1] | 1).double()
-        for output, reference in zip(outputs(fused, images), outputs(model, images), strict=True):
-            difference = ((output - reference).abs().max() / reference.abs().max()).item()
-            assert difference <= 1e-9, (size, difference)
-
-
-def left_affine(fused):
-    left = {fate.norm: fate.reason for fate in fused.fusion_report.norms if fate.fate != 'folded'}
-    assert list(left) == [name for name, m in fused.named_modules() if isinstance(m, ChannelAffine)]
-    return left
+# Odd in both directions.
+SIZES = [(height | 1, width | 1) for height, width in random_sizes(3, seed=6)]
 
 
 @pytest.mark.parametrize('backbone', ['SLABSwin', 'SwinTransformer'])
@@ -80,14 +60,14 @@ def test_retinanet_fuses_exactly(build, backbone, neck, left):
     assert left_affine(fused) == left
     into = {fate.norm: fate.into for fate in fused.fusion_report.norms}
     assert into['backbone.norm2'] == f'neck.lateral_convs.{2 - model.neck.start_level}.conv'
-    assert_fused_equals(fused, model)
+    assert_fused_equals(fused, model, SIZES)
 
 
 def test_cascade_rcnn_fuses_exactly(build):
     model = build('cascade-rcnn_r50_fpn')
     fused = slab_det.fuse(model)
     assert left_affine(fused) == {}
-    assert_fused_equals(fused, model)
+    assert_fused_equals(fused, model, SIZES)
 
 
 class OwnDetector(RetinaNet):
@@ -101,10 +81,10 @@ def test_a_detector_of_ones_own_keeps_its_output_norms_unless_told_otherwise(bui
     left = left_affine(fused)
     assert left.keys() == {f'backbone.norm{i}' for i in range(4)}
     assert all('OwnDetector may read' in reason and 'fold_outputs=True' in reason for reason in left.values())
-    assert_fused_equals(fused, model)
+    assert_fused_equals(fused, model, SIZES)
     fused = slab_det.fuse(model, fold_outputs=True)
     assert left_affine(fused) == {}
-    assert_fused_equals(fused, model)
+    assert_fused_equals(fused, model, SIZES)
 
 
 def test_a_detector_whose_extract_feat_was_replaced_keeps_its_norms(build):

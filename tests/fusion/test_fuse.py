@@ -1,55 +1,170 @@
+"""Fused detectors compute what unfused ones do: our backbones and mmdet's, every norm, every option, every size."""
+
 import copy
 
 import pytest
 import torch
-from conftest import SLA, random_sizes, randomize, raw_outputs
+import torch.nn.functional as F
+from conftest import SLA, random_sizes, randomize
+from fusion_checks import NORMS, SIZE, assert_equal, assert_fused_equals, left_affine, outputs
+from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.registry import MODELS
+from mmengine.config import Config
 from torch import nn
 
 import slab_det
-from slab_det.fusion import FusionError
-from slab_det.fusion.verify import verify_fusion
-from slab_det.norms import ChannelAffine, OfflineNorm
+from slab_det.attention.window_attention import ShiftedWindowAttention
+from slab_det.fusion import FusionError, save_fused, stock_mmdet, verify_fusion
+from slab_det.norms import OfflineNorm
 
-ATTENTIONS = {
-    'softmax': {},
-    'sla': SLA,
-    'focused': dict(SLA, attention='focused'),
-    'sla, mask_padding': dict(SLA, mask_padding=True),
+SWIN = dict(type='SLABSwin')
+STOCK_SWIN = dict(type='SwinTransformer', depths=(2, 2, 4, 2), window_size=7)
+HEADS = (1, 2, 3, 4)
+PVT = dict(
+    type='SLABPVT',
+    embed_dims=8,
+    num_layers=(2, 1, 2, 1),
+    num_heads=HEADS,
+    mlp_ratios=(3, 2, 2, 2),
+    sr_ratios=(4, 2, 2, 1),
+    pretrain_img_size=64,
+    norm_cfg=dict(type='PRepBN', ln_eps=1e-6),
+)
+STOCK_PVT = dict(PVT, type='PyramidVisionTransformer')
+STOCK_PVT_V2 = dict(PVT, type='PyramidVisionTransformerV2')
+V2 = dict(
+    PVT,
+    patch_sizes=[7, 3, 3, 3],
+    paddings=[3, 1, 1, 1],
+    use_abs_pos_embed=False,
+    norm_after_stage=True,
+    use_conv_ffn=True,
+)
+MIXED = dict(PVT, attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 2, 1, 1))
+PADDED = 'an affine map folds only into a convolution with groups=1 and padding=0'
+
+MODELS_WITH_OPTIONS = {
+    'softmax': SWIN,
+    'sla': dict(SWIN, **SLA),
+    'focused': dict(SWIN, **{**SLA, 'attention': 'focused'}),
+    'sla, mask_padding': dict(SWIN, **SLA, mask_padding=True),
+    'no qkv_bias': dict(SWIN, qkv_bias=False, norm_cfg=dict(type='TokenBN')),
+    'no patch_norm': dict(SWIN, patch_norm=False, norm_cfg=dict(type='RepBN')),
+    'out_indices': dict(SWIN, out_indices=(1, 2, 3)),
+    'pre_act': dict(SWIN, ffn_norm='pre_act', norm_cfg=dict(type='UN')),
+    'post_act': dict(SWIN, ffn_norm='post_act'),
+    'stock, qk_scale': dict(STOCK_SWIN, qk_scale=0.3),
+    'stock, no patch_norm': dict(STOCK_SWIN, patch_norm=False),
+    'stock, no qkv_bias': dict(STOCK_SWIN, qkv_bias=False),
+    'stock, with_cp': dict(STOCK_SWIN, with_cp=True),
+    'stock, odd strides': dict(STOCK_SWIN, window_size=4, strides=(4, 2, 3, 2)),
+    'stock, out_indices': dict(STOCK_SWIN, out_indices=(1, 3)),
+    'PVT': PVT,
+    'PVT, sla': dict(PVT, attention='sla'),
+    'PVT, focused': dict(PVT, attention='focused'),
+    'PVT, mixed': MIXED,
+    'PVT, norm_after_stage': dict(PVT, norm_after_stage=True, attention=('sla', 'softmax', 'softmax', 'focused')),
+    'PVT, no qkv_bias': dict(PVT, qkv_bias=False, attention=('sla', 'softmax', 'softmax', 'softmax')),
+    'PVT, pre_act': dict(PVT, ffn_norm='pre_act'),
+    'PVT, post_act': dict(PVT, ffn_norm='post_act', attention='sla'),
+    'V2': V2,
+    'V2, sla': dict(V2, attention='sla', qkv_bias=False),
+    **{
+        f'{backbone["type"]}, {norm}': dict(backbone, norm_cfg=dict(type=norm))
+        for backbone in (STOCK_SWIN, STOCK_PVT, STOCK_PVT_V2)
+        for norm in NORMS
+    },
 }
 
 
-@pytest.mark.parametrize('detector, num_outputs', [('mask_rcnn', 3), ('faster_rcnn', 2)])
-@pytest.mark.parametrize('attention', ATTENTIONS)
-def test_fused_detector_computes_the_same_in_float64(small_detector, detector, num_outputs, attention):
-    model = small_detector(detector, **ATTENTIONS[attention]).double()
+@pytest.fixture
+def detector_cfg(small_detector_cfg):
+    """A function: the config of a small detector on any of these backbones."""
+
+    def build(backbone, detector='mask_rcnn', **neck):
+        if 'num_layers' in backbone:
+            cfg = small_detector_cfg(detector)
+            cfg.backbone = copy.deepcopy(backbone)
+            cfg.neck.in_channels = [8 * HEADS[i] for i in sorted(backbone.get('out_indices', range(4)))]
+        else:
+            cfg = small_detector_cfg(detector, **backbone)
+        cfg.neck.update(neck)
+        if neck:
+            cfg.rpn_head.anchor_generator.strides = [4, 8, 16, 32, 64][-cfg.neck.num_outs :]
+        cfg.test_cfg.rpn.update(nms_pre=40, max_per_img=20)
+        return cfg
+
+    return build
+
+
+@pytest.fixture
+def build(detector_cfg):
+    """A function: a detector whose every weight, bias, eta and statistic is random, in eval mode at gamma 0."""
+
+    def build(*args, **neck):
+        model = MODELS.build(detector_cfg(*args, **neck))
+        randomize(model, 0)
+        slab_det.set_gamma(model, 0)
+        return model.eval()
+
+    return build
+
+
+def expected_left(backbone):
+    """The norms between stages where the next patch embedding pads."""
+    if not (backbone['type'].endswith('V2') or 'paddings' in backbone):
+        return {}
+    return {f'backbone.layers.{i}.2': f'backbone.layers.{i + 1}.0.projection: {PADDED}' for i in range(3)}
+
+
+@pytest.mark.parametrize('name', MODELS_WITH_OPTIONS)
+def test_a_fused_detector_computes_the_same_in_float64(build, name):
+    backbone = MODELS_WITH_OPTIONS[name]
+    model = build(backbone).double()
     fused = slab_det.fuse(model)
-    assert not [m for m in fused.modules() if isinstance(m, (OfflineNorm, ChannelAffine, nn.LayerNorm))]
-    for i, (height, width) in enumerate(random_sizes(20, seed=1)):
-        images = torch.randn(1 + i % 2, 3, height, width).double()
-        outputs, references = raw_outputs(fused, images), raw_outputs(model, images)
-        assert len(references) == len(images) + num_outputs
-        for output, reference in zip(outputs, references, strict=True):
-            difference = (output - reference).abs().max() / reference.abs().max()
-            assert difference <= 1e-9, (attention, height, width, difference)
+    assert left_affine(fused) == expected_left(backbone)
+    assert not fused.fusion_report.select('kept') and not [m for m in fused.modules() if isinstance(m, nn.LayerNorm)]
+    # PVT reduces its maps: they must not be smaller than the reduction.
+    smallest = 32 if 'num_layers' in backbone else 0
+    drawn = random_sizes(2, seed=list(MODELS_WITH_OPTIONS).index(name))
+    sizes = [SIZE, *([height + smallest, width + smallest] for height, width in drawn)]
+    assert_fused_equals(fused, model, sizes)
 
 
-@pytest.mark.parametrize('attention', ATTENTIONS)
-def test_fused_features_keep_law_1_in_float64_and_float32(small_detector, attention):
-    model = small_detector(**ATTENTIONS[attention])
-    images = [torch.randn(1 + i % 2, 3, *size) for i, size in enumerate(random_sizes(20, seed=2))]
+def test_a_fused_faster_rcnn_computes_the_same_at_many_sizes(build):
+    model = build(MODELS_WITH_OPTIONS['sla'], 'faster_rcnn').double()
+    assert_fused_equals(slab_det.fuse(model), model, random_sizes(20, seed=1))
+
+
+def test_a_stock_swin_with_absolute_positions_computes_the_same(build):
+    """It takes them at one size of the map only."""
+    model = build(dict(STOCK_SWIN, use_abs_pos_embed=True, pretrain_img_size=(76, 104))).double()
+    fused = slab_det.fuse(model)
+    assert left_affine(fused) == {}
+    assert_fused_equals(fused, model, [(76, 104), (73, 101)])
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['softmax', 'sla', 'focused', 'sla, mask_padding', 'SwinTransformer, PRepBN', 'PVT, mixed']
+    + ['PVT, norm_after_stage', 'V2'],
+)
+def test_fused_features_keep_law_1_in_float64_and_float32(build, name):
+    model = build(MODELS_WITH_OPTIONS[name])
+    sizes = [[h + 32, w + 32] for h, w in random_sizes(10, seed=2)]
+    images = [torch.randn(1 + i % 2, 3, *size) for i, size in enumerate(sizes)]
 
     def neck_and_rpn(model, images):
         features = model.extract_feat(images)
         return [*features, *(x for level in model.rpn_head(features) for x in level)]
 
     check = verify_fusion(model, slab_det.fuse(model), images, extract=neck_and_rpn)
-    assert check.float64 <= 1e-9 and check.float32 <= 10 * check.float32_own, check
-    assert check.num_inputs == 20
+    assert check.float64 <= 1e-9 and 0 < check.float32 <= 10 * check.float32_own, check
+    assert check.num_inputs == 10
 
 
-def test_verify_fusion_refuses_a_model_that_differs(small_detector):
-    model = small_detector()
+def test_verify_fusion_refuses_a_model_that_differs(build):
+    model = build(SWIN)
     fused = slab_det.fuse(model)
     with torch.no_grad():
         fused.backbone.stages[1].blocks[0].attn.w_msa.padding_qkv += 0.01
@@ -57,96 +172,199 @@ def test_verify_fusion_refuses_a_model_that_differs(small_detector):
         verify_fusion(model, fused, [torch.randn(1, 3, 45, 70)])
 
 
-def test_fused_detector_keeps_padding_bias(small_detector):
-    """Without the unfused bias on padding tokens, maps that are no multiple of the window differ, others do not."""
-    model = small_detector(window_size=7).double()
+@pytest.mark.parametrize('backbone', [SWIN, STOCK_SWIN], ids=lambda backbone: backbone['type'])
+def test_padding_tokens_keep_the_unfused_bias(build, backbone):
+    """Without it, maps that are no multiple of the window differ, others do not."""
+    model = build(dict(backbone, window_size=7)).double()
     fused = slab_det.fuse(model)
-    for module in fused.modules():
+    paddings = 0
+    for name, module in fused.named_modules():
         if hasattr(module, 'padding_qkv'):
+            assert torch.equal(module.padding_qkv, model.get_submodule(name).qkv.bias), name
             module.padding_qkv = None
+            paddings += 1
+    assert paddings == sum(len(stage.blocks) for stage in model.backbone.stages)
     with torch.no_grad():
         for side, same in ((224, True), (225, False)):
             images = torch.randn(1, 3, side, side).double()
-            ours, reference = fused.backbone(images)[0], model.backbone(images)[0]
-            # Stage 0 alone, whose output norm is folded away: compare through the lateral convolution.
-            difference = (fused.neck.lateral_convs[0](ours) - model.neck.lateral_convs[0](reference)).abs().max()
+            maps = zip(fused.extract_feat(images), model.extract_feat(images), strict=True)
+            difference = max((one - other).abs().max().item() for one, other in maps)
             assert (difference < 1e-9) == same, (side, difference)
 
 
-def test_report_names_a_layer_for_every_norm(small_detector):
-    report = slab_det.fuse(small_detector()).fusion_report
-    into = {fate.norm: fate.into for fate in report.norms}
-    assert {fate.fate for fate in report.norms} == {'folded'}
-    # 1 patch embedding, 2 per block, 3 mergings, 4 outputs
-    assert len(into) == 1 + 2 * 6 + 3 + 4
-    assert into['backbone.patch_embed.norm'] == 'backbone.patch_embed.projection'
-    assert into['backbone.stages.0.blocks.1.norm1'] == 'backbone.stages.0.blocks.1.attn.w_msa.qkv'
-    assert into['backbone.stages.0.blocks.1.norm2'] == 'backbone.stages.0.blocks.1.ffn.layers.0.0'
-    assert into['backbone.stages.2.downsample.norm'] == 'backbone.stages.2.downsample.reduction'
-    assert into['backbone.norm3'] == 'neck.lateral_convs.3.conv'
-
-
-def test_layer_norms_on_the_outputs_are_kept_and_named(small_detector):
-    model = small_detector(out_norm_cfg=dict(type='LN'))
-    fused = slab_det.fuse(model)
-    kept = fused.fusion_report.select('kept')
-    assert [fate.norm for fate in kept] == [f'backbone.norm{i}' for i in range(4)]
-    assert {fate.kind for fate in kept} == {'LayerNorm'}
-    verify_fusion(model, fused, [torch.randn(1, 3, 65, 90)])
-
-
-@pytest.mark.parametrize('norm', ['TokenBN', 'RepBN'])
-@pytest.mark.parametrize(
-    'options', [dict(qkv_bias=False), dict(patch_norm=False), dict(out_indices=(1, 2, 3))], ids=str
-)
-def test_other_norms_and_options_fuse_exactly(small_detector, norm, options):
-    model = small_detector(norm_cfg=dict(type=norm), **options)
-    fused = slab_det.fuse(model)
-    assert not [m for m in fused.modules() if isinstance(m, OfflineNorm)]
-    check = verify_fusion(model, fused, [torch.randn(2, 3, 75, 50), torch.randn(1, 3, 33, 120)])
-    assert check.exact, check
-
-
-@pytest.mark.parametrize('norm', ['TokenBN', 'PRepBN', 'UN'])
-@pytest.mark.parametrize('ffn_norm, layer', [('pre_act', 'layers.0.0'), ('post_act', 'layers.1')])
-def test_the_norm_inside_the_ffn_folds_exactly(small_detector, norm, ffn_norm, layer):
-    model = small_detector(norm_cfg=dict(type=norm), ffn_norm=ffn_norm).double()
-    fused = slab_det.fuse(model)
-    into = {fate.norm: fate.into for fate in fused.fusion_report.norms}
-    # As without, and 1 per block
-    assert len(into) == 1 + 3 * 6 + 3 + 4 and all(into.values()), into
-    assert into['backbone.stages.1.blocks.1.ffn.norm'] == f'backbone.stages.1.blocks.1.ffn.{layer}'
-    for height, width in random_sizes(3, seed=4):
-        images = torch.randn(2, 3, height, width).double()
-        for output, reference in zip(raw_outputs(fused, images), raw_outputs(model, images), strict=True):
-            difference = (output - reference).abs().max() / reference.abs().max()
-            assert difference <= 1e-9, (height, width, difference)
+BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
 
 
 @pytest.mark.parametrize(
-    'neck, level, reason',
+    ('backbone', 'num_norms', 'into'),
     [
-        (dict(add_extra_convs='on_input', num_outs=5), 3, 'reads the same map'),
-        (dict(start_level=1, num_outs=4), 0, 'does not read this level'),
-        (dict(norm_cfg=dict(type='BN')), None, ''),
+        (
+            dict(SWIN, ffn_norm='pre_act'),
+            # 1 patch embedding, 3 per block, 3 mergings, 4 outputs
+            1 + 3 * 6 + 3 + 4,
+            {
+                'backbone.patch_embed.norm': 'backbone.patch_embed.projection',
+                f'{BLOCK}.norm1': f'{BLOCK}.attn.w_msa.qkv',
+                f'{BLOCK}.norm2': f'{BLOCK}.ffn.layers.0.0',
+                f'{BLOCK}.ffn.norm': f'{BLOCK}.ffn.layers.0.0',
+                'backbone.stages.2.downsample.norm': 'backbone.stages.2.downsample.reduction',
+                'backbone.norm3': 'neck.lateral_convs.3.conv',
+            },
+        ),
+        (dict(SWIN, ffn_norm='post_act'), 1 + 3 * 6 + 3 + 4, {f'{BLOCK}.ffn.norm': f'{BLOCK}.ffn.layers.1'}),
+        (
+            dict(PVT, norm_after_stage=True, ffn_norm='pre_act'),
+            # 4 patch embeddings, 3 per block, 5 reductions, 4 after the stages
+            4 + 3 * 6 + 5 + 4,
+            {
+                'backbone.layers.0.0.norm': 'backbone.layers.0.0.projection',
+                f'{LAYER}.norm1': f'{LAYER}.attn.attn[q], {LAYER}.attn.sr',
+                f'{LAYER}.attn.norm': f'{LAYER}.attn.attn[kv]',
+                f'{LAYER}.norm2': f'{LAYER}.ffn.layers.0',
+                f'{LAYER}.ffn.norm': f'{LAYER}.ffn.layers.0',
+                'backbone.layers.3.1.1.norm1': 'backbone.layers.3.1.1.attn.attn[qkv]',
+                'backbone.layers.1.2': 'neck.lateral_convs.1.conv, backbone.layers.2.0.projection',
+                'backbone.layers.3.2': 'neck.lateral_convs.3.conv',
+            },
+        ),
+        (
+            dict(PVT, ffn_norm='post_act', attention='sla'),
+            4 + 3 * 6,
+            {f'{LAYER}.ffn.norm': f'{LAYER}.ffn.layers.3', f'{LAYER}.norm1': f'{LAYER}.attn.attn[qkv]'},
+        ),
+        *(
+            (
+                dict(backbone, norm_after_stage=True, out_indices=(3, 1)),
+                4 + 2 * 6 + 5 + 4,
+                # A norm behind a stage that is no output goes into the next stage alone.
+                {
+                    'backbone.layers.0.2': 'backbone.layers.1.0.projection',
+                    'backbone.layers.1.2': 'neck.lateral_convs.0.conv, backbone.layers.2.0.projection',
+                    'backbone.layers.2.2': 'backbone.layers.3.0.projection',
+                    'backbone.layers.3.2': 'neck.lateral_convs.1.conv',
+                },
+            )
+            for backbone in (PVT, STOCK_PVT)
+        ),
+    ],
+    ids=['Swin, pre_act', 'Swin, post_act', 'PVT', 'PVT, post_act', 'PVT, out_indices', 'stock PVT, out_indices'],
+)
+def test_the_report_names_every_layer_that_takes_a_norm(build, backbone, num_norms, into):
+    model = build(backbone).double()
+    fused = slab_det.fuse(model)
+    report = fused.fusion_report
+    found = {fate.norm: fate.into for fate in report.norms}
+    assert len(found) == len(report.select('folded')) == num_norms
+    assert {norm: found[norm] for norm in into} == into
+    assert_fused_equals(fused, model)
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'neck', 'reasons'),
+    [
+        (backbone, neck, {template.format(level): reason})
+        for backbone, template in (
+            (SWIN, 'backbone.norm{}'),
+            (dict(PVT, norm_after_stage=True), 'backbone.layers.{}.2'),
+        )
+        for neck, level, reason in (
+            (dict(add_extra_convs='on_input', num_outs=5), 3, 'neck.fpn_convs.4 reads the same map'),
+            (dict(start_level=1, num_outs=4), 0, 'the FPN does not read this level'),
+        )
+    ]
+    + [
+        (SWIN, dict(norm_cfg=dict(type='BN')), {}),
+        (
+            dict(STOCK_PVT, norm_after_stage=True, paddings=[0, 'corner', 0, 0]),
+            {},
+            {'backbone.layers.0.2': 'the next patch embedding pads the map'},
+        ),
     ],
 )
-def test_output_norms_fold_only_where_the_fpn_alone_reads_them(small_detector_cfg, neck, level, reason):
-    cfg = small_detector_cfg()
-    cfg.neck.update(neck)
-    cfg.rpn_head.anchor_generator.strides = [4, 8, 16, 32, 64][-cfg.neck.num_outs :]
-    model = MODELS.build(cfg)
-    randomize(model, 3)
-    slab_det.set_gamma(model, 0)
-    fused = slab_det.fuse(model.eval())
-    verify_fusion(model, fused, [torch.randn(1, 3, 65, 90)])
-    left = fused.fusion_report.select('affine')
-    assert [fate.norm for fate in left] == ([] if level is None else [f'backbone.norm{level}'])
-    assert all(reason in fate.reason for fate in left)
+def test_an_output_norm_stays_whole_where_one_reader_cannot_take_it(build, backbone, neck, reasons):
+    model = build(backbone, **neck).double()
+    fused = slab_det.fuse(model)
+    assert left_affine(fused) == reasons
+    assert_fused_equals(fused, model)
 
 
-def test_fusing_a_copy_leaves_the_model_alone_and_in_place_changes_it(small_detector):
-    model = small_detector()
+def test_a_padded_reduction_keeps_the_norm_from_the_queries_too(build):
+    model = build(PVT).double()
+    attn = model.get_submodule(LAYER).attn
+    conv = nn.Conv2d(8, 8, 4, 4, padding=2).double()
+    conv.load_state_dict(attn.sr.state_dict())
+    attn.sr = conv
+    fused = slab_det.fuse(model)
+    assert left_affine(fused) == {f'{LAYER}.norm1': f'{LAYER}.attn.sr: {PADDED}'}
+    assert torch.equal(fused.get_submodule(LAYER).attn.attn.in_proj_weight[:8], attn.attn.in_proj_weight[:8])
+    assert_fused_equals(fused, model)
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'left'),
+    [
+        (STOCK_SWIN, [f'norm{i}' for i in range(4)]),
+        (dict(PVT, norm_after_stage=True, out_indices=(0, 2)), ['layers.0.2', 'layers.2.2', 'layers.3.2']),
+    ],
+    ids=['Swin', 'PVT'],
+)
+def test_a_bare_backbone_keeps_the_norms_of_its_outputs(build, backbone, left):
+    model = build(backbone).double().backbone
+    fused = slab_det.fuse(model)
+    assert list(left_affine(fused)) == left
+    assert_fused_equals(fused, model)
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'num_kept'),
+    [(dict(SWIN, out_norm_cfg=dict(type='LN')), 4), (dict(STOCK_SWIN, norm_cfg=dict(type='LN')), 1 + 2 * 10 + 3 + 4)],
+    ids=['outputs', 'all'],
+)
+def test_layer_norms_are_kept_and_named(build, backbone, num_kept):
+    model = build(backbone).double()
+    fused = slab_det.fuse(model)
+    kept = fused.fusion_report.select('kept')
+    assert len(kept) == num_kept and {fate.kind for fate in kept} == {'LayerNorm'}
+    assert [fate.norm for fate in kept[-4:]] == [f'backbone.norm{i}' for i in range(4)]
+    if num_kept > 4:
+        assert [type(m) for m in fused.modules()] == [type(m) for m in model.modules()]
+    assert_fused_equals(fused, model)
+
+
+def test_only_the_attention_behind_an_offline_norm_is_replaced(build):
+    model = build(STOCK_SWIN).double()
+    for block in model.backbone.stages[1].blocks:
+        block.norm1 = nn.LayerNorm(16).double().eval()
+    fused = slab_det.fuse(model)
+    kinds = [{type(block.attn) for block in stage.blocks} for stage in fused.backbone.stages]
+    assert kinds == [{ShiftedWindowAttention}, {ShiftWindowMSA}, {ShiftedWindowAttention}, {ShiftedWindowAttention}]
+    assert_fused_equals(fused, model)
+
+
+@pytest.mark.parametrize('training', [False, True])
+@pytest.mark.parametrize('shift', [0, 3])
+def test_replaced_attention_is_the_same_layer(shift, training):
+    options = dict(qk_scale=0.7, attn_drop_rate=0.1, proj_drop_rate=0.2)
+    theirs = ShiftWindowMSA(8, 2, 7, shift, **options, dropout_layer=dict(type='DropPath', drop_prob=0.3))
+    theirs.double().train(training)
+    randomize(theirs, 1)
+    theirs.w_msa.proj.weight.requires_grad = False
+    ours = stock_mmdet.own_attention(theirs)
+    reference = theirs.state_dict(keep_vars=True)
+    assert ours.state_dict().keys() == reference.keys()
+    assert all(value is reference[name] for name, value in ours.state_dict(keep_vars=True).items())
+    assert {m.training for m in ours.modules()} == {training}
+    assert ours.w_msa.attn_drop_rate == 0.1 and ours.w_msa.proj_drop.p == 0.2 and ours.drop.drop_prob == 0.3
+    theirs.w_msa.attn_drop.p = theirs.w_msa.proj_drop.p = ours.w_msa.attn_drop_rate = ours.drop.drop_prob = 0.0
+    x = torch.randn(2, 10 * 17, 8).double().requires_grad_()
+    outs = [attn(x, (10, 17)) for attn in (ours, theirs)]
+    gradients = [torch.autograd.grad(F.softplus(out).sum(), x)[0] for out in outs]
+    torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_fusing_a_copy_leaves_the_model_alone_and_in_place_changes_it(build):
+    model = build(SWIN)
     before = copy.deepcopy(model.state_dict())
     fused = slab_det.fuse(model)
     assert fused is not model and not hasattr(model, 'fusion_report')
@@ -157,19 +375,128 @@ def test_fusing_a_copy_leaves_the_model_alone_and_in_place_changes_it(small_dete
         assert torch.equal(value, model.state_dict()[key]), key
 
 
-def test_fuse_refuses_training_mode_gamma_and_broken_statistics(small_detector):
-    with pytest.raises(FusionError, match=r'model\.eval\(\)'):
-        slab_det.fuse(small_detector().train())
-    model = small_detector()
+def one_norm_trains(model):
     model.backbone.norm0.train()
-    with pytest.raises(FusionError, match=r'model\.eval\(\)'):
-        slab_det.fuse(model)
-    model = small_detector()
+
+
+def gamma_stays(model):
     model.backbone.stages[1].blocks[0].norm2.gamma = 0.25
-    with pytest.raises(FusionError, match=r'backbone\.stages\.1\.blocks\.0\.norm2: gamma = 0\.25.*finish'):
+
+
+def variance_breaks(model):
+    model.backbone.norm2.repbn.running_var[3] = float('nan')
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (nn.Module.train, r'model\.eval\(\)'),
+        (one_norm_trains, r'model\.eval\(\)'),
+        (gamma_stays, r'backbone\.stages\.1\.blocks\.0\.norm2: gamma = 0\.25.*finish'),
+        (variance_breaks, r'backbone\.norm2: .*not finite'),
+    ],
+)
+def test_fuse_refuses_training_mode_gamma_and_broken_statistics(build, change, message):
+    model = build(SWIN)
+    change(model)
+    with pytest.raises(FusionError, match=message):
         slab_det.fuse(model, inplace=True)
     assert not hasattr(model, 'fusion_report')
-    model = small_detector()
-    model.backbone.norm2.repbn.running_var[3] = float('nan')
-    with pytest.raises(FusionError, match=r'backbone\.norm2: .*not finite'):
-        slab_det.fuse(model)
+
+
+def test_recomputation_changes_nothing():
+    """mmdet's with_cp is the reentrant kind: gradients and running statistics as without."""
+    cfg = dict(STOCK_SWIN, embed_dims=8, num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN'), drop_path_rate=0.0)
+    plain, recomputed = (MODELS.build(dict(cfg, with_cp=with_cp)).double() for with_cp in (False, True))
+    assert plain.train() is None, 'the comments that say so, and FusedDetector, can be simplified'
+    randomize(plain, 2)
+    slab_det.set_gamma(plain, 0.5)
+    recomputed.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, *SIZE).double()
+    for model in (plain, recomputed):
+        sum(out.square().mean() for out in model(images)).backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
+    for (name, one), (_, other) in zip(plain.named_buffers(), recomputed.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+@pytest.mark.parametrize(
+    'backbone',
+    [
+        *(
+            dict(
+                STOCK_SWIN,
+                depths=(2, 2),
+                num_heads=(1, 2),
+                strides=(4, 2),
+                out_indices=(0, 1),
+                norm_cfg=dict(type=norm),
+            )
+            for norm in NORMS
+        ),
+        STOCK_PVT,
+        STOCK_PVT_V2,
+        dict(MIXED, norm_after_stage=True, ffn_norm='pre_act'),
+    ],
+    ids=lambda backbone: f'{backbone["type"]}, {backbone["norm_cfg"]["type"]}',
+)
+def test_a_backbone_trains_recalibrates_and_fuses(backbone):
+    model = MODELS.build(dict(backbone, embed_dims=8, drop_path_rate=0.3)).double()
+    model.init_weights()
+    slab_det.set_gamma(model, 0.5)
+    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, OfflineNorm)]
+    before = [norm.statistics()[1].clone() for _, norm in norms]
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sum(out.square().mean() for out in model(torch.randn(2, 3, 90, 102).double())).backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert without == []
+    optimizer.step()
+    still = [name for (name, n), old in zip(norms, before, strict=True) if torch.equal(old, n.statistics()[1])]
+    assert still == []
+
+    model.eval()
+    slab_det.set_gamma(model, 0)
+    batches = [torch.randn(1, 3, 96, 90).double() + i for i in range(3)]
+    report = slab_det.recalibrate(model, batches, max_passes=60, tol=1e-10, progress=False)
+    # PRepBN's second norm is a part of it.
+    assert report.converged and report.num_norms == len([name for name, _ in norms if not name.endswith('repbn')])
+    last, seen = next(m for name, m in reversed(norms) if name.endswith('norm2')), []
+    handle = last.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
+    for batch in batches:
+        outputs(model, batch)
+    handle.remove()
+    mean, var = last.statistics()
+    # UN, MABN and PowerNorm know no mean.
+    torch.testing.assert_close(var + mean.square(), torch.cat(seen).square().mean(0), rtol=1e-6, atol=1e-6)
+    assert_equal(outputs(slab_det.fuse(model), batches[0]), outputs(model, batches[0]))
+
+
+@pytest.mark.parametrize(
+    'backbone',
+    [dict(STOCK_SWIN, qkv_bias=False), dict(MIXED, qkv_bias=False), dict(V2, attention='focused')]
+    + [STOCK_PVT, STOCK_PVT_V2],
+    ids=['stock Swin', 'PVT', 'V2', 'stock PVT', 'stock V2'],
+)
+def test_a_saved_fused_detector_is_rebuilt_from_its_config(tmp_path, build, detector_cfg, backbone):
+    fused = slab_det.fuse(build(backbone))
+    cfg = detector_cfg(backbone)
+    cfg.backbone.init_cfg = dict(type='Pretrained', checkpoint='not/there.pth')
+    checkpoint, config = save_fused(fused, Config(dict(model=cfg)), tmp_path / 'fused.pth')
+    rebuilt = MODELS.build(Config.fromfile(config).model)
+    rebuilt.init_weights()
+    state = torch.load(checkpoint, weights_only=True)['state_dict']
+    assert state.keys() == rebuilt.state_dict().keys()
+    assert any(key.endswith('padding_qkv') for key in state) == (backbone['type'] == 'SwinTransformer')
+    rebuilt.load_state_dict(state)
+    assert not any(module.training for module in rebuilt.modules())
+    images = torch.randn(1, 3, 99, 85)
+    for found, reference in zip(outputs(rebuilt, images), outputs(fused, images), strict=True):
+        assert torch.equal(found, reference)
+
+
+def test_a_backbone_alone_can_be_rebuilt_fused(build):
+    cfg = dict(STOCK_SWIN, embed_dims=8, num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN'))
+    rebuilt = MODELS.build(dict(type='FusedDetector', model=cfg))
+    rebuilt.load_state_dict(slab_det.fuse(build(STOCK_SWIN).backbone).state_dict())

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from conftest import randomize, raw_outputs
+from conftest import randomize
+from fusion_checks import SIZE, assert_equal, assert_fused_equals, left_affine, outputs
 from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models.backbones.pvt import SpatialReductionAttention
+from mmdet.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from torch import nn
@@ -11,7 +14,6 @@ from torch import nn
 import slab_det
 from slab_det.attention.window_attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.fusion import FusionError
-from slab_det.norms import OfflineNorm
 
 BLOCK = 'backbone.stages.0.blocks.1'
 PVT = dict(
@@ -24,66 +26,58 @@ PVT = dict(
     norm_cfg=dict(type='PRepBN'),
     norm_after_stage=True,
 )
-SIZE = (75, 102)
-
-
-def left_affine(fused):
-    assert not [m for m in fused.modules() if isinstance(m, OfflineNorm)]
-    return {fate.norm: fate.reason for fate in fused.fusion_report.select('affine')}
-
-
-@torch.no_grad()
-def assert_same(outputs, references):
-    for output, reference in zip(outputs, references, strict=True):
-        difference = ((output - reference).abs().max() / reference.abs().max()).item()
-        assert difference <= 1e-9, difference
-
-
-def assert_fused_equals(fused, model):
-    images = torch.randn(1, 3, *SIZE).double()
-    assert_same(raw_outputs(fused, images), raw_outputs(model, images))
 
 
 @pytest.fixture
-def pvt():
-    model = MODELS.build(PVT)
-    randomize(model, 0)
-    slab_det.set_gamma(model, 0)
-    return model.eval().double()
+def build_pvt():
+    def build(**options):
+        model = MODELS.build({**PVT, **options})
+        randomize(model, 0)
+        slab_det.set_gamma(model, 0)
+        return model.eval().double()
+
+    return build
 
 
-@torch.no_grad()
-def assert_fused_pvt_equals(fused, model):
-    images = torch.randn(1, 3, *SIZE).double()
-    assert_same(fused(images), model(images))
+@pytest.fixture
+def pvt(build_pvt):
+    return build_pvt()
 
 
-class NosyFFN(FFN):
-    def forward(self, x, identity=None):
-        return super().forward(x, identity) + x
+def nosy(kind):
+    """A class that reads its input once more."""
+
+    def forward(self, x, *args, **kwargs):
+        return kind.forward(self, x, *args, **kwargs) + x.mean()
+
+    return type(f'Nosy{kind.__name__}', (kind,), dict(forward=forward))
 
 
-class NosyAttention(ShiftedWindowAttention):
-    def forward(self, x, hw_shape):
-        return super().forward(x, hw_shape) + x
-
-
-class NosyWindowAttention(SoftmaxWindowAttention):
-    def forward(self, q, k, v, geometry, shifted):
-        return super().forward(q, k, v, geometry, shifted) + q
+STOCK_SWIN = dict(type='SwinTransformer')
 
 
 @pytest.mark.parametrize(
-    ('part', 'kind', 'norm'),
-    [('attn', NosyAttention, 'norm1'), ('attn.w_msa', NosyWindowAttention, 'norm1'), ('ffn', NosyFFN, 'norm2')],
+    ('backbone', 'part', 'kind', 'norms'),
+    [
+        ({}, f'{BLOCK}.attn', nosy(ShiftedWindowAttention), ['norm1']),
+        ({}, f'{BLOCK}.attn.w_msa', nosy(SoftmaxWindowAttention), ['norm1']),
+        ({}, f'{BLOCK}.ffn', nosy(FFN), ['norm2']),
+        (STOCK_SWIN, f'{BLOCK}.attn', type('OtherAttention', (ShiftWindowMSA,), {}), ['norm1']),
+        (STOCK_SWIN, f'{BLOCK}.attn.w_msa', nosy(WindowMSA), ['norm1']),
+        (STOCK_SWIN, f'{BLOCK}.ffn', nosy(FFN), ['norm2']),
+        (PVT, 'layers.0.1.1.attn', nosy(SpatialReductionAttention), ['norm1', 'attn.norm']),
+    ],
 )
-def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(small_detector, part, kind, norm):
-    model = small_detector().double()
-    model.get_submodule(f'{BLOCK}.{part}').__class__ = kind
+def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(small_detector, build_pvt, backbone, part, kind, norms):
+    model = build_pvt(type='PyramidVisionTransformer') if backbone is PVT else small_detector(**backbone).double()
+    block = part.partition('.attn')[0].removesuffix('.ffn')
+    model.get_submodule(part).__class__ = kind
     fused = slab_det.fuse(model)
     left = left_affine(fused)
-    assert left.keys() == {f'{BLOCK}.{norm}'}
-    assert f'{part} is a {kind.__name__}' in left.popitem()[1]
+    left = {norm: reason for norm, reason in left.items() if norm.startswith(block)}
+    assert list(left) == [f'{block}.{norm}' for norm in norms]
+    assert f'{part} is a {kind.__name__}' in left[f'{block}.{norms[0]}']
+    assert type(fused.get_submodule(part)) is kind
     assert_fused_equals(fused, model)
 
 
@@ -100,7 +94,7 @@ def test_an_unknown_patch_embedding_keeps_the_norm_of_the_stage_before(pvt):
     left = left_affine(fused)
     assert {'layers.0.2', 'layers.1.0.norm'} <= left.keys() and 'layers.1.2' not in left
     assert 'layers.1.0 is a NosyPatchEmbed' in left['layers.0.2']
-    assert_fused_pvt_equals(fused, pvt)
+    assert_fused_equals(fused, pvt)
 
 
 def add_pre_hook(module):
@@ -140,12 +134,12 @@ def test_what_runs_beside_a_layer_keeps_the_norm_out_of_it(small_detector, chang
     # A replaced forward stays bound to the layer it came from: a copy would run the original.
     inplace = change is replace_forward
     images = torch.randn(1, 3, *SIZE).double()
-    references = raw_outputs(model, images)
+    references = outputs(model, images)
     fused = slab_det.fuse(model, inplace)
     left = left_affine(fused)
     assert left.keys() == {f'{BLOCK}.{norm}'}
     assert reason in left.popitem()[1]
-    assert_same(raw_outputs(fused, images), references)
+    assert_equal(outputs(fused, images), references)
 
 
 def test_hooks_on_what_reads_the_outputs_keep_their_norms(small_detector):
@@ -198,15 +192,13 @@ def test_a_tied_weight_takes_no_norm(pvt, tie_layers):
     one, other = (pvt.layers[0][1][i].ffn.layers[0] for i in (1, 2))
     tie_layers(one, other)
     images = torch.randn(1, 3, *SIZE).double()
-    with torch.no_grad():
-        references = pvt(images)
+    references = outputs(pvt, images)
     # A copy does not share the memory of two parameters any more.
     fused = slab_det.fuse(pvt, inplace=True)
     left = left_affine(fused)
     assert {'layers.0.1.1.norm2', 'layers.0.1.2.norm2'} <= left.keys() and 'layers.1.1.1.norm2' not in left
     assert 'is also layers.0.1.2.ffn.layers.0' in left['layers.0.1.1.norm2']
-    with torch.no_grad():
-        assert_same(fused(images), references)
+    assert_equal(outputs(fused, images), references)
 
 
 @pytest.mark.parametrize('elsewhere', ['backbone.stages.0.blocks.1.norm1', 'extra'])

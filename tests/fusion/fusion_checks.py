@@ -1,0 +1,45 @@
+"""What tests of fusion compare: all outputs of fused and unfused models, and the norms that stayed."""
+
+import torch
+from conftest import raw_outputs
+
+from slab_det.norms import ChannelAffine, OfflineNorm
+
+NORMS = ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm']
+# Maps of 19 x 26, 10 x 13, 5 x 7 and 3 x 4 tokens: padded to windows of 7 in height and width, odd in both.
+SIZE = (75, 102)
+
+
+@torch.no_grad()
+def outputs(model, images):
+    """The maps of a backbone, or all that a detector computes before its last NMS."""
+    if hasattr(model, 'roi_head'):
+        # A cascade gives a list of the proposals, then lists with the outputs of each stage.
+        return [x for part in raw_outputs(model, images) for x in (part if isinstance(part, list | tuple) else [part])]
+    if hasattr(model, 'bbox_head'):
+        features = model.extract_feat(images)
+        return [*features, *(x for level in model.bbox_head(features) for x in level)]
+    return list(model(images))
+
+
+def assert_equal(found, references, what=''):
+    assert references
+    for output, reference in zip(found, references, strict=True):
+        difference = ((output - reference).abs().max() / reference.abs().max()).item()
+        assert difference <= 1e-9, (what, difference)
+
+
+def assert_fused_equals(fused, model, sizes=(SIZE,)):
+    """Law 1 in float64, on one and on two images."""
+    for i, size in enumerate(sizes):
+        images = torch.randn(1 + i % 2, 3, *size).double()
+        assert_equal(outputs(fused, images), outputs(model, images), size)
+
+
+def left_affine(fused):
+    """The norms that are now one multiply-add, with the reason; no offline norm may be left."""
+    assert not [module for module in fused.modules() if isinstance(module, OfflineNorm)]
+    left = {fate.norm: fate.reason for fate in fused.fusion_report.select('affine')}
+    names = [name for name, m in fused.named_modules(remove_duplicate=False) if isinstance(m, ChannelAffine)]
+    assert sorted(left) == sorted(names)
+    return left
