@@ -1,11 +1,11 @@
 """What a forward pass costs besides time: multiply-adds, parameters, memory, and the norms that are left."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms
+from slab_det.norms import ChannelAffine, named_offline_norms
 
 # _NormBase is what torch's batch and instance norms share.
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase, ChannelAffine)
@@ -43,30 +43,27 @@ class ModelCost:
         uncounted: Operators that ran and have no count, such as 'torchvision::roi_align'.
         parameters: Numbers in parameters; a shared one counts once.
         weights_bytes: Parameters and buffers.
-        kept_bytes: What the first forward left behind for those after it: windows, masks and biases of this size.
-        forward_bytes: The most memory that a later forward held at one time on top of both and of its input.
+        forward_bytes: The most memory that the first forward held at one time on top of them and of its input, with
+            the windows, masks and biases that it leaves behind for later ones of this size.
         norms_left: Norm modules: LayerNorm, GroupNorm, RMSNorm, batch and instance norms, every
             :class:`~slab_det.norms.OfflineNorm`, and the ChannelAffine that fusion leaves where it cannot fold.
-        norm_types: The same by type.
     """
 
     multiply_adds: int
     uncounted: tuple[str, ...]
     parameters: int
     weights_bytes: int
-    kept_bytes: int
     forward_bytes: int
     norms_left: int
-    norm_types: dict[str, int]
 
     @property
     def peak_bytes(self) -> int:
-        """All that the model needs at one time: weights, what it keeps for this size, and the forward's own."""
-        return self.weights_bytes + self.kept_bytes + self.forward_bytes
+        """All that the model needs at one time."""
+        return self.weights_bytes + self.forward_bytes
 
 
 def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object], device: torch.device) -> ModelCost:
-    """Runs ``forward`` three times, twice to watch the allocator and once to count.
+    """Runs ``forward`` twice, once to watch the allocator and once to count.
 
     Neither torch.compile nor CUDA graphs may be applied yet: they hide the operators from the counter. What the model
     keeps per size is seen only if it did not run at this size before.
@@ -77,29 +74,23 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object], devi
         device: Where they are, 'cpu' or 'cuda'.
     """
     parts = nn.ModuleList(parts)
-    kept_bytes, forward_bytes = measure_memory(forward, device)
+    forward_bytes = measure_memory(forward, device)
     multiply_adds, uncounted = count_multiply_adds(forward)
-    norms = count_norms(parts)
     return ModelCost(
         multiply_adds=multiply_adds,
         uncounted=uncounted,
         parameters=sum(parameter.numel() for parameter in parts.parameters()),
         weights_bytes=sum(tensor.nbytes for tensor in [*parts.parameters(), *parts.buffers()]),
-        kept_bytes=kept_bytes,
         forward_bytes=forward_bytes,
-        norms_left=norms.total(),
-        norm_types=dict(norms),
+        norms_left=count_norms(parts),
     )
 
 
-def count_norms(model: nn.Module) -> Counter[str]:
-    """The norm modules of a model by type; a norm that is made of others (PRepBN) counts once."""
-    norms = {module: type(module).__name__ for _, module in named_offline_norms(model)}
-    inside = {part for norm in norms for part in norm.modules()}
-    for module in model.modules():
-        if isinstance(module, NORMS) and not isinstance(module, OfflineNorm) and module not in inside:
-            norms[module] = type(module).__name__
-    return Counter(norms.values())
+def count_norms(model: nn.Module) -> int:
+    """The number of norm modules in a model; a norm that is made of others (PRepBN) counts once."""
+    offline = [norm for _, norm in named_offline_norms(model)]
+    inside = {part for norm in offline for part in norm.modules()}
+    return len(offline) + sum(isinstance(module, NORMS) and module not in inside for module in model.modules())
 
 
 def count_multiply_adds(forward: Callable[[], object]) -> tuple[int, tuple[str, ...]]:
@@ -114,8 +105,8 @@ def count_multiply_adds(forward: Callable[[], object]) -> tuple[int, tuple[str, 
 
 
 @torch.no_grad()
-def measure_memory(forward: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes that the first call leaves allocated, and the peak of the second call on top of them.
+def measure_memory(forward: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that one call allocates at one time.
 
     Read from torch's allocators: on CUDA from ``torch.cuda.max_memory_allocated``, on a CPU from torch.profiler. Memory
     that C libraries take for themselves does not pass these allocators.
@@ -123,24 +114,12 @@ def measure_memory(forward: Callable[[], object], device: torch.device) -> tuple
     if device.type == 'cuda':
         # The first product of a process allocates the library's workspace, which is no model's own.
         torch.ones(8, 8, device=device).mm(torch.ones(8, 8, device=device))
-        (_, kept), (peak, _) = _cuda_growth(forward, device), _cuda_growth(forward, device)
-        return kept, peak
-    (_, kept), (peak, _) = _cpu_growth(forward), _cpu_growth(forward)
-    return kept, peak
-
-
-def _cuda_growth(forward: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Growth of allocated memory at its peak and at the end of a call."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    forward()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
-
-
-def _cpu_growth(forward: Callable[[], object]) -> tuple[int, int]:
-    """The same on the CPU, which keeps no such statistics."""
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        forward()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _silent_stderr():
         recorder.start()
@@ -149,11 +128,7 @@ def _cpu_growth(forward: Callable[[], object]) -> tuple[int, int]:
         recorder.stop()
     # One event for each allocation, of what it adds, and for each release.
     events = [event for event in recorder.profiler.kineto_results.events() if event.name() == '[memory]']
-    current = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        current += event.nbytes()
-        peak = max(peak, current)
-    return peak, current
+    return max(accumulate((event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), initial=0))
 
 
 class _UncountedOperators(TorchDispatchMode):

@@ -141,8 +141,7 @@ def _paper_row(table: PaperTable) -> PanelRow:
 
 def _conditions(entry: ReportEntry) -> tuple[str, str]:
     """Detector and latency scope, whatever the form."""
-    plain = {**entry.latency, **dict.fromkeys(_FORMS), 'compiled': False}
-    return entry.detector, latency_scope(replace(entry, latency=plain))
+    return entry.detector, latency_scope(replace(entry, latency={**entry.latency, **dict.fromkeys(_FORMS)}))
 
 
 def _ap_scope_of_any_seed(entry: ReportEntry) -> str:

@@ -1,39 +1,28 @@
 """tools/latency.py as a user calls it, on small models."""
 
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS
 from mmengine.config import Config
 
 from slab_det.measure.untrained import OBJECTS
 
-TOOL = CONFIGS.parent / 'tools' / 'latency.py'
 QUICK = ('--device', 'cpu', '--size', 64, 96, '--rounds', 2, '--warmup', 1, '--threads', 1)
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch, capsys, small_detector_cfg) -> Callable[..., str]:
+def measure(call, small_detector_cfg) -> Callable[..., str]:
     """Runs the tool in a folder with layernorm.py and prepbn.py; returns what it printed."""
-    monkeypatch.chdir(tmp_path)
-    Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('layernorm.py')
-    Config({'model': small_detector_cfg(norm_cfg={'type': 'PRepBN'})}).dump('prepbn.py')
+    for name, norm in (('layernorm.py', 'LN'), ('prepbn.py', 'PRepBN')):
+        Config({'model': small_detector_cfg(norm_cfg={'type': norm})}).dump(name)
 
-    def run(*arguments: object, code: int | None = None) -> str:
-        monkeypatch.setattr(sys, 'argv', [str(argument) for argument in ('latency.py', *arguments)])
-        if code is None:
-            runpy.run_path(str(TOOL), run_name='__main__')
-        else:
-            with pytest.raises(SystemExit) as stop:
-                runpy.run_path(str(TOOL), run_name='__main__')
-            assert stop.value.code == code
-        printed = capsys.readouterr()
-        return printed.out + printed.err
+    def run(*arguments: object, code: int = 0) -> str:
+        result = call('latency.py', *arguments, *QUICK)
+        assert result.code == code, result.err
+        return result.out + result.err
 
     return run
 
@@ -43,21 +32,9 @@ def latencies() -> dict[str, dict]:
     return {entry['config']: entry['latency'] for entry in content['entries']}
 
 
-def test_end_to_end_of_deployed_models_is_measured_repeatedly(call) -> None:
-    printed = call(
-        'layernorm.py',
-        'prepbn.py',
-        '--fuse',
-        '--deploy',
-        '--scope',
-        'end-to-end',
-        '--repeat',
-        2,
-        '--channels-last',
-        '--json',
-        'report.json',
-        *QUICK,
-    )
+def test_end_to_end_of_deployed_models_is_measured_repeatedly(measure) -> None:
+    forms = ('--fuse', '--deploy', '--scope', 'end-to-end', '--repeat', 2, '--channels-last')
+    printed = measure('layernorm.py', 'prepbn.py', *forms, '--json', 'report.json')
     assert 'layernorm (unfused, deployed)' in printed and 'prepbn (fused, deployed)' in printed
     assert 'medians of 2 repeats' in printed and 'seeded noise: ' in printed
     norm_count = {'layernorm.py': 1 + 2 * 6 + 3 + 4, 'prepbn.py': 0}
@@ -71,22 +48,22 @@ def test_end_to_end_of_deployed_models_is_measured_repeatedly(call) -> None:
         assert all(not name.startswith('mkldnn') for name in latency['cost']['uncounted'])
 
 
-@pytest.mark.parametrize(
-    ('flag', 'mode'), [(('--compile',), 'default'), (('--compile', 'reduce-overhead'), 'reduce-overhead')]
-)
-def test_compile_is_a_switch_or_a_mode(flag: tuple[str, ...], mode: str, call, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(('flag', 'mode'), [((), 'default'), (('reduce-overhead',), 'reduce-overhead')])
+def test_compile_is_a_switch_or_a_mode(flag: tuple, mode: str, measure, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list = []
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, mode: modes.append(mode))
-    call('layernorm.py', *QUICK, '--scope', 'backbone', '--json', 'report.json', *flag)
-    assert modes == [mode]
-    assert latencies()['layernorm.py']['compile_mode'] == mode
+    measure('layernorm.py', '--scope', 'backbone', '--json', 'report.json', '--compile', *flag)
+    assert modes == [mode] == [latencies()['layernorm.py']['compile_mode']]
 
 
-def test_deploying_before_fusing_is_an_error(call) -> None:
-    printed = call('prepbn.py', '--deploy', *QUICK, code=1)
-    assert printed.splitlines()[-1].startswith('error: ') and 'slab_det.fuse' in printed
-
-
-def test_tf32_needs_a_gpu(call) -> None:
-    printed = call('layernorm.py', '--tf32', *QUICK, code=1)
-    assert printed.splitlines()[-1].startswith('error: TF32 is a format of NVIDIA GPUs')
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (('prepbn.py', '--deploy'), 'slab_det.fuse'),
+        (('layernorm.py', '--tf32'), 'TF32 is a format of NVIDIA GPUs'),
+        (('layernorm.py', 'layernorm.py'), 'layernorm.py is listed twice'),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments: tuple, message: str, measure) -> None:
+    error = measure(*arguments, code=1).splitlines()[-1]
+    assert error.startswith('error: ') and message in error

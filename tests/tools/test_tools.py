@@ -124,7 +124,6 @@ def test_report_writes_table_and_picture(tmp_path: Path, call) -> None:
         'device': 'CPU',
         'device_type': 'cpu',
         'threads': 1,
-        'compiled': False,
         'rounds': 1,
         'warmup': 0,
     }
