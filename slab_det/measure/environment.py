@@ -30,9 +30,11 @@ def device_name(device: torch.device | str) -> str:
     device = torch.device(device)
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
-    if device.type == 'cpu':
-        return _cpu_name()
-    return str(device)
+    # platform.processor() is empty or just 'x86_64' on most Linux distributions.
+    cpuinfo = Path('/proc/cpuinfo')
+    lines = cpuinfo.read_text(errors='replace').splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def describe_environment(device: torch.device | str = 'cpu') -> dict:
@@ -45,13 +47,3 @@ def describe_environment(device: torch.device | str = 'cpu') -> dict:
         'tf32_cudnn': torch.backends.cudnn.allow_tf32,
         'platform': platform.platform(),
     }
-
-
-def _cpu_name() -> str:
-    # platform.processor() is empty or just 'x86_64' on most Linux distributions.
-    cpuinfo = Path('/proc/cpuinfo')
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(errors='replace').splitlines():
-            if line.startswith('model name'):
-                return line.partition(':')[2].strip()
-    return platform.processor() or platform.machine()

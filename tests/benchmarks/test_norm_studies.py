@@ -15,7 +15,7 @@ def test_a_study_is_trained_evaluated_and_published(small_run_cfg, tmp_path: Pat
     cfg = small_run_cfg(norm_cfg={'type': 'LN'})
     cfg.pop('work_dir'), cfg.pop('experiment_name')
     cfg.dump(tmp_path / 'base.py')
-    generate(tmp_path / 'data' / 'shapes', num_train=10, num_val=4, size=(96, 80))
+    generate(tmp_path / 'data' / 'shapes', num_train=4, num_val=2, size=(96, 80))
     base = Base('shapes', tmp_path / 'base.py', 'bbox', iterations=2, validations=1, images=4, setting='generated')
     # The studies' own schedule warms up for 100 iterations.
     short = {'param_scheduler': [], 'default_hooks': {'checkpoint': {'interval': 1}}}
