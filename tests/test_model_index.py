@@ -36,11 +36,8 @@ def published(cfg: Config) -> dict[tuple[str, str], float]:
     return numbers
 
 
-def test_index_imports_every_metafile():
+def test_every_config_has_exactly_one_entry_in_a_metafile_of_the_index():
     assert sorted(METAFILES) == sorted(f'configs/{path.name}' for path in CONFIGS.glob('metafile*.yml'))
-
-
-def test_every_config_has_exactly_one_entry():
     entries = [model for metafile in METAFILES.values() for model in metafile['Models']]
     assert sorted(model['Config'] for model in entries) == sorted(f'configs/{name}.py' for name in NAMES)
     assert sorted(model['Name'] for model in entries) == NAMES
@@ -56,7 +53,7 @@ def test_every_collection_has_a_paper_code_and_models():
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_entry_says_what_the_config_does(name):
+def test_entry_says_what_the_config_does_and_what_the_papers_report(name):
     entry, cfg = MODELS[name], Config.fromfile(CONFIGS / f'{name}.py')
     metadata, description = entry['Metadata'], describe_model(cfg.model)
     assert metadata['Row'] == description['name']
@@ -70,18 +67,14 @@ def test_entry_says_what_the_config_does(name):
     assert ('Recalibration' in metadata['Training Techniques']) == recalibrates
     crops = any(transform.type == 'RandomChoice' for transform in cfg.train_dataloader.dataset.pipeline)
     assert ('Multi-scale' in metadata['Training Techniques']) == crops
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_papers_numbers_are_all_there_and_marked_as_the_papers(name):
     numbers = {}
-    for result in MODELS[name].get('Paper Results', []):
+    for result in entry.get('Paper Results', []):
         assert result['Dataset'] == 'COCO val2017'
         assert TASKS[result['Task']] in result['Metrics']
         for metric, value in result['Metrics'].items():
             assert (result['Reported By'], metric) not in numbers
             numbers[result['Reported By'], metric] = value
-    assert numbers == published(Config.fromfile(CONFIGS / f'{name}.py'))
+    assert numbers == published(cfg)
 
 
 def test_results_are_only_what_was_measured_here():

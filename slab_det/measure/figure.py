@@ -60,7 +60,7 @@ class Point(NamedTuple):
     @property
     def series(self) -> str:
         """The label without the size, which all sizes of one architecture share: 'SLAB-Swin'."""
-        return re.sub(r'-([TSMBL]|B\d|\d+x\d+)(?=-|$)', '', self.name, count=1)
+        return re.sub(r'-([TSMBL]|\d+x\d+)(?=-|$)', '', self.name, count=1)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ VARIANTS = ('unfused', 'fused')
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
 AP_KINDS = {'bbox': 'box', 'segm': 'mask'}
-# The published sizes: (family, width, depths).
+# The sizes of the papers' tables and of the configs: (family, width, depths).
 SIZES = {
     ('Swin', 96, (2, 2, 6, 2)): 'T',
     ('Swin', 96, (2, 2, 18, 2)): 'S',
@@ -29,12 +29,6 @@ SIZES = {
     ('PVT', 64, (3, 4, 6, 3)): 'S',
     ('PVT', 64, (3, 4, 18, 3)): 'M',
     ('PVT', 64, (3, 8, 27, 3)): 'L',
-    ('PVTv2', 32, (2, 2, 2, 2)): 'B0',
-    ('PVTv2', 64, (2, 2, 2, 2)): 'B1',
-    ('PVTv2', 64, (3, 4, 6, 3)): 'B2',
-    ('PVTv2', 64, (3, 4, 18, 3)): 'B3',
-    ('PVTv2', 64, (3, 8, 27, 3)): 'B4',
-    ('PVTv2', 64, (3, 6, 40, 3)): 'B5',
 }
 
 
@@ -334,7 +328,7 @@ def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
 
 
 def _size_suffix(family: str, width: int, depths: Sequence[int]) -> str:
-    """'-T', '-S', … for the published sizes; width and depths for any other."""
+    """'-T', '-S', … for the sizes that have a letter; width and depths for any other."""
     return '-' + SIZES.get((family, width, tuple(depths)), f'{width}x{"".join(map(str, depths))}')
 
 

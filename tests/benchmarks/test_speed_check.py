@@ -58,15 +58,3 @@ def test_ratios_are_compared_with_the_stored_ones_of_the_same_scope(call, tmp_pa
     assert other[2:] == ['–', '–'], 'stored for another scope'
     assert f'stored ({stored[backbone]["commit"]})' in printed
     assert json.loads((tmp_path / 'stored.json').read_text()) == stored, 'only --store writes'
-
-
-def test_the_backbones_of_issue_and_the_quick_start_are_checked() -> None:
-    checks = runpy.run_path(str(SCRIPT), run_name='imported')['CHECKS']
-    configs = [[config for config, _ in check.models.values()] for check in checks]
-    assert configs == [
-        ['mask_rcnn_swin_t', 'mask_rcnn_prepbn_swin_t', 'mask_rcnn_slab_swin_t'],
-        ['quickstart_mask_rcnn_swin', 'quickstart_mask_rcnn_slab_swin'],
-    ]
-    for check in checks:
-        _, backbone = next(iter(check.models.values()))
-        assert backbone == {'type': 'SwinTransformer'}, "ratios are to mmdet's"
