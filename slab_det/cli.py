@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.device import get_device
@@ -20,17 +19,11 @@ from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, de
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
 
 
-class Launch(NamedTuple):
-    """How a launcher is recognised and called."""
-
-    variable: str
-    command: str
-
-
-LAUNCHED_BY = {
-    'pytorch': Launch('RANK', 'torchrun or tools/dist_train.sh'),
-    'slurm': Launch('SLURM_PROCID', 'srun'),
-    'mpi': Launch('OMPI_COMM_WORLD_LOCAL_RANK', 'mpirun'),
+# Launcher: the variable that it sets for every process, and the command to start it with.
+LAUNCHERS = {
+    'pytorch': ('RANK', 'torchrun or tools/dist_train.sh'),
+    'slurm': ('SLURM_PROCID', 'srun'),
+    'mpi': ('OMPI_COMM_WORLD_LOCAL_RANK', 'mpirun'),
 }
 
 
@@ -58,7 +51,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='KEY=VALUE',
         help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
     )
-    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
+    parser.add_argument('--launcher', choices=['none', *LAUNCHERS], default='none', help='job launcher')
     # torchrun sets LOCAL_RANK; torch.distributed.launch passes the flag, spelled either way.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 
@@ -90,11 +83,11 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
         ConfigError: If it is no config of a detector.
         SlabDetError: If a launcher is named that has not launched this process, or needs GPUs that are not there.
     """
-    started_by = LAUNCHED_BY.get(args.launcher)
-    if started_by is not None and started_by.variable not in os.environ:
+    variable, command = LAUNCHERS.get(args.launcher, (None, None))
+    if variable is not None and variable not in os.environ:
         raise SlabDetError(
-            f'--launcher {args.launcher}: {started_by.variable} is not set, so nothing launched this '
-            f'process; start it with {started_by.command}, or leave the flag out for one process'
+            f'--launcher {args.launcher}: {variable} is not set, so nothing launched this process; start it with '
+            f'{command}, or leave the flag out for one process'
         )
     if args.launcher in ('slurm', 'mpi') and get_device() == 'cpu':
         raise SlabDetError(f'--launcher {args.launcher} needs GPUs; processes on the CPU take tools/dist_train.sh')
@@ -141,23 +134,10 @@ def enable_test_time_augmentation(cfg: Config) -> None:
     while 'dataset' in dataset:
         dataset = dataset.dataset
     if 'tta_pipeline' not in cfg:
-        pack = {
-            'type': 'PackDetInputs',
-            'meta_keys': (
-                'img_id',
-                'img_path',
-                'ori_shape',
-                'img_shape',
-                'scale_factor',
-                'flip',
-                'flip_direction',
-            ),
-        }
+        meta_keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
+        pack = {'type': 'PackDetInputs', 'meta_keys': meta_keys}
         flips = [{'type': 'RandomFlip', 'prob': prob} for prob in (1.0, 0.0)]
-        cfg.tta_pipeline = [
-            *dataset.pipeline[:-1],
-            {'type': 'TestTimeAug', 'transforms': [flips, [pack]]},
-        ]
+        cfg.tta_pipeline = [*dataset.pipeline[:-1], {'type': 'TestTimeAug', 'transforms': [flips, [pack]]}]
     if 'tta_model' not in cfg:
         nms = {'type': 'nms', 'iou_threshold': 0.5}
         cfg.tta_model = {'type': 'DetTTAModel', 'tta_cfg': {'nms': nms, 'max_per_img': 100}}

@@ -9,10 +9,9 @@ from slab_det.runtime.distributions import check_distributions
 # Before the next imports: they need the packages that the check looks for.
 check_distributions()
 
-from slab_det.runtime.amp import install_cpu_amp  # noqa: E402
 from slab_det.runtime.checkpoint_files import install_safe_reading, read_checkpoint  # noqa: E402
+from slab_det.runtime.cpu import install_cpu_training  # noqa: E402
 from slab_det.runtime.ops import install_ops  # noqa: E402
-from slab_det.runtime.processes import install_cpu_processes  # noqa: E402
 from slab_det.runtime.run_folder import find_latest_checkpoint, install_run_folder  # noqa: E402
 
 install_ops()
@@ -25,20 +24,13 @@ def install() -> None:
     |---|---|
     | :func:`~slab_det.runtime.checkpoint_files.install_safe_reading` | a checkpoint can run code |
     | :func:`~slab_det.runtime.run_folder.install_run_folder` | a killed run can leave no whole checkpoint |
-    | :func:`~slab_det.runtime.processes.install_cpu_processes` | torchrun needs GPUs |
-    | :func:`~slab_det.runtime.amp.install_cpu_amp` | ``--amp`` needs a GPU |
+    | :func:`~slab_det.runtime.cpu.install_cpu_training` | torchrun and ``--amp`` need GPUs |
 
     The linked functions name the code of mmengine that they replace. A second call changes nothing.
     """
     install_safe_reading()
     install_run_folder()
-    install_cpu_processes()
-    install_cpu_amp()
+    install_cpu_training()
 
 
-__all__ = [
-    'check_distributions',
-    'find_latest_checkpoint',
-    'install',
-    'read_checkpoint',
-]
+__all__ = ['find_latest_checkpoint', 'install', 'read_checkpoint']

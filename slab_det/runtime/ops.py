@@ -68,7 +68,7 @@ def load_compiled_ops() -> ModuleType:
 
 
 class TorchvisionOps(ModuleType):
-    """The stand-in for ``mmcv._ext``: has every operator; those that torchvision lacks raise when they are called."""
+    """The stand-in for ``mmcv._ext``. It has every operator, and those that torchvision lacks raise on call."""
 
     def __init__(self) -> None:
         super().__init__(EXTENSION, self.__doc__)
@@ -141,20 +141,9 @@ def roi_align_forward(
     pool_mode: int,
     aligned: bool,
 ) -> None:
-    """Average-pools each RoI of ``input`` into ``output``, in place; the arguments are mmcv's.
+    """Average-pools each RoI of ``input`` into ``output``, in place.
 
-    Args:
-        input: Feature maps.
-        rois: Batch index and corners of each region, in image coordinates.
-        output: Receives the result.
-        argmax_y: For maximum pooling only, unused.
-        argmax_x: For maximum pooling only, unused.
-        aligned_height: Bins along y.
-        aligned_width: Bins along x.
-        spatial_scale: Feature coordinates per image coordinate.
-        sampling_ratio: Samples per bin and axis; 0 adapts to the size of the RoI.
-        pool_mode: 1 for average; 0, maximum, is not available.
-        aligned: Whether to shift by half a pixel.
+    The arguments are mmcv's. ``argmax_y`` and ``argmax_x`` are for maximum pooling and stay unused.
 
     Shape:
         (B, C, H, W), (K, 5), (K, C, aligned_height, aligned_width)
