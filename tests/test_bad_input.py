@@ -1,7 +1,7 @@
 """What users get wrong: one message that names the cause and what to do, exit code 1, and nothing half done.
 
-The first table goes through the command lines as they are typed, the second through the Python interface. Files that
-are no checkpoint for a backbone are in tests/checkpoints/test_bad_files.py.
+The first table goes through the command lines as they are typed, the second through the Python interface. The tests of
+each room have the arguments that its classes refuse.
 """
 
 from __future__ import annotations
@@ -25,28 +25,24 @@ from mmengine.registry import HOOKS
 from torch import nn
 
 import slab_det
-from slab_det.backbones import SLABPVT, SLABSwin
+from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import load_pretrained
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import calibrate_norms
-from slab_det.data.synthetic import SyntheticShapes, generate
 from slab_det.fusion import save_fused
-from slab_det.measure.report import Report, read_report, write_report
+from slab_det.measure.report import Report, write_report
 from slab_det.norms import PRepBN
 from slab_det.recalibration.images import recalibration_dataloader
 from slab_det.runtime.checkpoint_files import read_checkpoint
-from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, LatencyError, ReportError, SlabDetError
+from slab_det.runtime.errors import ConfigError, DataError, SlabDetError
 
-# Beside COCO's, what a dataset can have wrong: images in the folder, annotations, categories.
+# Beside COCO's, what a dataset can have wrong: images and annotations.
 IMAGE = {'id': 1, 'file_name': 'a.png', 'width': 96, 'height': 80}
 BOX = {'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [8, 8, 40, 40], 'area': 1600, 'iscrowd': 0}
 DATA = {
-    'good': ([IMAGE], [BOX], 'cat'),
-    'empty': ([IMAGE], [], 'cat'),
-    'crowds': ([IMAGE], [{**BOX, 'iscrowd': 1}], 'cat'),
-    'nuclei': ([IMAGE], [BOX], 'nucleus'),
-    'no-images': ([], [], 'cat'),
-    'unpacked': ([{**IMAGE, 'file_name': 'b.png'}], [BOX], 'cat'),
+    'crowds': ([IMAGE], [{**BOX, 'iscrowd': 1}]),
+    'no-images': ([], []),
+    'unpacked': ([{**IMAGE, 'file_name': 'b.png'}], [BOX]),
 }
 
 
@@ -57,10 +53,10 @@ class RunsCode:
         return os.mkdir, ('ran',)
 
 
-def write_data(root: Path, images: list, annotations: list, category: str) -> None:
+def write_data(root: Path, images: list, annotations: list) -> None:
     (root / 'images').mkdir(parents=True)
     imwrite(np.zeros((80, 96, 3), np.uint8), str(root / 'images' / 'a.png'))
-    content = {'images': images, 'annotations': annotations, 'categories': [{'id': 1, 'name': category}]}
+    content = {'images': images, 'annotations': annotations, 'categories': [{'id': 1, 'name': 'cat'}]}
     (root / 'annotations.json').write_text(json.dumps(content))
 
 
@@ -151,227 +147,86 @@ def write_world(folder: Path, small_run_cfg: Callable[..., Config]) -> None:
     (folder / 'notes.txt').write_text('not a config\n')
     (folder / 'cut_off.json').write_text('{"schema": 1, "entr')
     write_report(folder / 'no_entries.json', Report([]))
-    (folder / 'old.json').write_text('{"schema": 0, "entries": []}')
 
 
 TRAIN = ['train.py', 'small.py', '--work-dir', 'run']
-LATENCY = [
-    'latency.py',
-    'small.py',
-    '--checkpoint',
-    'small.pth',
-    '--scope',
-    'backbone',
-    '--rounds',
-    '1',
-    '--warmup',
-    '0',
-    '--size',
-    '64',
-    '64',
-]
 
 
-def options(*pairs: str) -> list[str]:
-    return ['--cfg-options', *pairs]
-
-
-def on_data(name: str) -> list[str]:
-    return ['train.py', 'coco.py', '--work-dir', 'run', '--data-root', f'data/{name}']
-
-
-# Name: the command, what the message must name, and what it must tell to do.
-COMMANDS: dict[str, tuple[list[str], str, str]] = {
-    'missing data root': (on_data('nowhere'), '--data-root data/nowhere is not a folder', ''),
-    'missing annotation file': (
-        ['train.py', 'coco.py', '--work-dir', 'run'],
-        'train annotation file data/coco/annotations.json not found',
-        '--data-root',
+# A command, and what its message names and tells to do.
+COMMANDS = [
+    ('train.py coco.py', 'train annotation file data/coco/annotations.json not found.*--data-root'),
+    (
+        'train.py coco.py --data-root data/crowds',
+        r'annotations\.json: all of its 1 annotations are crowds.*Set iscrowd to 0',
     ),
-    'wrong class names': (on_data('nuclei'), r'none of its categories \(nucleus\).*1 classes \(cat\)', 'metainfo='),
-    'no annotations': (on_data('empty'), 'holds 1 images but no annotations', ''),
-    'only crowds': (on_data('crowds'), r'annotations\.json: all of its 1 annotations are crowds', 'Set iscrowd to 0'),
-    'no images listed': (on_data('no-images'), 'holds no images', ''),
-    'images missing on disk': (on_data('unpacked'), r'images/b\.png for one \(1 of 1', 'Unpack the images'),
-    'unknown dataset': ([*TRAIN, *options('train_dataloader.dataset.type=Coko')], "no dataset is called 'Coko'", ''),
-    'no such config': (['train.py', 'nowhere.py'], r'nowhere\.py', ''),
-    'no config but a text': (['train.py', 'notes.txt'], r'notes\.txt is no config', r'\.py'),
-    'no config but a checkpoint': (
-        ['fuse.py', 'small.pth', 'small.py', '--out', 'x.pth'],
-        r'small\.pth is no config',
-        r'\.py',
+    ('train.py coco.py --data-root data/no-images', 'holds no images'),
+    ('train.py coco.py --data-root data/unpacked', r'images/b\.png for one \(1 of 1.*Unpack the images'),
+    ('train.py small.py --cfg-options train_dataloader.dataset.type=Coko', "no dataset is called 'Coko'"),
+    ('train.py nowhere.py', r'nowhere\.py'),
+    ('train.py notes.txt', r'notes\.txt is no config.*\.py'),
+    ('test.py broken.py small.pth', r'broken\.py: SyntaxError.*correct the config'),
+    ('latency.py nothing.py', r'nothing\.py is no config of a detector.*model=dict'),
+    ('train.py small.py --cfg-options model.backbone.norm_cfg.type=PReBN', r'small\.py: .*PReBN.*correct the config'),
+    (
+        'latency.py small.py --checkpoint small.pth --cfg-options model.backbone.depht=2',
+        "unexpected keyword argument 'depht'.*correct the config",
     ),
-    'config that is no Python': (
-        ['test.py', 'broken.py', 'small.pth'],
-        r'broken\.py: SyntaxError',
-        'correct the config',
-    ),
-    'config without a model': (['latency.py', 'nothing.py'], r'nothing\.py is no config of a detector', 'model=dict'),
-    'unknown attention': (
-        [*TRAIN, *options('model.backbone.attention=linear')],
-        r'small\.py: .*linear',
-        'sla.*softmax',
-    ),
-    'unknown norm': (
-        [*TRAIN, *options('model.backbone.norm_cfg.type=PReBN')],
-        r'small\.py: .*PReBN',
-        'correct the config',
-    ),
-    'unknown argument': (
-        [*LATENCY, *options('model.backbone.depht=2')],
-        "unexpected keyword argument 'depht'",
-        'correct the config',
-    ),
-    'negative window': (
-        [*TRAIN, *options('model.backbone.window_sizes=-7,6,7,7')],
-        r'small\.py: .*-7',
-        'correct the config',
-    ),
-    'heads that do not divide': ([*TRAIN, *options('model.backbone.num_heads=3,2,2,4')], r'small\.py: .*3', ''),
-    'decay of -1': ([*TRAIN, *options('custom_hooks.0.total=-1')], 'total=-1 fraction is no length', 'use 0 to 1'),
-    'unknown decay': ([*TRAIN, *options('custom_hooks.0.decay=exp')], "unknown decay 'exp'", 'choose from.*cosine'),
-    'an unknown pipeline to recalibrate on': (
-        [*TRAIN, *options('custom_hooks.1.pipeline=val')],
-        "pipeline='val'",
-        'one of train, test',
-    ),
-    'no image to recalibrate on': ([*TRAIN, *options('custom_hooks.1.num_images=0')], 'num_images=0', 'at least 1'),
-    'unknown optimizer': ([*TRAIN, *options('optim_wrapper.optimizer.type=AdamQ')], 'AdamQ is not in', 'correct'),
-    'unknown sampler': ([*TRAIN, *options('train_dataloader.sampler.type=Sample')], 'Sample is not in', 'correct'),
-    'launcher without its launch': (
-        [*TRAIN, '--launcher', 'pytorch'],
-        '--launcher pytorch: RANK is not set',
-        r'torchrun or tools/dist_train\.sh',
-    ),
-    'batch size to scale by': (
-        [*TRAIN, '--auto-scale-lr', *options('auto_scale_lr=None')],
+    ('train.py small.py --cfg-options custom_hooks.0.total=-1', 'total=-1 fraction is no length.*use 0 to 1'),
+    ('train.py small.py --cfg-options custom_hooks.1.pipeline=val', "pipeline='val'.*one of train, test"),
+    ('train.py small.py --cfg-options custom_hooks.1.num_images=0', 'num_images=0.*at least 1'),
+    ('train.py small.py --cfg-options optim_wrapper.optimizer.type=AdamQ', 'AdamQ is not in.*correct'),
+    ('train.py small.py --launcher pytorch', r'--launcher pytorch: RANK is not set.*torchrun or tools/dist_train\.sh'),
+    (
+        'train.py small.py --auto-scale-lr --cfg-options auto_scale_lr=None',
         r'small\.py has no auto_scale_lr\.base_batch_size',
-        '',
     ),
-    'work dir that is a file': (['train.py', 'small.py', '--work-dir', 'notes.txt'], r'notes\.txt', 'choose a folder'),
-    'work dir below a file': (
-        ['train.py', 'small.py', '--work-dir', 'notes.txt/run'],
-        r'notes\.txt',
-        'choose a folder',
+    ('train.py small.py --work-dir notes.txt/run', r'notes\.txt.*choose a folder'),
+    ('train.py small.py --resume nowhere.pth', r'no checkpoint nowhere\.pth.*check its name'),
+    ('train.py small.py --resume wider.pth', r'wider\.pth: \d+ shapes do not fit.*make the config agree'),
+    ('test.py small.py resnet.pth', r'resnet\.pth looks like ResNet: nothing matches'),
+    ('test.py small.py fused.pth', r'fused\.pth is fused.*use the fused config'),
+    ('test.py fused_config.py small.pth', r'small\.pth is not fused.*tools/fuse\.py'),
+    ('fuse.py un4.py layernorm.pth --out x.pth', r'layernorm\.pth: 16 of 16 norms have no statistics.*train it'),
+    (
+        'train.py un8.py --resume un4.pth',
+        r'un4\.pth cannot be resumed from: .*averages of training.*config in its work_dir',
     ),
-    'resume from nothing': ([*TRAIN, '--resume', 'nowhere.pth'], r'no checkpoint nowhere\.pth', 'check its name'),
-    'resume another width': (
-        [*TRAIN, '--resume', 'wider.pth'],
-        r'wider\.pth: \d+ shapes do not fit',
-        'make the config agree',
+    ('train.py small.py --resume layernorm.pth', r'layernorm\.pth cannot be resumed from.*load_from=FILE'),
+    (
+        'test.py small.py truncated.pth',
+        r'truncated\.pth: cannot be read as a checkpoint.*get it again, or take an earlier',
     ),
-    'checkpoint of another model': (
-        ['test.py', 'small.py', 'resnet.pth', '--work-dir', 'run'],
-        r'resnet\.pth looks like ResNet: nothing matches',
-        '',
+    ('fuse.py small.py bomb.pth --out x.pth', r'bomb\.pth: holds posix\.mkdir.*Not loaded'),
+    ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5.*finish the training'),
+    (
+        'fuse.py layernorm.py layernorm.pth --out x.pth',
+        r'layernorm\.py has no norm to fold.*tools/convert_checkpoint\.py',
     ),
-    'fused weights, unfused config': (
-        ['test.py', 'small.py', 'fused.pth', '--work-dir', 'run'],
-        r'fused\.pth is fused',
-        'use the fused config',
-    ),
-    'unfused weights, fused config': (
-        ['test.py', 'fused_config.py', 'small.pth', '--work-dir', 'run'],
-        r'small\.pth is not fused',
-        r'tools/fuse\.py',
-    ),
-    'LayerNorm weights, UN config': (
-        ['fuse.py', 'un4.py', 'layernorm.pth', '--out', 'x.pth'],
-        r'layernorm\.pth: 16 of 16 norms have no statistics',
-        'train it',
-    ),
-    'UN with another window': (
-        ['train.py', 'un8.py', '--work-dir', 'run', '--resume', 'un4.pth'],
-        r'un4\.pth cannot be resumed from: .*averages of training',
-        'config in its work_dir',
-    ),
-    'LayerNorm training, PRepBN config': (
-        ['train.py', 'small.py', '--work-dir', 'run', '--resume', 'layernorm.pth'],
-        r'layernorm\.pth cannot be resumed from',
-        'load_from=FILE',
-    ),
-    'resume from weights alone': (
-        [*TRAIN, '--resume', 'small.pth'],
-        r'small\.pth cannot be resumed from: it has weights, but no meta',
-        'load_from=FILE',
-    ),
-    'truncated checkpoint': (
-        ['test.py', 'small.py', 'truncated.pth', '--work-dir', 'run'],
-        r'truncated\.pth: cannot be read as a checkpoint',
-        'get it again, or take an earlier',
-    ),
-    'checkpoint that runs code': (
-        ['fuse.py', 'small.py', 'bomb.pth', '--out', 'x.pth'],
-        r'bomb\.pth: holds posix\.mkdir',
-        'Not loaded',
-    ),
-    'gamma above 0': (['fuse.py', 'small.py', 'mixed.pth', '--out', 'x.pth'], r'gamma = 0\.5', 'finish the training'),
-    'nothing to fuse': (
-        ['fuse.py', 'layernorm.py', 'layernorm.pth', '--out', 'x.pth'],
-        r'layernorm\.py has no norm to fold',
-        r'tools/convert_checkpoint\.py',
-    ),
-    'fused already': (['fuse.py', 'fused_config.py', 'fused.pth', '--out', 'x.pth'], 'fused already', ''),
-    'fused below a file': (
-        ['fuse.py', 'small.py', 'small.pth', '--out', 'notes.txt/x.pth'],
-        r'notes\.txt',
-        'choose a folder',
-    ),
-    'image of no size': (
-        ['fuse.py', 'small.py', 'small.pth', '--out', 'x.pth', '--size', '0', '32'],
-        '--size 0 32',
-        'at least 1',
-    ),
-    'no LayerNorm to convert': (
-        ['convert_checkpoint.py', 'small.pth', 'x.pth', '--config', 'small.py', '--num-images', '0'],
-        'no LayerNorm to convert',
-        '',
-    ),
-    'minus three images': (
-        ['convert_checkpoint.py', 'layernorm.pth', 'x.pth', '--config', 'layernorm.py', '--num-images', '-3'],
-        'num_images=-3',
-        'at least one',
-    ),
-    'no such schedule': (
-        [
-            'convert_checkpoint.py',
-            'layernorm.pth',
-            'x.pth',
-            '--config',
-            'layernorm.py',
-            '--num-images',
-            '0',
-            '--schedule',
-            'nowhere.py',
-        ],
+    ('fuse.py small.py small.pth --out x.pth --size 0 32', '--size 0 32.*at least 1'),
+    ('convert_checkpoint.py small.pth x.pth --config small.py --num-images 0', 'no LayerNorm to convert'),
+    ('convert_checkpoint.py layernorm.pth x.pth --config layernorm.py --num-images -3', 'num_images=-3.*at least one'),
+    (
+        'convert_checkpoint.py layernorm.pth x.pth --config layernorm.py --num-images 0 --schedule nowhere.py',
         r'nowhere\.py',
-        '',
     ),
-    'CUDA where there is none': ([*LATENCY, '--device', 'cuda:7'], "'cuda:7' is not there", '--device cpu'),
-    'a device of no kind': ([*LATENCY, '--device', 'gpu'], "'gpu'", 'cpu, cuda'),
-    'no rounds': ([*LATENCY, '--rounds', '0'], 'rounds=0', ''),
-    'negative size': ([*LATENCY, '--size', '-1', '64'], r'size=\(-1, 64\)', ''),
-    'two checkpoints for one config': (
-        [*LATENCY, '--checkpoint', 'small.pth', 'small.pth'],
-        '1 configs but 2 checkpoints',
-        'write "none"',
+    ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7' is not there.*--device cpu"),
+    ('latency.py small.py --checkpoint small.pth --rounds 0', 'rounds=0'),
+    (
+        'latency.py small.py --checkpoint small.pth small.pth',
+        '1 configs but 2 checkpoints.*write "none"',
     ),
-    'one config twice': (
-        ['latency.py', 'small.py', 'small.py', '--checkpoint', 'small.pth', 'small.pth'],
-        r'small\.py is listed twice',
-        '',
-    ),
-    'image that is none': ([*LATENCY, '--image', 'notes.txt'], r'image notes\.txt cannot be decoded', ''),
-    'report without entries': (['report.py', 'no_entries.json', '--out', 'table'], 'no entr', ''),
-    'report that is cut off': (['report.py', 'cut_off.json', '--out', 'table'], r'cut_off\.json is not JSON', ''),
-    'report of another schema': (['report.py', 'old.json', '--out', 'table'], '"schema": 1, found 0', ''),
-    'predictions as text': (['test.py', 'small.py', 'small.pth', '--out', 'x.txt'], r'--out x\.txt', r'\.pkl'),
-    'latency of augmented tests': (
-        ['test.py', 'small.py', 'small.pth', '--tta', '--latency'],
-        '--latency',
-        'leave out --tta',
-    ),
-}
+    ('latency.py small.py small.py --checkpoint small.pth small.pth', r'small\.py is listed twice'),
+    ('latency.py small.py --checkpoint small.pth --image notes.txt', r'image notes\.txt cannot be decoded'),
+    ('report.py no_entries.json --out table', 'no entr'),
+    ('report.py cut_off.json --out table', r'cut_off\.json is not JSON'),
+    ('test.py small.py small.pth --out x.txt', r'--out x\.txt.*\.pkl'),
+    ('test.py small.py small.pth --tta --latency', '--latency.*leave out --tta'),
+    ('fuse.py small.py nowhere.pth --out x.pth', 'checkpoint nowhere.pth not found'),
+    ('test.py small.py nowhere.pth', 'checkpoint nowhere.pth not found'),
+    ('recalibrate.py small.py small.pth --out ./small.pth', 'is a folder or the checkpoint itself'),
+    ('convert_checkpoint.py nowhere.pth x.pth --config layernorm.py --to native', 'checkpoint nowhere.pth not found'),
+    ('report.py nowhere.json --out x', 'nowhere.json not found'),
+]
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
@@ -383,19 +238,20 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize('name', COMMANDS)
-def test_a_wrong_command_is_one_message_and_nothing_half_done(name, world, call):
-    command, cause, remedy = COMMANDS[name]
-    os.chdir(world)
+@pytest.mark.parametrize(('command', 'expected'), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_a_wrong_command_is_one_message_and_nothing_half_done(command, expected, world, call):
+    tool, *arguments = command.split()
+    if tool in ('train.py', 'test.py') and '--work-dir' not in arguments:
+        arguments[1:1] = ['--work-dir', 'run']
     before = contents(world)
-    result = call_in(world, call, command)
+    result = call_in(world, call, [tool, *arguments])
     assert result.code == 1, f'exit code {result.code}\n{result.out[-2000:]}\n{result.err[-2000:]}'
     lines = result.err.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('error: ')]
     assert len(starts) == 1, result.err
     message = '\n'.join(lines[starts[0] :])
-    assert re.search(cause, message, re.S) and re.search(remedy, message, re.S), message
-    assert len(lines) - starts[0] == 1 or name == 'missing annotation file', message
+    assert re.search(expected, message, re.S), message
+    assert len(lines) - starts[0] == 1 or 'make quickstart' in message, message
     assert 'Traceback' not in result.out + result.err
     after = contents(world)
     assert {path: after.get(path) for path in before} == before, 'a file was changed or removed'
@@ -445,21 +301,11 @@ def test_a_full_disk_at_the_last_checkpoint_leaves_the_one_before(world, call, m
 
 def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(world, call):
     """Killed before the first checkpoint, a fine-tune would go on from random weights in mmengine."""
-    result = call_in(
-        world,
-        call,
-        [
-            *TRAIN,
-            '--resume',
-            *options(
-                'load_from=mixed.pth',
-                'train_cfg.max_iters=1',
-                'custom_hooks.0.total=5',
-                'custom_hooks.0.unit=iter',
-                'optim_wrapper.optimizer.lr=0',
-            ),
-        ],
+    options = (
+        'load_from=mixed.pth train_cfg.max_iters=1 custom_hooks.0.total=5 custom_hooks.0.unit=iter '
+        'optim_wrapper.optimizer.lr=0'
     )
+    result = call_in(world, call, [*TRAIN, '--resume', '--cfg-options', *options.split()])
     assert result.code == 0, result.err
     assert 'run has no checkpoint yet' in result.out
     weight = 'neck.lateral_convs.0.conv.weight'
@@ -484,91 +330,23 @@ def finished_swin() -> SLABSwin:
 
 
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    'fuse in training mode': (
-        lambda: slab_det.fuse(finished_swin().train() or swin(norm_cfg=dict(type='RepBN'))),
-        SlabDetError,
-        r'training mode.*call model\.eval\(\)',
-    ),
     'fuse a norm alone': (lambda: slab_det.fuse(_gamma_0(PRepBN(4)).eval()), SlabDetError, 'itself a norm'),
-    'recalibrate on nothing': (
-        lambda: slab_det.recalibrate(finished_swin(), [], progress=False),
-        SlabDetError,
-        'there was no batch of images; check the dataset',
-    ),
-    'recalibrate on an iterator': (
-        lambda: slab_det.recalibrate(finished_swin(), iter([])),
-        SlabDetError,
-        'pass a list or a data loader',
-    ),
     'recalibrate zero times': (
         lambda: slab_det.recalibrate(finished_swin(), [torch.ones(1, 3, 64, 64)], max_passes=0),
         SlabDetError,
         'max_passes must be at least 1',
     ),
-    'recalibrate a fused model': (
-        lambda: slab_det.recalibrate(slab_det.fuse(finished_swin()), []),
-        SlabDetError,
-        'no offline norm.*recalibrate before fusing',
-    ),
-    'recalibrate on NaN': (
-        lambda: slab_det.recalibrate(finished_swin(), [torch.full((1, 3, 64, 64), torch.nan)], progress=False),
-        SlabDetError,
-        'NaN after batch 1; lower the learning rate or check the inputs',
-    ),
     'calibrate a finished decay': (lambda: calibrate_norms(finished_swin(), []), SlabDetError, r'at gamma = 0'),
-    'convert to a norm of torch': (
-        lambda: slab_det.convert_norms(swin(), dict(type='BN1d')),
-        SlabDetError,
-        'no offline norm of slab_det; choose PRepBN',
-    ),
-    'load from nowhere': (lambda: load_pretrained(swin(), 'nowhere.pth'), CheckpointError, 'check its name'),
     'load as an unknown layout': (
         lambda: load_pretrained(swin(), swin().state_dict(), source='torchvision'),
         ValueError,
         'torchvision.*native',
-    ),
-    'no attention of that name': (lambda: swin(attention='linear'), ValueError, 'linear.*softmax'),
-    'attention for three stages': (lambda: swin(attention=('sla',) * 3), ValueError, 'one entry for each of the 4'),
-    'negative window': (lambda: swin(window_size=-7), ValueError, '-7'),
-    'window of zero': (lambda: swin(window_sizes=(7, 7, 0, 7)), ValueError, '0'),
-    'heads that do not divide': (lambda: swin(num_heads=(3, 2, 2, 4)), ValueError, '3'),
-    'attention for three stages of PVT': (
-        lambda: SLABPVT(embed_dims=8, attention=('sla',) * 3),
-        ValueError,
-        'one entry for each of the 4',
-    ),
-    'tokens of another width': (lambda: PRepBN(4)(torch.ones(1, 2, 5)), ValueError, '4.*5|5.*4'),
-    'UN without a window': (
-        lambda: MODELS.build(dict(type='UN', num_features=4, window_size=0)),
-        ValueError,
-        'window_size must be at least 1',
-    ),
-    'decay that grows': (lambda: HOOKS.build(dict(type='ProgressiveNormHook', total=1.5)), ValueError, 'use 0 to 1'),
-    'decay by steps': (
-        lambda: HOOKS.build(dict(type='ProgressiveNormHook', unit='steps')),
-        ValueError,
-        "unknown unit 'steps': choose from",
     ),
     'no passes': (
         lambda: HOOKS.build(dict(type='RecalibrateFuseHook', max_passes=0)),
         ValueError,
         'max_passes=0.*at least 1',
     ),
-    'latency of nothing': (lambda: slab_det.measure_latency({}), LatencyError, 'no model'),
-    'latency on another machine': (
-        lambda: slab_det.measure_latency({'a': swin()}, device='cuda:9'),
-        LatencyError,
-        'use --device cpu',
-    ),
-    'latency of a part': (
-        lambda: slab_det.measure_latency({'a': swin()}, scope='head'),
-        LatencyError,
-        "'head' is not one of backbone",
-    ),
-    'report of nothing': (lambda: read_report('nowhere.json'), ReportError, r'nowhere\.json not found'),
-    'split of no name': (lambda: SyntheticShapes(split='test'), ValueError, "must be 'train' or 'val'"),
-    'no image to generate': (lambda: generate(num_train=0), ValueError, 'both splits need an image'),
-    'images too small to generate': (lambda: generate(size=(32, 32)), ValueError, 'at least 76 pixels'),
     'detector of a typo': (
         lambda: build_detector(Config(dict(model=dict(type='MaskRCN')))),
         ConfigError,

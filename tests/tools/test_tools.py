@@ -52,32 +52,6 @@ def test_training_without_coco_says_how_to_get_it(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), 'nothing is written before the data is there'
 
 
-@pytest.mark.parametrize(
-    ('command', 'message'),
-    [
-        (['test.py', MAIN_CONFIG, 'nowhere.pth'], 'checkpoint nowhere.pth not found'),
-        (['fuse.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
-        (['recalibrate.py', MAIN_CONFIG, 'nowhere.pth', '--out', 'x.pth'], 'checkpoint nowhere.pth not found'),
-        (['recalibrate.py', MAIN_CONFIG, 'same.pth', '--out', './same.pth'], 'is a folder or the checkpoint itself'),
-        (
-            ['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--num-images', 0],
-            'checkpoint nowhere.pth not found',
-        ),
-        (
-            ['convert_checkpoint.py', 'nowhere.pth', 'b.pth', '--config', MAIN_CONFIG, '--to', 'native'],
-            'checkpoint nowhere.pth not found',
-        ),
-        (['report.py', 'nowhere.json', '--out', 'x'], 'nowhere.json not found'),
-    ],
-)
-def test_expected_errors_are_one_line(command: list, message: str, call) -> None:
-    result = call(*command)
-    assert result.code == 1
-    assert result.err.splitlines()[-1].startswith('error: ')
-    assert message in result.err
-    assert 'Traceback' not in result.err
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path, small_detector_cfg, small_detector) -> Path:
     """A finished checkpoint, beside its config small.py."""
