@@ -148,14 +148,13 @@ def _check(model: nn.Module) -> None:
 
 
 def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[str, int]]]:
-    """What modules say: the fold of each norm, and of an output norm the backbone and the index of the output.
-
-    All names are names in ``model``.
-    """
+    """The fold of each norm, and of an output norm the backbone and the index of the output; names are the model's."""
     folds, outputs = {}, {}
     for prefix, module in model.named_modules():
         for question in ('folds', 'output_folds'):
-            for level, fold in enumerate(_ask_folds(module, question)):
+            rule = find_rule(module, question)
+            for level, values in enumerate(rule() if rule else ()):
+                fold = Fold(*values)
                 norm = _join(prefix, fold.norm)
                 folds[norm] = Fold(norm, tuple(_join(prefix, name) for name in fold.readers), _join(prefix, fold.after))
                 if question == 'output_folds':
@@ -163,17 +162,8 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
     return folds, outputs
 
 
-def _ask_folds(module: nn.Module, question: str) -> list[Fold]:
-    rule = find_rule(module, question)
-    return [] if rule is None else [Fold(*values) for values in rule()]
-
-
 def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
-    """The layers that read what a module, or a part of one, gets.
-
-    Raises:
-        CannotFold: If a module on the way does not say which of its layers read its input.
-    """
+    """The layers that read what a module, or a part of one, gets; CannotFold if a module on the way does not say."""
     name, part = split_part(reader)
     module = model.get_submodule(name)
     if type(module) in FOLDABLE_LAYERS:

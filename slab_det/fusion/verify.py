@@ -84,10 +84,7 @@ def verify_fusion(
 
 
 def _relative(outputs: tuple[Tensor, ...], references: tuple[Tensor, ...]) -> float:
-    worst = 0.0
-    for output, reference in zip(outputs, references, strict=True):
-        difference = (output.double() - reference.double()).abs().max() / reference.double().abs().max()
-        if not torch.isfinite(difference):
-            return float('inf')
-        worst = max(worst, difference.item())
-    return worst
+    """The largest difference of any output, relative to the output's largest value; infinite if one is not finite."""
+    pairs = zip(outputs, references, strict=True)
+    differences = [(a.double() - b.double()).abs().max() / b.double().abs().max() for a, b in pairs]
+    return max(difference.item() if difference.isfinite() else float('inf') for difference in differences)
