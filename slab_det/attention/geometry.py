@@ -1,15 +1,150 @@
-"""Window geometry: which token of a feature map sits in which slot of which window."""
+"""Geometry: what an attention needs to know about the tokens that it mixes."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 # Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021; their value).
 MASKED_LOGIT = -100.0
+
+
+def resize_table(table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[int, int]) -> Tensor:
+    """Interpolates a table of positions (1, H0 * W0, C) to a map: (1, H * W, C), as it is where the sizes agree.
+
+    Bilinear, as PVT does: unlike bicubic it never leaves the range of the rows that were learned.
+
+    Args:
+        table: The table.
+        table_shape: Its (H0, W0).
+        hw_shape: The map's (H, W).
+    """
+    # A comparison of sizes would tie an exported model to them, and interpolation to the same size changes nothing.
+    if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
+        return table
+    image = table.unflatten(1, table_shape).permute(0, 3, 1, 2)
+    return F.interpolate(image, hw_shape, mode='bilinear', align_corners=False).flatten(2).transpose(1, 2)
+
+
+class Geometry(ABC):
+    """What the mathematics of an attention may ask about the tokens that it mixes.
+
+    Who computes the answers decides whether an attention trains, runs deployed or is exported: the mathematics is the
+    same. See :class:`WindowGeometry` and :class:`MapGeometry` for training,
+    :mod:`slab_det.deployment.tiles` for deployment and :mod:`slab_det.deployment.export.token_index` for export.
+
+    Attributes:
+        query_shape: (H, W) of the window or map of the queries.
+    """
+
+    query_shape: tuple[int, int]
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """An additive mask of the logits, (nW, N, N): 0 within a region of the map, -100 across; None for none."""
+        return None
+
+    def padding_mask(self) -> Tensor | None:
+        """True for keys that are padding, (nW, N); None where there are none."""
+        return None
+
+    def fit_table(self, table: Tensor, table_shape: tuple[int, int]) -> Tensor:
+        """A learned table of positions (1, H0 * W0, C) with one row for each key, (1, M, C)."""
+        return table
+
+    def values_at_queries(self, v: Tensor) -> Tensor:
+        """The values (B, M, C) at the places of the queries, (B, N, C)."""
+        return v
+
+    def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that follows from this geometry and one weight of an attention; it may have been made before.
+
+        Args:
+            owner: The attention; its attribute ``kept``, None at first, is for the geometry.
+            weight: The weight.
+            dtype: Of the tensor.
+            make: Makes the tensor.
+        """
+        return make()
+
+    def share(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What all queries of a map read, computed once for them in this forward."""
+        return make()
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """The rows of the queries at hand, of a tensor (B, N, C) with a row for every query of the map."""
+        return x
+
+
+class Windows(Geometry):
+    """The tokens of a map, padded at the bottom right, shifted cyclically and cut into windows of N = w * w slots.
+
+    Attributes:
+        window_size: Side w of a window.
+    """
+
+    window_size: int
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        return self.window_size, self.window_size
+
+    @abstractmethod
+    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Cuts the queries, keys and values of a map into windows.
+
+        Args:
+            qkv: (B, H * W, 3C).
+            padding: What padding slots hold, (3C,); None means zero.
+            groups: Groups g of channels to set apart.
+
+        Returns:
+            q, k and v, (B * nW, g, N, C / g) each.
+        """
+
+    @abstractmethod
+    def merge(self, windows: Tensor) -> Tensor:
+        """Puts windows (B * nW, g, N, C / g) back into the map (B, H * W, C); padding slots are dropped."""
+
+
+def split_groups(x: Tensor, groups: int) -> Tensor:
+    """(B, N, C) -> (B, g, N, C / g), a view."""
+    return x.unflatten(-1, (groups, -1)).transpose(1, 2)
+
+
+def join_groups(x: Tensor) -> Tensor:
+    """(B, g, N, C / g) -> (B, N, C)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def repeat_windows(x: Tensor, count: int) -> Tensor:
+    """What holds for each window of a map, (nW, ...), for the ``count`` windows of all maps of a batch."""
+    return x if x.shape[0] in (1, count) else x.repeat(count // x.shape[0], *[1] * (x.ndim - 1))
+
+
+@dataclass(frozen=True)
+class MapGeometry(Geometry):
+    """A whole map whose keys and values may come from a reduced map.
+
+    Attributes:
+        query_shape: (H, W) of the map.
+        source_shape: (H', W') of the keys and values.
+    """
+
+    query_shape: tuple[int, int]
+    source_shape: tuple[int, int]
+    is_reduced: bool
+
+    def fit_table(self, table: Tensor, table_shape: tuple[int, int]) -> Tensor:
+        return resize_table(table, table_shape, self.source_shape)
+
+    def values_at_queries(self, v: Tensor) -> Tensor:
+        return resize_table(v, self.source_shape, self.query_shape) if self.is_reduced else v
 
 
 class _SelectRows(torch.autograd.Function):
@@ -35,16 +170,17 @@ class _SelectRows(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class WindowGeometry:
-    """The tokens of one (H, W) map, padded at the bottom right, shifted cyclically and cut into windows.
+class WindowGeometry(Windows):
+    """The windows of one (H, W) map, as index tensors that are computed once per size.
 
     Attributes:
-        window_size: Side w of a window; N = w * w slots.
+        window_size: Side w of a window.
         num_windows: nW = ceil(H / w) * ceil(W / w).
         index: The token in each slot, (nW * N,); 0 in slots of padding.
         inverse: The slot of each token, (H * W,).
         padding_slots: The slots that hold padding.
-        regions: The region of the shifted map that each slot came from, (nW, N). Attention stays inside one.
+        regions: The region of the shifted map that each slot came from, (nW, N); None without a shift. Attention stays
+            inside a region.
     """
 
     window_size: int
@@ -52,18 +188,25 @@ class WindowGeometry:
     index: Tensor
     inverse: Tensor
     padding_slots: Tensor
-    regions: Tensor
+    regions: Tensor | None
 
-    def partition(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """Cuts a map into windows.
+    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = (None,) * 3 if padding is None else padding.chunk(3)
+        parts = zip(qkv.chunk(3, dim=-1), rows, strict=True)
+        return tuple(split_groups(self._partition(part, row), groups) for part, row in parts)
 
-        Args:
-            x: The map, (B, H * W, C).
-            padding: What padding slots hold, (C,); None means zero.
+    def merge(self, windows: Tensor) -> Tensor:
+        batch, length = windows.shape[0] // self.num_windows, self.inverse.numel()
+        rows = self._select(
+            join_groups(windows).flatten(0, 1),
+            self._over_batch(self.inverse, batch, self.index.numel()),
+            self._over_batch(self.index, batch, length),
+            self._padding_over_batch(batch),
+        )
+        return rows.view(batch, length, -1)
 
-        Returns:
-            The windows, (B * nW, N, C), contiguous.
-        """
+    def _partition(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """A map (B, H * W, C) in windows (B * nW, N, C), contiguous; padding slots hold ``padding``, (C,)."""
         batch, length, channels = x.shape
         index, slots = self._over_batch(self.index, batch, length), self._padding_over_batch(batch)
         rows = self._select(
@@ -79,27 +222,23 @@ class WindowGeometry:
                 rows = rows.index_copy_(0, slots, padding.to(rows.dtype).expand(slots.numel(), -1))
         return rows.view(batch * self.num_windows, -1, channels)
 
-    def merge(self, windows: Tensor) -> Tensor:
-        """Puts windows (B * nW, N, C) back into the map (B, H * W, C); padding slots are dropped."""
-        batch, channels = windows.shape[0] // self.num_windows, windows.shape[-1]
-        length = self.inverse.numel()
-        rows = self._select(
-            windows.reshape(-1, channels),
-            self._over_batch(self.inverse, batch, self.index.numel()),
-            self._over_batch(self.index, batch, length),
-            self._padding_over_batch(batch),
-        )
-        return rows.view(batch, length, channels)
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.regions is None else mask_regions(self.regions, dtype)
 
-    def attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask of shifted windows, (nW, N, N): 0 within a region, -100 across."""
-        apart = self.regions[:, :, None] != self.regions[:, None, :]
-        return apart.to(dtype) * MASKED_LOGIT
-
-    def padding_mask(self) -> Tensor:
-        """True in slots that hold padding, (nW, N)."""
+    def padding_mask(self) -> Tensor | None:
+        if not self.padding_slots.numel():
+            return None
         mask = torch.zeros_like(self.index, dtype=torch.bool)
         return mask.index_fill_(0, self.padding_slots, True).view(self.num_windows, -1)
+
+    def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        if owner.training or torch.is_grad_enabled():
+            return make()
+        # Of one size only, the last: masks of large maps take tens of megabytes in each block.
+        key = self, dtype, id(weight), None if weight.is_inference() else weight._version
+        if owner.kept is None or owner.kept[0] != key:
+            owner.kept = key, make()
+        return owner.kept[1]
 
     @staticmethod
     def _over_batch(index: Tensor, batch: int, stride: int) -> Tensor:
@@ -118,9 +257,14 @@ class WindowGeometry:
         return rows.index_select(0, index)
 
 
+def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive mask (nW, N, N) of windows whose slots come from the regions (nW, N)."""
+    return (regions[:, :, None] != regions[:, None, :]).to(dtype) * MASKED_LOGIT
+
+
 @lru_cache(maxsize=64)
 def window_geometry(height: int, width: int, window_size: int, shift: int, device: torch.device) -> WindowGeometry:
-    """The geometry of a (height, width) map, computed once per size.
+    """The windows of a (height, width) map, computed once per size.
 
     Args:
         height: Rows of the map, in tokens.
@@ -147,10 +291,12 @@ def window_geometry(height: int, width: int, window_size: int, shift: int, devic
         inverse = torch.empty(num_tokens, dtype=torch.long, device=device)
         inverse[index[~padding]] = torch.nonzero(~padding).flatten()
 
+        num_windows = index.numel() // window_size**2
+        slots = torch.nonzero(padding).flatten()
+        if not shift:
+            return WindowGeometry(window_size, num_windows, index.clamp(min=0), inverse, slots, None)
         # Rows and columns of the rolled map fall into three bands each: untouched, kept, wrapped around.
         bands = [torch.arange(n, device=device) for n in (padded_height, padded_width)]
         row_band, column_band = ((i >= i.numel() - window_size).long() + (i >= i.numel() - shift).long() for i in bands)
         regions = cut((row_band[:, None] * 3 + column_band).contiguous())
-        return WindowGeometry(
-            window_size, regions.shape[0], index.clamp(min=0), inverse, torch.nonzero(padding).flatten(), regions
-        )
+        return WindowGeometry(window_size, num_windows, index.clamp(min=0), inverse, slots, regions)

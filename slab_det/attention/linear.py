@@ -8,25 +8,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slab_det.attention.base import Attention
+from slab_det.attention.geometry import Geometry, repeat_windows
+from slab_det.attention.spatial_reduction import MapAttention
+from slab_det.attention.windows import WindowAttention
 
-class LinearAttention(nn.Module):
-    """Position table, linear attention and depthwise convolution: put before an attention class among the bases.
 
-    That class projects in and out and has ``embed_dims``, ``num_heads``, ``head_dims`` and ``attn_drop_rate``; it
-    decides which tokens are mixed. Position is a learned addend P of the keys, one per position.
+class LinearMixing(Attention):
+    """Linear attention plus a depthwise convolution of the values; put before the class of the projections.
 
-    Args:
-        num_positions: Rows of P.
+    ``O_i = f(q_i) (sum_j f(k_j + P_j)^T v_j) / (f(q_i) sum_j f(k_j + P_j) + 1e-6) + DWC(v)_i`` per head, linear in
+    the number of tokens. Subclasses give the feature map f. P is a learned addend of the keys, one row per position;
+    over maps it is as large as their keys' map in pretraining, and interpolated to the map at hand.
 
-    Raises:
-        ValueError: If ``attn_drop_rate`` is not 0.
+    There is no shift mask: after a shift, tokens of several regions share one sum, as in the released code. Windows
+    include their padding tokens; with ``mask_padding`` those weigh nothing as keys.
+
+    Where keys and values are reduced, the values are interpolated in two dimensions to the places of the queries
+    before the convolution. The released code does so along the flattened tokens, across row ends; no published
+    model reduces.
     """
 
-    def __init__(self, *args, num_positions: int, **kwargs) -> None:
+    heads_apart = False
+    mask_padding = False
+
+    def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if self.attn_drop_rate:
-            raise ValueError('linear attention has no attention weights to drop: attn_drop_rate must be 0')
-        self.positional_encoding = nn.Parameter(torch.zeros(1, num_positions, self.embed_dims))
+        height, width = self.table_shape
+        self.positional_encoding = nn.Parameter(torch.zeros(1, height * width, self.embed_dims))
         self.register_buffer(
             'head_mask',
             torch.block_diag(*[torch.ones(self.head_dims, self.head_dims)] * self.num_heads),
@@ -34,6 +43,13 @@ class LinearAttention(nn.Module):
         )
         # One kernel for all heads.
         self.dwc = nn.Conv2d(self.head_dims, self.head_dims, 5, padding=2, groups=self.head_dims)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+        q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)
+        local = geometry.share('local', lambda: self.convolve(geometry.values_at_queries(v), geometry.query_shape))
+        summary = geometry.share('summary', lambda: self.summarize(k, v, geometry))
+        local = geometry.of_queries(local)
+        return local.add_(self.read(q, summary).to(local.dtype)).unsqueeze(1)
 
     @abstractmethod
     def query_features(self, q: Tensor) -> Tensor:
@@ -43,29 +59,16 @@ class LinearAttention(nn.Module):
     def key_features(self, k: Tensor) -> Tensor:
         """f(k), non-negative, (B, M, C); may write into k."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, keep: Tensor | None = None) -> Tensor:
-        """``f(q_i) (sum_j f(k_j + P_j)^T v_j) / (f(q_i) sum_j f(k_j + P_j) + 1e-6)`` per head, linear in N.
-
-        Args:
-            q: Queries (B, N, C), no view that autograd watches: they may be overwritten.
-            k: Keys (B, M, C).
-            v: Values (B, M, C).
-            position: P, (1, M, C).
-            keep: (B, M), False for keys that weigh nothing.
-
-        Returns:
-            (B, N, C), in float32 at least.
-        """
-        return self.read(q, self.summarize(k, v, position, keep))
-
-    def summarize(self, k: Tensor, v: Tensor, position: Tensor, keep: Tensor | None = None) -> Tensor:
+    def summarize(self, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
         """All that queries see of keys and values, (B, C, C + h): the first sum, block by block, beside the second."""
         # Sums over thousands of tokens and a quotient of them: not for half precision.
-        k, v = _at_least_float32(k), _at_least_float32(v)
+        if k.dtype.itemsize < 4:
+            k, v = k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
-            k = self.key_features(k + position)
-            if keep is not None:
-                k = k * keep[..., None]
+            k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
+            padding = geometry.padding_mask() if self.mask_padding else None
+            if padding is not None:
+                k = k * ~repeat_windows(padding, k.shape[0])[..., None]
             # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
             # the two products has the multiply-adds of the output projection, h times what separate heads would have.
             heads = self.head_mask.to(v.dtype)
@@ -73,7 +76,7 @@ class LinearAttention(nn.Module):
 
     def read(self, q: Tensor, summary: Tensor) -> Tensor:
         """What the queries (B, N, C) get from a summary: the quotient of the sums, (B, N, C)."""
-        q = _at_least_float32(q)
+        q = q.float() if q.dtype.itemsize < 4 else q
         with torch.autocast(q.device.type, enabled=False):
             out, weight_sum = (self.query_features(q) @ summary).split([self.embed_dims, self.num_heads], 2)
             return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
@@ -86,7 +89,7 @@ class LinearAttention(nn.Module):
         return F.conv2d(image, weight, bias, padding=2, groups=self.embed_dims).permute(0, 2, 3, 1).flatten(1, 2)
 
 
-class SimplifiedFeatures(LinearAttention):
+class SimplifiedMixing(LinearMixing):
     """ReLU as the feature map (SLAB, Guo et al., ICML 2024, eq. 5-7)."""
 
     # In place: q is a fresh copy, k a fresh sum, and on a CPU every large new tensor is paged in anew.
@@ -98,7 +101,7 @@ class SimplifiedFeatures(LinearAttention):
         return k.relu_()
 
 
-class FocusedFeatures(LinearAttention):
+class FocusedMixing(LinearMixing):
     """``f(x) = |x| x^3 / |x^3|`` of ``(ReLU(x) + 1e-6) / softplus(theta)`` (FLatten, Han et al., ICCV 2023).
 
     Norms over all C channels. Sums are means over the keys, as in the authors' release since May 2024: finite in
@@ -126,6 +129,17 @@ class FocusedFeatures(LinearAttention):
         return powered * (length / powered.norm(dim=-1, keepdim=True))
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    """Raises half precision to float32 and leaves float32 and float64 alone."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+class SimplifiedWindowAttention(SimplifiedMixing, WindowAttention):
+    """Simplified linear attention in windows."""
+
+
+class FocusedWindowAttention(FocusedMixing, WindowAttention):
+    """Focused linear attention in windows."""
+
+
+class SimplifiedMapAttention(SimplifiedMixing, MapAttention):
+    """Simplified linear attention over a map."""
+
+
+class FocusedMapAttention(FocusedMixing, MapAttention):
+    """Focused linear attention over a map."""

@@ -52,11 +52,13 @@ class MapFFN(BaseModule):
         self.layers = Sequential(fc1, *depthwise, build_activation_layer(act_cfg), drop, fc2, drop)
         self.drop = build_dropout(dict(type='DropPath', drop_prob=drop_path_rate))
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        """The FFN of the tokens of a map of (H, W), plus ``identity`` where it is given."""
         fc1, *between, drop, fc2, _ = self.layers
         x = F.linear(x, fc1.weight.flatten(1), fc1.bias)
         x = drop(self.activate(x, between, hw_shape))
-        return self.drop(drop(F.linear(x, fc2.weight.flatten(1), fc2.bias)))
+        out = self.drop(drop(F.linear(x, fc2.weight.flatten(1), fc2.bias)))
+        return out if identity is None else identity + out
 
     def activate(self, hidden: Tensor, between: list[nn.Module], hw_shape: tuple[int, int]) -> Tensor:
         """What happens to the hidden channels (B, H * W, C'): ``between``, the modules from fc1 to the dropout."""

@@ -14,9 +14,7 @@ from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
-from slab_det.attention.linear import LinearAttention
-from slab_det.attention.position_table import resize_table
-from slab_det.attention.spatial_reduction import MAP_ATTENTIONS, MapAttention
+from slab_det.attention import MAP_ATTENTIONS, LinearMixing, MapAttention, resize_table
 from slab_det.backbones.arguments import (
     check_mlp_ratio,
     check_norm_cfg,
@@ -51,8 +49,8 @@ class PVTBlock(BaseModule):
         self.ffn = ffn
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        x = x + self.attn(self.norm1(x), hw_shape)
-        return x + self.ffn(self.norm2(x), hw_shape)
+        x = self.attn(self.norm1(x), hw_shape, identity=x)
+        return self.ffn(self.norm2(x), hw_shape, identity=x)
 
     def folds(self) -> Iterator[Fold]:
         """Where the norms go at inference; see :mod:`slab_det.fusion`."""
@@ -235,11 +233,6 @@ class SLABPVT(BaseModule):
                     )
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             ratio = self.sr_ratios[i]
-            special = (
-                dict(attn_drop_rate=attn_drop_rate)
-                if attention[i] == 'softmax'
-                else dict(source_shape=tuple(side // ratio for side in pretrain_shapes[i]))
-            )
             for _ in range(num_layers[i]):
                 rate = next(drop_path_rates)
                 attn = MAP_ATTENTIONS[attention[i]](
@@ -250,7 +243,8 @@ class SLABPVT(BaseModule):
                     proj_drop_rate=drop_rate,
                     drop_path_rate=rate,
                     norm_cfg=norm_cfg,
-                    **special,
+                    attn_drop_rate=attn_drop_rate,
+                    table_shape=tuple(side // ratio for side in pretrain_shapes[i]),
                 )
                 ffn = build_map_ffn(
                     ffn_norm,
@@ -324,7 +318,7 @@ class SLABPVT(BaseModule):
 
     def _init_from_scratch(self) -> None:
         """mmdet's distributions; the convolution of the values in linear attention keeps PyTorch's, as released."""
-        linear_attentions = [module for module in self.modules() if isinstance(module, LinearAttention)]
+        linear_attentions = [module for module in self.modules() if isinstance(module, LinearMixing)]
         local = {attention.dwc for attention in linear_attentions}
         for module in self.modules():
             if isinstance(module, nn.Linear):

@@ -15,12 +15,7 @@ from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
-from slab_det.attention.window_attention import (
-    ATTENTIONS,
-    LinearWindowAttention,
-    ShiftedWindowAttention,
-    SoftmaxWindowAttention,
-)
+from slab_det.attention import WINDOW_ATTENTIONS, LinearMixing, ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.backbones.arguments import (
     check_mlp_ratio,
     check_norm_cfg,
@@ -86,7 +81,7 @@ class SwinBlock(BaseModule):
         return self._forward(x, hw_shape)
 
     def _forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        x = x + self.attn(self.norm1(x), hw_shape)
+        x = self.attn(self.norm1(x), hw_shape, identity=x)
         return self.ffn(self.norm2(x), identity=x)
 
     def folds(self) -> Iterator[Fold]:
@@ -205,9 +200,9 @@ class SLABSwin(BaseModule):
         window_sizes = per_stage('window_sizes', window_size if window_sizes is None else window_sizes, num_stages)
         num_heads = per_stage('num_heads', num_heads, num_stages)
         strides = per_stage('strides', strides, num_stages)
-        unknown = set(attention) - set(ATTENTIONS)
+        unknown = set(attention) - set(WINDOW_ATTENTIONS)
         if unknown:
-            raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(ATTENTIONS)}')
+            raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(WINDOW_ATTENTIONS)}')
         check_whole_numbers(
             embed_dims=embed_dims,
             num_heads=num_heads,
@@ -243,16 +238,18 @@ class SLABSwin(BaseModule):
         self.stages = ModuleList()
         for i, channels in enumerate(self.num_features):
             check_mlp_ratio('mlp_ratio', mlp_ratio, channels)
-            special = (
-                dict(qk_scale=qk_scale, attn_drop_rate=attn_drop_rate)
-                if attention[i] == 'softmax'
-                else dict(mask_padding=mask_padding)
-            )
             blocks = []
             for depth in range(depths[i]):
                 rate = next(drop_path_rates)
-                w_msa = ATTENTIONS[attention[i]](
-                    channels, num_heads[i], window_sizes[i], qkv_bias=qkv_bias, proj_drop_rate=drop_rate, **special
+                w_msa = WINDOW_ATTENTIONS[attention[i]](
+                    channels,
+                    num_heads[i],
+                    window_sizes[i],
+                    qkv_bias=qkv_bias,
+                    qk_scale=qk_scale,
+                    attn_drop_rate=attn_drop_rate,
+                    proj_drop_rate=drop_rate,
+                    mask_padding=mask_padding,
                 )
                 shift_size = window_sizes[i] // 2 if depth % 2 else 0
                 blocks.append(
@@ -344,7 +341,7 @@ class SLABSwin(BaseModule):
                 trunc_normal_init(module, std=0.02, bias=0.0)
             elif isinstance(module, SoftmaxWindowAttention):
                 trunc_normal_(module.relative_position_bias_table, std=0.02)
-            elif isinstance(module, LinearWindowAttention):
+            elif isinstance(module, LinearMixing):
                 nn.init.zeros_(module.positional_encoding)
         if self.absolute_pos_embed is not None:
             trunc_normal_(self.absolute_pos_embed, std=0.02)

@@ -7,7 +7,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.attention.position_table import resize_table
+from slab_det.attention import resize_table
 from slab_det.checkpoints.layouts import Weight, Weights
 from slab_det.runtime.errors import CheckpointError
 
@@ -57,7 +57,7 @@ def _resize_bicubic(weight: Weight, table: Tensor, key: str, length: int) -> Ten
 def _map_shape(model: nn.Module, key: str, length: int) -> tuple[int, int]:
     """(H, W) of one of the model's own tables: what its module says, or a square."""
     module = model.get_submodule(key.rpartition('.')[0])
-    for name in ('pos_shape', 'source_shape'):
+    for name in ('pos_shape', 'table_shape'):
         if hasattr(module, name):
             height, width = getattr(module, name)
             return int(height), int(width)

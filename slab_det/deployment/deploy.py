@@ -9,16 +9,14 @@ from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.backbones import SLABPVT, SLABSwin
+from slab_det.deployment.blocks import deploy_blocks
 from slab_det.deployment.linear import replace_linears
 from slab_det.deployment.precision import check_precision, lower_precision
-from slab_det.deployment.pvt import deploy_pvt
-from slab_det.deployment.swin import deploy_swin
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
 # torch.compile's own names; its list would have to be loaded with all of inductor.
 COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
-DEPLOYERS = {SLABSwin: deploy_swin, SLABPVT: deploy_pvt}
 
 
 def deploy(
@@ -57,7 +55,8 @@ def deploy(
     model.requires_grad_(False)
     backbone = getattr(model, 'backbone', model)
     # Exactly these: a subclass may keep the tokens that blocks overwrite.
-    DEPLOYERS.get(type(backbone), lambda _: None)(backbone)
+    if type(backbone) in (SLABSwin, SLABPVT):
+        deploy_blocks(backbone)
     replace_linears(model)
     for module in model.modules():
         # A subclass may compute with a view of its weight.

@@ -21,14 +21,14 @@ class DeployedFFN(nn.Module):
         fc2: Second layer.
 
     Shape:
-        (B, L, C), contiguous; changed in place.
+        (B, L, C), contiguous; changed in place and returned.
     """
 
     def __init__(self, norm: nn.Module, fc1: nn.Module, activation: str, fc2: nn.Module) -> None:
         super().__init__()
         self.norm, self.fc1, self.activation, self.fc2 = norm, fc1, activation, fc2
 
-    def forward(self, x: Tensor) -> None:
+    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
         tokens = x.view(-1, x.shape[-1])
         # A 1x1 convolution's weight has two more dimensions.
         weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
@@ -36,6 +36,7 @@ class DeployedFFN(nn.Module):
             tile = tokens[rows]
             hidden = linear(self.norm(tile), weight1, self.fc1.bias, self.activation)
             tile.copy_(linear_add(hidden, weight2, self.fc2.bias, tile))
+        return x
 
 
 def deploy_ffn(norm: nn.Module, ffn: nn.Module) -> DeployedFFN | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slab_det.attention.geometry import MASKED_LOGIT, WindowGeometry, window_geometry
+from slab_det.attention import MapGeometry, WindowGeometry, Windows, window_geometry
+from slab_det.attention.geometry import join_groups, mask_regions
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
 # to be paged in anew (docs/deploy.md, Memory). Smaller tiles cost more calls than they save.
@@ -22,50 +23,56 @@ def tile_tokens(device: torch.device) -> int | None:
 
 
 @dataclass(frozen=True, eq=False)
-class WindowTile:
-    """m windows of a map, N slots each.
+class WindowTile(Windows):
+    """m windows of one map, N slots each, for one forward of one attention.
 
     Attributes:
+        window_size: Side w of a window.
         num_windows: m.
-        num_slots: m * N.
         tokens: The map's token in each slot that holds one, (n,).
         slots: Which slots of the tile those are, (n,); None for all.
+        kept: The tensor that :meth:`keep` keeps; tiles without regions share one.
         regions: (m, N), see :class:`~slab_det.attention.geometry.WindowGeometry`; None where each window lies in one
             region.
     """
 
+    window_size: int
     num_windows: int
-    num_slots: int
     tokens: Tensor
     slots: Tensor | None
+    kept: dict[str, Tensor]
     regions: Tensor | None
 
-    def spread(self, rows: Tensor, padding: Tensor | None) -> Tensor:
-        """Rows of the tokens (n, C) in their slots (m * N, C); the others hold ``padding`` (C,), None for zero."""
-        if self.slots is None:
-            return rows
-        row = rows.new_zeros(rows.shape[1]) if padding is None else padding.to(rows.dtype)
-        return row.repeat(self.num_slots, 1).index_copy_(0, self.slots, rows)
+    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of this tile, (n, 3C), in its windows: q, k and v, (m, g, N, C / g) each."""
+        if self.slots is not None:
+            row = qkv.new_zeros(qkv.shape[1]) if padding is None else padding.to(qkv.dtype)
+            qkv = row.repeat(self.num_windows * self.window_size**2, 1).index_copy_(0, self.slots, qkv)
+        qkv = qkv.view(self.num_windows, self.window_size**2, 3, groups, -1)
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
 
-    def collect(self, rows: Tensor) -> Tensor:
-        """What :meth:`spread` had: the rows of the tokens, out of the slots (m * N, C)."""
+    def merge(self, windows: Tensor) -> Tensor:
+        """Windows (m, g, N, C / g) as the tokens of this tile, (n, C)."""
+        rows = join_groups(windows).flatten(0, 1)
         return rows if self.slots is None else rows.index_select(0, self.slots)
 
-    def attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask (m, N, N): 0 within a region, -100 across."""
-        apart = self.regions[:, :, None] != self.regions[:, None, :]
-        return apart.to(dtype) * MASKED_LOGIT
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.regions is None else mask_regions(self.regions, dtype)
 
-    def padding_mask(self) -> Tensor:
-        """True in slots that hold padding, (m, N)."""
-        mask = torch.ones(self.num_slots, dtype=torch.bool, device=self.tokens.device)
+    def padding_mask(self) -> Tensor | None:
+        if self.slots is None:
+            return None
+        mask = torch.ones(self.num_windows * self.window_size**2, dtype=torch.bool, device=self.tokens.device)
         return mask.index_fill_(0, self.slots, False).view(self.num_windows, -1)
+
+    def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        return _get_or_make(self.kept, 'kept', make)
 
 
 def window_tiles(
-    height: int, width: int, window_size: int, shift: int, masked: bool, max_tokens: int | None, device: torch.device
+    height: int, width: int, window_size: int, shift: int, max_tokens: int | None, device: torch.device
 ) -> list[WindowTile]:
-    """All windows of a (height, width) map in tiles; what they hold is computed once per size.
+    """All windows of a (height, width) map in tiles; where their tokens lie is computed once per size.
 
     Windows of one region come first, in tiles of their own, which need no mask.
 
@@ -74,12 +81,12 @@ def window_tiles(
         width: Columns of the map, in tokens.
         window_size: Side of a window, in tokens.
         shift: Cyclic shift towards the top left, in tokens.
-        masked: Whether tokens of different regions must not see each other.
         max_tokens: Slots of a tile, which holds one window at least; None for one tile.
         device: Where the index tensors live.
     """
-    fields = _constant_fields(height, width, window_size, shift, masked and shift > 0, max_tokens, device)
-    return [WindowTile(*values) for values in fields]
+    shared = {}
+    fields = _constant_fields(height, width, window_size, shift, max_tokens, device)
+    return [WindowTile(window_size, *values, shared if regions is None else {}, regions) for *values, regions in fields]
 
 
 # torch.compile traces through cached functions, unless their result is declared a constant of numbers and tensors.
@@ -90,22 +97,22 @@ def _constant_fields(*arguments: object) -> list[tuple]:
 
 @lru_cache(maxsize=64)
 def _tile_fields(
-    height: int, width: int, window_size: int, shift: int, masked: bool, max_tokens: int | None, device: torch.device
+    height: int, width: int, window_size: int, shift: int, max_tokens: int | None, device: torch.device
 ) -> list[tuple]:
     # Cached tensors outlive the mode they were made in.
     with torch.inference_mode(False), torch.no_grad():
         geometry = window_geometry(height, width, window_size, shift, device)
         windows = torch.arange(geometry.num_windows, device=device)
         if max_tokens is None:
-            return [_fields(geometry, windows, masked)]
+            return [_fields(geometry, windows, shift > 0)]
         mixed = torch.zeros_like(windows, dtype=torch.bool)
-        if masked:
+        if shift:
             mixed = (geometry.regions != geometry.regions[:, :1]).any(1)
         size = max(1, max_tokens // window_size**2)
         return [
-            _fields(geometry, part, in_parts)
-            for in_parts in (False, True)
-            for part in windows[mixed == in_parts].split(size)
+            _fields(geometry, part, masked)
+            for masked in (False, True)
+            for part in windows[mixed == masked].split(size)
             if part.numel()
         ]
 
@@ -115,7 +122,32 @@ def _fields(geometry: WindowGeometry, windows: Tensor, masked: bool) -> tuple:
     index, is_token = (x.view(geometry.num_windows, -1)[windows].flatten() for x in (geometry.index, is_token))
     slots = None if is_token.all() else is_token.nonzero().flatten()
     tokens = index if slots is None else index[slots]
-    return windows.numel(), index.numel(), tokens, slots, geometry.regions[windows] if masked else None
+    return windows.numel(), tokens, slots, geometry.regions[windows] if masked else None
+
+
+@dataclass(frozen=True, eq=False)
+class MapTile(MapGeometry):
+    """Some of the queries of a map, and all of its keys and values.
+
+    Attributes:
+        rows: Which queries.
+        shared: What :meth:`share` shares between the tiles of one forward.
+    """
+
+    rows: slice
+    shared: dict[str, Tensor]
+
+    def share(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        return _get_or_make(self.shared, name, make)
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[:, self.rows]
+
+
+def _get_or_make(made: dict[str, Tensor], name: str, make: Callable[[], Tensor]) -> Tensor:
+    if name not in made:
+        made[name] = make()
+    return made[name]
 
 
 def row_tiles(num_rows: int, max_rows: int | None) -> Iterator[slice]:

@@ -90,7 +90,7 @@ def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
     if owner is None:
         return None
     index = kind.__mro__.index(owner)
-    replaced = any(_replaces_method(kind.__mro__[i], kind.__mro__[i + 1 :]) for i in range(index))
+    replaced = any(_replaces_method(kind.__mro__[i], kind.__mro__[index:]) for i in range(index))
     return None if replaced else getattr(module, question)
 
 
@@ -98,7 +98,7 @@ def _replaces_method(kind: type, ancestors: Sequence[type]) -> bool:
     """Whether a class defines anew what an ancestor has; to implement an abstract method is not to replace it."""
     for name in vars(kind).keys() - _ADMINISTRATION - {*QUESTIONS}:
         inherited = next((vars(ancestor)[name] for ancestor in ancestors if name in vars(ancestor)), None)
-        if inherited is not None and not getattr(inherited, '__isabstractmethod__', False):
+        if callable(inherited) and not getattr(inherited, '__isabstractmethod__', False):
             return True
     return False
 

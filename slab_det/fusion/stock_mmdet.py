@@ -12,8 +12,7 @@ from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
 from mmdet.models.layers import PatchEmbed, PatchMerging
 from torch import nn
 
-from slab_det.attention.spatial_reduction import MapAttention
-from slab_det.attention.window_attention import ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.attention import MapAttention, ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.fusion.folds import CannotFold, Fold, register_folds
 
 

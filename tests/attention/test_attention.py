@@ -1,19 +1,26 @@
 """Window attention against the papers' formulas, head by head and window by window, in float64."""
 
+import copy
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slab_det.attention.window_attention import (
-    FocusedLinearAttention,
+from slab_det.attention import (
+    FocusedWindowAttention,
     ShiftedWindowAttention,
-    SimplifiedLinearAttention,
+    SimplifiedWindowAttention,
     SoftmaxWindowAttention,
 )
+from slab_det.deployment import tiles
+from slab_det.deployment.attention import TiledWindowAttention
+from slab_det.deployment.export.token_index import WindowIndex
 
 HEADS, DIMS = 2, 6
-CASES = [(8, 12, 4, 0), (8, 8, 4, 2), (7, 9, 4, 0), (7, 9, 4, 2), (3, 2, 5, 2)]
+# Rows and columns of the map, side of the windows, shift: whole and odd sizes, one window and many.
+CASES = [(8, 12, 4, 0), (8, 8, 4, 2), (7, 9, 4, 0), (7, 9, 4, 2), (3, 2, 5, 2), (1, 11, 3, 1)]
 
 
 def depthwise(values: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -43,7 +50,7 @@ def linear_window(attn: nn.Module, window: torch.Tensor, keep: torch.Tensor) -> 
     """Linear attention of one window (N, C), token by token; keys where ``keep`` is False weigh nothing."""
     q, k, v = (window @ attn.qkv.weight.T + attn.qkv.bias).split(HEADS * DIMS, -1)
     k = k + attn.positional_encoding[0]
-    is_focused = isinstance(attn, FocusedLinearAttention)
+    is_focused = isinstance(attn, FocusedWindowAttention)
     q, k = focused(q, k, attn.scale[0, 0]) if is_focused else simplified(q, k)
     scale = 1 / len(window) if is_focused else 1.0
     side = attn.window_size
@@ -103,6 +110,18 @@ def whole_map(block: ShiftedWindowAttention, x: torch.Tensor, height: int, width
     return out.roll((shift, shift), (1, 2))[:, :height, :width].flatten(1, 2)
 
 
+def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape: tuple[int, int]) -> torch.Tensor:
+    """The attention over one of the three geometries."""
+    block = copy.deepcopy(block)
+    if geometry == 'tiles':
+        # In place, with the residual.
+        return TiledWindowAttention(nn.Identity(), block)(x.clone(), hw_shape) - x
+    if geometry == 'symbolic':
+        block.make_windows = WindowIndex
+        return torch.cat([block(image[None], hw_shape) for image in x])
+    return block(x, hw_shape)
+
+
 def make_block(kind: type, side: int, shift: int, **kwargs) -> ShiftedWindowAttention:
     block = ShiftedWindowAttention(kind(HEADS * DIMS, HEADS, side, **kwargs), shift, 0.0).double().eval()
     for parameter in block.parameters():
@@ -114,28 +133,61 @@ def make_block(kind: type, side: int, shift: int, **kwargs) -> ShiftedWindowAtte
 @pytest.mark.parametrize(
     ('kind', 'kwargs'),
     [
-        (SimplifiedLinearAttention, {}),
-        (SimplifiedLinearAttention, dict(mask_padding=True)),
-        (FocusedLinearAttention, {}),
-        (FocusedLinearAttention, dict(mask_padding=True)),
+        (SimplifiedWindowAttention, {}),
+        (SimplifiedWindowAttention, dict(mask_padding=True)),
+        (FocusedWindowAttention, {}),
+        (FocusedWindowAttention, dict(mask_padding=True)),
         (SoftmaxWindowAttention, {}),
     ],
 )
 @torch.no_grad()
-def test_equals_the_formula(kind, kwargs, height, width, side, shift):
+def test_equals_the_formula_over_every_geometry(monkeypatch, kind, kwargs, height, width, side, shift):
+    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 2 * side * side)
     block = make_block(kind, side, shift, **kwargs)
     x = torch.randn(2, height * width, HEADS * DIMS, dtype=torch.double)
-    torch.testing.assert_close(block(x, (height, width)), whole_map(block, x, height, width), rtol=1e-9, atol=1e-9)
+    expected = whole_map(block, x, height, width)
+    for geometry in ('kept per size', 'tiles', 'symbolic'):
+        out = run(geometry, block, x, (height, width))
+        torch.testing.assert_close(
+            out, expected, rtol=1e-9, atol=1e-9, msg=f'{geometry}: {(out - expected).abs().max()}'
+        )
 
 
-@pytest.mark.parametrize('kind', [SimplifiedLinearAttention, FocusedLinearAttention, SoftmaxWindowAttention])
+@pytest.mark.parametrize('kind', [SimplifiedWindowAttention, SoftmaxWindowAttention])
+@torch.no_grad()
+def test_geometries_agree_on_random_sizes_and_folded_padding(kind):
+    rng = random.Random(0)
+    for _ in range(20):
+        side = rng.randint(2, 6)
+        shape = rng.randint(1, 20), rng.randint(1, 20)
+        block = make_block(kind, side, rng.randrange(side))
+        # As after a fold: padding tokens hold something else than the bias.
+        block.w_msa.padding_qkv = torch.randn(3 * HEADS * DIMS, dtype=torch.double)
+        x = torch.randn(1, shape[0] * shape[1], HEADS * DIMS, dtype=torch.double)
+        expected = block(x, shape)
+        for geometry in ('tiles', 'symbolic'):
+            difference = float((run(geometry, block, x, shape) - expected).abs().max())
+            assert difference < 1e-10, (geometry, side, block.shift_size, shape, difference)
+
+
+@pytest.mark.parametrize('kind', [SimplifiedWindowAttention, FocusedWindowAttention, SoftmaxWindowAttention])
 def test_gradients(kind):
     block = make_block(kind, 3, 1)
     x = torch.randn(2, 4 * 2, HEADS * DIMS, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: block(x, (4, 2)), (x,))
+    # Of padding slots too: they hold the bias.
+    assert torch.autograd.gradcheck(lambda x, bias: block(x, (4, 2)), (x, block.w_msa.qkv.bias))
 
 
-@pytest.mark.parametrize('kind', [SimplifiedLinearAttention, FocusedLinearAttention])
+def test_a_geometry_made_in_inference_mode_serves_training():
+    block = make_block(SoftmaxWindowAttention, 4, 1).train()
+    x = torch.randn(1, 65, HEADS * DIMS, dtype=torch.double)
+    with torch.inference_mode():
+        block(x, (5, 13))
+    block(x.requires_grad_(), (5, 13)).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize('kind', [SimplifiedWindowAttention, FocusedWindowAttention])
 def test_large_activations_stay_finite_in_half_precision(kind):
     block = make_block(kind, 8, 0).float()
     x = 40 * torch.randn(1, 64, HEADS * DIMS)
@@ -165,13 +217,11 @@ def test_cached_bias_follows_the_table_the_size_and_the_mode():
 
 def test_wrong_arguments():
     with pytest.raises(ValueError, match='does not divide'):
-        SimplifiedLinearAttention(10, 3, 7)
-    with pytest.raises(ValueError, match='attn_drop_rate'):
-        SimplifiedLinearAttention(12, 3, 7, attn_drop_rate=0.1)
+        SimplifiedWindowAttention(10, 3, 7)
 
 
 def test_without_qkv_bias_padding_is_zero():
-    block = make_block(SimplifiedLinearAttention, 4, 0, qkv_bias=False)
+    block = make_block(SimplifiedWindowAttention, 4, 0, qkv_bias=False)
     x = torch.randn(1, 35, HEADS * DIMS, dtype=torch.double)
     with torch.no_grad():
         out = block(x, (5, 7))

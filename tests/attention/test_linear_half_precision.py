@@ -5,19 +5,20 @@ import copy
 import pytest
 import torch
 
-from slab_det.attention.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention
-from slab_det.attention.window_attention import (
-    FocusedLinearAttention,
+from slab_det.attention import (
+    FocusedMapAttention,
+    FocusedWindowAttention,
     ShiftedWindowAttention,
-    SimplifiedLinearAttention,
+    SimplifiedMapAttention,
+    SimplifiedWindowAttention,
 )
 
 WINDOW = 56
 LINEAR = {
-    'window sla': lambda: ShiftedWindowAttention(SimplifiedLinearAttention(16, 2, WINDOW), 0, 0.0),
-    'window focused': lambda: ShiftedWindowAttention(FocusedLinearAttention(16, 2, WINDOW), 0, 0.0),
-    'map sla': lambda: SimplifiedMapAttention(16, 2, source_shape=(WINDOW, WINDOW)),
-    'map focused': lambda: FocusedMapAttention(16, 2, source_shape=(WINDOW, WINDOW)),
+    'window sla': lambda: ShiftedWindowAttention(SimplifiedWindowAttention(16, 2, WINDOW), 0, 0.0),
+    'window focused': lambda: ShiftedWindowAttention(FocusedWindowAttention(16, 2, WINDOW), 0, 0.0),
+    'map sla': lambda: SimplifiedMapAttention(16, 2, table_shape=(WINDOW, WINDOW)),
+    'map focused': lambda: FocusedMapAttention(16, 2, table_shape=(WINDOW, WINDOW)),
 }
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from slab_det.attention.position_table import resize_table
-from slab_det.attention.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention, SoftmaxMapAttention
+from slab_det.attention import FocusedMapAttention, SimplifiedMapAttention, SoftmaxMapAttention, resize_table
+from slab_det.deployment import tiles
+from slab_det.deployment.attention import TiledMapAttention
 
 HEADS, DIMS = 2, 6
 CHANNELS = HEADS * DIMS
@@ -107,7 +108,7 @@ def formula(attn: nn.Module, tokens: torch.Tensor, shape: tuple) -> torch.Tensor
 
 def make_attention(kind: type, ratio: int, **kwargs) -> nn.Module:
     if kind is not SoftmaxMapAttention:
-        kwargs['source_shape'] = TABLE
+        kwargs['table_shape'] = TABLE
     attn = kind(CHANNELS, HEADS, sr_ratio=ratio, norm_cfg=dict(type='LN', eps=EPS), **kwargs).double().eval()
     for parameter in attn.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -118,11 +119,15 @@ def make_attention(kind: type, ratio: int, **kwargs) -> nn.Module:
 @pytest.mark.parametrize('ratio', [1, 2])
 @pytest.mark.parametrize('kind', KINDS)
 @torch.no_grad()
-def test_equals_the_formula(kind, ratio, shape):
+def test_equals_the_formula_over_maps_and_tiles(monkeypatch, kind, ratio, shape):
+    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 5)
     attn = make_attention(kind, ratio)
     x = torch.randn(2, shape[0] * shape[1], CHANNELS, dtype=torch.double)
     expected = torch.stack([formula(attn, tokens, shape) for tokens in x])
     torch.testing.assert_close(attn(x, shape), expected, rtol=1e-10, atol=1e-10)
+    # In place, with the residual.
+    tiled = TiledMapAttention(nn.Identity(), attn)(x.clone(), shape) - x
+    torch.testing.assert_close(tiled, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize('ratio', [1, 2])
@@ -157,5 +162,3 @@ def test_a_table_is_interpolated_in_two_dimensions(shape, target):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match='does not divide'):
         SoftmaxMapAttention(10, 3)
-    with pytest.raises(ValueError, match='attn_drop_rate'):
-        SimplifiedMapAttention(12, 3, source_shape=(2, 2), attn_drop_rate=0.1)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim, export
 
 import slab_det
-from slab_det.attention.spatial_reduction import FocusedMapAttention, SimplifiedMapAttention, SoftmaxMapAttention
+from slab_det.attention import FocusedMapAttention, SimplifiedMapAttention, SoftmaxMapAttention
 from slab_det.backbones import SLABPVT
 from slab_det.norms import PRepBN, set_gamma
 

@@ -159,7 +159,7 @@ def test_equals_timm_at_224(kwargs, stages):
 def test_one_word_or_one_per_stage():
     model = SLABSwin(**SMALL, **SLAB)
     kinds = [type(stage.blocks[0].attn.w_msa).__name__ for stage in model.stages]
-    assert kinds == ['SimplifiedLinearAttention', 'FocusedLinearAttention', 'SoftmaxWindowAttention']
+    assert kinds == ['SimplifiedWindowAttention', 'FocusedWindowAttention', 'SoftmaxWindowAttention']
     assert [[block.attn.shift_size for block in stage.blocks] for stage in model.stages] == [[0, 3], [0, 2], [0, 2]]
     model = SLABSwin(**SMALL, attention='sla')
     assert {block.attn.w_msa.window_size for stage in model.stages for block in stage.blocks} == {7}

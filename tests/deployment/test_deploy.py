@@ -11,10 +11,9 @@ from mmdet.structures import DetDataSample
 from torch import nn
 
 import slab_det
-from slab_det.attention.window_attention import SoftmaxWindowAttention
-from slab_det.backbones.swin import SwinBlock
+from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.deployment import linear, tiles
-from slab_det.deployment.attention import DeployedWindowAttention
+from slab_det.deployment.attention import TiledWindowAttention
 from slab_det.deployment.ffn import DeployedFFN
 from slab_det.deployment.linear import DeployedLinear
 from slab_det.runtime.errors import DeploymentError
@@ -113,7 +112,7 @@ def test_deployed_detector_computes_the_same(small_detector, detector):
 def test_every_block_and_linear_layer_is_deployed(small_detector):
     deployed = slab_det.deploy(slab_det.fuse(small_detector()))
     kinds = [type(module) for module in deployed.modules()]
-    assert sum(issubclass(kind, DeployedWindowAttention) for kind in kinds) == kinds.count(DeployedFFN) == 6
+    assert sum(issubclass(kind, TiledWindowAttention) for kind in kinds) == kinds.count(DeployedFFN) == 6
     assert not [m for m in deployed.roi_head.modules() if type(m) is nn.Linear]
     assert DeployedLinear in kinds
 
@@ -204,8 +203,8 @@ def with_unknown_head(model):
 
 
 class OwnAttention(SoftmaxWindowAttention):
-    def forward(self, q, k, v, geometry, shifted):
-        return super().forward(q, k, v, geometry, shifted) + 1
+    def attend(self, x, windows):
+        return super().attend(x, windows) + 1
 
 
 @torch.no_grad()
@@ -219,7 +218,8 @@ def test_what_computes_in_another_way_stays(fused_backbone):
     deployed = slab_det.deploy(model)
     seen.clear()
     assert relative_difference(deployed(images), expected) < 1e-2 and seen == [1]
-    assert [type(b) is SwinBlock for stage in deployed.stages for b in stage.blocks] == [True, True, False, False]
+    kinds = [type(block.attn) for stage in deployed.stages for block in stage.blocks]
+    assert kinds == [ShiftedWindowAttention] * 2 + [TiledWindowAttention] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mmengine.config import Config
 from torch import nn
 
 import slab_det
-from slab_det.attention.window_attention import ShiftedWindowAttention
+from slab_det.attention import ShiftedWindowAttention
 from slab_det.fusion import FusionError, save_fused, stock_mmdet, verify_fusion
 from slab_det.norms import OfflineNorm
 

@@ -12,7 +12,7 @@ from mmdet.registry import MODELS
 from torch import nn
 
 import slab_det
-from slab_det.attention.window_attention import ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.fusion import FusionError
 
 BLOCK = 'backbone.stages.0.blocks.1'
@@ -44,13 +44,13 @@ def pvt(build_pvt):
     return build_pvt()
 
 
-def nosy(kind):
+def nosy(kind, method='forward'):
     """A class that reads its input once more."""
 
-    def forward(self, x, *args, **kwargs):
-        return kind.forward(self, x, *args, **kwargs) + x.mean()
+    def read_twice(self, x, *args, **kwargs):
+        return getattr(kind, method)(self, x, *args, **kwargs) + x.mean()
 
-    return type(f'Nosy{kind.__name__}', (kind,), dict(forward=forward))
+    return type(f'Nosy{kind.__name__}', (kind,), {method: read_twice})
 
 
 STOCK_SWIN = dict(type='SwinTransformer')
@@ -60,7 +60,7 @@ STOCK_SWIN = dict(type='SwinTransformer')
     ('backbone', 'part', 'kind', 'norms'),
     [
         ({}, f'{BLOCK}.attn', nosy(ShiftedWindowAttention), ['norm1']),
-        ({}, f'{BLOCK}.attn.w_msa', nosy(SoftmaxWindowAttention), ['norm1']),
+        ({}, f'{BLOCK}.attn.w_msa', nosy(SoftmaxWindowAttention, 'attend'), ['norm1']),
         ({}, f'{BLOCK}.ffn', nosy(FFN), ['norm2']),
         (STOCK_SWIN, f'{BLOCK}.attn', type('OtherAttention', (ShiftWindowMSA,), {}), ['norm1']),
         (STOCK_SWIN, f'{BLOCK}.attn.w_msa', nosy(WindowMSA), ['norm1']),

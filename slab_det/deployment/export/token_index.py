@@ -5,47 +5,67 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slab_det.attention.geometry import MASKED_LOGIT
+from slab_det.attention import Windows
+from slab_det.attention.geometry import mask_regions
 
 
-class WindowIndex:
-    """What :class:`slab_det.attention.geometry.WindowGeometry` knows, without anything that was computed for one size.
+class WindowIndex(Windows):
+    """The windows of one map of one image, without anything that was computed for one size.
+
+    One gather cuts windows, sets heads apart and fills padding at once, and one puts the tokens back.
 
     Args:
         height: Rows of the map, in tokens, perhaps symbolic.
         width: Columns of the map.
         window_size: Side w of a window; N = w * w slots.
         shift: Cyclic shift towards the top left, in tokens.
+        device: Where indices are computed.
     """
 
-    def __init__(self, height: int, width: int, window_size: int, shift: int) -> None:
-        self.num_tokens = height * width
-        self.num_slots = window_size**2
-        self._rows = _Axis(height, window_size, shift)
-        self._columns = _Axis(width, window_size, shift)
-        self.num_windows = self._rows.num_windows * self._columns.num_windows
+    def __init__(self, height: int, width: int, window_size: int, shift: int, device: torch.device) -> None:
+        self.window_size = window_size
+        self._num_tokens = height * width
+        self._num_slots = window_size**2
+        self._shift = shift
+        self._device = device
+        self._rows = _Axis(height, window_size, shift, device)
+        self._columns = _Axis(width, window_size, shift, device)
 
-    def tokens(self) -> Tensor:
+    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = qkv[0]
+        row = qkv.new_zeros(qkv.shape[1]) if padding is None else padding.to(qkv.dtype)
+        # Each row of qkv is 3 g rows of C / g channels, and so is the last one, of a padding token.
+        rows = torch.cat([qkv, row[None]]).reshape(-1, row.shape[0] // (3 * groups))
+        first = self._tokens()[:, None] * (3 * groups) + torch.arange(groups, device=self._device)[:, None]
+        return tuple(_gather_rows(rows, first + part * groups) for part in range(3))
+
+    def merge(self, windows: Tensor) -> Tensor:
+        groups, channels = windows.shape[1], windows.shape[3]
+        window, slot = self._places()
+        place = (window[:, None] * groups + torch.arange(groups, device=self._device)) * self._num_slots
+        rows = _gather_rows(windows.reshape(-1, channels), place + slot[:, None])
+        return rows.reshape(1, -1, groups * channels)
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
+        if not self._shift:
+            return None
+        regions = self._rows.band()[:, None, :, None] * 3 + self._columns.band()[None, :, None, :]
+        return mask_regions(regions.reshape(-1, self._num_slots), dtype)
+
+    def padding_mask(self) -> Tensor:
+        return self._is_padding().reshape(-1, self._num_slots)
+
+    def _tokens(self) -> Tensor:
         """The token in each slot, (nW, N); H * W, one behind the last token, in slots of padding."""
         rows, columns = self._rows, self._columns
         token = rows.source()[:, None, :, None] * columns.side + columns.source()[None, :, None, :]
-        return torch.where(self._is_padding(), self.num_tokens, token).reshape(-1, self.num_slots)
+        return torch.where(self._is_padding(), self._num_tokens, token).reshape(-1, self._num_slots)
 
-    def slots(self) -> tuple[Tensor, Tensor]:
+    def _places(self) -> tuple[Tensor, Tensor]:
         """The window and the slot in it of each token, (H * W,) each."""
         (row_window, row), (column_window, column) = self._rows.place(), self._columns.place()
         window = row_window[:, None] * self._columns.num_windows + column_window
-        return window.reshape(-1), (row[:, None] * self._rows.window_size + column).reshape(-1)
-
-    def padding(self) -> Tensor:
-        """True in slots of padding, (nW, N)."""
-        return self._is_padding().reshape(-1, self.num_slots)
-
-    def attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask of shifted windows, (nW, N, N): 0 within a region of the map, -100 across."""
-        region = self._rows.band()[:, None, :, None] * 3 + self._columns.band()[None, :, None, :]
-        region = region.reshape(-1, self.num_slots)
-        return (region[:, :, None] != region[:, None, :]).to(dtype) * MASKED_LOGIT
+        return window.reshape(-1), (row[:, None] * self.window_size + column).reshape(-1)
 
     def _is_padding(self) -> Tensor:
         rows, columns = (axis.source() >= axis.side for axis in (self._rows, self._columns))
@@ -55,10 +75,11 @@ class WindowIndex:
 class _Axis:
     """One side of a map, padded to whole windows and rolled."""
 
-    def __init__(self, side: int, window_size: int, shift: int) -> None:
+    def __init__(self, side: int, window_size: int, shift: int, device: torch.device) -> None:
         self.side = side
         self.window_size = window_size
         self.shift = shift
+        self.device = device
         self.num_windows = (side + window_size - 1) // window_size
         self.padded = self.num_windows * window_size
 
@@ -75,7 +96,7 @@ class _Axis:
 
     def place(self) -> tuple[Tensor, Tensor]:
         """The window and the place in it of each row of the map, (side,) each."""
-        rolled = self._wrap(torch.arange(self.side) + (self.padded - self.shift))
+        rolled = self._wrap(torch.arange(self.side, device=self.device) + (self.padded - self.shift))
         return torch.div(rolled, self.window_size, rounding_mode='floor'), torch.remainder(rolled, self.window_size)
 
     def _wrap(self, position: Tensor) -> Tensor:
@@ -83,9 +104,10 @@ class _Axis:
         return torch.where(position >= self.padded, position - self.padded, position)
 
     def _places(self) -> Tensor:
-        return torch.arange(self.num_windows)[:, None] * self.window_size + torch.arange(self.window_size)
+        windows = torch.arange(self.num_windows, device=self.device)
+        return windows[:, None] * self.window_size + torch.arange(self.window_size, device=self.device)
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows (R, C) of ``x`` at an index of any shape: (*index.shape, C)."""
     return x.index_select(0, index.reshape(-1)).reshape(*index.shape, x.shape[-1])

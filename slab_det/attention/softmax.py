@@ -1,0 +1,98 @@
+"""Softmax attention: in windows with a position bias (Swin), and over maps (PVT)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from mmengine.model.weight_init import trunc_normal_
+from torch import Tensor, nn
+
+from slab_det.attention.base import Attention
+from slab_det.attention.geometry import Geometry, repeat_windows
+from slab_det.attention.spatial_reduction import MapAttention
+from slab_det.attention.windows import WindowAttention
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:
+    """``softmax(scale * q k^T + bias) v`` per head, with dropout on the weights.
+
+    Args:
+        q: (B, h, N, d).
+        k: (B, h, M, d).
+        v: (B, h, M, d).
+        bias: Broadcasts to (B, h, N, M).
+        scale: Factor of the products.
+        dropout: Its rate.
+    """
+    if torch.jit.is_tracing():
+        # An exported graph would scale k as well, and transpose it twice.
+        logits = (q * scale) @ k.transpose(-1, -2)
+        return F.dropout((logits if bias is None else logits + bias).softmax(-1), dropout) @ v
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale)
+
+
+class SoftmaxMixing(Attention):
+    """``softmax(q k^T / sqrt(d) + B) v`` per head; put before the class of the projections among the bases."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+        bias = self.logit_bias(geometry, q.dtype)
+        if bias is not None:
+            bias = repeat_windows(bias, q.shape[0])
+        return attend(q, k, v, bias, self.qk_scale, self.attn_drop_rate if self.training else 0.0)
+
+    def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
+        """B, (1, h, N, M), or (nW, h, N, M) for nW windows of a map; None for none."""
+        return None
+
+
+class SoftmaxMapAttention(SoftmaxMixing, MapAttention):
+    """Softmax attention over a map (PVT, Wang et al., ICCV 2021)."""
+
+
+class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
+    """Softmax attention with relative position bias (Swin, Liu et al., ICCV 2021).
+
+    B is the position bias of each pair of slots. Pairs from different regions of a shifted map get -100 in addition.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
+        self.register_buffer('relative_position_index', relative_position_index(self.window_size))
+        # What a geometry keeps here, with what it is for.
+        self.kept: tuple[object, Tensor] | None = None
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        trunc_normal_(self.relative_position_bias_table, std=0.02)
+
+    def position_bias(self, dtype: torch.dtype) -> Tensor:
+        """The position bias of each pair of slots, (1, h, N, N)."""
+        num_slots = self.window_size**2
+        bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
+        return bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
+
+    def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+        def make() -> Tensor:
+            bias, mask = self.position_bias(dtype), geometry.attention_mask(dtype)
+            return (bias if mask is None else bias + mask[:, None]).contiguous()
+
+        return geometry.keep(self, self.relative_position_bias_table, dtype, make)
+
+    # Writes through `.data`, as EMAHook does, leave no trace in the table's version; they are followed by
+    # train() or eval(). Moves to another device or dtype replace the table.
+
+    def train(self, mode: bool = True) -> SoftmaxWindowAttention:
+        self.kept = None
+        return super().train(mode)
+
+    def _apply(self, *args, **kwargs) -> SoftmaxWindowAttention:
+        self.kept = None
+        return super()._apply(*args, **kwargs)
+
+
+def relative_position_index(window_size: int) -> Tensor:
+    """The row of the bias table for each pair of slots, (N, N), as in Swin."""
+    coordinates = torch.stack(torch.meshgrid(torch.arange(window_size), torch.arange(window_size), indexing='ij'))
+    offset = coordinates.flatten(1)[:, :, None] - coordinates.flatten(1)[:, None, :] + window_size - 1
+    return offset[0] * (2 * window_size - 1) + offset[1]

@@ -1,0 +1,69 @@
+"""An attention defined outside the package: trained, fused, deployed and exported by its one definition."""
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slab_det
+from slab_det.attention import WINDOW_ATTENTIONS, WindowAttention, repeat_windows
+from slab_det.backbones import SLABSwin
+from slab_det.deployment import tiles
+from slab_det.deployment.attention import TiledWindowAttention
+from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.norms import OfflineNorm
+
+
+# docs/architecture.md shows this class.
+class CosineAttention(WindowAttention):
+    """``softmax(s cos(q, k) + mask) v`` per head, with a learned s (Swin V2, Liu et al., CVPR 2022)."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sharpness = nn.Parameter(torch.full((self.num_heads, 1, 1), 10.0))
+
+    def mix(self, q, k, v, geometry):
+        logits = self.sharpness * (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1))
+        mask = geometry.attention_mask(q.dtype)
+        if mask is not None:  # (windows of a map, N, N)
+            logits = logits + repeat_windows(mask[:, None], len(logits))
+        return logits.softmax(-1) @ v
+
+
+@pytest.fixture
+def cosine(monkeypatch):
+    monkeypatch.setitem(WINDOW_ATTENTIONS, 'cosine', CosineAttention)
+    return dict(attention='cosine', norm_cfg=dict(type='PRepBN'), embed_dims=8, num_heads=(1, 2, 2, 4))
+
+
+def test_trains_in_a_backbone(cosine):
+    backbone = SLABSwin(depths=(2, 2, 1, 1), **cosine).train()
+    sum(out.square().mean() for out in backbone(torch.randn(2, 3, 70, 90))).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in backbone.parameters())
+    assert backbone.stages[0].blocks[1].attn.w_msa.sharpness.grad.norm() > 0
+
+
+@torch.no_grad()
+def test_fuses_and_deploys(cosine, small_detector, monkeypatch):
+    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 3 * 49)
+    backbone = small_detector(**cosine).backbone.double()
+    fused = slab_det.fuse(backbone)
+    deployed = slab_det.deploy(fused)
+    # Its padding tokens keep the bias from before the fold, and its norms are gone.
+    assert not [module for module in fused.stages.modules() if isinstance(module, OfflineNorm)]
+    assert sum(isinstance(module, TiledWindowAttention) for module in deployed.modules()) == 6
+    images = torch.randn(2, 3, 75, 90, dtype=torch.double)
+    for form in (fused, deployed):
+        for out, expected in zip(form(images), backbone(images), strict=True):
+            torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_exports(cosine, small_detector, tmp_path):
+    detector = small_detector(**cosine)
+    export_onnx(detector, tmp_path / 'model.onnx', 'backbone+neck+rpn')
+    operators = {node.op_type for node in onnx.load(tmp_path / 'model.onnx').graph.node}
+    assert 'Softmax' in operators and 'LayerNormalization' not in operators
+    sizes = [(64, 96), (131, 75)]
+    checks = check_parity(detector, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(sizes))
+    assert [check.size for check in checks] == sizes
