@@ -44,7 +44,7 @@ class LatencyResult:
         name: Which model.
         scope: One of ``SCOPES``.
         timed: What is inside the timed region, in words.
-        size: (height, width) of the image after resizing, before padding.
+        size, tf32, channels_last, warmup, rounds, compile_mode: As :func:`measure_latency` was asked; no mode is None.
         image: File name of the input, or 'seeded noise'.
         detections: Objects found in the last round; None where no heads run. Heads are cheap where nothing is found,
             so compare detectors at equal counts.
@@ -52,16 +52,11 @@ class LatencyResult:
         device_type: 'cpu' (timed by ``time.perf_counter``) or 'cuda' (timed by CUDA events).
         dtype: What the model computes in: the dtype of an autocast region or of the weights.
         autocast: Whether ``dtype`` is that of an autocast region, which casts the weights inside the timed region.
-        tf32: Whether matrix products and convolutions may use TF32.
-        channels_last: Whether weights and input have the memory format channels_last.
         threads: Threads of torch, and of image decoding and resizing, on the CPU.
         kept_memory: Whether the process keeps freed memory, see :func:`keep_freed_memory`.
-        warmup: Rounds before the first that counts, in every repeat.
-        rounds: Rounds that count, in every repeat.
         interleaved: Names of all models measured in the same rounds.
         fused: Whether the norms are folded away.
         deployed: Whether the model is the form that slab_det.deploy makes.
-        compile_mode: Mode of torch.compile on backbone and neck; None without.
         median_ms: Median over the rounds of all repeats; likewise mean, standard deviation and 95th percentile.
         repeat_medians_ms: The median of each repeat.
         cost: Multiply-adds, parameters, memory and norms left of the same call; None where it was not asked for.
@@ -129,7 +124,7 @@ def measure_latency(
         models: Detectors by name; bare backbones will do for scope 'backbone'.
         size: (height, width) to which the image is resized; each model's data_preprocessor then normalises and pads it
             as in testing (to a multiple of 32 where a model has none).
-        rounds: Timed rounds.
+        rounds: Timed rounds, in every repeat.
         warmup: Rounds before them, not counted.
         scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see ``SCOPES``.
         device: 'cpu', 'cuda' or 'cuda:N'.
@@ -189,11 +184,8 @@ def measure_latency(
             timed=SCOPES[scope].timed,
             size=tuple(size),
             image='seeded noise' if image is None else str(image),
-            detections=None if model.predictions is None else len(model.predictions[0].pred_instances),
             device=environment['device'],
             device_type=device.type,
-            dtype=next(word for word, kind in DTYPES.items() if kind == model.dtype),
-            autocast=model.autocast,
             tf32=tf32,
             channels_last=channels_last,
             threads=environment['threads'],
@@ -201,16 +193,11 @@ def measure_latency(
             warmup=warmup,
             rounds=rounds,
             interleaved=tuple(models),
-            fused=is_fused(model.model),
-            deployed=is_deployed(model.model),
             compile_mode=mode,
-            median_ms=float(np.median(times[name])),
-            mean_ms=float(np.mean(times[name])),
-            std_ms=float(np.std(times[name])),
-            p95_ms=float(np.percentile(times[name], 95)),
-            repeat_medians_ms=tuple(float(np.median(repetition)) for repetition in times[name]),
             cost=costs[name],
             environment=environment,
+            **model.describe(),
+            **_statistics(times[name]),
         )
         for name, model in measured.items()
     }
@@ -384,6 +371,16 @@ class _MeasuredModel:
     def predict(self) -> None:
         self.predictions = self.model.predict(self.inputs, self.samples, rescale=True)
 
+    def describe(self) -> dict:
+        """What the result says about the model itself."""
+        return {
+            'detections': None if self.predictions is None else len(self.predictions[0].pred_instances),
+            'dtype': next(name for name, dtype in DTYPES.items() if dtype == self.dtype),
+            'autocast': self.autocast,
+            'fused': is_fused(self.model),
+            'deployed': is_deployed(self.model),
+        }
+
     def cost(self) -> ModelCost:
         return measure_cost(self._submodules(self.scope.parts) or [self.model], self, self.device)
 
@@ -450,6 +447,16 @@ def _take_turns(
             if index >= warmup:
                 times[name][repetition].append(elapsed)
     return times
+
+
+def _statistics(times: Sequence[Sequence[float]]) -> dict[str, float | tuple[float, ...]]:
+    return {
+        'median_ms': float(np.median(times)),
+        'mean_ms': float(np.mean(times)),
+        'std_ms': float(np.std(times)),
+        'p95_ms': float(np.percentile(times, 95)),
+        'repeat_medians_ms': tuple(float(np.median(repetition)) for repetition in times),
+    }
 
 
 def _time_cpu(run: Callable[[], None]) -> float:
