@@ -91,19 +91,6 @@ def test_default_schedule_ends_an_endless_sampler(small_run_cfg, tmp_path):
     assert norms and not any(norm.statistics_loaded for norm in norms), 'norm_eval must not freeze initial statistics'
 
 
-@pytest.fixture
-def convert(small_run_cfg, schedule, tmp_path):
-    """A function: the config and the checkpoint that come of a random detector whose checkpoint has this ``meta``."""
-
-    def convert(meta):
-        cfg = layernorm_run(small_run_cfg, None)
-        torch.save(dict(meta=meta, state_dict=build_detector(cfg).state_dict()), tmp_path / 'random.pth')
-        checkpoint, config, _ = convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
-        return str(config), str(checkpoint)
-
-    return convert
-
-
 CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
 
 
@@ -111,19 +98,19 @@ CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
     ('meta', 'expected'),
     [
         (dict(CLASSES=CLASSES, PALETTE=PALETTE), dict(classes=CLASSES, palette=PALETTE)),
-        (dict(CLASSES=CLASSES), dict(classes=CLASSES)),
         (dict(dataset_meta=dict(classes=CLASSES, palette=PALETTE)), dict(classes=CLASSES, palette=PALETTE)),
         ({}, None),
     ],
 )
-def test_class_names_of_every_mmdet_survive(convert, meta, expected):
-    config, checkpoint = convert(meta)
+def test_class_names_of_every_mmdet_survive(small_run_cfg, schedule, tmp_path, meta, expected):
+    cfg = layernorm_run(small_run_cfg, None)
+    torch.save(dict(meta=meta, state_dict=build_detector(cfg).state_dict()), tmp_path / 'random.pth')
+    checkpoint, config, _ = convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
     written = torch.load(checkpoint, weights_only=False)['meta']
     assert written.get('dataset_meta') == expected and ('dataset_meta' in written) == (expected is not None)
-    inferencer = DetInferencer(config, checkpoint, device='cpu', show_progress=False)
-    names = inferencer.visualizer.dataset_meta['classes']
+    inferencer = DetInferencer(str(config), str(checkpoint), device='cpu', show_progress=False)
     # Without names mmdet takes those of its test set or of COCO.
-    assert expected is None or tuple(names) == CLASSES
+    assert expected is None or tuple(inferencer.visualizer.dataset_meta['classes']) == CLASSES
 
 
 def test_hooks_of_the_detector_stay_unless_the_schedule_brings_theirs(small_run_cfg, schedule):
@@ -174,8 +161,7 @@ def test_a_schedule_that_counts_otherwise_makes_everything_count_so(small_run_cf
 
 def test_a_detector_without_layernorm_is_refused(small_run_cfg, schedule, tmp_path):
     cfg = small_run_cfg('prepbn')
-    source = tmp_path / 'random.pth'
-    torch.save(dict(state_dict=build_detector(cfg).state_dict()), source)
+    torch.save(dict(state_dict=build_detector(cfg).state_dict()), tmp_path / 'random.pth')
     with pytest.raises(ConversionError, match='no LayerNorm'):
-        convert_detector(cfg, str(source), tmp_path / 'out.pth', schedule)
+        convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
     assert not (tmp_path / 'out.pth').exists()
