@@ -13,11 +13,16 @@ from mmengine.runner.checkpoint import weights_to_cpu
 
 from slab_det.cli import read_config, run_cli
 from slab_det.data import check_data, set_data_root
-from slab_det.recalibration.images import PIPELINES, configured_pipeline, recalibration_dataloader
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import CheckpointError
 from slab_det.norms import named_offline_norms
-from slab_det.recalibration.drift import copy_statistics, statistics_drift
+from slab_det.recalibration import (
+    PIPELINES,
+    configured_pipeline,
+    copy_statistics,
+    recalibration_dataloader,
+    statistics_drift,
+)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,10 +1,14 @@
 """Recalibration: the statistics of norms are found again on images."""
 
-from slab_det.recalibration.collect import RecalibrationError, collect_moments
-from slab_det.recalibration.drift import Drift, copy_statistics, statistics_drift
-from slab_det.recalibration.fixed_point import RecalibrationReport, recalibrate
+from slab_det.recalibration.fixed_point import (
+    Drift,
+    RecalibrationReport,
+    copy_statistics,
+    recalibrate,
+    statistics_drift,
+)
 from slab_det.recalibration.images import PIPELINES, configured_pipeline, recalibration_dataloader
-from slab_det.recalibration.moments import Moments
+from slab_det.recalibration.moments import Moments, RecalibrationError, collect_moments
 
 __all__ = [
     'PIPELINES',

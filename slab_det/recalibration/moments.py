@@ -1,12 +1,22 @@
-"""Counts, means and scatters of tokens that are collected in parts: by batch and by process."""
+"""Moments of what passes through the norms of a model, over batches and processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
-from mmengine.dist import all_gather_object, get_world_size
-from torch import Tensor
+from mmdet.models import BatchFixedSizePad
+from mmengine.dist import all_gather_object, get_world_size, is_main_process
+from mmengine.utils import ProgressBar
+from torch import Tensor, nn
+
+from slab_det.runtime.distributed import raise_on_all_ranks
+from slab_det.runtime.errors import SlabDetError
+
+
+class RecalibrationError(SlabDetError):
+    """Statistics that cannot be estimated: no data, or values that are not finite."""
 
 
 class Moments:
@@ -83,3 +93,116 @@ def pool_over_ranks(moments: Sequence[Moments]) -> list[Moments]:
         for whole, part in zip(pooled, rank, strict=True):
             whole.merge(part)
     return pooled
+
+
+def collect_moments(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    quantities: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    batches: Iterable,
+    title: str | None,
+) -> tuple[dict[str, Moments], int]:
+    """Runs ``model`` in eval mode on every batch and collects moments, over all batches and processes.
+
+    Args:
+        model: A detector or a backbone.
+        modules: Modules of ``model`` to collect moments at, by their names.
+        quantities: Picks the tensors to collect, (..., C) each, from a module's input and output.
+        batches: Those of this process, as many as it has; see :func:`slab_det.recalibrate`.
+        title: Printed with a progress bar; None for neither.
+
+    Returns:
+        Moments by name, in the order in which the modules were first called, and the number of batches.
+
+    Raises:
+        RecalibrationError: If there is no batch, a module was never reached, or values are not finite.
+        RankError: On all other ranks, if one cannot go on.
+    """
+    forward = _prepare_forward(model, modules, batches)
+    moments: dict[str, Moments] = {}
+    num_batches = 0
+    bar = None
+    if title and is_main_process():
+        print(title)
+        bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
+    with raise_on_all_ranks(), torch.no_grad(), _evaluating(model), ExitStack() as stack:
+        for name, module in modules.items():
+
+            def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
+                moments.setdefault(name, Moments()).add(*quantities(args[0], output))
+
+            stack.callback(module.register_forward_hook(add).remove)
+        for batch in batches:
+            forward(batch)
+            num_batches += 1
+            _check_finite(moments, num_batches)
+            if bar is not None:
+                bar.update()
+    if bar is not None:
+        print()
+    ranks = all_gather_object((num_batches, list(moments)))
+    num_batches = sum(count for count, _ in ranks)
+    if num_batches == 0:
+        raise RecalibrationError('there was no batch of images; check the dataset and its filter_cfg')
+    # A process without batches has called no module.
+    called = dict.fromkeys(name for _, names in ranks for name in names)
+    pooled = pool_over_ranks([moments.get(name, Moments()) for name in called])
+    moments = dict(zip(called, pooled, strict=True))
+    unseen = [name for name in modules if name not in moments or moments[name].count == 0]
+    if unseen:
+        raise RecalibrationError(f'{", ".join(unseen)}: no batch reached these norms')
+    return moments, num_batches
+
+
+def _check_finite(moments: Mapping[str, Moments], num_batches: int) -> None:
+    seen = {name: part for name, part in moments.items() if part.count}
+    # One read of the device per batch, not one per norm.
+    if not seen or torch.stack([part.mean.sum() + part.scatter.sum() for part in seen.values()]).isfinite().all():
+        return
+    for name, part in seen.items():
+        for what, value in (('mean', part.mean), ('variance', part.scatter)):
+            if not value.isfinite().all():
+                kind = 'NaN' if value.isnan().any() else 'infinite'
+                raise RecalibrationError(
+                    f'{name}: {what} is {kind} after batch {num_batches}; lower the learning rate or check the inputs'
+                )
+
+
+def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Callable[[object], object]:
+    """A function that runs ``model`` on a batch, no further than needed to reach the modules named."""
+    before_heads = all(name.startswith(('backbone.', 'neck.')) for name in names)
+    augments = getattr(getattr(model, 'data_preprocessor', None), 'batch_augments', None) or ()
+    if getattr(getattr(batches, 'dataset', None), 'test_mode', False):
+        augments = ()
+    # Other augmentations draw random numbers, and every pass must see the same images.
+    pads = [augment for augment in augments if isinstance(augment, BatchFixedSizePad)]
+
+    def forward(batch: object) -> object:
+        if isinstance(batch, Tensor):
+            return model.extract_feat(batch) if hasattr(model, 'extract_feat') else model(batch)
+        data = model.data_preprocessor(batch, False)
+        inputs, samples = data['inputs'], data['data_samples']
+        for pad in pads:
+            inputs, samples = pad(inputs, samples)
+        if before_heads:
+            return model.extract_feat(inputs)
+        for sample in samples:
+            if 'scale_factor' not in sample.metainfo:
+                # A training without Resize sets none, and heads divide by it.
+                sample.set_metainfo(dict(scale_factor=(1.0, 1.0)))
+        return model(inputs, samples, mode='predict')
+
+    return forward
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and afterwards as it was."""
+    training = {module: module.training for module in model.modules()}
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
