@@ -34,7 +34,6 @@ from mmengine.config import Config
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.report import read_report
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.0005
@@ -50,14 +49,7 @@ TRAIN = str(ROOT / 'tools' / 'train.py')
 
 @dataclass(frozen=True)
 class KillPoint:
-    """Where a run is killed.
-
-    Attributes:
-        kind: What the run does then.
-        said: A text in its output that must have appeared.
-        writes: Glob of the temporary file that it must be writing; None: nothing in particular.
-        delay: Seconds from there to the kill.
-    """
+    """Where a run is killed: ``delay`` seconds after it ``said`` a text, or while it ``writes`` a file (a glob)."""
 
     kind: str
     said: str
@@ -120,25 +112,15 @@ def _read(path: Path) -> None:
     """Reads a file of a run, and raises where it is not whole."""
     if path.suffix == '.pth':
         read_checkpoint(path)
-    elif path.name == 'fused_config.py':
-        ast.parse(_not_empty(path))
+    elif path.name == 'fused_config.py' and not ast.parse(path.read_text()).body:
+        raise ValueError('empty')
     elif path.name == 'report.json':
         read_report(path)
     elif path.name == 'last_checkpoint':
-        named = _not_empty(path)
-        try:
-            read_checkpoint(named)
-        except (FileNotFoundError, CheckpointError):
-            # Between the two readings the run may have gone on.
-            if path.read_text() == named:
-                raise
-
-
-def _not_empty(path: Path) -> str:
-    text = path.read_text()
-    if not text.strip():
-        raise ValueError('empty')
-    return text
+        named = path.read_text()
+        # Between the two readings the run may have gone on.
+        if not Path(named).is_file() and path.read_text() == named:
+            raise ValueError(f'there is no {named!r}')
 
 
 def run_in_this_process(script: str, arguments: list[str], folder: str, output: str) -> None:
@@ -263,11 +245,10 @@ def largest_difference(a: object, b: object) -> float:
 
 
 def random_points(count: int, max_iters: int, seed: int) -> list[KillPoint]:
-    """Points of every kind in turn, three in ten during the decay."""
+    """Points of every kind in turn, three in ten during the decay, which is over after 0.8 of the run."""
     draw = random.Random(seed)
     points = []
     for i in range(count):
-        # The decay is over after 0.8 of the run.
         iteration = f'{draw.randint(1, int(0.8 * max_iters) - 1):>{len(str(max_iters))}}'
         step = CHECKPOINT_INTERVAL * draw.randint(1, max_iters // CHECKPOINT_INTERVAL)
         delay = draw.uniform(0, MAX_DELAY)
@@ -345,11 +326,9 @@ def main() -> None:
         loader_workers=0,
         threads=1,
         seed=args.seed,
-        ap_of_the_uninterrupted_run=read_report(folder / 'runs' / 'uninterrupted' / 'report.json').entries[0].ap,
+        ap_of_the_uninterrupted_run=read_report(folder / 'runs/uninterrupted/report.json').entries[0].ap,
     )
-    result = dict(
-        scope=scope, environment=describe_environment(), summary=summary, runs=[asdict(kill) for kill in kills]
-    )
+    result = dict(scope=scope, environment=describe_environment(), summary=summary, runs=list(map(asdict, kills)))
     path = ROOT / 'benchmarks' / 'results' / 'interruptions.json'
     path.write_text(json.dumps(result, indent=1) + '\n')
     print(f'{json.dumps(summary, indent=1)}\nWritten to {path}')

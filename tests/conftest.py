@@ -46,7 +46,7 @@ def _deterministic():
     init_default_scope('mmdet')
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def small_detector_cfg():
     """A function: the config of a small Mask or Faster R-CNN for arguments of its backbone."""
 
@@ -78,10 +78,8 @@ def small_detector(small_detector_cfg):
     return build
 
 
-@pytest.fixture
-def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
-    """A function: the config of a run of a few iterations on a few generated images, in ``tmp_path / name``."""
-    monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path / 'cache'))
+def run_cfg_builder(folder: Path, small_detector_cfg: Callable[..., Config]) -> Callable[..., Config]:
+    """A function: the config of a run of a few iterations on a few generated images, in ``folder / name``."""
 
     def build(name: str = 'run', max_iters: int = 6, **backbone) -> Config:
         cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
@@ -96,11 +94,27 @@ def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
         cfg.default_hooks.checkpoint.interval = 2
         cfg.default_hooks.checkpoint.max_keep_ckpts = -1
         cfg.custom_hooks[1].update(num_images=6, max_passes=3)
-        cfg.work_dir = str(tmp_path / name)
-        cfg.experiment_name = f'{tmp_path.name}-{name}'
+        cfg.work_dir = str(folder / name)
+        cfg.experiment_name = f'{folder.name}-{name}'
         return cfg
 
     return build
+
+
+@pytest.fixture
+def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
+    """See :func:`run_cfg_builder`; one test's."""
+    monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path / 'cache'))
+    return run_cfg_builder(tmp_path, small_detector_cfg)
+
+
+@pytest.fixture(scope='module')
+def module_run_cfg(tmp_path_factory, small_detector_cfg):
+    """See :func:`run_cfg_builder`; for runs that several tests of a file look at."""
+    folder = tmp_path_factory.mktemp('runs')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('SLAB_DET_CACHE', str(folder / 'cache'))
+        yield run_cfg_builder(folder, small_detector_cfg)
 
 
 class StopAfter(Hook):
