@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from conftest import SLA, SMALL_SWIN, randomize
 from mmdet.registry import MODELS
 from torch import nn
@@ -219,3 +220,27 @@ def test_unusable_batches_and_fused_models_are_refused():
             recalibrate(model, batches)
     with pytest.raises(RecalibrationError, match='before fusing'):
         recalibrate(slab_det.fuse(model), build_batches())
+
+
+def _recalibrate_on_rank(rank, world_size, folder):
+    torch.distributed.init_process_group(
+        'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size
+    )
+    model, batches = build_backbone(**DEEP_TOKEN_BN), build_batches(10)
+    # Rank 1 has nothing to see, but decides as rank 0 does.
+    report = slab_det.recalibrate(model, batches if rank == 0 else [], progress=False)
+    torch.save((model.state_dict(), report.to_dict()), f'{folder}/rank{rank}.pt')
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_without_batches_guards_the_same_norms(tmp_path):
+    # Forked: a new process would import mmdet for seconds.
+    mp.start_processes(_recalibrate_on_rank, (2, str(tmp_path)), nprocs=2, start_method='fork')
+    alone, batches = build_backbone(**DEEP_TOKEN_BN), build_batches(10)
+    report = slab_det.recalibrate(alone, batches, progress=False).to_dict()
+    assert report['converged'] and max(report['residuals']) > JUMP
+    for rank in range(2):
+        statistics, found = torch.load(tmp_path / f'rank{rank}.pt')
+        assert found == report
+        for key, value in alone.state_dict().items():
+            assert torch.equal(statistics[key], value), key
