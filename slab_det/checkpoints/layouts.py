@@ -242,17 +242,9 @@ def _drop_class_position(weights: Weights) -> Weights:
     value = weights[last].value
     # Official detectors keep the row but not the token; the SLAB authors' PVT has neither. Of both, the stage before
     # has four times as many positions as this one.
-    if 'cls_token' not in weights:
-        before = weights.get(f'pos_embed{int(last.removeprefix("pos_embed")) - 1}')
-        length, quarter = value.shape[1], before.value.shape[1] / 4 if before is not None else None
-        if length == quarter:
-            return weights
-        if length - 1 != quarter:
-            raise CheckpointError(
-                f"{weights[last].key} has {length} positions, neither a quarter of the stage before's nor one more: "
-                'whether its first row is that of a class token cannot be known; give a checkpoint with cls_token, or '
-                'one in the native layout'
-            )
+    before = weights.get(f'pos_embed{int(last.removeprefix("pos_embed")) - 1}')
+    if 'cls_token' not in weights and before is not None and 4 * value.shape[1] == before.value.shape[1]:
+        return weights
     return {**weights, last: weights[last].changed(value[:, 1:], "class token's position dropped")}
 
 

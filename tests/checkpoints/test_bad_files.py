@@ -89,18 +89,6 @@ BAD = {
         'nothing matches',
     ),
     'DyT': (lambda path, state: torch.save(dyt(state), path), r'norm\d\.alpha beside what a LayerNorm has'),
-    'ResNet': (
-        lambda path, state: torch.save(
-            {'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight': torch.ones(64, 64, 1, 1)}, path
-        ),
-        'looks like ResNet',
-    ),
-    'ViT': (
-        lambda path, state: torch.save(
-            {'cls_token': torch.ones(1, 1, 8), 'blocks.0.attn.qkv.weight': torch.ones(24, 8)}, path
-        ),
-        'looks like DeiT or ViT',
-    ),
 }
 
 

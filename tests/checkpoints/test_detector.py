@@ -9,7 +9,6 @@ from mmengine.runner import BaseLoop, Runner, load_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
-import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import check_detector_checkpoint
 from slab_det.hooks.checked_load import CheckedLoadHook
@@ -102,16 +101,6 @@ def test_official_backbone_is_converted_in_place():
     assert torch.equal(model.bbox_head.weight, head)
 
 
-def test_layernorm_detector_fills_prepbn_at_gamma_1():
-    model = Detector(norm_cfg=dict(type='PRepBN'))
-    checkpoint = checkpoint_of(Detector())
-    weight = checkpoint['state_dict']['backbone.norm0.weight']
-    load(model, checkpoint)
-    assert model.backbone.norm0.gamma == 1.0
-    assert torch.equal(model.backbone.norm0.ln.weight, weight)
-    assert not model.backbone.norm0.statistics_loaded
-
-
 @pytest.mark.parametrize('options', [dict(), dict(resume=True), dict(training=False)])
 def test_nothing_matched_is_an_error(options):
     with pytest.raises(CheckpointError, match='nothing matches'):
@@ -148,18 +137,6 @@ def test_missing_weights_are_errors_where_all_are_needed(options, strict, lost):
     else:
         report = check_detector_checkpoint(model, checkpoint)
         assert report.missing_unexpected == [lost]
-
-
-def test_fused_and_unfused_are_told_apart():
-    def unfused():
-        return Detector(norm_cfg=dict(type='RepBN')).eval()
-
-    fused = slab_det.fuse(unfused())
-    with pytest.raises(CheckpointError, match='is fused'):
-        load(unfused(), dict(checkpoint_of(fused), meta=dict(fused=True)))
-    with pytest.raises(CheckpointError, match='is not fused'):
-        load(fused, checkpoint_of(unfused()))
-    load(fused, checkpoint_of(fused), training=False)
 
 
 def test_surplus_keys_are_reported():

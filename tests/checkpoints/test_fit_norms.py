@@ -138,6 +138,8 @@ def test_layernorm_weights_are_a_start(norm):
 @pytest.mark.parametrize(
     'source, target, remedy',
     [
+        *((source, 'LN', rf"norm_cfg.*dict\(type='{source}'\)") for source in ('PRepBN', 'RepBN', 'TokenBN')),
+        ('RepBN', 'TokenBN', r"dict\(type='RepBN'\)"),
         *(
             (source, target, 'UN, MABN or PowerNorm it was trained with')
             for source in QUADRATIC
@@ -150,7 +152,7 @@ def test_layernorm_weights_are_a_start(norm):
         ),
     ],
 )
-def test_norms_with_and_without_mean_do_not_mix(source, target, remedy):
+def test_norms_that_cannot_hold_the_checkpoint_name_the_remedy(source, target, remedy):
     backbone = build(target)
     before = copy_state(backbone)
     with pytest.raises(

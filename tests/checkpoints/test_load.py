@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import live_tensors
-from mmdet.models.backbones import SwinTransformer
+from mmdet.models.backbones import PyramidVisionTransformer, SwinTransformer
 from torch import nn
 
 import slab_det
-from slab_det.backbones import SLABSwin
+from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import load_pretrained
 from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
@@ -109,46 +109,77 @@ def test_official_outputs_are_reproduced(name, stable_stages):
     assert (ours <= 3 * rounding)[:stable_stages].all(), (ours, rounding)
 
 
+PVT_PREPBN = dict(type='PRepBN', ln_eps=1e-6)
+V2 = dict(
+    patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
+TINY, LARGER = dict(num_layers=(2, 2, 2, 2)), dict(num_layers=(3, 4, 6, 3))
+
+
 @pytest.mark.parametrize(
-    ('name', 'layout', 'config', 'gammas'),
+    ('name', 'layout', 'model', 'config', 'gammas'),
     [
-        ('slab_swin_tiny', 'slab_official', dict(norm_cfg=PREPBN, **SLAB), {0.0}),
-        ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
-        ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=PREPBN), {0.0}),
-        ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=LN), set()),
-        ('microsoft_swin_tiny', 'microsoft_swin', dict(norm_cfg=PREPBN), {1.0}),
-        ('timm_swin_tiny_patch4_window7_224', 'timm_swin', dict(norm_cfg=LN), set()),
-        ('timm_swin_tiny_patch4_window7_224', 'timm_swin', dict(norm_cfg=PREPBN), {1.0}),
-        ('mmdet_swin_tiny', 'native', dict(norm_cfg=LN), set()),
-        ('mmdet_swin_tiny', 'native', dict(norm_cfg=PREPBN), {1.0}),
-        ('swin_tiny_prepbn', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
-        ('swin_tiny_prepbn_wrapped', 'slab_official', dict(norm_cfg=dict(type='RepBN')), set()),
+        ('slab_swin_tiny', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN, **SLAB), {0.0}),
+        ('swin_tiny_prepbn', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN), {0.0}),
+        ('swin_tiny_prepbn', 'slab_official', SwinTransformer, dict(norm_cfg=PREPBN), {0.0}),
+        ('swin_tiny_prepbn', 'slab_official', SLABSwin, dict(norm_cfg=dict(type='RepBN')), set()),
+        ('swin_tiny_prepbn_wrapped', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN), {0.0}),
+        ('swin_tiny_prepbn_wrapped', 'slab_official', SLABSwin, dict(norm_cfg=dict(type='RepBN')), set()),
+        ('microsoft_swin_tiny', 'microsoft_swin', SLABSwin, dict(norm_cfg=LN), set()),
+        ('microsoft_swin_tiny', 'microsoft_swin', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
+        ('timm_swin_tiny_patch4_window7_224', 'timm_swin', SLABSwin, dict(norm_cfg=LN), set()),
+        ('timm_swin_tiny_patch4_window7_224', 'timm_swin', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
+        ('mmdet_swin_tiny', 'native', SLABSwin, dict(norm_cfg=LN), set()),
+        ('mmdet_swin_tiny', 'native', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
+        ('official_pvt_tiny', 'official_pvt', SLABPVT, TINY, set()),
+        ('official_pvt_small', 'official_pvt', SLABPVT, LARGER, set()),
+        ('timm_pvt_v2_b1', 'timm_pvt_v2', SLABPVT, TINY | V2, set()),
+        ('mmdet_pvt_tiny', 'native', SLABPVT, TINY, set()),
+        ('mmdet_pvt_v2_b1', 'native', SLABPVT, TINY | V2, set()),
+        ('slab_pvt_tiny', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
+        ('slab_pvt_small', 'slab_official', SLABPVT, dict(LARGER, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
+        ('pvt_tiny_prepbn_like', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN), {0.0}),
     ],
 )
-def test_released_layouts_load_with_nothing_unexpected(name, layout, config, gammas):
-    backbone = SLABSwin(**config)
+def test_released_layouts_load_with_nothing_unexpected(name, layout, model, config, gammas):
+    backbone = model(**config)
     report = load_pretrained(backbone, {'model': random_state(MANIFESTS[name])})
     assert report.complete, str(report)
     assert report.format == layout
     assert set(report.gammas.values()) == gammas
     accounted = set(report.matched) | set(report.missing_expected)
     assert accounted == set(backbone.state_dict()), 'every key of the model is in the report'
-    loaded = {key: norm for key, norm in backbone.named_modules() if isinstance(norm, PRepBN)}
-    for key, norm in loaded.items():
-        # Output norms are new where the checkpoint is a classifier's, and begin as LayerNorm.
-        assert norm.gamma == report.gammas.get(key, 1.0), key
+    for key, norm in backbone.named_modules():
+        if isinstance(norm, PRepBN):
+            # Output norms are new where the checkpoint is a classifier's, and begin as LayerNorm.
+            assert norm.gamma == report.gammas.get(key, 1.0), key
+            assert norm.statistics_loaded == (norm.gamma == 0.0), key
+
+
+OTHERS_OF_SWIN = [name for name in MANIFESTS if 'swin_tiny' not in name or 'cswin' in name]
+OTHERS_OF_PVT = [name for name in MANIFESTS if 'pvt' not in name]
 
 
 @pytest.mark.parametrize(
-    'name',
-    ['official_pvt_tiny', 'slab_pvt_tiny', 'deit_tiny_prepbn', 'slab_cswin_tiny', 'timm_pvt_v2_b1', 'mmdet_pvt_tiny'],
+    ('model', 'name'),
+    [*((SLABSwin, name) for name in OTHERS_OF_SWIN), *((SLABPVT, name) for name in OTHERS_OF_PVT)],
 )
-def test_other_families_are_refused(name):
-    backbone = SLABSwin(**SMALL)
+def test_other_families_are_refused(model, name):
+    backbone = model(embed_dims=8, num_heads=(1, 2, 2, 4))
     before = copy_state(backbone)
     with pytest.raises(CheckpointError, match='looks like'):
         load_pretrained(backbone, random_state(MANIFESTS[name]))
     assert unchanged(backbone, before)
+
+
+def test_a_running_decay_keeps_its_gamma():
+    state = random_state(MANIFESTS['swin_tiny_prepbn_wrapped'])
+    state = {key: torch.tensor(75000) if key.endswith('.iter') else value for key, value in state.items()}
+    backbone = SLABSwin(norm_cfg=PREPBN)
+    assert set(load_pretrained(backbone, state).gammas.values()) == {0.25}
+    assert backbone.stages[0].blocks[0].norm1.gamma == 0.25
+    with pytest.raises(CheckpointError, match=r'gamma 0\.25.*norm_cfg'):
+        load_pretrained(SLABSwin(norm_cfg=dict(type='RepBN')), state)
 
 
 def test_patch_merging_order_against_the_formula():
@@ -273,35 +304,6 @@ def test_official_norms_without_statistics_are_named(name, lost, target):
     assert unchanged(backbone, before)
 
 
-def test_unfinished_decay_keeps_its_gamma():
-    fixture = torch.load(DATA / 'prepbn_swin_official.pt', weights_only=True)
-    state = {
-        key: torch.tensor(75000) if key.endswith('.iter') else value
-        for key, value in fixture['state_dict']['model'].items()
-    }
-    config = fixture['config']
-    config = dict(embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'])
-    backbone = SLABSwin(norm_cfg=PREPBN, out_norm_cfg=LN, **config)
-    report = load_pretrained(backbone, state)
-    assert set(report.gammas.values()) == {0.25}
-    assert backbone.stages[0].blocks[0].norm1.gamma == 0.25
-    with pytest.raises(CheckpointError, match=r'gamma 0\.25.*norm_cfg'):
-        load_pretrained(SLABSwin(norm_cfg=dict(type='RepBN'), out_norm_cfg=LN, **config), state)
-
-
-def test_layernorm_checkpoint_in_prepbn_computes_the_same():
-    torch.manual_seed(0)
-    source = SLABSwin(norm_cfg=LN, **SMALL).eval()
-    target = SLABSwin(norm_cfg=PREPBN, **SMALL).eval()
-    report = load_pretrained(target, copy_state(source))
-    assert set(report.gammas.values()) == {1.0}
-    assert any('gamma 1' in note for note in report.notes), str(report)
-    x = torch.rand(1, 3, 45, 61)
-    for ours, theirs in zip(target(x), source(x), strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert not target.norm0.statistics_loaded
-
-
 def randomised(model: nn.Module) -> nn.Module:
     for name, value in live_tensors(model).items():
         if value.is_floating_point() and not name.endswith('_gamma'):
@@ -334,17 +336,6 @@ def test_layernorm_weights_start_batch_norms_and_the_report_says_so():
     assert any('statistics are not loaded' in note for note in report.notes), str(report)
     assert torch.equal(target.norm0.weight, source.norm0.weight)
     assert target.train().norm0.training, 'statistics that were not loaded must stay live'
-
-
-@pytest.mark.parametrize(
-    ('source', 'target'), [('PRepBN', 'LN'), ('RepBN', 'LN'), ('TokenBN', 'LN'), ('RepBN', 'TokenBN')]
-)
-def test_norms_that_cannot_hold_the_checkpoint_name_the_remedy(source, target):
-    backbone = SLABSwin(norm_cfg=dict(type=target), **SMALL)
-    before = copy_state(backbone)
-    with pytest.raises(CheckpointError, match='norm_cfg'):
-        load_pretrained(backbone, copy_state(SLABSwin(norm_cfg=dict(type=source), **SMALL)))
-    assert unchanged(backbone, before)
 
 
 def test_tables_of_another_window_are_interpolated():
@@ -396,13 +387,6 @@ def test_wrappers_and_prefixes_come_off(wrap):
     assert unchanged(target, source.state_dict())
 
 
-def test_stock_swin_with_prepbn_loads_the_official_layout():
-    state = random_state(MANIFESTS['swin_tiny_prepbn'])
-    report = load_pretrained(SwinTransformer(norm_cfg=PREPBN), state)
-    assert report.complete, str(report)
-    assert set(report.gammas.values()) == {0.0}
-
-
 def test_surplus_and_missing_weights_are_reported():
     deep = SLABSwin(**{**SMALL, 'depths': (2, 4)})
     report = load_pretrained(SLABSwin(**SMALL), copy_state(deep))
@@ -419,14 +403,19 @@ def test_source_overrides_and_is_checked():
         load_pretrained(SLABSwin(**SMALL), state, source='timm')
 
 
-def test_a_fused_checkpoint_needs_a_fused_model():
+@pytest.mark.parametrize('model', [SLABSwin, SwinTransformer, SLABPVT, PyramidVisionTransformer])
+def test_a_fused_checkpoint_needs_a_fused_model(model):
     def unfused():
-        return SLABSwin(**SMALL, norm_cfg=dict(type='RepBN')).eval()
+        small = SMALL if 'Swin' in model.__name__ else dict(num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
+        backbone = model(**{**small, 'embed_dims': 8}, norm_cfg=dict(type='RepBN'))
+        backbone.eval()  # mmdet's Swin returns None
+        return backbone
 
     fused, normed = slab_det.fuse(unfused()), copy_state(unfused())
     state = copy_state(fused)
-    with pytest.raises(CheckpointError, match='is fused'):
-        load_pretrained(unfused(), dict(state_dict=state, meta=dict(fused=True)))
+    for checkpoint in (dict(state_dict=state, meta=dict(fused=True)), state):
+        with pytest.raises(CheckpointError, match='is fused: it has no norms'):
+            load_pretrained(unfused(), checkpoint)
     with pytest.raises(CheckpointError, match='is not fused'):
         load_pretrained(fused, normed)
     assert load_pretrained(fused, state).complete

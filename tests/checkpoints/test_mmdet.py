@@ -55,6 +55,7 @@ def test_features_are_those_of_mmdet(name, wrap, norm):
     assert report.complete and report.format == 'native', str(report)
     assert set(report.matched) | set(report.missing_expected) == set(ours.state_dict())
     assert set(report.gammas.values()) == ({1.0} if norm == 'PRepBN' else set())
+    assert any('gamma 1' in note and 'before fusing' in note for note in report.notes) == (norm == 'PRepBN')
     for size in ((224, 224), (91, 117)):
         image = torch.randn(1, 3, *size, dtype=torch.float64)
         with torch.no_grad():

@@ -4,21 +4,15 @@ import gzip
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2
-from mmengine.runner import CheckpointLoader, load_checkpoint
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import slab_det
-from slab_det.backbones import SLABPVT, SLABSwin
+from slab_det.backbones import SLABPVT
 from slab_det.checkpoints import LoadReport, load_pretrained
-from slab_det.hooks.checked_load import CheckedLoadHook
-from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
 
 DIMS, DEPTHS, HEADS, RATIOS, REDUCTIONS = (8, 16, 16, 32), (1, 2, 1, 1), (1, 2, 2, 4), (8, 8, 4, 4), (8, 4, 2, 1)
@@ -237,39 +231,6 @@ def test_report_says_what_was_converted_and_of_the_other_eps(version):
     assert not report.notes
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        'official_pvt_tiny',
-        'official_pvt_small',
-        'timm_pvt_v2_b1',
-        'mmdet_pvt_tiny',
-        'mmdet_pvt_v2_b1',
-        'slab_pvt_tiny',
-        'slab_pvt_small',
-        'pvt_tiny_prepbn_like',
-    ],
-)
-def test_released_shapes_load_with_nothing_unexpected(name):
-    depths = (3, 4, 6, 3) if 'small' in name else (2, 2, 2, 2)
-    options = dict(num_layers=depths, **(V2 if 'v2' in name else {}))
-    if 'slab' in name or 'prepbn' in name:
-        options.update(norm_cfg=PREPBN, attention='sla' if 'slab' in name else 'softmax')
-    state = {
-        key: torch.rand(shape)
-        if not key.endswith(('.iter', '.warm', '.total_step'))
-        else torch.tensor(300000 if key.endswith('.total_step') else 0)
-        for key, shape in MANIFESTS[name].items()
-    }
-    model = SLABPVT(**options)
-    report = load_pretrained(model, state)
-    assert report.complete, str(report)
-    assert set(report.matched) | set(report.missing_expected) == set(model.state_dict())
-    norms = [norm for norm in model.modules() if isinstance(norm, PRepBN)]
-    assert [norm.gamma for norm in norms] == [0.0] * len(norms)
-    assert all(norm.statistics_loaded for norm in norms)
-
-
 def slab_state(remaining: int | None) -> dict:
     """A small SLAB-PVT; ``remaining`` of 40 steps to go, None for plain RepBN without counters."""
     plain = random_state(official_shapes(linear=True))
@@ -310,19 +271,6 @@ def test_slab_pvt_equals_the_official_forward(remaining):
     assert_same_features(model, official_features(state, image, slab_norm), image)
 
 
-@pytest.mark.parametrize('kind', ['ours', 'mmdet'])
-def test_layernorm_weights_start_prepbn_at_gamma_1(kind):
-    state = random_state(official_shapes())
-    model = build(kind, norm_cfg=PREPBN)
-    report = load_pretrained(model, state)
-    assert report.complete and set(report.gammas.values()) == {1.0}, str(report)
-    assert any('gamma 1' in note and 'before fusing' in note for note in report.notes), str(report)
-    reference = build(kind)
-    load_pretrained(reference, state)
-    image = torch.randn(1, 3, 75, 109, dtype=torch.float64)
-    assert_same_features(model, reference(image), image)
-
-
 @pytest.mark.parametrize('lost', [(), ('cls_token',)])
 def test_class_position_is_dropped_with_and_without_the_token(lost):
     # Official detectors keep the position of a token that they do not have.
@@ -348,16 +296,6 @@ def test_maps_that_are_no_square_keep_their_first_position(size, has_row):
     model = build('ours', pretrain_img_size=size)
     assert load_pretrained(model, state).complete
     assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, int(has_row) :])
-
-
-@pytest.mark.parametrize('lost', [(), ('pos_embed3',)])
-def test_a_class_position_that_cannot_be_known_is_an_error(lost):
-    # 5x5 before 2x2: neither 4 nor 3 is a quarter of 25.
-    state = {key: value for key, value in pvt_of_size(80, 80, False).items() if key not in lost}
-    with pytest.raises(CheckpointError, match=r'pos_embed4 has 4 positions.*class token cannot be known'):
-        load_pretrained(build('ours', pretrain_img_size=80), state)
-    state = pvt_of_size(80, 80, True) | {'cls_token': torch.zeros(1, 1, 32)}
-    assert load_pretrained(build('ours', pretrain_img_size=80), state).complete
 
 
 def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
@@ -394,13 +332,6 @@ def test_linear_tables_follow_the_image_size():
     assert_same_features(model, same(image), image)
 
 
-def test_tables_that_are_no_square_are_refused():
-    source = build('ours', pretrain_img_size=(64, 96))
-    with pytest.raises(CheckpointError, match=r'pos_embed has 384 positions.*no square'):
-        load_pretrained(build('ours'), source.state_dict())
-    assert load_pretrained(build('ours', pretrain_img_size=(64, 96)), source.state_dict()).complete
-
-
 @pytest.mark.parametrize(
     ('source', 'target', 'option'),
     [(1, 2, 'use_abs_pos_embed=True, use_conv_ffn=False'), (2, 1, 'use_abs_pos_embed=False, use_conv_ffn=True')],
@@ -428,82 +359,6 @@ def test_wrong_sizes_are_named_by_the_keys_of_the_file(shape, named):
     state['block1.0.attn.q.weight'] = torch.zeros(shape)
     with pytest.raises(CheckpointError, match=named):
         load_pretrained(build('ours'), state)
-
-
-def test_a_pvt_is_no_swin_and_the_reverse():
-    pvt = random_state(official_shapes())
-    with pytest.raises(CheckpointError, match='looks like PVT'):
-        load_pretrained(SLABSwin(embed_dims=8, num_heads=(1, 2, 2, 4)), pvt)
-    with pytest.raises(CheckpointError, match='looks like mmdet PVT'):
-        load_pretrained(SLABSwin(embed_dims=8, num_heads=(1, 2, 2, 4)), build('ours').state_dict())
-    with pytest.raises(CheckpointError, match='looks like mmdet Swin'):
-        load_pretrained(build('ours'), SLABSwin(embed_dims=8, num_heads=(1, 2, 2, 4)).state_dict())
-    with pytest.raises(CheckpointError, match='looks like Swin:'):
-        load_pretrained(build('ours'), {'layers.0.blocks.0.attn.qkv.weight': torch.zeros(24, 8)})
-
-
-class Detector(nn.Module):
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self.backbone = build('ours', **options)
-        self.neck = nn.Conv2d(32, 4, 1)
-
-
-def official_detector(options: dict) -> dict:
-    state = {
-        f'backbone.{key}': value
-        for key, value in random_state(official_shapes(**options)).items()
-        if not key.startswith(('head.', 'norm.', 'cls_token'))
-    }
-    return dict(meta={}, state_dict={**state, 'neck.weight': torch.rand(4, 32, 1, 1), 'neck.bias': torch.rand(4)})
-
-
-@pytest.mark.parametrize('version', [1, 2])
-@pytest.mark.parametrize('suffix', ['pth', 'safetensors'])
-def test_official_backbones_inside_detectors_are_converted(version, suffix, tmp_path):
-    """Through the hook of load_from and tools/test.py, and through what DetInferencer calls."""
-    checkpoint = official_detector(dict(version=version))
-    official = {key.removeprefix('backbone.'): value for key, value in checkpoint['state_dict'].items()}
-    path = tmp_path / f'detector.{suffix}'
-    if suffix == 'pth':
-        torch.save(checkpoint, path)
-    else:
-        save_file(checkpoint['state_dict'], path)
-        checkpoint = CheckpointLoader.load_checkpoint(str(path))
-    hooked, inferring = Detector(version=version), Detector(version=version)
-    runner = SimpleNamespace(model=hooked, _resume=False, _load_from='detector.pth', _train_loop={})
-    CheckedLoadHook().after_load_checkpoint(runner, checkpoint)
-    hooked.load_state_dict(checkpoint['state_dict'])
-    load_checkpoint(inferring, str(path))
-    image = torch.randn(1, 3, 75, 109, dtype=torch.float64)
-    for model in (hooked, inferring):
-        assert torch.equal(model.neck.weight, official['neck.weight'].to(model.neck.weight))
-        assert_same_features(with_official_eps(model.backbone), official_features(official, image), image)
-
-
-@pytest.mark.parametrize('version', [1, 2])
-@pytest.mark.parametrize('kind', ['ours', 'mmdet'])
-def test_fused_and_unfused_pvt_are_told_apart(kind, version):
-    def unfused() -> nn.Module:
-        return build(kind, version, norm_cfg=dict(type='RepBN'))
-
-    def fused() -> nn.Module:
-        return slab_det.fuse(unfused())
-
-    state = fused().state_dict()
-    with pytest.raises(CheckpointError, match='is fused'):
-        load_pretrained(unfused(), dict(state_dict=state, meta=dict(fused=True)))
-    with pytest.raises(CheckpointError, match='is not fused'):
-        load_pretrained(fused(), unfused().state_dict())
-    with pytest.raises(CheckpointError, match='is not fused'):
-        load_pretrained(fused(), random_state(official_shapes(version)))
-    assert load_pretrained(fused(), state).complete
-    model = Detector(version=version)
-    with pytest.raises(CheckpointError, match='is fused'):
-        CheckedLoadHook().after_load_checkpoint(
-            SimpleNamespace(model=model, _resume=False, _load_from='x.pth', _train_loop={}),
-            dict(state_dict={f'backbone.{key}': value for key, value in state.items()}, meta=dict(fused=True)),
-        )
 
 
 def test_mixed_kinds_of_norms_have_a_gamma_each():
