@@ -35,12 +35,13 @@ class WindowIndex(Windows):
         qkv = qkv[0]
         row = qkv.new_zeros(qkv.shape[1]) if padding is None else padding.to(qkv.dtype)
         # Each row of qkv is 3 g rows of C / g channels, and so is the last one, of a padding token.
-        rows = torch.cat([qkv, row[None]]).reshape(-1, row.shape[0] // (3 * groups))
+        rows = torch.cat([qkv, row[None]]).reshape(-1, int(row.shape[0]) // (3 * groups))
         first = self._tokens()[:, None] * (3 * groups) + torch.arange(groups, device=self._device)[:, None]
         return tuple(_gather_rows(rows, first + part * groups) for part in range(3))
 
     def merge(self, windows: Tensor) -> Tensor:
-        groups, channels = windows.shape[1], windows.shape[3]
+        # Numbers, not sizes that the graph computes: the weights fix them.
+        groups, channels = int(windows.shape[1]), int(windows.shape[3])
         window, slot = self._places()
         place = (window[:, None] * groups + torch.arange(groups, device=self._device)) * self._num_slots
         rows = _gather_rows(windows.reshape(-1, channels), place + slot[:, None])
