@@ -303,24 +303,6 @@ def count_pvt(backbone: dict) -> int:
     return count
 
 
-def spared_from_decay(name: str) -> tuple[set[str], nn.Module]:
-    cfg = load(name)
-    model = MODELS.build(cfg.model)
-    wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        names[id(p)] for group in wrapper.optimizer.param_groups if group['weight_decay'] == 0 for p in group['params']
-    }, model
-
-
-def test_weight_decay_spares_norms_and_position_bias():
-    spared, model = spared_from_decay('mask_rcnn_slab_swin_t')
-    names = [name for name, _ in model.named_parameters()]
-    norms = {name for name in names if '.repbn.' in name or '.ln.' in name}
-    tables = {name for name in names if name.endswith('relative_position_bias_table')}
-    assert spared == norms | tables and len(tables) == 8 and torch.is_tensor(model.backbone.norm0.repbn.eta)
-
-
 SMALL_SWIN = dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
 SMALL_PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_after_stage=True)
 SMALL_PVT_V2 = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
@@ -332,6 +314,7 @@ SMALL_PVT_V2 = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4
     ('kind', 'options'),
     [
         ('SLABSwin', SMALL_SWIN),
+        ('SLABSwin', dict(ffn_norm='pre_act', **SMALL_SWIN)),
         ('SwinTransformer', SMALL_SWIN),
         ('SLABPVT', SMALL_PVT),
         ('PyramidVisionTransformer', SMALL_PVT),
@@ -359,10 +342,7 @@ def test_weight_decay_spares_all_norms_of_every_backbone_and_no_other_weight(kin
     assert {names[key] for key in spared} == {names[key] for key in expected}
 
 
-def test_weight_decay_spares_the_norms_in_ffns():
-    spared, _ = spared_from_decay('mask_rcnn_bn_ffnbn_swin_t')
-    assert len([name for name in spared if '.ffn.norm.' in name]) == 2 * 12
-
-
 def test_weight_decay_spares_nothing_in_pvt():
-    assert spared_from_decay('mask_rcnn_prepbn_pvt_t')[0] == set()
+    cfg = load('mask_rcnn_prepbn_pvt_t')
+    groups = build_optim_wrapper(MODELS.build(cfg.model), cfg.optim_wrapper).optimizer.param_groups
+    assert all(group['weight_decay'] > 0 for group in groups)

@@ -1,4 +1,7 @@
-"""Every config, made small, goes the whole way: a real training iteration, gamma 0, recalibration, fusion."""
+"""Every row of the configs, made small, goes the whole way: a real training iteration, recalibration, fusion.
+
+The Faster R-CNN of a row is its Mask R-CNN without masks (tests/test_configs.py), so one Faster R-CNN stands for all.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ import slab_det
 from slab_det.measure.report import read_report
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 
-NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
+NAMES = sorted(path.stem for path in CONFIGS.glob('*.py') if not path.stem.startswith('faster'))
+NAMES.append('faster_rcnn_slab_swin_t')
 # Keys of a detector's config that count channels.
 CHANNELS = ('in_channels', 'out_channels', 'feat_channels', 'conv_out_channels', 'fc_out_channels')
 # Keys of a pipeline that hold image sizes.
