@@ -1,0 +1,69 @@
+"""docs/architecture.md is true: rooms import as its picture says, and its examples run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from conftest import CONFIGS
+
+DOCS = CONFIGS.parent / 'docs'
+PACKAGE = CONFIGS.parent / 'slab_det'
+PAGE = (DOCS / 'architecture.md').read_text()
+# How far below the top of the picture the name of each room stands.
+HEIGHTS = {
+    room: int(y)
+    for y, room in re.findall(
+        r'<text x="\d+" y="(\d+)" [^>]*font-weight="bold"[^>]*>(\w+)<', (DOCS / 'architecture.svg').read_text()
+    )
+}
+
+
+def find_imports() -> dict[str, set[str]]:
+    """The rooms that the modules of each room import, also inside functions."""
+    imports = defaultdict(set)
+    for path in PACKAGE.rglob('*.py'):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix('.py')
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f'{path}: a relative import'
+                names = [f'{node.module}.{alias.name}' for alias in node.names]
+            else:
+                continue
+            imports[room] |= {name.split('.')[1] for name in names if name.startswith('slab_det.')} & HEIGHTS.keys()
+    return {room: imports[room] - {room} for room in HEIGHTS}
+
+
+def test_picture_and_page_show_every_room():
+    rooms = {path.stem for path in PACKAGE.glob('[!_]*')}
+    assert rooms == HEIGHTS.keys()
+    assert rooms <= set(re.findall(r'^\| `(\w+)', PAGE, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize('room', HEIGHTS)
+def test_imports_go_down_in_the_picture(room):
+    imports = find_imports()[room]
+    assert all(HEIGHTS[other] > HEIGHTS[room] for other in imports), f'{room} imports {sorted(imports)}'
+
+
+def test_norms_and_attention_import_no_other_room():
+    imports = find_imports()
+    assert imports['norms'] == imports['attention'] == set()
+
+
+EXAMPLES = dict(re.findall(r'^## (Add [^\n]+)\n.*?^```python\n(.*?)^```', PAGE, flags=re.MULTILINE | re.DOTALL))
+
+
+def test_page_has_its_examples():
+    assert list(EXAMPLES) == ['Add a norm', 'Add an attention', 'Add a backbone']
+
+
+@pytest.mark.parametrize('title', EXAMPLES)
+def test_example_runs(title, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(EXAMPLES[title], title, 'exec'), {'__name__': 'example'})
