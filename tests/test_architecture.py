@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from conftest import CONFIGS
+from mmdet.registry import MODELS
 
 DOCS = CONFIGS.parent / 'docs'
 PACKAGE = CONFIGS.parent / 'slab_det'
@@ -64,6 +64,8 @@ def test_page_has_its_examples():
 
 
 @pytest.mark.parametrize('title', EXAMPLES)
-def test_example_runs(title, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
+def test_example_runs(title: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(DOCS.parent)
+    # The classes of an example are registered for the example alone.
+    monkeypatch.setattr(MODELS, '_module_dict', dict(MODELS.module_dict))
     exec(compile(EXAMPLES[title], title, 'exec'), {'__name__': 'example'})
