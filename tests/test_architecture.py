@@ -10,6 +10,8 @@ import pytest
 from conftest import CONFIGS
 from mmdet.registry import MODELS
 
+from slab_det.attention import WINDOW_ATTENTIONS
+
 DOCS = CONFIGS.parent / 'docs'
 PACKAGE = CONFIGS.parent / 'slab_det'
 PAGE = (DOCS / 'architecture.md').read_text()
@@ -68,4 +70,5 @@ def test_example_runs(title: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(DOCS.parent)
     # The classes of an example are registered for the example alone.
     monkeypatch.setattr(MODELS, '_module_dict', dict(MODELS.module_dict))
+    monkeypatch.setitem(WINDOW_ATTENTIONS, 'cosine', None)
     exec(compile(EXAMPLES[title], title, 'exec'), {'__name__': 'example'})
