@@ -82,14 +82,14 @@ def train(work_dir, by_epoch=False, hooks=(), resume=False, seed=5, with_hook=Tr
     return runner.model.state_dict()['linear.weight']
 
 
-@pytest.mark.parametrize(('by_epoch', 'accumulate'), [(False, 1), (True, 1), (False, 3)])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, by_epoch, accumulate):
+@pytest.mark.parametrize('options', [{}, dict(by_epoch=True), dict(accumulate=3)])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, options):
     # The checkpoint is followed by a validation, which draws, and by one more iteration, which is lost.
-    expected = train(tmp_path / 'whole', by_epoch, accumulate=accumulate)
-    train(tmp_path / 'cut', by_epoch, hooks=[StopAfter(5)], accumulate=accumulate)
+    expected = train(tmp_path / 'whole', **options)
+    train(tmp_path / 'cut', hooks=[StopAfter(5)], **options)
     saved = [torch.load(path, weights_only=False) for path in (tmp_path / 'cut').glob('[ie]*_[0-9].pth')]
-    assert any('accumulated_gradients' in checkpoint for checkpoint in saved) == (accumulate > 1)
-    assert torch.equal(train(tmp_path / 'cut', by_epoch, resume=True, accumulate=accumulate), expected)
+    assert any('accumulated_gradients' in checkpoint for checkpoint in saved) == ('accumulate' in options)
+    assert torch.equal(train(tmp_path / 'cut', resume=True, **options), expected)
 
 
 def test_without_the_hook_it_is_not_and_its_checkpoints_resume_with_the_hook(tmp_path):

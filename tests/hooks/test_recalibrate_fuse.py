@@ -1,6 +1,7 @@
 """RecalibrateFuseHook in real runs of a small Mask R-CNN on generated images."""
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -28,12 +29,19 @@ def states_equal(a, b):
     assert not different, different
 
 
-@pytest.fixture
-def finished_run(small_run_cfg):
-    cfg = small_run_cfg()
+def train(cfg):
+    """Trains, and returns the runner and the work directory."""
     runner = Runner.from_cfg(cfg)
     runner.train()
     return runner, Path(cfg.work_dir)
+
+
+@pytest.fixture(scope='module')
+def finished_run(module_run_cfg):
+    cfg = module_run_cfg('finished')
+    # The augmentation tells images of the training from images of inference.
+    cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='RandomResize', scale=(96, 80), ratio_range=(0.5, 1.5)))
+    return train(cfg)
 
 
 def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finished_run):
@@ -41,19 +49,21 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     last = load(work_dir / 'iter_6.pth')
     assert {'optimizer', 'param_schedulers', 'message_hub', 'slab_det'} <= last.keys() and last['meta']['iter'] == 6
     states_equal(last['state_dict'], runner.model.state_dict())
-    before_last = load(work_dir / 'iter_4.pth')
-    assert last['meta'].keys() == before_last['meta'].keys()
+    assert last['meta'].keys() == load(work_dir / 'iter_4.pth')['meta'].keys()
 
     # Statistics are no longer the running average: a second recalibration finds the same ones.
     model = build_detector(runner.cfg, str(work_dir / 'iter_6.pth'))
-    slab_det.recalibrate(model, recalibration_dataloader(runner.cfg, 6), max_passes=3, progress=False)
+    for pipeline in ('test', 'train'):
+        loader = recalibration_dataloader(runner.cfg, 6, pipeline)
+        slab_det.recalibrate(model, loader, max_passes=3, progress=False)
+        if pipeline == 'test':
+            assert any(not torch.equal(value, last['state_dict'][key]) for key, value in model.state_dict().items())
     states_equal(model.state_dict(), last['state_dict'])
 
     fused = load(work_dir / 'fused.pth')
     assert fused['meta']['fused']
     assert fused['meta']['dataset_meta']['classes'] == runner.train_dataloader.dataset.metainfo['classes']
-    expected = slab_det.fuse(model)
-    states_equal(fused['state_dict'], expected.state_dict())
+    states_equal(fused['state_dict'], slab_det.fuse(model).state_dict())
 
     unfused_entry, fused_entry = read_report(work_dir / 'report.json').entries
     assert unfused_entry.recalibration['num_batches'] == 3 and unfused_entry.recalibration['passes'] == 3
@@ -66,30 +76,12 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     assert ap_from_metrics(Runner.from_cfg(test_cfg).test()) == unfused_entry.ap
 
 
-def test_statistics_are_those_of_inference_where_asked(small_run_cfg):
-    cfg = small_run_cfg()
-    cfg.custom_hooks[1].update(pipeline='test', num_images=5)
-    cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='RandomResize', scale=(96, 80), ratio_range=(0.5, 1.5)))
-    runner = Runner.from_cfg(cfg)
-    runner.train()
-    last = load(Path(cfg.work_dir) / 'iter_6.pth')['state_dict']
-    model = build_detector(runner.cfg, str(Path(cfg.work_dir) / 'iter_6.pth'))
-    for pipeline in ('train', 'test'):
-        loader = recalibration_dataloader(runner.cfg, 5, pipeline)
-        slab_det.recalibrate(model, loader, max_passes=3, progress=False)
-        if pipeline == 'train':
-            assert any(not torch.equal(value, last[key]) for key, value in model.state_dict().items())
-    states_equal(model.state_dict(), last)
-    recalibration = read_report(Path(cfg.work_dir) / 'report.json').entries[0].recalibration
-    assert recalibration['pipeline'] == 'test' and recalibration['num_batches'] == 5
-
-
-def test_fused_config_loads_everywhere(finished_run):
+def test_fused_config_loads_everywhere(finished_run, tmp_path):
     runner, work_dir = finished_run
     config, checkpoint = str(work_dir / 'fused_config.py'), str(work_dir / 'fused.pth')
     cfg = Config.fromfile(config)
     assert cfg.model.type == 'FusedDetector' and 'custom_hooks' not in cfg
-    cfg.work_dir, cfg.load_from, cfg.experiment_name = str(work_dir / 'test'), checkpoint, 'test-fused'
+    cfg.work_dir, cfg.load_from, cfg.experiment_name = str(tmp_path), checkpoint, 'test-fused'
     tester = Runner.from_cfg(cfg)
     tester.test()
     state = load(checkpoint)['state_dict']
@@ -103,8 +95,10 @@ def test_fused_config_loads_everywhere(finished_run):
     assert inferencer.model.dataset_meta['classes'] == runner.train_dataloader.dataset.metainfo['classes']
 
 
-def test_resuming_a_finished_run_repeats_only_recalibration_and_fusion(finished_run, small_run_cfg):
-    _, work_dir = finished_run
+def test_resuming_a_finished_run_repeats_only_recalibration_and_fusion(finished_run, tmp_path):
+    runner, work_dir = finished_run
+    work_dir = Path(copytree(work_dir, tmp_path / 'run'))
+    (work_dir / 'last_checkpoint').write_text(str(work_dir / 'iter_6.pth'))
     first = {name: load(work_dir / name) for name in ('iter_6.pth', 'fused.pth')}
     (work_dir / 'fused.pth').unlink()
     # As if the run had been cut off before: the statistics on disk are then those of training.
@@ -113,22 +107,17 @@ def test_resuming_a_finished_run_repeats_only_recalibration_and_fusion(finished_
         if key.endswith(('running_mean', 'running_var')):
             value.add_(1.0)
     torch.save(damaged, work_dir / 'iter_6.pth')
-    cfg = small_run_cfg()
-    cfg.resume, cfg.experiment_name = True, 'resumed'
-    resumed = Runner.from_cfg(cfg)
-    resumed.train()
-    assert resumed.iter == 6
+    cfg = runner.cfg.copy()
+    cfg.update(resume=True, experiment_name='resumed', work_dir=str(work_dir))
+    assert train(cfg)[0].iter == 6
     for name, checkpoint in first.items():
         states_equal(load(work_dir / name)['state_dict'], checkpoint['state_dict'])
-    for group, old_group in zip(
-        load(work_dir / 'iter_6.pth')['optimizer']['state'].values(),
-        first['iter_6.pth']['optimizer']['state'].values(),
-        strict=True,
-    ):
-        assert all(torch.equal(group[key], old_group[key]) for key in group)
+    groups, old_groups = (c['optimizer']['state'] for c in (load(work_dir / 'iter_6.pth'), first['iter_6.pth']))
+    for index, group in groups.items():
+        states_equal(group, old_groups[index])
 
 
-def test_an_epoch_based_run_ends_and_resumes_the_same_way(small_run_cfg):
+def test_an_epoch_based_run_of_inference_images_ends_and_resumes_the_same_way(small_run_cfg):
     def cfg(name, **changes):
         cfg = small_run_cfg()
         cfg.train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=2, val_interval=1)
@@ -136,42 +125,41 @@ def test_an_epoch_based_run_ends_and_resumes_the_same_way(small_run_cfg):
         cfg.default_hooks.checkpoint.update(by_epoch=True, interval=1)
         cfg.log_processor.by_epoch = True
         cfg.custom_hooks[0].update(total=1, unit='epoch')
+        cfg.custom_hooks[1].update(pipeline='test', num_images=5)
         cfg.experiment_name = name
         cfg.update(changes)
         return cfg
 
-    runner = Runner.from_cfg(cfg('epochs'))
-    runner.train()
-    work_dir = Path(runner.work_dir)
+    runner, work_dir = train(cfg('epochs'))
     last, fused = load(work_dir / 'epoch_2.pth'), load(work_dir / 'fused.pth')
-    assert last['meta']['epoch'] == 2 and read_report(work_dir / 'report.json').entries[0].training['iterations'] == 10
+    entry = read_report(work_dir / 'report.json').entries[0]
+    assert last['meta']['epoch'] == 2 and entry.training['iterations'] == 10
+    assert entry.recalibration['pipeline'] == 'test' and entry.recalibration['num_batches'] == 5
+    model = build_detector(runner.cfg, str(work_dir / 'epoch_2.pth'))
+    slab_det.recalibrate(model, recalibration_dataloader(runner.cfg, 5, 'test'), max_passes=3, progress=False)
+    states_equal(model.state_dict(), last['state_dict'])
     assert load(work_dir / 'epoch_1.pth')['state_dict']['backbone.norm0._gamma'].item() == 0
-    Runner.from_cfg(cfg('epochs-resumed', resume=True)).train()
+    train(cfg('epochs-resumed', resume=True))
     states_equal(load(work_dir / 'epoch_2.pth')['state_dict'], last['state_dict'])
     states_equal(load(work_dir / 'fused.pth')['state_dict'], fused['state_dict'])
 
 
-def test_with_ema_the_averaged_weights_are_served(small_run_cfg):
+def test_averaged_weights_are_served_and_best_checkpoints_keep_their_gamma(small_run_cfg):
     cfg = small_run_cfg()
     cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.3))
-    runner = Runner.from_cfg(cfg)
-    runner.train()
-    last = load(Path(cfg.work_dir) / 'iter_6.pth')
+    cfg.train_cfg.val_interval = 2
+    # After 6 iterations every validation has AP 0, so the first one, at gamma 0.6, stays the best.
+    cfg.default_hooks.checkpoint.update(save_best='coco/bbox_mAP', rule='greater')
+    runner, work_dir = train(cfg)
+    last = load(work_dir / 'iter_6.pth')
     source = {key.removeprefix('module.'): value for key, value in last['ema_state_dict'].items()}
     weight = 'backbone.stages.0.blocks.0.ffn.layers.1.weight'
     assert torch.equal(runner.model.state_dict()[weight], source[weight])
     assert not torch.equal(last['state_dict'][weight], source[weight])
     # fc2 takes no norm: the fused model has it as it is in the served state dict.
-    assert torch.equal(load(Path(cfg.work_dir) / 'fused.pth')['state_dict'][weight], last['state_dict'][weight])
+    assert torch.equal(load(work_dir / 'fused.pth')['state_dict'][weight], last['state_dict'][weight])
 
-
-def test_best_checkpoints_keep_their_gamma_and_are_not_fused(small_run_cfg):
-    cfg = small_run_cfg()
-    cfg.train_cfg.val_interval = 2
-    # After 6 iterations every validation has AP 0, so the first one, at gamma 0.6, stays the best.
-    cfg.default_hooks.checkpoint.update(save_best='coco/bbox_mAP', rule='greater')
-    Runner.from_cfg(cfg).train()
-    (best,) = Path(cfg.work_dir).glob('best_*.pth')
+    (best,) = work_dir.glob('best_*.pth')
     iteration = int(best.stem.rpartition('_')[2])
     gamma = load(best)['state_dict']['backbone.norm0._gamma'].item()
     assert gamma == pytest.approx(max(0.0, 1 - iteration / 5), abs=1e-12)
@@ -183,8 +171,7 @@ def test_best_checkpoints_keep_their_gamma_and_are_not_fused(small_run_cfg):
 def test_a_run_that_ends_with_gamma_above_0_keeps_its_checkpoint_and_is_not_fused(small_run_cfg):
     cfg = small_run_cfg(max_iters=2)
     cfg.custom_hooks[0].update(total=10, unit='iter')
-    Runner.from_cfg(cfg).train()
-    work_dir = Path(cfg.work_dir)
+    _, work_dir = train(cfg)
     assert load(work_dir / 'iter_2.pth')['state_dict']['backbone.norm0._gamma'].item() == 0.8
     assert not (work_dir / 'fused.pth').exists()
     log = next(work_dir.glob('*/*.log')).read_text()
@@ -231,10 +218,9 @@ def test_official_recipe_keeps_loaded_statistics_and_its_output_norms(small_run_
         dict(type='ProgressiveNormHook', total=0),
         dict(type='RecalibrateFuseHook', recalibrate=False, num_images=2),
     ]
-    runner = Runner.from_cfg(cfg)
-    runner.train()
-    state = load(Path(cfg.work_dir) / 'iter_2.pth')['state_dict']
-    for name, norm in named_offline_norms(pretrained.backbone.stages):
-        assert torch.equal(state[f'backbone.stages.{name}.repbn.running_var'], norm.statistics()[1]), name
-    fused_entry = read_report(Path(cfg.work_dir) / 'report.json').entries[1]
+    _, work_dir = train(cfg)
+    state = load(work_dir / 'iter_2.pth')['state_dict']
+    statistics = [key for key in backbone if key.endswith(('running_mean', 'running_var'))]
+    assert statistics and not [key for key in statistics if not torch.equal(state[f'backbone.{key}'], backbone[key])]
+    fused_entry = read_report(work_dir / 'report.json').entries[1]
     assert fused_entry.fusion['kept'] == 4 and fused_entry.recalibration is None
