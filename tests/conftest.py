@@ -26,6 +26,8 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch import nn
 
+from slab_det.backbones.patch_merging import PatchMerging
+
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(
     type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN')
@@ -168,12 +170,19 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int) -> None:
-    """Fills parameters and statistics so that no two are alike and activations keep their size."""
+    """Fills parameters and statistics so that no two are alike and activations keep their size.
+
+    A seed gives the same model as a checkpoint that holds the noise in mmdet's order of channels.
+    """
     generator = torch.Generator().manual_seed(seed)
+    mergings = {name: module for name, module in model.named_modules() if isinstance(module, PatchMerging)}
     for name, tensor in live_tensors(model).items():
         if not tensor.is_floating_point() or name.endswith('_gamma'):
             continue
         noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        merging = next((module for prefix, module in mergings.items() if name.startswith(f'{prefix}.')), None)
+        if merging is not None and noise.ndim and noise.shape[-1] == merging.reduction.in_features:
+            noise = merging.to_block_order(noise)
         if name.endswith('running_var'):
             tensor.copy_(noise.abs() + 0.5)
         elif tensor.ndim > 1:

@@ -22,7 +22,6 @@ SCRIPTS = sorted((ROOT / 'tools').glob('*.sh'))
 BEHIND = {
     'tools/dist_train.sh': 'tools/train.py',
     'tools/dist_test.sh': 'tools/test.py',
-    'tools/slurm_train.sh': 'tools/train.py',
 }
 
 
@@ -75,6 +74,9 @@ def test_command_names_what_exists(command: list[str], flags_of: Callable[[str],
         targets = re.findall(r'^([a-z]+):', (ROOT / 'Makefile').read_text(), flags=re.MULTILINE)
         assert arguments and set(arguments) <= set(targets)
         return
+    if program == 'srun':
+        # Slurm's own flags come first.
+        program, arguments = 'python', arguments[arguments.index('-u') + 1 :]
     if program == 'pip':
         assert arguments == ['install', '-e', '.'] and (ROOT / 'setup.py').is_file()
         return
