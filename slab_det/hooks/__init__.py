@@ -5,9 +5,9 @@ Hooks with the same event run in the order of their priorities, those of mmengin
 | priority | hook | because |
 |---|---|---|
 | 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads too |
-| 50 NORMAL | mmengine's EMAHook | |
-| 55 | ProgressiveNormHook, NormStateHook | after EMAHook, whose average of gamma means nothing |
-| 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma, what UN filtered and what norms skipped |
+| 50 NORMAL | mmengine's EMAHook; NormStateHook | |
+| 55 | ProgressiveNormHook | after EMAHook, whose average of gamma means nothing |
+| 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma |
 | 70 LOW | ExactResumeHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
 | 80 | PoolStatisticsHook | all that is served or saved is pooled |
 | 85 | RecalibrateFuseHook | on pooled statistics |

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
-from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from slab_det.runtime.distributed import unwrap
@@ -27,8 +25,8 @@ class ExactResumeHook(Hook):
 
     Between two updates of gradient accumulation the checkpoint also holds the gradients summed so far, and is larger by
     the size of the weights; mmengine drops the gradients and goes on counting. With several processes all get the
-    gradients of the main one, a fair sample of what each had. Resumed with another ``accumulative_counts``, or with
-    FSDP, they are dropped.
+    gradients of the main one, a fair sample of what each had. Resumed with another ``accumulative_counts``, they are
+    dropped.
     """
 
     # Other hooks draw before this one saves; CheckpointHook (VERY_LOW) comes after.
@@ -42,10 +40,10 @@ class ExactResumeHook(Hook):
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         seeds = [sampler.seed for sampler in _seeded_samplers(runner.train_dataloader)]
         checkpoint['random_state'] = {**random_state(), 'sampler_seed': seeds}
-        if _accumulates(runner) and not runner.optim_wrapper.should_update():
+        if _accumulative_counts(runner) and not runner.optim_wrapper.should_update():
             parameters = unwrap(runner.model).named_parameters()
             checkpoint['accumulated_gradients'] = dict(
-                counts=runner.optim_wrapper._accumulative_counts,
+                counts=_accumulative_counts(runner),
                 gradients={name: value.grad.detach().cpu() for name, value in parameters if value.grad is not None},
             )
 
@@ -65,11 +63,7 @@ class ExactResumeHook(Hook):
         # The checkpoint has the state of one process, and the others should not draw alike.
         if self._random is not None and get_rank() == 0:
             set_random_state(self._random)
-        if (
-            self._gradients is not None
-            and _accumulates(runner)
-            and self._gradients['counts'] == runner.optim_wrapper._accumulative_counts
-        ):
+        if self._gradients is not None and self._gradients['counts'] == _accumulative_counts(runner):
             for name, parameter in unwrap(runner.model).named_parameters():
                 if name in self._gradients['gradients']:
                     parameter.grad = self._gradients['gradients'][name].to(parameter)
@@ -91,6 +85,6 @@ def _seeded_samplers(loader: DataLoader) -> list:
     return [sampler for sampler in samplers if hasattr(sampler, 'seed')]
 
 
-def _accumulates(runner: Runner) -> bool:
-    # The main process of a sharded model has the gradients of its own shards only.
-    return isinstance(runner.optim_wrapper, OptimWrapper) and not isinstance(runner.model, FullyShardedDataParallel)
+def _accumulative_counts(runner: Runner) -> int | None:
+    """Iterations per update; None for the several optimizers of an OptimWrapperDict."""
+    return getattr(runner.optim_wrapper, '_accumulative_counts', None)

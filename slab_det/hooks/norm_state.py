@@ -1,95 +1,65 @@
-"""NormStateHook: the training state of norms starts with a run, and what norms leave out is logged."""
+"""NormStateHook: the training state of norms starts with a run, and batches that norms left out are warned of."""
 
 from __future__ import annotations
 
 import torch
-from mmengine.hooks import Hook, LoggerHook
+from mmengine.dist import all_reduce
+from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from torch import Tensor
 
-from slab_det.norms import UN, named_quadratic_norms, skipped_batches
+from slab_det.norms import QuadraticNorm
 from slab_det.runtime.distributed import unwrap
+
+# Iterations between two looks at the counters, which wait for the device.
+INTERVAL = 50
 
 
 @HOOKS.register_module()
 class NormStateHook(Hook):
-    """Resets moving averages where a training starts; logs skipped batches and UN's filter.
+    """Resets moving averages where a training starts; warns of batches that norms left out of their statistics.
 
     UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because batches and gradients are
     others than before; their running variance comes from the loaded weights. ``--resume`` keeps the whole state.
 
-    ``norm_skipped`` in the log counts the batches that a norm left out of its statistics because of NaN or infinite
-    values, since the run or its last ``--resume`` began: the largest count of any norm and process, not logged while
-    it is 0. New ones are warned of. A few in half precision are harmless, because the gradient scaler skips their step.
-
-    ``un_filtered`` is the share of iterations after the warm-up in which UN's outlier filter fired, averaged over the
-    UN layers.
-
-    Counters are read from the device when LoggerHook is about to log, those of all norms at once.
+    Norms leave out batches with NaN or infinite values. Every 50 iterations, and after the last, a warning counts those
+    of the run so far. A few in half precision are harmless, because the gradient scaler skips their step.
     """
-
-    # Before LoggerHook (BELOW_NORMAL).
-    priority = 55
 
     def __init__(self) -> None:
         self._resumed = False
-        self._skipped: dict[str, int] = {}
-        self._filters: list[UN] = []
+        self._num_skipped = 0
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # Not in before_train: --resume without a checkpoint to resume from is a new run.
         self._resumed = runner._resume
 
     def before_train(self, runner: Runner) -> None:
-        model = unwrap(runner.model)
-        norms = named_quadratic_norms(model).values()
-        if not self._resumed:
-            for norm in norms:
-                norm.reset_state()
-        self._skipped = skipped_batches(model)
-        self._filters = [norm for norm in norms if isinstance(norm, UN) and norm.filter_outliers]
+        for module in unwrap(runner.model).modules():
+            if isinstance(module, QuadraticNorm) and not self._resumed:
+                module.reset_state()
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
     ) -> None:
-        if not is_logged(runner, batch_idx):
+        if not self.every_n_train_iters(runner, INTERVAL) and not self.is_last_train_iter(runner):
             return
-        self._log_skipped(runner)
-        if self._filters:
-            runner.message_hub.update_scalar('train/un_filtered', filtered_share(self._filters))
-
-    def _log_skipped(self, runner: Runner) -> None:
-        before, self._skipped = self._skipped, skipped_batches(unwrap(runner.model))
-        if any(self._skipped.values()):
-            # Not to be resumed: counters are not.
-            runner.message_hub.update_scalar('train/norm_skipped', max(self._skipped.values()), resumed=False)
-        new = {name: count - before[name] for name, count in self._skipped.items() if count > before[name]}
-        if new:
+        buffers = unwrap(runner.model).named_buffers()
+        counters = {name: count for name, count in buffers if name.endswith('.num_skipped')}
+        if not counters:
+            return
+        counts = torch.stack([*counters.values()])
+        all_reduce(counts, 'max')
+        skipped = {
+            name.rpartition('.')[0]: count for name, count in zip(counters, counts.tolist(), strict=True) if count
+        }
+        largest = max(skipped.values(), default=0)
+        if largest > self._num_skipped:
             # The first norm of the network is where it began. mmengine drops warnings that repeat: the iteration
             # makes each text a new one.
-            name, count = next(iter(new.items()))
             runner.logger.warning(
-                f'Up to iteration {runner.iter + 1} {len(new)} of {len(self._skipped)} norms met NaN or infinite '
-                f'values and left those batches out of their statistics: {name} {count}, at most {max(new.values())} '
-                'since the last line of the log. A few are harmless under --amp; if they go on, lower the learning '
-                'rate or look at the images and the losses'
+                f'Up to iteration {runner.iter + 1} {len(skipped)} of {len(counters)} norms left up to {largest} '
+                f'batches with NaN or infinite values out of their statistics, {next(iter(skipped))} for one. A few '
+                'are harmless under --amp; if they go on, lower the learning rate or look at the images and the losses'
             )
-
-
-def is_logged(runner: Runner, batch_idx: int) -> bool:
-    """Whether LoggerHook logs the training iteration that has just ended."""
-    loader = runner.train_dataloader
-    return any(
-        hook.every_n_inner_iters(batch_idx, hook.interval)
-        or (hook.end_of_epoch(loader, batch_idx) and (not hook.ignore_last or len(loader) <= hook.interval))
-        for hook in runner.hooks
-        if isinstance(hook, LoggerHook)
-    )
-
-
-def filtered_share(norms: list[UN]) -> Tensor:
-    """Share of the iterations after the warm-up in which the filter fired, averaged over ``norms``, 0-d."""
-    fired = torch.stack([norm.num_filtered for norm in norms])
-    filtering = torch.stack([norm.iteration - norm.warmup_iters for norm in norms])
-    return (fired / filtering.clamp(min=1)).mean()
+        self._num_skipped = largest

@@ -10,24 +10,18 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slab_det.norms import OfflineNorm, TokenBN, named_offline_norms, named_quadratic_norms
+from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
-
-# With fewer images than this in each process, norms that do not say otherwise take the images of all processes.
-SYNC_BELOW = 2
 
 
 @HOOKS.register_module()
 class PoolStatisticsHook(Hook):
-    """Makes norms one over all processes, where mmengine leaves each process its own; without effect in one process.
+    """Makes running statistics one over all processes, where mmengine leaves each process its own.
 
-    Before every validation and every checkpoint the running statistics of all processes are pooled: mean and variance
-    as of the union of what each has seen, other averages by their mean. So every process validates the model that is
-    saved, and a resumed run goes on from where this one does. PyTorch's BatchNorm is pooled too.
-
-    The hook also decides for TokenBN, RepBN and PRepBN whose ``sync`` is None whether a training batch is that of one
-    process or of all: each process normalises alone, as in SLAB's code, unless it has a single image.
+    Before every validation and every checkpoint they become the mean and the variance of the union of what the
+    processes have seen. So every process validates the model that is saved, and a resumed run goes on from where this
+    one does. PyTorch's BatchNorm is pooled too, and EMAHook's model.
 
     Processes that would start at different iterations, because one sees a checkpoint and another does not, stop.
     """
@@ -42,26 +36,20 @@ class PoolStatisticsHook(Hook):
                 f'the processes start at iterations {starts}: the checkpoint to resume from must be where '
                 'each of them looks for it; copy it there, or name it with --resume'
             )
-        undecided = [module for module in runner.model.modules() if isinstance(module, TokenBN) and module.sync is None]
-        if get_world_size() == 1 or not undecided:
-            return
-        images = getattr(runner.train_dataloader.batch_sampler, 'batch_size', None)
-        if images is None:
-            raise SlabDetError(
-                f'PoolStatisticsHook: {type(runner.train_dataloader.batch_sampler).__name__} does not say how many '
-                'images a batch has; set sync=True or sync=False in norm_cfg'
-            )
-        for norm in undecided:
-            norm.sync = images < SYNC_BELOW
-        runner.logger.info(
-            f'PoolStatisticsHook: {len(undecided)} norms take their statistics from the images of '
-            f'{"all processes" if undecided[0].sync else "their process"}, {images} per process'
-        )
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
     ) -> None:
-        if any(_saves_after_iter(hook, runner) for hook in runner.hooks):
+        # CheckpointHook's own condition: no other event comes before it saves in all processes.
+        if any(
+            isinstance(hook, CheckpointHook)
+            and not hook.by_epoch
+            and (
+                hook.every_n_train_iters(runner, hook.interval, hook.save_begin)
+                or (hook.save_last and hook.is_last_train_iter(runner))
+            )
+            for hook in runner.hooks
+        ):
             self._pool(runner)
 
     def after_train_epoch(self, runner: Runner) -> None:
@@ -81,46 +69,29 @@ class PoolStatisticsHook(Hook):
             pool_statistics(model)
 
 
-def _saves_after_iter(hook: Hook, runner: Runner) -> bool:
-    """Whether this is a CheckpointHook that saves after the current iteration: the condition is mmengine's."""
-    return (
-        isinstance(hook, CheckpointHook)
-        and not hook.by_epoch
-        and (
-            hook.every_n_train_iters(runner, hook.interval, hook.save_begin)
-            or (hook.save_last and hook.is_last_train_iter(runner))
-        )
-    )
-
-
 @torch.no_grad()
 def pool_statistics(model: nn.Module) -> None:
-    """Pools the statistics and averages of all norms of ``model`` over all processes, each of which counts the same.
+    """Pools the statistics of all norms of ``model`` over all processes, each of which counts the same.
 
-    All processes must call it with the same architecture; afterwards they have the same buffers to the last bit.
-    Buffers that were the same before do not change.
+    All processes must call it with the same architecture; afterwards they have the same statistics to the last bit.
+    Statistics that were the same before do not change.
     """
-    batch_norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    norms = [
-        *(norm for _, norm in named_offline_norms(model)),
-        *(norm for norm in batch_norms if norm.running_mean is not None),
-    ]
+    norms = [norm for _, norm in named_offline_norms(model)]
+    norms += [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         return
-    own = torch.stack([torch.cat(values).double() for values in zip(*map(_statistics, norms), strict=True)])
+    statistics = [_statistics(norm) for norm in norms]
+    own = torch.stack([torch.cat(values).double() for values in zip(*statistics, strict=True)])
     means, variances = torch.stack(all_gather(own)).unbind(1)
     # As if each process had seen one token with this variance.
     mean, var = means.mean(0), variances.mean(0) + means.var(0, correction=0)
-    sizes = [_statistics(norm)[0].numel() for norm in norms]
+    sizes = [len(mean) for mean, _ in statistics]
     for norm, *pooled in zip(norms, mean.split(sizes), var.split(sizes), strict=True):
         if isinstance(norm, OfflineNorm):
             norm.set_statistics(*pooled)
         else:
             norm.running_mean.copy_(pooled[0])
             norm.running_var.copy_(pooled[1])
-    for norm in named_quadratic_norms(model).values():
-        if not norm.sync:
-            norm.pool_averages()
 
 
 def _statistics(norm: OfflineNorm | _BatchNorm) -> tuple[Tensor, Tensor]:

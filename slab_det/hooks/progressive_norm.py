@@ -61,6 +61,7 @@ class ProgressiveNormHook(Hook):
         self.total = total
         self.unit = unit
         self._gamma_start: dict[str, float] | None = None
+        # Norms whose statistics are this run's own, as a resumed checkpoint says.
         self._live: list[str] = []
         self._norms: dict[str, PRepBN] = {}
         self._num_iters = 0
@@ -72,7 +73,8 @@ class ProgressiveNormHook(Hook):
             runner.logger.warning(
                 "ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') or remove the hook"
             )
-        self._num_iters = self._length_in_iters(runner)
+        iters_per_unit = {'iter': 1, 'fraction': runner.max_iters}.get(self.unit) or len(runner.train_dataloader)
+        self._num_iters = round(self.total * iters_per_unit)
         if self._gamma_start is None:
             self._gamma_start = {name: norm.gamma for name, norm in self._norms.items()}
         elif set(self._gamma_start) != set(self._norms):
@@ -85,8 +87,8 @@ class ProgressiveNormHook(Hook):
         self._check_frozen()
         self._set_gamma(runner.iter)
         runner.logger.info(
-            f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after '
-            f'{self._num_iters} of {runner.max_iters} iterations; now gamma = {self._largest_gamma():g}'
+            f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after {self._num_iters} of '
+            f'{runner.max_iters} iterations; now gamma = {self._largest_gamma():g}'
         )
 
     def _check_frozen(self) -> None:
@@ -139,13 +141,6 @@ class ProgressiveNormHook(Hook):
             state = checkpoint.get('slab_det', {})
             self._gamma_start = state.get('gamma_start')
             self._live = state.get('live', [])
-
-    def _length_in_iters(self, runner: Runner) -> int:
-        if self.unit == 'iter':
-            return round(self.total)
-        if self.unit == 'epoch':
-            return round(self.total * len(runner.train_dataloader))
-        return round(self.total * runner.max_iters)
 
     def _set_gamma(self, iteration: int) -> None:
         left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)

@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from mmengine.dist import barrier, get_world_size, is_main_process
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.dist import get_world_size, is_main_process
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner, save_checkpoint
@@ -103,25 +103,23 @@ class RecalibrateFuseHook(Hook):
         with raise_on_all_ranks():
             images = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
         path, checkpoint = run_on_main(last_checkpoint, runner) or (None, None)
-        # Only the main process sees the file.
-        weights, is_averaged = broadcast_from_main(
-            checkpoint and (checkpoint['state_dict'], 'ema_state_dict' in checkpoint)
-        )
-        model = copy.deepcopy(unwrap(runner.model))
-        model.load_state_dict(weights)
-        model.eval()
+        model = served_model(runner, checkpoint)
         recalibration = None
         if self.recalibrate:
-            recalibration = recalibrate(model, images, max_passes=self.max_passes, tol=self.tol)
-            runner.logger.log(logging.INFO if recalibration.converged else logging.WARNING, str(recalibration))
+            recalibration = self._recalibrate(runner, model, images)
             run_on_main(save_weights, model, checkpoint, path)
-            if not is_averaged:
-                unwrap(runner.model).load_state_dict(model.state_dict())
         metrics = validate(runner, model)
-        barrier()
-        run_on_main(self._write_fused, runner, model, images, path, metrics, recalibration)
+        run_on_main(self._save_fused, runner, model, images, path, metrics, recalibration)
 
-    def _write_fused(
+    def _recalibrate(self, runner: Runner, model: BaseModel, images: DataLoader) -> RecalibrationReport:
+        report = recalibrate(model, images, max_passes=self.max_passes, tol=self.tol)
+        runner.logger.log(logging.INFO if report.converged else logging.WARNING, str(report))
+        # With EMAHook the runner's model has other weights than those that are served.
+        if not any(isinstance(hook, EMAHook) for hook in runner.hooks):
+            unwrap(runner.model).load_state_dict(model.state_dict())
+        return report
+
+    def _save_fused(
         self,
         runner: Runner,
         model: BaseModel,
@@ -183,6 +181,13 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
     path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
     runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False, meta=dict(epoch=runner.epoch, iter=runner.iter))
     return path, read_checkpoint(path)
+
+
+def served_model(runner: Runner, checkpoint: dict | None) -> BaseModel:
+    """A copy of the runner's model with the weights of the last checkpoint, which only the main process has read."""
+    model = copy.deepcopy(unwrap(runner.model))
+    model.load_state_dict(broadcast_from_main(checkpoint and checkpoint['state_dict']))
+    return model.eval()
 
 
 def save_weights(model: BaseModel, checkpoint: dict, path: Path) -> None:

@@ -1,9 +1,9 @@
 """The norms, each one affine map per channel at inference; they are registered in mmengine's MODELS."""
 
-from slab_det.norms.base import ChannelAffine, OfflineNorm, named_offline_norms, skipped_batches
+from slab_det.norms.base import ChannelAffine, OfflineNorm, named_offline_norms
 from slab_det.norms.batch_norm import RepBN, TokenBN
 from slab_det.norms.progressive import PRepBN, named_progressive_norms, set_gamma
-from slab_det.norms.quadratic import MABN, UN, PowerNorm, QuadraticNorm, named_quadratic_norms
+from slab_det.norms.quadratic import MABN, UN, PowerNorm, QuadraticNorm
 
 __all__ = [
     'MABN',
@@ -17,7 +17,5 @@ __all__ = [
     'UN',
     'named_offline_norms',
     'named_progressive_norms',
-    'named_quadratic_norms',
     'set_gamma',
-    'skipped_batches',
 ]

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from mmengine.dist import all_reduce
 from torch import Tensor, nn
-
-from slab_det.norms.processes import is_recomputing
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Raises half precision to float32 and leaves float32 and float64 alone."""
-    return x.float() if x.dtype in HALF else x
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass, as activation checkpointing of either kind recomputes it."""
+    # -1 means "no backward in this thread".
+    return torch._C._current_graph_task_id() != -1
 
 
 class OfflineNorm(nn.Module, ABC):
@@ -62,7 +63,7 @@ class OfflineNorm(nn.Module, ABC):
         self.num_features = num_features
         self.eps = eps
         self.register_buffer('num_skipped', torch.zeros((), dtype=torch.int64), persistent=False)
-        self.register_load_state_dict_post_hook(_take_loaded_buffers)
+        self.register_load_state_dict_post_hook(_note_loaded_statistics)
 
     @abstractmethod
     def train_forward(self, x: Tensor) -> Tensor:
@@ -94,39 +95,31 @@ class OfflineNorm(nn.Module, ABC):
     # A graph cannot hold buffers that are kept or not, nor what quadratic norms leave for their backward pass.
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
-        if self.calibrating or is_recomputing():
-            with self._working_on_copies():
-                return self.train_forward(x)
-        with self._keeping_bad_batches_out(self.num_skipped):
+        with self._updating_buffers(not self.calibrating and not is_recomputing(), self.num_skipped):
             return self.train_forward(x)
 
     @contextmanager
-    def _working_on_copies(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Gives the norm copies of its buffers for the time of the block; yields the buffers and the copies.
-
-        Autograd may keep the copies: nothing changes them after the block.
-        """
+    def _updating_buffers(self, keep: bool = True, counter: Tensor | None = None) -> Iterator[None]:
+        """Lets the block change copies of the buffers; keeps them if all are finite, and counts where they are not."""
         modules = [module for module in self.modules() if module._buffers]
         originals = [module._buffers for module in modules]
-        for module in modules:
-            module._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
-        copies = [module._buffers for module in modules]
+        # Autograd may hold the copies: nothing changes them after the block.
+        copies = [{name: buffer.clone() for name, buffer in buffers.items()} for buffers in originals]
+        _set_buffers(modules, copies)
         try:
-            yield tuple([value for buffers in all_of for value in buffers.values()] for all_of in (originals, copies))
-        finally:
-            for module, buffers in zip(modules, originals, strict=True):
-                module._buffers = buffers
-
-    @contextmanager
-    def _keeping_bad_batches_out(self, counter: Tensor | None = None) -> Iterator[None]:
-        """Keeps what the block makes of the buffers if all of it is finite; otherwise the counter goes up by 1."""
-        with self._working_on_copies() as (buffers, copies):
             yield
+        finally:
+            _set_buffers(modules, originals)
+        if not keep:
+            return
         with torch.no_grad():
+            updated = [buffer for buffers in copies for buffer in buffers.values()]
             # 0 times NaN or infinity is NaN, which counts as true: half as many kernels as isfinite().
-            is_bad = (0 * torch.cat([copy.flatten() for copy in copies if copy.is_floating_point()])).any()
-            for buffer, updated in zip(buffers, copies, strict=True):
-                torch.where(is_bad, buffer, updated, out=buffer)
+            is_bad = (0 * torch.cat([buffer.flatten() for buffer in updated if buffer.is_floating_point()])).any()
+            for buffer, value in zip(
+                [buffer for buffers in originals for buffer in buffers.values()], updated, strict=True
+            ):
+                torch.where(is_bad, buffer, value, out=buffer)
             if counter is not None:
                 counter += is_bad
 
@@ -142,10 +135,6 @@ class OfflineNorm(nn.Module, ABC):
                 f'{type(self).__name__}({self.num_features}) takes (..., {self.num_features}), channels last; '
                 f'got {tuple(x.shape)}'
             )
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As in torch, but float32 at least, whatever ``torch.set_default_dtype`` says."""
-        super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
@@ -164,26 +153,26 @@ class OfflineNorm(nn.Module, ABC):
         float16 ends at 65504, the variance of a sigma of 256, and an average of bfloat16 stands still once its steps
         are small.
         """
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        # From what they were: through half precision they may have become infinite.
-        self._raise_buffers(before)
-        return self
+        buffers = set(self.buffers())
 
-    def _raise_buffers(self, values: dict[str, Tensor]) -> None:
-        """Makes buffers in half precision float32, with these values."""
-        for name, buffer in list(self.named_buffers()):
-            if buffer.dtype in HALF:
-                owner, _, key = name.rpartition('.')
-                setattr(self.get_submodule(owner), key, values[name].to(buffer.device, torch.float32))
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            # From what it was: through half precision it may have become infinite.
+            is_half = moved.dtype in (torch.float16, torch.bfloat16)
+            return tensor.to(moved.device, torch.float32) if is_half and tensor in buffers else moved
+
+        return super()._apply(move, recurse)
 
     def extra_repr(self) -> str:
         return f'{self.num_features}, eps={self.eps}'
 
 
-def _take_loaded_buffers(norm: OfflineNorm, incompatible_keys: object) -> None:
-    """Runs after a norm was loaded: with ``assign=True`` its buffers are those of the checkpoint, in their dtypes."""
-    norm._raise_buffers(dict(norm.named_buffers()))
+def _set_buffers(modules: list[nn.Module], values: list[dict[str, Tensor]]) -> None:
+    for module, buffers in zip(modules, values, strict=True):
+        module._buffers = buffers
+
+
+def _note_loaded_statistics(norm: OfflineNorm, incompatible_keys: object) -> None:
     mean, var = norm.statistics()
     norm.statistics_loaded = bool(mean.any() or (var != 1).any())
 
@@ -200,19 +189,6 @@ def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
         if isinstance(module, OfflineNorm):
             inside = f'{name}.' if name else ''
             yield name, module
-
-
-def skipped_batches(model: nn.Module) -> dict[str, int]:
-    """``num_skipped`` of every outermost OfflineNorm of ``model``, by name, of the process where it is largest.
-
-    All processes must call it. One message and one read of the device for all norms.
-    """
-    counters = {name: norm.num_skipped for name, norm in named_offline_norms(model)}
-    if not counters:
-        return {}
-    counts = torch.stack([*counters.values()])
-    all_reduce(counts, 'max')
-    return dict(zip(counters, counts.tolist(), strict=True))
 
 
 class ChannelAffine(nn.Module):

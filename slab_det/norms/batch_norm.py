@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from mmengine.dist import get_world_size
 from mmengine.registry import MODELS
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from slab_det.norms.base import OfflineNorm, at_least_float32
-from slab_det.norms.processes import sum_over_processes
 
 
 @MODELS.register_module()
@@ -24,7 +25,7 @@ class TokenBN(OfflineNorm):
         eps: Added to the variance.
         momentum: Weight of the new batch in the running statistics.
         sync: Pool the batch over all processes in training, each token with the same weight, as SyncBatchNorm does.
-            None leaves it to :class:`slab_det.hooks.PoolStatisticsHook`; without that hook it means False.
+            Processes with a single image each, (1, L, C), always do.
 
     Shape:
         (..., C) -> (..., C), channels last.
@@ -33,7 +34,7 @@ class TokenBN(OfflineNorm):
         ValueError: If the last dimension is not ``num_features``, or on a single token in training.
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool | None = None) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool = False) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
         self.sync = sync
@@ -43,7 +44,8 @@ class TokenBN(OfflineNorm):
         self.register_buffer('running_var', torch.ones(num_features))
 
     def train_forward(self, x: Tensor) -> Tensor:
-        if self._is_pooling():
+        # In recalibration each process has a number of batches of its own.
+        if (self.sync or len(x) == 1) and not self.calibrating and get_world_size() > 1:
             return self._normalize_pooled(x)
         # As a channels-last image (1, C, 1, N): on a CPU its kernel is 7 times as fast as the one for (N, C).
         image = x.reshape(1, 1, -1, self.num_features).permute(0, 3, 1, 2)
@@ -52,10 +54,6 @@ class TokenBN(OfflineNorm):
         y = F.batch_norm(image, self.running_mean, self.running_var, weight, bias, True, self.momentum, self.eps)
         return y.permute(0, 2, 3, 1).reshape(x.shape)
 
-    def _is_pooling(self) -> bool:
-        # In recalibration each process has a number of batches of its own.
-        return bool(self.sync) and not self.calibrating and get_world_size() > 1
-
     def _normalize_pooled(self, x: Tensor) -> Tensor:
         """Normalises by the tokens of all processes."""
         tokens = at_least_float32(x).reshape(-1, self.num_features)
@@ -63,7 +61,7 @@ class TokenBN(OfflineNorm):
         # In float64: the mean of x^2 is about to lose the square of the mean.
         var, mean = var.double(), mean.double()
         count = mean.new_full((1,), len(tokens))
-        total = sum_over_processes(torch.cat([count, count * mean, count * (var + mean.square())]))
+        total = _SumOverProcesses.apply(torch.cat([count, count * mean, count * (var + mean.square())]))
         count, mean, square = total.split([1, self.num_features, self.num_features])
         mean = mean / count
         var = square / count - mean.square()
@@ -93,21 +91,10 @@ class RepBN(TokenBN):
 
     Trains with batch statistics over every token; at inference it is the affine map of Lemma 4.1:
     scale = alpha / sigma + eta, shift = beta - alpha * mu / sigma, sigma = sqrt(var + eps).
-
-    Args:
-        num_features: Channels C.
-        eps: Added to the variance.
-        momentum: Weight of the new batch in the running statistics.
-        sync: See :class:`TokenBN`.
-
-    Shape:
-        (..., C) -> (..., C), channels last.
-
-    Raises:
-        ValueError: If the last dimension is not ``num_features``, or on a single token in training.
+    Arguments, shape and errors are those of :class:`TokenBN`.
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool | None = None) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool = False) -> None:
         super().__init__(num_features, eps, momentum, sync)
         self.eta = nn.Parameter(torch.ones(1))
 
@@ -117,3 +104,17 @@ class RepBN(TokenBN):
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         scale, shift = super().inference_affine()
         return scale + self.eta, shift
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Every process reads the sum, so the gradient of a summand is the sum of the gradients of all processes."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        return _SumOverProcesses.apply(grad)

@@ -39,7 +39,7 @@ class PRepBN(OfflineNorm):
         eps: float = 1e-5,
         ln_eps: float | None = None,
         momentum: float = 0.1,
-        sync: bool | None = None,
+        sync: bool = False,
     ) -> None:
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
@@ -106,11 +106,11 @@ class PRepBN(OfflineNorm):
     def set_statistics(self, mean: Tensor, var: Tensor) -> None:
         self.repbn.set_statistics(mean, var)
 
-    def _raise_buffers(self, values: dict[str, Tensor]) -> None:
-        """Restores half-precision buffers to float32, and gamma to float64, so that a checkpoint holds what forward
-        uses."""
-        super()._raise_buffers(values)
+    def _apply(self, *args) -> PRepBN:
+        super()._apply(*args)
+        # In float64 whatever the cast, so that a checkpoint holds the value that forward uses.
         self._gamma = torch.full_like(self._gamma, self._gamma_value, dtype=torch.float64)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable
 
 import torch
 from mmengine.dist import all_reduce
@@ -12,9 +10,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from slab_det.norms.base import OfflineNorm, at_least_float32
-from slab_det.norms.processes import is_recomputing, sum_over_processes
-from slab_det.norms.recent_values import RecentValues
+from slab_det.norms.base import OfflineNorm, at_least_float32, is_recomputing
 
 
 class QuadraticNorm(OfflineNorm):
@@ -32,15 +28,14 @@ class QuadraticNorm(OfflineNorm):
         momentum: Weight of the new value in running averages, 1 - a in the papers.
         warmup_iters: So many iterations s^ is the batch's own mean x^2. The averages of the backward pass run from
             the first iteration on.
-        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
 
     Raises:
         ValueError: If the last dimension is not ``num_features``.
-        RuntimeError: If activation checkpointing recomputes a forward that is none of the last ``MAX_PENDING``. On
-            an accelerator, whose answer no forward waits for, it is an assertion there.
+        RuntimeError: If activation checkpointing recomputes another forward than the last one in training mode, which
+            alone is remembered.
 
     Attributes:
         running_var: Average of mean x^2, (C,): what inference divides by.
@@ -48,33 +43,28 @@ class QuadraticNorm(OfflineNorm):
         iteration: Training iterations t so far, but for those that were not finite.
     """
 
-    # Training forwards of one norm after which an earlier one can no longer be recomputed; each keeps 2 C + 1 floats.
-    # Forwards under no_grad count too: the first pass of reentrant checkpointing is one, and looks like any other.
-    MAX_PENDING = 64
-    # Distance between a recomputed forward and its first run, as a share of the sum of x^2. 0 but for layers before
-    # the norm that do not repeat themselves to the last bit; other batches are further away.
-    SAME_BATCH = 1e-3
-
-    def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int, sync: bool) -> None:
+    def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
         self.warmup_iters = warmup_iters
-        self.sync = sync
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer('running_var', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
-        # Of each pending forward the sum of x^2 over its own tokens, s^ and whether it was an outlier: (2 C + 1,).
-        self._pending: deque[Tensor] = deque(maxlen=self.MAX_PENDING)
+        # Of the last forward: the sum of x^2 over its own tokens, s^ and whether it was an outlier.
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
-    @abstractmethod
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes mean x^2 of iteration t, (C,), into the forward averages.
+        """Takes mean x^2 of iteration t, (C,), into the forward averages: here exponential ones.
 
         Returns:
             s^, (C,), and whether moving averages must not see this iteration, 0-d.
         """
+        # The average begins with the warm-up, not after it: by then it has forgotten its initial value.
+        self.running_var.lerp_(square, self.momentum)
+        smoothed = torch.where(self.is_warming_up, square, self.running_var)
+        return smoothed, torch.zeros_like(self.is_warming_up)
 
     @abstractmethod
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
@@ -97,8 +87,8 @@ class QuadraticNorm(OfflineNorm):
         if not self.calibrating:
             return _DivideBySmoothedSquare.apply(x, self.weight, self.bias, self)
         values = at_least_float32(x)
-        scale = self.weight * (self._mean(_sum_over_tokens(values.square()), x) + self.eps).rsqrt()
-        return torch.addcmul(self.bias, values, scale).to(x.dtype)
+        square = _sum_over_tokens(values.square()) / x.shape[:-1].numel()
+        return torch.addcmul(self.bias, values, self.weight * (square + self.eps).rsqrt()).to(x.dtype)
 
     def next_square(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """s^ of the iteration with tokens ``x``, and whether it is an outlier; a recomputed one gets what it had."""
@@ -106,57 +96,30 @@ class QuadraticNorm(OfflineNorm):
         if is_recomputing():
             return self._recall(own)
         self.iteration += 1
-        square, is_outlier = self.smooth_square(self._mean(own, x))
-        self._pending.append(torch.cat([own, square, is_outlier.to(own)[None]]))
+        square, is_outlier = self.smooth_square(_mean_over_processes(own, x))
+        self._last = own, square, is_outlier
         return square, is_outlier
 
     def next_psi(self, own: Tensor, is_outlier: Tensor, x: Tensor) -> Tensor:
         """psi of an iteration, from the sum of ``g z`` over the tokens ``x`` of this process, (C,)."""
-        gradient = self._mean(own, x)
-        with self._keeping_bad_batches_out():
+        gradient = _mean_over_processes(own, x)
+        with self._updating_buffers():
             return self.smooth_gradient(gradient, is_outlier)
 
-    def _mean(self, own: Tensor, x: Tensor) -> Tensor:
-        """The mean over the tokens of all processes, from the sum ``own`` over the tokens ``x`` of this one."""
-        total = torch.cat([own, own.new_full((1,), x.shape[:-1].numel())])
-        if self.sync and not self.calibrating:
-            total = sum_over_processes(total)
-        return total[:-1] / total[-1]
-
     def _recall(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """s^ and ``is_outlier`` of the forward that had the same sum of x^2, chosen without waiting for the device.
-
-        Several may be pending, as where two batches share one backward pass, and in any order.
-
-        Raises:
-            RuntimeError: If there is none; see the class.
-        """
-        kind = f'{type(self).__name__}({self.num_features})'
-        if not self._pending:
-            raise RuntimeError(
-                f'{kind}: a training forward inside a backward pass recomputes none that went before; run '
-                'forwards of your own, as in gradient hooks, in eval mode, or before backward'
-            )
-        # Of equal ones the latest, which min finds first.
-        sums, squares, outliers = torch.stack([*reversed(self._pending)]).tensor_split([len(own), 2 * len(own)], 1)
-        # Overflows of mixed precision: in this batch the other channels decide, in another one they make it another.
-        finite = own.isfinite()
-        distances = torch.where(finite, (sums - own).abs(), 0.0).sum(1).nan_to_num(nan=torch.inf)
-        distance, index = distances.min(0, keepdim=True)
-        torch._assert_async(
-            distance <= self.SAME_BATCH * torch.where(finite, own, 0.0).sum(),
-            (
-                f'{kind}: the forward to recompute is none of the last {self.MAX_PENDING} in training mode; call '
-                'backward after fewer forwards, keep forwards that are not trained on in eval mode, let checkpointing '
-                f'preserve the random state; or raise {type(self).__name__}.MAX_PENDING before building the model'
-            ),
+        """s^ and ``is_outlier`` of the last forward, which must have had the sum ``own`` of x^2."""
+        text = (
+            f'{type(self).__name__}({self.num_features}): activation checkpointing recomputes another forward than '
+            'the last one in training mode; call backward after each forward, keep forwards that are not trained on '
+            'in eval mode, and let checkpointing preserve the random state'
         )
-        return squares.index_select(0, index)[0], outliers.index_select(0, index)[0, 0].bool()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuadraticNorm:
-        # They are of the old device, and no backward pass outlives a move.
-        self._pending.clear()
-        return super()._apply(fn, recurse)
+        if self._last is None:
+            raise RuntimeError(text)
+        first, square, is_outlier = self._last
+        # Layers before the norm need not repeat themselves to the last bit; other batches are further away. Overflows
+        # of mixed precision are NaN in the difference. Asserted on the device: no forward waits for its answer.
+        torch._assert_async((own - first).abs().nansum() <= 1e-3 * own.nansum(), text)
+        return square, is_outlier
 
     @torch.no_grad()
     def reset_state(self) -> None:
@@ -164,20 +127,6 @@ class QuadraticNorm(OfflineNorm):
         for name, buffer in self.named_buffers():
             if name not in ('running_var', 'num_skipped'):
                 buffer.zero_()
-
-    @torch.no_grad()
-    def pool_averages(self) -> None:
-        """Makes one of the windows, psi and counters of all processes; running variance and ``num_skipped`` stay.
-
-        Windows are pooled by :meth:`RecentValues.pool_over_processes`. Counters, which differ where batches of some
-        processes were not finite, become the largest.
-        """
-        for window in self.children():
-            if isinstance(window, RecentValues):
-                window.pool_over_processes()
-        for name, buffer in self.named_buffers(recurse=False):
-            if name not in ('running_var', 'num_skipped'):
-                all_reduce(buffer, 'mean' if buffer.is_floating_point() else 'max')
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         return self.weight / (self.running_var + self.eps).sqrt(), self.bias
@@ -222,6 +171,31 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), _sum_over_tokens(grad).to(weight.dtype), None
 
 
+class _Window(nn.Module):
+    """A ring of the last M values of a vector, on the device. Before it is full it holds the values seen so far."""
+
+    def __init__(self, window_size: int, num_features: int) -> None:
+        super().__init__()
+        if window_size < 1:
+            raise ValueError(f'window_size must be at least 1, got {window_size}')
+        self.register_buffer('values', torch.zeros(window_size, num_features))
+        self.register_buffer('count', torch.zeros((), dtype=torch.int64))
+
+    def push(self, value: Tensor) -> None:
+        """Adds ``value``, (C,), in the place of the oldest."""
+        self.count += 1
+        self.replace_latest(value)
+
+    def replace_latest(self, value: Tensor) -> None:
+        place = (self.count - 1).remainder(len(self.values))
+        self.values.index_copy_(0, place[None], value[None])
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Arithmetic mean of ``rows``, a function of ``values`` row by row, over what was seen, (C,)."""
+        seen = torch.arange(len(rows), device=rows.device) < self.count
+        return torch.where(seen[:, None], rows, 0.0).sum(0) / seen.sum()
+
+
 @MODELS.register_module()
 class UN(QuadraticNorm):
     """Divides by the geometric mean of the last M quadratic means, unless the window holds an outlier.
@@ -248,7 +222,6 @@ class UN(QuadraticNorm):
         window_size: Values M of the moving means, forward and backward.
         warmup_iters: So many iterations normalise by the batch alone.
         filter_outliers: Use outlier filtration. The paper does for vision; without it its detectors did not train.
-        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
@@ -268,25 +241,24 @@ class UN(QuadraticNorm):
         window_size: int = 4,
         warmup_iters: int = 4000,
         filter_outliers: bool = True,
-        sync: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, warmup_iters, sync)
+        super().__init__(num_features, eps, momentum, warmup_iters)
         self.window_size = window_size
         self.filter_outliers = filter_outliers
-        self.squares = RecentValues(window_size, num_features)
-        self.gradients = RecentValues(window_size, num_features)
+        self.squares = _Window(window_size, num_features)
+        self.gradients = _Window(window_size, num_features)
         self.register_buffer('num_filtered', torch.zeros((), dtype=torch.int64))
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
         window = self.squares
-        before, was_full = window.values.clone(), window.is_full
+        before, was_full = window.values.clone(), window.count >= self.window_size
         window.push(square)
         # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
         geometric_mean = window.mean(window.values.clamp(min=1e-3 * self.eps).log()).exp()
         is_outlier = torch.zeros_like(was_full)
         # One value is its own mean of either kind, whatever rounding says.
         if self.filter_outliers and self.window_size > 1:
-            exceeds = window.mean() - geometric_mean > self.window_size * before.sqrt().var()
+            exceeds = window.mean(window.values) - geometric_mean > self.window_size * before.sqrt().var()
             is_outlier = was_full & ~self.is_warming_up & exceeds.any()
         window.replace_latest(torch.where(is_outlier, self.running_var, square))
         self.num_filtered += is_outlier
@@ -296,25 +268,16 @@ class UN(QuadraticNorm):
 
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
         self.gradients.push(torch.where(is_outlier, self.psi, gradient))
-        self.psi.lerp_(torch.where(is_outlier, gradient, self.gradients.mean()), self.momentum)
+        mean = self.gradients.mean(self.gradients.values)
+        self.psi.lerp_(torch.where(is_outlier, gradient, mean), self.momentum)
         return torch.where(is_outlier, gradient, self.psi)
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, window_size={self.window_size}, filter_outliers={self.filter_outliers}'
 
 
-class _ExponentialSquareNorm(QuadraticNorm):
-    """Divides by the exponential moving average of mean x^2, the current batch included."""
-
-    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
-        # The average begins with the warm-up, not after it: by then it has forgotten its initial value.
-        self.running_var.lerp_(square, self.momentum)
-        smoothed = torch.where(self.is_warming_up, square, self.running_var)
-        return smoothed, torch.zeros_like(self.is_warming_up)
-
-
 @MODELS.register_module()
-class MABN(_ExponentialSquareNorm):
+class MABN(QuadraticNorm):
     """Moving Average BatchNorm as UN compares with it: no mean, exponential average forward, simple one backward.
 
     s^ <- a s^ + (1 - a) mean x^2, a = 1 - momentum; psi is the mean of the last M values of gs. Without the paper's
@@ -326,7 +289,6 @@ class MABN(_ExponentialSquareNorm):
         momentum: Weight of the new value in s^; the released code has 0.02.
         window_size: Values M of the backward average; 16 in the released code for detectors.
         warmup_iters: So many iterations normalise by the batch alone.
-        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
@@ -342,22 +304,21 @@ class MABN(_ExponentialSquareNorm):
         momentum: float = 0.1,
         window_size: int = 16,
         warmup_iters: int = 100,
-        sync: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, warmup_iters, sync)
+        super().__init__(num_features, eps, momentum, warmup_iters)
         self.window_size = window_size
-        self.gradients = RecentValues(window_size, num_features)
+        self.gradients = _Window(window_size, num_features)
 
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
         self.gradients.push(gradient)
-        return self.psi.copy_(self.gradients.mean())
+        return self.psi.copy_(self.gradients.mean(self.gradients.values))
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, window_size={self.window_size}'
 
 
 @MODELS.register_module()
-class PowerNorm(_ExponentialSquareNorm):
+class PowerNorm(QuadraticNorm):
     """PowerNorm that stays offline: no mean, exponential averages forward and backward.
 
     s^ <- a s^ + (1 - a) mean x^2 and psi <- a psi + (1 - a) gs, a = 1 - momentum. The paper's scaling of each token by
@@ -368,7 +329,6 @@ class PowerNorm(_ExponentialSquareNorm):
         eps: Added to s^ inside the root.
         momentum: Weight of the new value in both averages.
         warmup_iters: So many iterations normalise by the batch alone.
-        sync: Pool the tokens of all processes, each with the same weight; otherwise each process has its own averages.
 
     Shape:
         (..., C) -> (..., C), channels last; a single token will do.
@@ -377,20 +337,20 @@ class PowerNorm(_ExponentialSquareNorm):
         ValueError: If the last dimension is not ``num_features``.
     """
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, warmup_iters: int = 10000, sync: bool = True
-    ) -> None:
-        super().__init__(num_features, eps, momentum, warmup_iters, sync)
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, warmup_iters: int = 10000) -> None:
+        super().__init__(num_features, eps, momentum, warmup_iters)
 
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
         return self.psi.lerp_(gradient, self.momentum)
 
 
-def named_quadratic_norms(model: nn.Module) -> dict[str, QuadraticNorm]:
-    """Every UN, MABN and PowerNorm of ``model`` by its dotted name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuadraticNorm)}
-
-
 def _sum_over_tokens(x: Tensor) -> Tensor:
     """(..., C) -> (C,), without the copy that flattening a transposed map would make."""
     return x.sum_to_size(x.shape[-1])
+
+
+def _mean_over_processes(own: Tensor, x: Tensor) -> Tensor:
+    """The mean over the tokens of all processes, from the sum ``own`` over the tokens ``x`` of this one."""
+    total = torch.cat([own, own.new_full((1,), x.shape[:-1].numel())])
+    all_reduce(total)
+    return total[:-1] / total[-1]

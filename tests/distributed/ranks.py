@@ -22,7 +22,7 @@ from mmdet.utils import register_all_modules
 from mmengine.config import Config
 from mmengine.dist import all_gather_object, get_rank, init_dist
 from mmengine.evaluator import BaseMetric
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from recorder import digest
@@ -40,25 +40,10 @@ from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
 CONFIGS = Path(__file__).parents[2] / 'configs'
 CHANNELS = 6
 # Of each process; one of them has a single token, which alone has no variance.
-TOKENS = (5, 1, 7, 3)
+TOKENS = [5, 1, 7, 3]
 # Images of each process in a recalibration: unequal in number and size, and one process has none.
 IMAGES = ([(64, 80), (33, 90), (48, 40)], [(90, 33)], [(40, 40), (64, 32)], [])
 SIZE = (96, 80)
-
-
-def tokens_of(rank, step):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    shape = 1, TOKENS[rank], CHANNELS
-    tokens = torch.randn(shape, generator=generator, dtype=torch.float64) * (rank + 1) + 3 * rank + step
-    return tokens, torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def union(step):
-    return [torch.cat(parts, 1) for parts in zip(*(tokens_of(rank, step) for rank in range(len(TOKENS))), strict=True)]
-
-
-def own_part(values):
-    return values.split(TOKENS, 1)[get_rank()]
 
 
 def distance(value, reference):
@@ -77,107 +62,56 @@ def message(function, *args):
 
 # Norms -----------------------------------------------------------------------------------------------------------
 
-
-def batch_norm_of_union(kind, gamma):
-    """Two training steps of one process on the tokens of all, from the formula: outputs, gradients and statistics."""
-    weight, bias, eta, ln_weight, ln_bias = (p.clone().requires_grad_() for p in parameters_of_norm())
-    mean, var = torch.zeros(CHANNELS).double(), torch.ones(CHANNELS).double()
-    for step in range(2):
-        x, upstream = union(step)
-        x.requires_grad_()
-        mu = x.mean((0, 1))
-        centred = x - mu
-        sigma2 = centred.square().mean((0, 1))
-        y = weight * centred / (sigma2 + 1e-5).sqrt() + bias
-        if kind is not TokenBN:
-            y = y + eta * x
-        if kind is PRepBN:
-            token_mean = x.mean(2, keepdim=True)
-            token_var = (x - token_mean).square().mean(2, keepdim=True)
-            y = gamma * (ln_weight * (x - token_mean) / (token_var + 1e-5).sqrt() + ln_bias) + (1 - gamma) * y
-        (y * upstream).sum().backward()
-        num = x.shape[1]
-        mean = 0.9 * mean + 0.1 * mu.detach()
-        var = 0.9 * var + 0.1 * sigma2.detach() * num / (num - 1)
-    gradients = {
-        'weight': weight.grad,
-        'bias': bias.grad,
-        'eta': eta.grad,
-        'ln.weight': ln_weight.grad,
-        'ln.bias': ln_bias.grad,
-    }
-    return y.detach(), x.grad, gradients, mean, var
+NORMS = {
+    'TokenBN': lambda: TokenBN(CHANNELS, sync=True),
+    'RepBN': lambda: RepBN(CHANNELS, sync=True),
+    'RepBN of single images': lambda: RepBN(CHANNELS),
+    'PRepBN': lambda: PRepBN(CHANNELS, sync=True),
+    'UN': lambda: UN(CHANNELS, warmup_iters=2, window_size=2),
+    'MABN': lambda: MABN(CHANNELS, warmup_iters=2, window_size=2),
+    'PowerNorm': lambda: PowerNorm(CHANNELS, warmup_iters=2),
+}
 
 
-def parameters_of_norm():
-    generator = torch.Generator().manual_seed(99)
-    sizes = CHANNELS, CHANNELS, 1, CHANNELS, CHANNELS
-    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+def tokens_of(rank, step):
+    """Tokens, each an image, and the gradients of their outputs; every sixth step has outliers."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    tokens, gradient = torch.randn(2, TOKENS[rank], 1, CHANNELS, generator=generator, dtype=torch.float64)
+    return (tokens * (rank + 1) + 3 * rank) * (30 if step % 6 == 5 else 1), gradient
 
 
-def synced_batch_norm(kind, gamma=0.0, recompute=False):
-    norm = kind(CHANNELS, sync=True).double()
-    inner = norm.repbn if kind is PRepBN else norm
-    weight, bias, eta, ln_weight, ln_bias = parameters_of_norm()
-    with torch.no_grad():
-        inner.weight.copy_(weight)
-        inner.bias.copy_(bias)
-        if kind is not TokenBN:
-            inner.eta.copy_(eta)
-        if kind is PRepBN:
-            norm.ln.weight.copy_(ln_weight)
-            norm.ln.bias.copy_(ln_bias)
-            norm.gamma = gamma
-    for step in range(2):
-        x, upstream = tokens_of(get_rank(), step)
+def trained(name, ranks, recompute=False):
+    """A norm after steps on the tokens of these ranks: outputs, input gradients, gradients and buffers."""
+    torch.manual_seed(0)
+    norm = NORMS[name]().double()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    slab_det.set_gamma(norm, 0.0 if recompute else 0.3)
+    by_token = {'output': [], 'input gradient': []}
+    for step in range(12):
+        x, gradient = map(torch.cat, zip(*(tokens_of(rank, step) for rank in ranks), strict=True))
+        if 'single' in name:
+            x, gradient = x.transpose(0, 1), gradient.transpose(0, 1)
         x.requires_grad_()
         y = checkpoint(norm, x, use_reentrant=False) if recompute else norm(x)
-        (y * upstream).sum().backward()
-    expected_y, expected_grad, expected, mean, var = batch_norm_of_union(kind, gamma)
-    found = {
-        'output': distance(y.detach(), own_part(expected_y)),
-        'input gradient': distance(x.grad, own_part(expected_grad)),
-        'running_mean': distance(inner.running_mean, mean),
-        'running_var': distance(inner.running_var, var),
-    }
-    for name, parameter in norm.named_parameters():
-        if parameter.grad is None:
-            continue
-        total = parameter.grad.clone()
-        dist.all_reduce(total)
-        found[name] = distance(total, expected[name.removeprefix('repbn.')])
-    return found
+        y.backward(gradient)
+        by_token['output'].append(y.detach().flatten(0, 1))
+        by_token['input gradient'].append(x.grad.flatten(0, 1))
+    gradients = {key: parameter.grad for key, parameter in norm.named_parameters() if parameter.grad is not None}
+    return {key: torch.stack(values) for key, values in by_token.items()}, gradients, dict(norm.named_buffers())
 
 
-def smoothed_norm(kind, sync):
-    """Three training steps, beside one process on the tokens of all."""
-    options = {'warmup_iters': 1} if kind is PowerNorm else {'warmup_iters': 1, 'window_size': 2}
-    norm, alone = (kind(CHANNELS, sync=s, **options).double() for s in (sync, False))
-    for step in range(3):
-        x, upstream = tokens_of(get_rank(), step)
-        x.requires_grad_()
-        (norm(x) * upstream).sum().backward()
-        all_x, all_upstream = union(step)
-        all_x.requires_grad_()
-        (alone(all_x) * all_upstream).sum().backward()
-    states = all_gather_object({name: buffer.clone() for name, buffer in norm.named_buffers()})
-    found = {
-        'before': digest(norm.named_buffers()),
-        'input gradient': distance(x.grad, own_part(all_x.grad)),
-        'state': max(
-            distance(a.double(), b.double())
-            for (_, a), (_, b) in zip(norm.named_buffers(), alone.named_buffers(), strict=True)
-            if b.any()
-        ),
-    }
-    pool_statistics(norm)
-    found['after'] = digest(norm.named_buffers())
-    found['pooled'] = 0.0
-    for name, value in norm.named_buffers():
-        each = torch.stack([state[name] for state in states])
-        expected = each.mean(0) if each.is_floating_point() else each.amax(0)
-        if expected.any():
-            found['pooled'] = max(found['pooled'], distance(value.double(), expected.double()))
+def trained_together(alone):
+    """The largest distances to one process with all tokens."""
+    found = {}
+    for (name, recompute), (by_token, gradients, buffers) in alone.items():
+        own_by_token, own_gradients, own_buffers = trained(name, [get_rank()], recompute)
+        for gradient in own_gradients.values():
+            dist.all_reduce(gradient)
+        pairs = {key: (value, by_token[key].split(TOKENS, 1)[get_rank()]) for key, value in own_by_token.items()}
+        pairs |= {key: (value, gradients[key]) for key, value in own_gradients.items()}
+        pairs |= {key: (value.double(), buffers[key].double()) for key, value in own_buffers.items()}
+        found[f'{name}, {recompute}'] = {key: distance(*pair) for key, pair in pairs.items() if pair[1].any()}
     return found
 
 
@@ -193,15 +127,12 @@ def pooled_statistics():
     pool_statistics(model)
     first = digest(model.named_buffers())
     found = {}
-    for index in range(2):
-        means = torch.stack([state[f'{index}.running_mean'] for state in each])
-        variances = torch.stack([state[f'{index}.running_var'] for state in each])
-        found[f'{index}.running_mean'] = distance(model[index].running_mean, means.mean(0))
-        found[f'{index}.running_var'] = distance(
-            model[index].running_var, variances.mean(0) + means.var(0, correction=0)
-        )
-    squares = torch.stack([state['2.running_var'] for state in each])
-    found['2.running_var'] = distance(model[2].running_var, squares.mean(0))
+    for index in range(3):
+        means = torch.stack([state.get(f'{index}.running_mean', torch.zeros(CHANNELS)) for state in each])
+        var = torch.stack([state[f'{index}.running_var'] for state in each]).mean(0) + means.var(0, correction=0)
+        found[f'{index}.running_var'] = distance(model[index].running_var, var)
+        if index < 2:
+            found[f'{index}.running_mean'] = distance(model[index].running_mean, means.mean(0))
     pool_statistics(model)
     return {'distance': found, 'digest': first, 'again': digest(model.named_buffers())}
 
@@ -278,11 +209,11 @@ class Points(Dataset):
 
 
 class Regression(BaseModel):
-    """PRepBN, UN with statistics of its own in each process, and PyTorch's BatchNorm."""
+    """PRepBN, UN and PyTorch's BatchNorm, which has statistics of its own in each process."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.un, self.bn = PRepBN(4), UN(4, warmup_iters=1, sync=False), nn.BatchNorm1d(4)
+        self.norm, self.un, self.bn = PRepBN(4), UN(4, warmup_iters=1), nn.BatchNorm1d(4)
         self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x, target, mode='tensor'):
@@ -300,36 +231,32 @@ class MeanLoss(BaseMetric):
 
 
 class Watch(Hook):
-    """Notes the model's state before and after the hooks of an iteration, and what is validated."""
+    """Notes the state after the hooks of an iteration, and what is validated."""
 
     priority = 'LOWEST'
 
     def __init__(self):
-        self.after, self.validated, self.gammas, self.ema = [], [], [], []
+        self.notes = {'after': [], 'norms': [], 'validated': [], 'gammas': []}
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
-        self.gammas.append(runner.model.module.norm.gamma)
+        self.notes['gammas'].append(runner.model.module.norm.gamma)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self.after.append(digest(runner.model.module.state_dict()))
+        model = runner.model.module
+        self.notes['after'].append(digest(model.state_dict()))
+        self.notes['norms'].append(digest({**model.norm.state_dict(), **model.un.state_dict()}))
 
     def before_val_epoch(self, runner):
-        self.validated.append(digest(runner.model.module.state_dict()))
+        self.notes['validated'].append(digest(runner.model.module.state_dict()))
 
     def after_train(self, runner):
-        self.ema = [digest(hook.ema_model.state_dict()) for hook in runner.hooks if hasattr(hook, 'ema_model')]
+        self.notes['ema'] = [digest(hook.ema_model.state_dict()) for hook in runner.hooks if isinstance(hook, EMAHook)]
 
 
-def regression_runner(work_dir, batch_size, resume=False):
+def regression_runner(work_dir, watch, resume=False):
     torch.manual_seed(0)
-    loader = {
-        'batch_size': batch_size,
-        'num_workers': 0,
-        'dataset': Points(),
-        'collate_fn': {'type': 'default_collate'},
-    }
-    watch = Watch()
-    runner = Runner(
+    loader = {'batch_size': 1, 'num_workers': 0, 'dataset': Points(), 'collate_fn': {'type': 'default_collate'}}
+    return Runner(
         Regression(),
         str(work_dir),
         launcher='pytorch',
@@ -346,34 +273,20 @@ def regression_runner(work_dir, batch_size, resume=False):
         randomness={'seed': 0},
         experiment_name=f'{work_dir}-{resume}',
     )
-    return runner, watch
 
 
-def training(folder, batch_size):
-    folder = folder / f'regression{batch_size}' / str(get_rank())
-    runner, watch = regression_runner(folder, batch_size)
+def training(folder):
+    folder, watch = folder / f'regression{get_rank()}', Watch()
+    runner = regression_runner(folder, watch)
     runner.train()
-    model = runner.model.module
-    found = {
-        'after': watch.after,
-        'validated': watch.validated,
-        'gammas': watch.gammas,
-        'ema': watch.ema,
-        'sync': model.norm.repbn.sync,
-        'wrapper': type(runner.model).__name__,
-        'find_unused': runner.model.find_unused_parameters,
-        'end': digest(model.state_dict()),
-        'files': sorted(path.name for path in folder.glob('*.pth')),
-    }
+    found = {**watch.notes, 'find_unused': runner.model.find_unused_parameters, 'files': len([*folder.glob('*.pth')])}
     if get_rank() == 0:
         saved = torch.load(folder / 'iter_4.pth', weights_only=False)
         # With EMAHook the model that is trained lies there.
         saved = {key.removeprefix('module.'): value for key, value in saved['ema_state_dict'].items() if key != 'steps'}
         found['saved'] = digest(saved)
-    if batch_size == 1:
-        # Only the first process finds a checkpoint in its folder.
-        found['resume'] = message(regression_runner(folder, batch_size, resume=True)[0].train)
-    return found
+    # Only the first process finds a checkpoint in its folder.
+    return {**found, 'resume': message(regression_runner(folder, Watch(), resume=True).train)}
 
 
 # The end of a run ------------------------------------------------------------------------------------------------
@@ -449,27 +362,16 @@ def launch():
     return {'backend': dist.get_backend(), 'warnings': [str(w.message) for w in caught]}
 
 
-def run(rank, world_size, folder, port, alone, cfg):
+def run(rank, world_size, folder, port, norms, statistics, cfg):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1', MASTER_PORT=port
     )
     found = {'launch': launch()}
-    found['batch norms'] = {
-        'TokenBN': synced_batch_norm(TokenBN),
-        'RepBN': synced_batch_norm(RepBN),
-        'RepBN, recomputed': synced_batch_norm(RepBN, recompute=True),
-        'PRepBN at 0.3': synced_batch_norm(PRepBN, 0.3),
-        'PRepBN at 0, recomputed': synced_batch_norm(PRepBN, 0.0, recompute=True),
-    }
-    found['smoothed norms'] = {
-        f'{kind.__name__}, {sync}': smoothed_norm(kind, sync)
-        for kind in (UN, MABN, PowerNorm)
-        for sync in (True, False)
-    }
+    found['norms'] = trained_together(norms)
     found['pooled statistics'] = pooled_statistics()
-    found['recalibration'] = recalibrated_together(alone)
+    found['recalibration'] = recalibrated_together(statistics)
     found['failed recalibration'] = recalibration_fails_on_one()
-    found['training'] = {str(batch_size): training(folder, batch_size) for batch_size in (1, 2)}
+    found['training'] = training(folder)
     found['end of run'] = end_of_run(cfg)
     (folder / f'{rank}.json').write_text(json.dumps(found))
 
@@ -480,7 +382,9 @@ def main(world_size, folder):
     slab_det.runtime.install()
     os.environ['SLAB_DET_CACHE'] = str(folder / 'cache')
     generate(num_train=8, num_val=3, size=SIZE)
-    arguments = world_size, folder, free_port(), recalibrated_alone(), detector_config(folder)
+    every = range(world_size)
+    norms = {(name, recompute): trained(name, every, recompute) for name in NORMS for recompute in (False, True)}
+    arguments = world_size, folder, free_port(), norms, recalibrated_alone(), detector_config(folder)
     fork = multiprocessing.get_context('fork')
     processes = [fork.Process(target=run, args=(rank, *arguments)) for rank in range(world_size)]
     for process in processes:

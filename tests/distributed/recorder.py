@@ -4,7 +4,6 @@ import hashlib
 import json
 from pathlib import Path
 
-from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
@@ -42,10 +41,7 @@ class StepRecorder(Hook):
             gamma=max(norm.gamma for norm in self.norms(runner)),
             wrapper=type(runner.model).__name__,
             find_unused=runner.model.find_unused_parameters,
-            device=str(next(runner.model.parameters()).device),
-            world_size=get_world_size(),
             lr=runner.optim_wrapper.param_groups[0]['initial_lr'],
-            sync=[norm.repbn.sync for norm in self.norms(runner)],
         )
         Path(runner.work_dir, 'notes.json').write_text(json.dumps(self.notes))
 

@@ -28,12 +28,12 @@ test_evaluator = val_evaluator
 model = dict(
     backbone=dict(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7)),
     neck=dict(in_channels=[8, 16, 32, 64]))
-train_cfg = dict(max_iters=6, val_interval=3)
+train_cfg = dict(max_iters=4, val_interval=2)
 default_hooks = dict(checkpoint=dict(interval=2))
 optim_wrapper = dict(accumulative_counts=2)
 auto_scale_lr = dict(enable=False, base_batch_size=2)
 custom_hooks = [
-    dict(type='ProgressiveNormHook', total=4, unit='iter'),
+    dict(type='ProgressiveNormHook', total=2, unit='iter'),
     dict(type='RecalibrateFuseHook', num_images=5, max_passes=2),
     dict(type='StepRecorder'),
 ]
@@ -41,49 +41,28 @@ work_dir = 'rank{{{{$RANK:0}}}}'
 """
 
 
-def environment(**variables):
-    return {
-        **os.environ,
-        'PYTHON': sys.executable,
-        'PYTHONPATH': f'{REPO}:{Path(__file__).parent}',
-        'CUDA_VISIBLE_DEVICES': '',
-        'OMP_NUM_THREADS': '1',
-        **variables,
-    }
-
-
-def call(folder, script, *arguments, **variables):
+def call(folder, script, *arguments):
+    variables = dict(
+        PYTHON=sys.executable,
+        PYTHONPATH=f'{REPO}:{Path(__file__).parent}',
+        CUDA_VISIBLE_DEVICES='',
+        OMP_NUM_THREADS='1',
+        SLAB_DET_CACHE=str(folder / 'cache'),
+    )
+    command = [str(REPO / 'tools' / script), *map(str, arguments)]
     done = subprocess.run(
-        [str(REPO / 'tools' / script), *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=environment(**variables),
-        timeout=600,
-        check=False,
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, **variables}, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('dist')
     (folder / 'config.py').write_text(CONFIG)
-    cache = {'SLAB_DET_CACHE': str(folder / 'cache')}
-    call(folder, 'dist_train.sh', 'config.py', 2, '--auto-scale-lr', **cache)
-    call(
-        folder,
-        'dist_test.sh',
-        'rank0/fused_config.py',
-        'rank0/fused.pth',
-        2,
-        '--work-dir',
-        'test',
-        '--out',
-        'together.pkl',
-        **cache,
-    )
+    call(folder, 'dist_train.sh', 'config.py', 2, '--auto-scale-lr')
+    fused = 'rank0/fused_config.py', 'rank0/fused.pth'
+    call(folder, 'dist_test.sh', *fused, 2, '--work-dir', 'test', '--out', 'together.pkl')
     return folder
 
 
@@ -92,48 +71,25 @@ def notes(folder):
     return [json.loads((folder / f'rank{rank}' / 'notes.json').read_text()) for rank in range(2)]
 
 
-def test_processes_train_on_the_cpu_without_searching_for_unused_parameters(notes):
+def test_processes_train_alike_and_only_the_main_process_writes(folder, notes):
+    first, second = notes
     for rank in notes:
-        assert rank['world_size'] == 2 and rank['device'] == 'cpu'
         assert rank['wrapper'] == 'CpuDataParallel' and rank['find_unused'] is False
-        assert not any(rank['sync']), 'with two images each, every process normalises alone'
-
-
-def test_gamma_counts_iterations_whatever_is_accumulated_or_scaled(notes):
-    for rank in notes:
-        assert rank['gammas'] == [[1.0], [0.75], [0.5], [0.25], [0.0], [0.0]] and rank['gamma'] == 0
+        assert rank['gammas'] == [[1.0], [0.5], [0.0], [0.0]] and rank['gamma'] == 0
         # Twice the batch of the base: 2 processes with 2 images each.
         assert rank['lr'] == pytest.approx(2 * 5e-4)
         changed = [after != before for before, after in zip(rank['parameters'], rank['parameters'][1:], strict=False)]
-        assert changed == [True, False, True, False, True], 'one step of the optimizer in two iterations'
-
-
-def test_processes_have_the_same_parameters_always_and_the_same_buffers_where_they_are_used(notes):
-    first, second = notes
+        assert changed == [True, False, True], 'one step of the optimizer in two iterations'
     assert first['parameters'] == second['parameters']
-    # Checkpoints are written after iterations 2, 4 and 6; in between each process has statistics of its own images.
+    # Checkpoints are written after iterations 2 and 4; in between each process has statistics of its own images.
     same = [a == b for a, b in zip(first['buffers'], second['buffers'], strict=True)]
-    assert same == [False, True, False, True, False, True]
+    assert same == [False, True, False, True]
     assert first['validated'] == second['validated'] and len(first['validated']) == 2
-    assert first['end'] == second['end']
-
-
-def test_the_main_process_alone_writes_and_the_others_have_what_it_wrote(folder, notes):
-    assert sorted(path.name for path in (folder / 'rank0').glob('*.pth')) == [
-        'fused.pth',
-        'iter_2.pth',
-        'iter_4.pth',
-        'iter_6.pth',
-    ]
-    assert not [
-        *(folder / 'rank1').glob('*.pth'),
-        *(folder / 'rank1').glob('fused*'),
-        *(folder / 'rank1').glob('report.json'),
-    ]
-    assert digest(torch.load(folder / 'rank0' / 'iter_6.pth', weights_only=False)['state_dict']) == notes[1]['end']
-
-
-def test_the_report_counts_the_images_of_all_processes(folder):
+    written = ({path.name for path in (folder / f'rank{rank}').glob('*')} for rank in range(2))
+    results = {'fused.pth', 'iter_2.pth', 'iter_4.pth', 'report.json', 'fused_config.py'}
+    assert [results & names for names in written] == [results, set()]
+    saved = digest(torch.load(folder / 'rank0' / 'iter_4.pth', weights_only=False)['state_dict'])
+    assert first['end'] == second['end'] == saved
     unfused, fused = json.loads((folder / 'rank0' / 'report.json').read_text())['entries']
     # The five images of recalibration, in the training's batches of two: 2 + 1 in one process, 2 in the other.
     assert unfused['training']['batch_size'] == 4 and unfused['recalibration']['num_batches'] == 3

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 NUM_RANKS = 4
-SYNCED = ['TokenBN', 'RepBN', 'RepBN, recomputed', 'PRepBN at 0.3', 'PRepBN at 0, recomputed']
 
 
 @pytest.fixture(scope='module')
@@ -55,24 +54,14 @@ def test_the_launcher_takes_gloo_where_there_is_no_gpu_and_says_so(ranks):
         assert [text for text in found['warnings'] if 'There is no GPU' in text and 'in place of nccl' in text]
 
 
-@pytest.mark.parametrize('norm', SYNCED)
-def test_synchronised_batch_norm_is_that_of_one_process_whatever_the_shares(ranks, norm):
-    for found in of_all(ranks, 'batch norms', norm):
-        assert {'output', 'input gradient', 'running_mean', 'running_var'} < found.keys()
-        assert max(found.values()) < 1e-12, found
-
-
-@pytest.mark.parametrize('norm', ['UN', 'MABN', 'PowerNorm'])
-def test_smoothed_norms_are_those_of_one_process_unless_told_otherwise(ranks, norm):
-    synced, own = (of_all(ranks, 'smoothed norms', f'{norm}, {sync}') for sync in (True, False))
-    assert max(found[what] for found in synced for what in ('input gradient', 'state')) < 1e-12, synced
-    assert all_equal([found['before'] for found in synced])
-    assert not any(found[what] < 0.01 for found in own for what in ('input gradient', 'state')), own
-    assert len({found['before'] for found in own}) == NUM_RANKS
-    # Pooling changes nothing in what is the same already, and makes one of what is not.
-    assert all(found['after'] == found['before'] for found in synced)
-    assert all_equal([found['after'] for found in own])
-    assert max(found['pooled'] for found in own) < 1e-12, own
+def test_norms_of_several_processes_are_those_of_one_whatever_the_shares(ranks):
+    for found in of_all(ranks, 'norms'):
+        assert len(found) == 14
+        for norm, distances in found.items():
+            assert {'output', 'input gradient', 'weight', 'running_var'} <= {
+                key.removeprefix('repbn.') for key in distances
+            }
+            assert max(distances.values()) < 1e-10, (norm, distances)
 
 
 def test_running_statistics_become_those_of_the_union_once(ranks):
@@ -96,28 +85,22 @@ def test_values_that_are_not_finite_on_one_stop_the_recalibration_of_all(ranks):
     assert all(of_all(ranks, 'failed recalibration', 'unchanged'))
 
 
-@pytest.mark.parametrize('batch_size', ['1', '2'])
-def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks, batch_size):
-    found = of_all(ranks, 'training', batch_size)
-    after = [rank['after'] for rank in found]
-    # UN and BatchNorm are not synchronised; checkpoints come after iterations 2, 4 and 6.
-    assert [len(set(states)) for states in zip(*after, strict=True)] == [4, 1, 4, 1, 4, 1]
-    assert found[0]['saved'] == after[0][3]
-    for key in ('validated', 'ema', 'end', 'gammas'):
-        assert found[0][key] and all_equal([rank[key] for rank in found]), key
+def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks):
+    found = of_all(ranks, 'training')
+    # BatchNorm is not synchronised; checkpoints come after iterations 2, 4 and 6.
+    assert [len(set(states)) for states in zip(*of_all(found, 'after'), strict=True)] == [4, 1, 4, 1, 4, 1]
+    assert found[0]['saved'] == found[0]['after'][3]
+    # PRepBN is, from single images, and UN always.
+    for key in ('norms', 'validated', 'ema', 'gammas'):
+        assert found[0][key] and all_equal(of_all(found, key)), key
     assert len(found[0]['validated']) == 2
     assert found[0]['gammas'] == [1, 0.75, 0.5, 0.25, 0, 0]
-    assert [rank['find_unused'] for rank in found] == [False] * NUM_RANKS
-    assert [len(rank['files']) for rank in found] == [3, 0, 0, 0]
-
-
-def test_batch_norms_are_synchronised_by_default_from_single_images_only(ranks):
-    assert of_all(ranks, 'training', '1', 'sync') == [True] * NUM_RANKS
-    assert of_all(ranks, 'training', '2', 'sync') == [False] * NUM_RANKS
+    assert not any(of_all(found, 'find_unused'))
+    assert of_all(found, 'files') == [3, 0, 0, 0]
 
 
 def test_processes_do_not_start_apart_when_only_one_finds_the_checkpoint(ranks):
-    for name, message in of_all(ranks, 'training', '1', 'resume'):
+    for name, message in of_all(ranks, 'training', 'resume'):
         assert name == 'SlabDetError' and 'start at iterations [6, 0, 0, 0]' in message
 
 

