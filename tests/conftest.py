@@ -26,7 +26,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch import nn
 
-from slab_det.backbones.patch_merging import PatchMerging
+from slab_det.backbones.blocks import PatchMerging
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(

@@ -5,26 +5,15 @@ A new attention subclasses :class:`WindowAttention` (for SLABSwin) or :class:`Ma
 fuses, deploys and exports as the attentions here do.
 """
 
-from slab_det.attention.base import Attention
-from slab_det.attention.geometry import (
-    Geometry,
-    MapGeometry,
-    WindowGeometry,
-    Windows,
-    repeat_windows,
-    resize_table,
-    window_geometry,
-)
+from slab_det.attention.base import Attention, MapAttention, ShiftedWindowAttention, WindowAttention
+from slab_det.attention.geometry import WindowGeometry, repeat_windows
 from slab_det.attention.linear import (
     FocusedMapAttention,
     FocusedWindowAttention,
-    LinearMixing,
     SimplifiedMapAttention,
     SimplifiedWindowAttention,
 )
 from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
-from slab_det.attention.spatial_reduction import MapAttention
-from slab_det.attention.windows import ShiftedWindowAttention, WindowAttention
 
 WINDOW_ATTENTIONS: dict[str, type[WindowAttention]] = {
     'softmax': SoftmaxWindowAttention,
@@ -41,21 +30,9 @@ __all__ = [
     'MAP_ATTENTIONS',
     'WINDOW_ATTENTIONS',
     'Attention',
-    'FocusedMapAttention',
-    'FocusedWindowAttention',
-    'Geometry',
-    'LinearMixing',
     'MapAttention',
-    'MapGeometry',
     'ShiftedWindowAttention',
-    'SimplifiedMapAttention',
-    'SimplifiedWindowAttention',
-    'SoftmaxMapAttention',
-    'SoftmaxWindowAttention',
     'WindowAttention',
     'WindowGeometry',
-    'Windows',
     'repeat_windows',
-    'resize_table',
-    'window_geometry',
 ]

@@ -1,13 +1,18 @@
-"""What every attention has: heads, and the mathematics that mixes tokens."""
+"""Attention between its projections in and out: in (shifted) windows (Swin), and over maps (PVT)."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 
+import torch
+import torch.nn.functional as F
+from mmcv.cnn import build_norm_layer
+from mmcv.cnn.bricks.transformer import build_dropout
 from mmengine.model import BaseModule
-from torch import Tensor
+from torch import Tensor, nn
 
-from slab_det.attention.geometry import Geometry
+from slab_det.attention.geometry import Geometry, MapGeometry, Windows, join_groups, split_groups, window_geometry
 
 
 class Attention(BaseModule):
@@ -56,3 +61,161 @@ class Attention(BaseModule):
         Returns:
             (B, h, N, d), before the output projection.
         """
+
+
+class WindowAttention(Attention):
+    """Attention inside windows; state-dict keys are those of mmdet's WindowMSA. Subclasses write :meth:`mix`.
+
+    Args:
+        window_size: Side w of a window; N = w * w tokens.
+        qkv_bias: Whether q, k and v have a bias.
+        proj_drop_rate: Dropout after the output projection.
+        mask_padding: Padding tokens weigh nothing as keys of linear attention.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        window_size: int,
+        qkv_bias: bool = True,
+        qk_scale: float | None = None,
+        attn_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        mask_padding: bool = False,
+    ) -> None:
+        super().__init__(embed_dims, num_heads, qk_scale, attn_drop_rate)
+        self.window_size = window_size
+        self.table_shape = (window_size, window_size)
+        self.mask_padding = mask_padding
+        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
+        self.proj = nn.Linear(embed_dims, embed_dims)
+        self.proj_drop = nn.Dropout(proj_drop_rate)
+        # What padding tokens have for q, k, v once a norm is folded into qkv; see slab_det.fusion.
+        self.register_buffer('padding_qkv', None)
+
+    def padding_row(self) -> Tensor:
+        """What a padding token has behind qkv, (3C,): it is zero before, so it has qkv's bias."""
+        # Padding tokens never passed the norm: they must keep the unfused bias.
+        if self.padding_qkv is not None:
+            return self.padding_qkv
+        return self.qkv.weight.new_zeros(3 * self.embed_dims) if self.qkv.bias is None else self.qkv.bias
+
+    def keep_padding(self) -> None:
+        """Fixes what padding tokens have now, before something is folded into qkv."""
+        self.padding_qkv = self.padding_row().detach().clone()
+
+    def input_layers(self) -> tuple[str]:
+        """The layer that reads the input."""
+        return ('qkv',)
+
+    def attend(self, x: Tensor, windows: Windows) -> Tensor:
+        """Mixes tokens (B, L, C) in their windows: (B, L, C), before the output projection."""
+        q, k, v = windows.cut(self.qkv(x), self.padding_row(), self.groups)
+        return windows.merge(self.mix(q, k, v, windows))
+
+
+class ShiftedWindowAttention(BaseModule):
+    """Attention in (shifted) windows of a feature map; state-dict keys are those of mmdet's ShiftWindowMSA.
+
+    q, k and v are computed once per token of the map, and padding slots of the windows are filled afterwards
+    with what a zero token would have become.
+
+    Args:
+        w_msa: The attention inside a window.
+        shift_size: Cyclic shift, in tokens.
+        drop_path_rate: Stochastic depth.
+
+    Shape:
+        (B, H * W, C) -> (B, H * W, C).
+    """
+
+    def __init__(self, w_msa: WindowAttention, shift_size: int, drop_path_rate: float) -> None:
+        super().__init__()
+        self.w_msa = w_msa
+        self.shift_size = shift_size
+        self.drop = build_dropout(dict(type='DropPath', drop_prob=drop_path_rate))
+        # (height, width, window_size, shift, device) -> the windows of a map.
+        self.make_windows: Callable[[int, int, int, int, torch.device], Windows] = window_geometry
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        windows = self.make_windows(*hw_shape, self.w_msa.window_size, self.shift_size, x.device)
+        out = self.drop(self.w_msa.proj_drop(self.w_msa.proj(self.w_msa.attend(x, windows))))
+        return out if identity is None else identity + out
+
+    def input_layers(self) -> tuple[str]:
+        """The module that reads the input."""
+        return ('w_msa',)
+
+
+class MapAttention(Attention):
+    """Attention over a map, with spatial reduction (PVT, Wang et al., ICCV 2021). Subclasses write :meth:`mix`.
+
+    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm. Rows and
+    columns that fill no r x r block are left out of them. State-dict keys are those of mmdet's
+    SpatialReductionAttention.
+
+    Args:
+        sr_ratio: Side r of the blocks that become one key and value.
+        qkv_bias: Whether the projections have a bias; as in mmdet, those of q, k, v and of the output.
+        proj_drop_rate: Dropout after the output projection.
+        drop_path_rate: Stochastic depth.
+        norm_cfg: The norm of the reduced map.
+        table_shape: (H', W') of the keys' map in pretraining, which sets the rows of a table of positions.
+
+    Shape:
+        (B, H * W, C) -> (B, H * W, C).
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        sr_ratio: int = 1,
+        qkv_bias: bool = True,
+        attn_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        norm_cfg: dict = dict(type='LN', eps=1e-6),  # noqa: B006
+        table_shape: tuple[int, int] = (1, 1),
+    ) -> None:
+        super().__init__(embed_dims, num_heads, attn_drop_rate=attn_drop_rate)
+        self.sr_ratio = sr_ratio
+        self.table_shape = table_shape
+        # Holds the projections under mmdet's names; its own forward is not called.
+        self.attn = nn.MultiheadAttention(embed_dims, num_heads, attn_drop_rate, bias=qkv_bias)
+        self.proj_drop = nn.Dropout(proj_drop_rate)
+        self.drop = build_dropout(dict(type='DropPath', drop_prob=drop_path_rate))
+        if sr_ratio > 1:
+            self.sr = nn.Conv2d(embed_dims, embed_dims, sr_ratio, sr_ratio)
+            self.norm = build_norm_layer(norm_cfg, embed_dims)[1]
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        source, source_shape = self.reduce(x, hw_shape)
+        to_q, to_kv = self.projections()
+        q, k, v = F.linear(x, *to_q), *F.linear(source, *to_kv).chunk(2, dim=-1)
+        q, k, v = (split_groups(part, self.groups) for part in (q, k, v))
+        mixed = self.mix(q, k, v, MapGeometry(hw_shape, source_shape, self.sr_ratio > 1))
+        out = self.drop(self.proj_drop(self.attn.out_proj(join_groups(mixed))))
+        return out if identity is None else identity + out
+
+    def projections(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """Weight and bias that make q, and those that make k and v."""
+        sizes = [self.embed_dims, 2 * self.embed_dims]
+        biases = (None, None) if self.attn.in_proj_bias is None else self.attn.in_proj_bias.split(sizes)
+        return tuple(zip(self.attn.in_proj_weight.split(sizes), biases, strict=True))
+
+    def reduce(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """The tokens that keys and values come from, and the (H, W) of their map."""
+        if self.sr_ratio == 1:
+            return x, hw_shape
+        image = self.sr(x.transpose(1, 2).unflatten(2, hw_shape))
+        return self.norm(image.flatten(2).transpose(1, 2)), (image.shape[2], image.shape[3])
+
+    def folds(self) -> Iterator[tuple[str, str]]:
+        """Where the norm of the reduced map goes at inference; see :mod:`slab_det.fusion`."""
+        yield 'norm', 'attn[kv]'
+
+    def input_layers(self) -> tuple[str, ...]:
+        """The layers that read the input: queries come from every token, keys and values from the reduced map."""
+        return ('attn[q]', 'sr') if self.sr_ratio > 1 else ('attn[qkv]',)

@@ -16,14 +16,9 @@ MASKED_LOGIT = -100.0
 
 
 def resize_table(table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[int, int]) -> Tensor:
-    """Interpolates a table of positions (1, H0 * W0, C) to a map: (1, H * W, C), as it is where the sizes agree.
+    """Interpolates a table of positions (1, H0 * W0, C) to a map of (H, W): (1, H * W, C).
 
     Bilinear, as PVT does: unlike bicubic it never leaves the range of the rows that were learned.
-
-    Args:
-        table: The table.
-        table_shape: Its (H0, W0).
-        hw_shape: The map's (H, W).
     """
     # A comparison of sizes would tie an exported model to them, and interpolation to the same size changes nothing.
     if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
@@ -35,9 +30,8 @@ def resize_table(table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[in
 class Geometry(ABC):
     """What the mathematics of an attention may ask about the tokens that it mixes.
 
-    Who computes the answers decides whether an attention trains, runs deployed or is exported: the mathematics is the
-    same. See :class:`WindowGeometry` and :class:`MapGeometry` for training,
-    :mod:`slab_det.deployment.tiles` for deployment and :mod:`slab_det.deployment.export.token_index` for export.
+    :class:`WindowGeometry` and :class:`MapGeometry` answer in training, :mod:`slab_det.deployment.tiles` in deployment
+    and :mod:`slab_det.deployment.export.token_index` in export.
 
     Attributes:
         query_shape: (H, W) of the window or map of the queries.
@@ -62,13 +56,9 @@ class Geometry(ABC):
         return v
 
     def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that follows from this geometry and one weight of an attention; it may have been made before.
+        """A tensor that follows from this geometry, one weight of an attention and a dtype; perhaps made before.
 
-        Args:
-            owner: The attention; its attribute ``kept``, None at first, is for the geometry.
-            weight: The weight.
-            dtype: Of the tensor.
-            make: Makes the tensor.
+        The attention ``owner`` has an attribute ``kept``, None at first, for the geometry.
         """
         return make()
 
@@ -82,12 +72,9 @@ class Geometry(ABC):
 
 
 class Windows(Geometry):
-    """The tokens of a map, padded at the bottom right, shifted cyclically and cut into windows of N = w * w slots.
+    """The tokens of a map, padded at the bottom right, shifted cyclically and cut into windows of N = w * w slots."""
 
-    Attributes:
-        window_size: Side w of a window.
-    """
-
+    # Side w of a window.
     window_size: int
 
     @property
@@ -95,12 +82,12 @@ class Windows(Geometry):
         return self.window_size, self.window_size
 
     @abstractmethod
-    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Cuts the queries, keys and values of a map into windows.
 
         Args:
             qkv: (B, H * W, 3C).
-            padding: What padding slots hold, (3C,); None means zero.
+            padding: What padding slots hold, (3C,).
             groups: Groups g of channels to set apart.
 
         Returns:
@@ -129,12 +116,7 @@ def repeat_windows(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MapGeometry(Geometry):
-    """A whole map whose keys and values may come from a reduced map.
-
-    Attributes:
-        query_shape: (H, W) of the map.
-        source_shape: (H', W') of the keys and values.
-    """
+    """A whole map whose keys and values may come from a reduced map, of (H', W')."""
 
     query_shape: tuple[int, int]
     source_shape: tuple[int, int]
@@ -169,6 +151,12 @@ class _SelectRows(torch.autograd.Function):
         return grad, None, None, None
 
 
+def _select_rows(rows: Tensor, index: Tensor, inverse: Tensor, unused: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        return _SelectRows.apply(rows, index, inverse, unused)
+    return rows.index_select(0, index)
+
+
 @dataclass(frozen=True, eq=False)
 class WindowGeometry(Windows):
     """The windows of one (H, W) map, as index tensors that are computed once per size.
@@ -190,37 +178,32 @@ class WindowGeometry(Windows):
     padding_slots: Tensor
     regions: Tensor | None
 
-    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        rows = (None,) * 3 if padding is None else padding.chunk(3)
-        parts = zip(qkv.chunk(3, dim=-1), rows, strict=True)
-        return tuple(split_groups(self._partition(part, row), groups) for part, row in parts)
+    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        batch, length, _ = qkv.shape
+        index, inverse, slots = self._over_batch(batch)
+        parts = []
+        for part, row in zip(qkv.chunk(3, dim=-1), padding.chunk(3), strict=True):
+            rows = _select_rows(part.reshape(batch * length, -1), index, inverse, slots[:0])
+            if slots.numel():
+                rows = rows.index_copy_(0, slots, row.to(rows.dtype).expand(slots.numel(), -1))
+            parts.append(split_groups(rows.view(batch * self.num_windows, -1, rows.shape[1]), groups))
+        return tuple(parts)
 
     def merge(self, windows: Tensor) -> Tensor:
-        batch, length = windows.shape[0] // self.num_windows, self.inverse.numel()
-        rows = self._select(
-            join_groups(windows).flatten(0, 1),
-            self._over_batch(self.inverse, batch, self.index.numel()),
-            self._over_batch(self.index, batch, length),
-            self._padding_over_batch(batch),
-        )
-        return rows.view(batch, length, -1)
+        batch = windows.shape[0] // self.num_windows
+        index, inverse, slots = self._over_batch(batch)
+        return _select_rows(join_groups(windows).flatten(0, 1), inverse, index, slots).unflatten(0, (batch, -1))
 
-    def _partition(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """A map (B, H * W, C) in windows (B * nW, N, C), contiguous; padding slots hold ``padding``, (C,)."""
-        batch, length, channels = x.shape
-        index, slots = self._over_batch(self.index, batch, length), self._padding_over_batch(batch)
-        rows = self._select(
-            x.reshape(batch * length, channels),
-            index,
-            self._over_batch(self.inverse, batch, self.index.numel()),
-            slots[:0],
+    def _over_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``index``, ``inverse`` and ``padding_slots`` of all maps of a batch, one after the other."""
+        if batch == 1:
+            return self.index, self.inverse, self.padding_slots
+        image = torch.arange(batch, device=self.index.device)[:, None]
+        tokens, slots = image * self.inverse.numel(), image * self.index.numel()
+        return tuple(
+            (offset + places).flatten()
+            for offset, places in ((tokens, self.index), (slots, self.inverse), (slots, self.padding_slots))
         )
-        if slots.numel():
-            if padding is None:
-                rows = rows.index_fill_(0, slots, 0)
-            else:
-                rows = rows.index_copy_(0, slots, padding.to(rows.dtype).expand(slots.numel(), -1))
-        return rows.view(batch * self.num_windows, -1, channels)
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.regions is None else mask_regions(self.regions, dtype)
@@ -240,22 +223,6 @@ class WindowGeometry(Windows):
             owner.kept = key, make()
         return owner.kept[1]
 
-    @staticmethod
-    def _over_batch(index: Tensor, batch: int, stride: int) -> Tensor:
-        if batch == 1:
-            return index
-        offsets = torch.arange(batch, device=index.device) * stride
-        return (offsets[:, None] + index).flatten()
-
-    def _padding_over_batch(self, batch: int) -> Tensor:
-        return self._over_batch(self.padding_slots, batch, self.index.numel())
-
-    @staticmethod
-    def _select(rows: Tensor, index: Tensor, inverse: Tensor, unused: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return _SelectRows.apply(rows, index, inverse, unused)
-        return rows.index_select(0, index)
-
 
 def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:
     """The additive mask (nW, N, N) of windows whose slots come from the regions (nW, N)."""
@@ -266,37 +233,29 @@ def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:
 def window_geometry(height: int, width: int, window_size: int, shift: int, device: torch.device) -> WindowGeometry:
     """The windows of a (height, width) map, computed once per size.
 
-    Args:
-        height: Rows of the map, in tokens.
-        width: Columns of the map, in tokens.
-        window_size: Side of a window, in tokens.
-        shift: Cyclic shift towards the top left, in tokens, below ``window_size``.
-        device: Where the index tensors live.
+    All sizes count tokens; ``shift`` is a cyclic shift towards the top left, below ``window_size``.
     """
     # Cached tensors outlive the mode they were made in, and autograd refuses inference tensors.
     with torch.inference_mode(False), torch.no_grad():
-        padded_height = -(-height // window_size) * window_size
-        padded_width = -(-width // window_size) * window_size
-        num_tokens = height * width
+        num_rows, num_columns = -(-height // window_size), -(-width // window_size)
+        padded = num_rows * window_size, num_columns * window_size
+        num_tokens, num_windows = height * width, num_rows * num_columns
 
         def cut(image: Tensor) -> Tensor:
-            rows, columns = padded_height // window_size, padded_width // window_size
-            image = image.view(rows, window_size, columns, window_size)
-            return image.permute(0, 2, 1, 3).reshape(rows * columns, -1)
+            image = image.reshape(num_rows, window_size, num_columns, window_size)
+            return image.permute(0, 2, 1, 3).reshape(num_windows, -1)
 
-        tokens = torch.full((padded_height, padded_width), -1, dtype=torch.long, device=device)
+        tokens = torch.full(padded, -1, dtype=torch.long, device=device)
         tokens[:height, :width] = torch.arange(num_tokens, device=device).view(height, width)
-        index = cut(tokens.roll((-shift, -shift), (0, 1)).contiguous()).flatten()
+        index = cut(tokens.roll((-shift, -shift), (0, 1))).flatten()
         padding = index < 0
         inverse = torch.empty(num_tokens, dtype=torch.long, device=device)
         inverse[index[~padding]] = torch.nonzero(~padding).flatten()
-
-        num_windows = index.numel() // window_size**2
         slots = torch.nonzero(padding).flatten()
-        if not shift:
-            return WindowGeometry(window_size, num_windows, index.clamp(min=0), inverse, slots, None)
-        # Rows and columns of the rolled map fall into three bands each: untouched, kept, wrapped around.
-        bands = [torch.arange(n, device=device) for n in (padded_height, padded_width)]
-        row_band, column_band = ((i >= i.numel() - window_size).long() + (i >= i.numel() - shift).long() for i in bands)
-        regions = cut((row_band[:, None] * 3 + column_band).contiguous())
+        regions = None
+        if shift:
+            # Rows and columns of the rolled map fall into three bands each: untouched, kept, wrapped around.
+            places = (torch.arange(n, device=device) for n in padded)
+            rows, columns = ((i >= len(i) - window_size).long() + (i >= len(i) - shift).long() for i in places)
+            regions = cut(rows[:, None] * 3 + columns)
         return WindowGeometry(window_size, num_windows, index.clamp(min=0), inverse, slots, regions)

@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.attention.base import Attention
+from slab_det.attention.base import Attention, MapAttention, WindowAttention
 from slab_det.attention.geometry import Geometry, repeat_windows
-from slab_det.attention.spatial_reduction import MapAttention
-from slab_det.attention.windows import WindowAttention
 
 
 class LinearMixing(Attention):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from mmengine.model.weight_init import trunc_normal_
 from torch import Tensor, nn
 
-from slab_det.attention.base import Attention
+from slab_det.attention.base import Attention, MapAttention, WindowAttention
 from slab_det.attention.geometry import Geometry, repeat_windows
-from slab_det.attention.spatial_reduction import MapAttention
-from slab_det.attention.windows import WindowAttention
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:
@@ -58,23 +55,19 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
-        self.register_buffer('relative_position_index', relative_position_index(self.window_size))
+        places = torch.cartesian_prod(torch.arange(self.window_size), torch.arange(self.window_size))
+        offset = places[:, None] - places[None] + self.window_size - 1
+        # The row of the table for each pair of slots, (N, N).
+        self.register_buffer('relative_position_index', offset[..., 0] * (2 * self.window_size - 1) + offset[..., 1])
         # What a geometry keeps here, with what it is for.
         self.kept: tuple[object, Tensor] | None = None
 
-    def init_weights(self) -> None:
-        super().init_weights()
-        trunc_normal_(self.relative_position_bias_table, std=0.02)
-
-    def position_bias(self, dtype: torch.dtype) -> Tensor:
-        """The position bias of each pair of slots, (1, h, N, N)."""
-        num_slots = self.window_size**2
-        bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
-        return bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
-
     def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
         def make() -> Tensor:
-            bias, mask = self.position_bias(dtype), geometry.attention_mask(dtype)
+            num_slots = self.window_size**2
+            bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
+            bias = bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
+            mask = geometry.attention_mask(dtype)
             return (bias if mask is None else bias + mask[:, None]).contiguous()
 
         return geometry.keep(self, self.relative_position_bias_table, dtype, make)
@@ -89,10 +82,3 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
     def _apply(self, *args, **kwargs) -> SoftmaxWindowAttention:
         self.kept = None
         return super()._apply(*args, **kwargs)
-
-
-def relative_position_index(window_size: int) -> Tensor:
-    """The row of the bias table for each pair of slots, (N, N), as in Swin."""
-    coordinates = torch.stack(torch.meshgrid(torch.arange(window_size), torch.arange(window_size), indexing='ij'))
-    offset = coordinates.flatten(1)[:, :, None] - coordinates.flatten(1)[:, None, :] + window_size - 1
-    return offset[0] * (2 * window_size - 1) + offset[1]

@@ -1,67 +1,132 @@
-"""What the backbones share: pretrained weights and frozen statistics."""
+"""Backbone: what SLABSwin and SLABPVT share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 
+import torch
+from mmcv.cnn import build_norm_layer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from slab_det.checkpoints import load_pretrained
+from slab_det.attention import Attention
+from slab_det.checkpoints import load_pretrained, register_load_check
 from slab_det.norms import named_offline_norms
 
 
-def check_init_cfg(backbone: BaseModule) -> None:
-    """Raises ValueError unless ``init_cfg`` is None or names a checkpoint, and nothing that would be ignored."""
-    init_cfg = backbone.init_cfg
-    if init_cfg is None:
-        return
-    takes = f"{type(backbone).__name__} takes init_cfg=None or dict(type='Pretrained', checkpoint=..., prefix=...)"
-    if not isinstance(init_cfg, dict) or init_cfg.get('type') != 'Pretrained' or 'checkpoint' not in init_cfg:
-        raise ValueError(f'{takes}, got {init_cfg}')
-    unknown = sorted(init_cfg.keys() - {'type', 'checkpoint', 'prefix'})
-    if unknown:
-        raise ValueError(f'{takes}; remove {", ".join(unknown)}')
+class Backbone(BaseModule):
+    """Checked arguments, pretrained weights, and statistics that stay frozen.
 
-
-def load_init_cfg(backbone: BaseModule) -> None:
-    """Loads the checkpoint that ``init_cfg`` names, if it names one."""
-    init_cfg = backbone.init_cfg
-    if init_cfg is not None:
-        load_pretrained(backbone, init_cfg['checkpoint'], prefix=init_cfg.get('prefix') or '')
-
-
-def init_backbone(backbone: BaseModule, init_from_scratch: Callable[[], None]) -> None:
-    """The ``init_weights`` of a backbone with ``norm_eval``.
-
-    Args:
-        backbone: SLABSwin or SLABPVT.
-        init_from_scratch: Gives its weights the values that they have before any training.
-
-    Raises:
-        ValueError: If ``init_cfg`` names no checkpoint, or something that would be ignored.
-        CheckpointError: If the checkpoint does not fit.
+    ``numbers`` are arguments that must be positive whole numbers, or sequences of them; see SLABSwin for the others.
     """
-    check_init_cfg(backbone)
-    init_from_scratch()
-    load_init_cfg(backbone)
-    if backbone.norm_eval:
-        warn_of_live_statistics(backbone)
-    backbone._is_init = True
+
+    def __init__(
+        self,
+        num_stages: int,
+        out_indices: Sequence[int],
+        norm_cfg: dict,
+        norm_eval: bool,
+        pretrained: str | None,
+        init_cfg: dict | None,
+        **numbers: int | Sequence[int],
+    ) -> None:
+        if pretrained is not None:
+            if init_cfg is not None:
+                raise ValueError('init_cfg and pretrained name two sources of weights: give one')
+            init_cfg = dict(type='Pretrained', checkpoint=pretrained)
+        super().__init__(init_cfg=init_cfg)
+        register_load_check(self)
+        for name, value in numbers.items():
+            for number in value if isinstance(value, Sequence) else (value,):
+                if not isinstance(number, Integral) or number < 1:
+                    raise ValueError(f'{name}={value}: give positive whole numbers')
+        if len({*out_indices} & {*range(num_stages)}) < len(out_indices):
+            raise ValueError(f'out_indices={tuple(out_indices)}: name stages from 0 to {num_stages - 1}, each once')
+        check_norm_cfg('norm_cfg', norm_cfg)
+        self.out_indices = tuple(out_indices)
+        self.norm_eval = norm_eval
+        # Memory format of the returned feature maps.
+        self.memory_format = torch.contiguous_format
+
+    @abstractmethod
+    def init_from_scratch(self) -> None:
+        """Gives the weights the values that they have before any training."""
+
+    def init_weights(self) -> None:
+        """Weights from scratch, then those of the checkpoint that ``init_cfg`` names.
+
+        Raises:
+            ValueError: If ``init_cfg`` names no checkpoint, or something that would be ignored.
+            CheckpointError: If the checkpoint does not fit.
+        """
+        cfg = self.init_cfg
+        if cfg is not None and not (
+            isinstance(cfg, dict)
+            and cfg.get('type') == 'Pretrained'
+            and {'type', 'checkpoint'} <= cfg.keys() <= {'type', 'checkpoint', 'prefix'}
+        ):
+            raise ValueError(
+                f'{type(self).__name__} takes init_cfg=None or '
+                f"dict(type='Pretrained', checkpoint=..., prefix=...), got {cfg}"
+            )
+        self.init_from_scratch()
+        if cfg is not None:
+            load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix') or '')
+        live = [name for name, norm in named_offline_norms(self) if not norm.statistics_loaded]
+        if self.norm_eval and live:
+            MMLogger.get_current_instance().warning(
+                f'norm_eval: no statistics were loaded for {", ".join(live)}; they stay live'
+            )
+        self._is_init = True
+
+    def train(self, mode: bool = True) -> Backbone:
+        """Sets training mode, but for frozen modules and, with ``norm_eval``, loaded statistics."""
+        super().train(mode)
+        self.freeze()
+        if mode and self.norm_eval:
+            for _, norm in named_offline_norms(self):
+                if norm.statistics_loaded:
+                    norm.eval()
+        return self
+
+    def freeze(self) -> None:
+        """Puts modules that do not train into eval mode."""
 
 
-def freeze_loaded_statistics(backbone: nn.Module) -> None:
-    """Puts every norm whose statistics came from a checkpoint into eval mode."""
-    for _, norm in named_offline_norms(backbone):
-        if norm.statistics_loaded:
-            norm.eval()
+def per_stage(name: str, value: object, num_stages: int, may_be_longer: bool = False) -> tuple:
+    """One value for every stage: a sequence as it is, anything else repeated; ValueError for another length."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return (value,) * num_stages
+    if len(value) < num_stages or (len(value) > num_stages and not may_be_longer):
+        raise ValueError(f'{name}={tuple(value)} needs one entry for each of the {num_stages} stages')
+    return tuple(value[:num_stages])
 
 
-def warn_of_live_statistics(backbone: nn.Module) -> None:
-    """Logs the norms that ``norm_eval`` could not freeze, for want of loaded statistics."""
-    live = [name for name, norm in named_offline_norms(backbone) if not norm.statistics_loaded]
-    if live:
-        MMLogger.get_current_instance().warning(
-            f'norm_eval: no statistics were loaded for {", ".join(live)}; they stay live'
+def attention_per_stage(
+    words: str | Sequence[str], num_stages: int, kinds: Mapping[str, type[Attention]]
+) -> tuple[str, ...]:
+    """The word of each stage's attention; ValueError unless all of them are in ``kinds``."""
+    words = per_stage('attention', words, num_stages)
+    if unknown := {*words} - kinds.keys():
+        raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(kinds)}')
+    return words
+
+
+def check_norm_cfg(name: str, norm_cfg: dict) -> None:
+    """Raises ValueError unless ``norm_cfg`` builds a norm that takes tokens, channels last."""
+    try:
+        norm = build_norm_layer(norm_cfg, 1)[1]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{name}={norm_cfg}: {error.args[0]}; give a dict(type=...) of 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
+            "'MABN', 'PowerNorm' or what custom_imports registers in mmengine's MODELS"
+        ) from error
+    if isinstance(norm, (_NormBase, nn.GroupNorm)):
+        raise ValueError(
+            f'{name}: {type(norm).__name__} takes channels first, and would normalise tokens instead of '
+            "channels here; dict(type='TokenBN') is the BatchNorm of tokens"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from mmcv.cnn import build_norm_layer
@@ -14,61 +14,15 @@ from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
-from slab_det.attention import MAP_ATTENTIONS, LinearMixing, MapAttention, resize_table
-from slab_det.backbones.arguments import (
-    check_mlp_ratio,
-    check_norm_cfg,
-    check_out_indices,
-    check_whole_numbers,
-    per_stage,
-)
-from slab_det.backbones.base import freeze_loaded_statistics, init_backbone
-from slab_det.backbones.map_ffn import MapFFN, build_map_ffn
-from slab_det.checkpoints import register_load_check
-from slab_det.fusion import Fold
+from slab_det.attention import MAP_ATTENTIONS
+from slab_det.attention.geometry import resize_table
+from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
+from slab_det.backbones.blocks import Block, ConvFFN
 from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 
 
-class PVTBlock(BaseModule):
-    """``x + attn(norm1(x))``, then ``x + ffn(norm2(x))``.
-
-    Args:
-        attn: The attention over the map.
-        ffn: The FFN.
-        norm_cfg: Both norms.
-
-    Shape:
-        (B, H * W, C) -> (B, H * W, C).
-    """
-
-    def __init__(self, attn: MapAttention, ffn: MapFFN, norm_cfg: dict) -> None:
-        super().__init__()
-        self.norm1 = build_norm_layer(norm_cfg, attn.embed_dims)[1]
-        self.attn = attn
-        self.norm2 = build_norm_layer(norm_cfg, attn.embed_dims)[1]
-        self.ffn = ffn
-
-    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        x = self.attn(self.norm1(x), hw_shape, identity=x)
-        return self.ffn(self.norm2(x), hw_shape, identity=x)
-
-    def folds(self) -> Iterator[Fold]:
-        """Where the norms go at inference; see :mod:`slab_det.fusion`."""
-        yield Fold('norm1', before='attn')
-        yield Fold('norm2', before='ffn')
-
-
 class PositionEmbedding(BaseModule):
-    """Adds a learned embedding of each position, interpolated to the map at hand.
-
-    Args:
-        pos_shape: (H, W) of the embedding.
-        embed_dims: Channels C.
-        drop_rate: Dropout after the sum.
-
-    Shape:
-        (B, H * W, C) -> (B, H * W, C).
-    """
+    """Adds a learned embedding of (H, W) positions, interpolated to the map at hand, to tokens (B, H * W, C)."""
 
     def __init__(self, pos_shape: tuple[int, int], embed_dims: int, drop_rate: float) -> None:
         super().__init__()
@@ -81,43 +35,25 @@ class PositionEmbedding(BaseModule):
 
 
 @MODELS.register_module()
-class SLABPVT(BaseModule):
+class SLABPVT(Backbone):
     """Pyramid Vision Transformer whose norms and attention are chosen by a word (PVT, PVTv2, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are those of mmdet's PyramidVisionTransformer, whose checkpoints load.
-    The rows of the papers: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M
-    ``(3, 4, 18, 3)``; PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-PVT adds
-    ``attention='sla'``. PVTv2, mmdet's PyramidVisionTransformerV2, is
-    ``patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True,
-    use_conv_ffn=True``.
+    Arguments, defaults and state-dict keys are those of mmdet's PyramidVisionTransformer, whose checkpoints load;
+    what is listed below comes on top or means more. The rows of the papers: PVT-S is the default, PVT-T has
+    ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``; PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``;
+    SLAB-PVT adds ``attention='sla'``. PVTv2, mmdet's PyramidVisionTransformerV2, is ``patch_sizes=(7, 3, 3, 3),
+    paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True``.
 
     Args:
-        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
-        in_channels: Channels of the image.
         embed_dims: Channels C of one head; stage i has C * num_heads[i].
-        num_stages: Stages.
-        num_layers: Blocks per stage.
-        num_heads: Heads per stage.
-        patch_sizes: Kernel of each stage's patch embedding.
-        strides: Stride of each patch embedding.
         paddings: Padding of each patch embedding: zeros on every side, or 'corner' or 'same', which add as few as
             cover the map with patches.
         sr_ratios: Spatial reduction of keys and values in the softmax stages.
-        out_indices: Stages whose output is returned.
-        mlp_ratios: Hidden channels of the FFN over the stage's channels.
         qkv_bias: Whether the attention's projections have a bias: those of q, k, v and, as in mmdet, of the output.
-        drop_rate: Dropout.
-        attn_drop_rate: Dropout on softmax attention weights.
-        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
-        use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the map at hand.
         norm_after_stage: Put a norm after each stage; the next stage reads it too.
-        use_conv_ffn: Put a depthwise 3x3 convolution into the FFN.
-        act_cfg: Activation of the FFN.
-        norm_cfg: Every norm.
-        pretrained: mmdet's older spelling of ``init_cfg=dict(type='Pretrained', checkpoint=pretrained)``.
         convert_weights: Accepted for mmdet's configs; the format of a checkpoint is always detected.
         init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
-            :func:`slab_det.load_pretrained` reads.
+            :func:`slab_det.load_pretrained` reads; ``pretrained=...`` is mmdet's older spelling.
         attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         la_sr_ratios: What the stages with 'sla' or 'focused' attention use in place of ``sr_ratios``.
         norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
@@ -129,9 +65,7 @@ class SLABPVT(BaseModule):
         H / 4 / 2^i rounded down, or up with the paddings of PVTv2, 'corner' or 'same'.
 
     Raises:
-        ValueError: If an attention, norm or ``ffn_norm`` is unknown or does not go with another argument, a per-stage
-            argument has not one entry per stage, a number is not positive or not whole, there is no such output, or a
-            map is smaller than its reduction ratio.
+        ValueError: If an argument does not fit, which the message names, or a map is smaller than its reduction ratio.
     """
 
     def __init__(
@@ -165,45 +99,39 @@ class SLABPVT(BaseModule):
         norm_eval: bool = False,
         ffn_norm: str | None = None,
     ) -> None:
-        if pretrained is not None:
-            if init_cfg is not None:
-                raise ValueError('init_cfg and pretrained name two sources of weights: give one')
-            init_cfg = dict(type='Pretrained', checkpoint=pretrained)
-        super().__init__(init_cfg=init_cfg)
-        register_load_check(self)
         num_layers = per_stage('num_layers', num_layers, num_stages)
         num_heads = per_stage('num_heads', num_heads, num_stages)
-        attention = per_stage('attention', attention, num_stages)
-        self.patch_sizes = per_stage('patch_sizes', patch_sizes, num_stages)
-        self.strides = per_stage('strides', strides, num_stages)
+        attention = attention_per_stage(attention, num_stages, MAP_ATTENTIONS)
+        patch_sizes = per_stage('patch_sizes', patch_sizes, num_stages)
+        strides = per_stage('strides', strides, num_stages)
         sr_ratios = per_stage('sr_ratios', sr_ratios, num_stages)
         # As in mmdet these may be longer than num_stages, so that fewer stages go with their defaults.
-        self.paddings = per_stage('paddings', _first(paddings, num_stages), num_stages)
-        mlp_ratios = per_stage('mlp_ratios', _first(mlp_ratios, num_stages), num_stages)
-        la_sr_ratios = per_stage('la_sr_ratios', _first(la_sr_ratios, num_stages), num_stages)
-        unknown = {padding for padding in self.paddings if isinstance(padding, str)} - {'corner', 'same'}
+        paddings = per_stage('paddings', paddings, num_stages, may_be_longer=True)
+        la_sr_ratios = per_stage('la_sr_ratios', la_sr_ratios, num_stages, may_be_longer=True)
+        mlp_ratios = per_stage('mlp_ratios', mlp_ratios, num_stages, may_be_longer=True)
+        super().__init__(
+            num_stages,
+            out_indices,
+            norm_cfg,
+            norm_eval,
+            pretrained,
+            init_cfg,
+            embed_dims=embed_dims,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            patch_sizes=patch_sizes,
+            strides=strides,
+            sr_ratios=sr_ratios,
+            la_sr_ratios=la_sr_ratios,
+        )
+        unknown = {padding for padding in paddings if isinstance(padding, str)} - {'corner', 'same'}
         if unknown:
             raise ValueError(f"unknown padding {sorted(unknown)}: give numbers, 'corner' or 'same'")
-        unknown = set(attention) - set(MAP_ATTENTIONS)
-        if unknown:
-            raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(MAP_ATTENTIONS)}')
+        self.patches = tuple(zip(patch_sizes, strides, paddings, strict=True))
         self.sr_ratios = tuple(
             ratio if word == 'softmax' else la_ratio
             for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True)
         )
-        check_whole_numbers(
-            embed_dims=embed_dims,
-            num_heads=num_heads,
-            patch_sizes=self.patch_sizes,
-            strides=self.strides,
-            sr_ratios=sr_ratios,
-            la_sr_ratios=la_sr_ratios,
-        )
-        check_whole_numbers(0, num_layers=num_layers)
-        check_out_indices(out_indices, num_stages)
-        check_norm_cfg('norm_cfg', norm_cfg)
-        self.out_indices = tuple(out_indices)
-        self.norm_eval = norm_eval
         self.num_features = [embed_dims * heads for heads in num_heads]
         pretrain_img_size = to_2tuple(pretrain_img_size)
         pretrain_shapes = self._map_shapes(pretrain_img_size)
@@ -211,26 +139,16 @@ class SLABPVT(BaseModule):
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers)).tolist())
         self.layers = ModuleList()
         for i, channels in enumerate(self.num_features):
-            check_mlp_ratio('mlp_ratios', mlp_ratios[i], channels)
+            kernel, stride, padding = self.patches[i]
             patch_embed = PatchEmbed(
-                in_channels,
-                channels,
-                kernel_size=self.patch_sizes[i],
-                stride=self.strides[i],
-                padding=self.paddings[i],
-                norm_cfg=norm_cfg,
+                in_channels, channels, kernel_size=kernel, stride=stride, padding=padding, norm_cfg=norm_cfg
             )
             in_channels = channels
             blocks = ModuleList()
             if use_abs_pos_embed:
                 # mmdet's sizes: where patches do not overlap, those of the maps.
-                patch = math.prod(self.patch_sizes[: i + 1])
+                patch = math.prod(patch_sizes[: i + 1])
                 pos_shape = (pretrain_img_size[0] // patch, pretrain_img_size[1] // patch)
-                if min(pos_shape) < 1:
-                    raise ValueError(
-                        f'pretrain_img_size={pretrain_img_size[0]}x{pretrain_img_size[1]} leaves stage {i} no learned '
-                        f'position, at patches of {patch}x{patch}; give a larger one or use_abs_pos_embed=False'
-                    )
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             ratio = self.sr_ratios[i]
             for _ in range(num_layers[i]):
@@ -246,21 +164,11 @@ class SLABPVT(BaseModule):
                     attn_drop_rate=attn_drop_rate,
                     table_shape=tuple(side // ratio for side in pretrain_shapes[i]),
                 )
-                ffn = build_map_ffn(
-                    ffn_norm,
-                    norm_cfg,
-                    use_conv_ffn,
-                    embed_dims=channels,
-                    act_cfg=act_cfg,
-                    drop_rate=drop_rate,
-                    feedforward_channels=int(mlp_ratios[i] * channels),
-                    drop_path_rate=rate,
-                )
-                blocks.append(PVTBlock(attn, ffn, norm_cfg))
+                hidden = int(mlp_ratios[i] * channels)
+                ffn = ConvFFN(channels, hidden, act_cfg, drop_rate, rate, ffn_norm, norm_cfg, use_conv=use_conv_ffn)
+                blocks.append(Block(attn, ffn, norm_cfg))
             norm = build_norm_layer(norm_cfg, channels)[1] if norm_after_stage else nn.Identity()
             self.layers.append(ModuleList([patch_embed, blocks, norm]))
-        # Of the maps returned.
-        self.memory_format = torch.contiguous_format
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         if not torch.compiler.is_compiling():
@@ -285,8 +193,12 @@ class SLABPVT(BaseModule):
         """(H, W) of each stage's map for an image of (H, W); ValueError if one is too small for its stage."""
         shapes = []
         shape = tuple(image_shape)
-        for i, ratio in enumerate(self.sr_ratios):
-            shape = self._patch_map_shape(i, shape)
+        for i, ((kernel, stride, padding), ratio) in enumerate(zip(self.patches, self.sr_ratios, strict=True)):
+            if isinstance(padding, str):
+                shape = tuple(math.ceil(side / stride) for side in shape)
+            else:
+                pads = to_2tuple(padding)
+                shape = tuple((side + 2 * pad - kernel) // stride + 1 for side, pad in zip(shape, pads, strict=True))
             if min(shape) < ratio:
                 raise ValueError(
                     f'an image of {image_shape[0]}x{image_shape[1]} leaves stage {i} a map of '
@@ -296,42 +208,16 @@ class SLABPVT(BaseModule):
             shapes.append(shape)
         return shapes
 
-    def _patch_map_shape(self, stage: int, shape: tuple[int, int]) -> tuple[int, int]:
-        """(H, W) of the map that a stage's patch embedding makes of one of (H, W)."""
-        stride, padding = self.strides[stage], self.paddings[stage]
-        if isinstance(padding, str):
-            return tuple(math.ceil(side / stride) for side in shape)
-        return tuple(
-            (side + 2 * pad - self.patch_sizes[stage]) // stride + 1
-            for side, pad in zip(shape, to_2tuple(padding), strict=True)
-        )
-
-    def train(self, mode: bool = True) -> SLABPVT:
-        """Sets training mode, but for loaded statistics with ``norm_eval``."""
-        super().train(mode)
-        if mode and self.norm_eval:
-            freeze_loaded_statistics(self)
-        return self
-
-    def init_weights(self) -> None:
-        init_backbone(self, self._init_from_scratch)
-
-    def _init_from_scratch(self) -> None:
+    def init_from_scratch(self) -> None:
         """mmdet's distributions; the convolution of the values in linear attention keeps PyTorch's, as released."""
-        linear_attentions = [module for module in self.modules() if isinstance(module, LinearMixing)]
-        local = {attention.dwc for attention in linear_attentions}
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)
-            elif isinstance(module, nn.Conv2d) and module not in local:
+            elif isinstance(module, nn.Conv2d) and not name.endswith('.dwc'):
                 fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
                 normal_init(module, 0, math.sqrt(2.0 / fan_out))
             elif isinstance(module, PositionEmbedding):
                 trunc_normal_(module.pos_embed, std=0.02)
-        for attention in linear_attentions:
-            nn.init.zeros_(attention.positional_encoding)
-
-
-def _first(value: object, num_stages: int) -> object:
-    """The entries of the first stages."""
-    return value[:num_stages] if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for name, parameter in self.named_parameters():
+            if name.endswith('positional_encoding'):
+                nn.init.zeros_(parameter)

@@ -7,7 +7,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.attention import resize_table
+from slab_det.attention.geometry import resize_table
 from slab_det.checkpoints.layouts import Weight, Weights
 from slab_det.runtime.errors import CheckpointError
 

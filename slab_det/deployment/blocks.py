@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slab_det.attention import resize_table
-from slab_det.backbones.pvt import PositionEmbedding, PVTBlock
-from slab_det.backbones.swin import SwinBlock
+from slab_det.attention.geometry import resize_table
+from slab_det.backbones.blocks import Block
+from slab_det.backbones.pvt import PositionEmbedding
 from slab_det.deployment.attention import deploy_attention
 from slab_det.deployment.ffn import deploy_ffn
-from slab_det.fusion.interference import has_hooks
+from slab_det.fusion.interference import find_hooks
 
 
 class DeployedPositionEmbedding(nn.Module):
@@ -32,15 +32,15 @@ def deploy_blocks(backbone: nn.Module) -> None:
     for parent in list(backbone.modules()):
         for name, child in parent.named_children():
             # Exactly these: a subclass may keep the tokens that are overwritten.
-            if type(child) in (SwinBlock, PVTBlock) and not has_hooks(child):
+            if type(child) is Block and not any(map(find_hooks, child.modules())):
                 _deploy_block(child)
-            elif type(child) is PositionEmbedding and not has_hooks(child):
+            elif type(child) is PositionEmbedding and not any(map(find_hooks, child.modules())):
                 setattr(parent, name, DeployedPositionEmbedding(child))
     # Tokens are channels last: the maps are then views of them.
     backbone.memory_format = torch.channels_last
 
 
-def _deploy_block(block: SwinBlock | PVTBlock) -> None:
+def _deploy_block(block: Block) -> None:
     attn = deploy_attention(block.norm1, block.attn)
     if attn is None:
         return

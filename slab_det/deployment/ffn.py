@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from mmcv.cnn.bricks.transformer import FFN
 from torch import Tensor, nn
 
-from slab_det.backbones.ffn import PostActFFN, PreActFFN
-from slab_det.backbones.map_ffn import MapFFN, PostActMapFFN, PreActMapFFN
+from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.deployment.linear import ACTIVATIONS, linear, linear_add
 from slab_det.deployment.tiles import row_tiles, tile_tokens
 
@@ -28,7 +26,7 @@ class DeployedFFN(nn.Module):
         super().__init__()
         self.norm, self.fc1, self.activation, self.fc2 = norm, fc1, activation, fc2
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         tokens = x.view(-1, x.shape[-1])
         # A 1x1 convolution's weight has two more dimensions.
         weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
@@ -41,31 +39,11 @@ class DeployedFFN(nn.Module):
 
 def deploy_ffn(norm: nn.Module, ffn: nn.Module) -> DeployedFFN | None:
     """The deployed form of a norm and the FFN behind it; None for an FFN of another kind."""
-    layers = _two_layers(ffn)
-    # An unfused norm in between, or an approximation of the activation, is another function.
-    if layers is None or not _is_identity(getattr(ffn, 'norm', None)):
+    # Exactly these: a subclass may compute something else. A depthwise convolution, an unfused norm in between or an
+    # approximation of the activation is another function too.
+    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
         return None
-    fc1, activation, fc2 = layers
+    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
     if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return DeployedFFN(norm, fc1, ACTIVATIONS[type(activation)], fc2)
-
-
-def _two_layers(ffn: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module] | None:
-    # Exactly these: a subclass may compute something else.
-    if (
-        type(ffn) in (FFN, PreActFFN, PostActFFN)
-        and len(ffn.layers) == 3
-        and ffn.add_identity
-        and _is_identity(ffn.gamma2)
-    ):
-        (fc1, activation, _), fc2, _ = ffn.layers
-        return fc1, activation, fc2
-    if type(ffn) in (MapFFN, PreActMapFFN, PostActMapFFN) and len(ffn.layers) == 5:
-        fc1, activation, _, fc2, _ = ffn.layers
-        return fc1, activation, fc2
-    return None
-
-
-def _is_identity(module: nn.Module | None) -> bool:
-    return module is None or isinstance(module, nn.Identity)

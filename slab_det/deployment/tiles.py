@@ -9,8 +9,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from slab_det.attention import MapGeometry, WindowGeometry, Windows, window_geometry
-from slab_det.attention.geometry import join_groups, mask_regions
+from slab_det.attention.geometry import (
+    MapGeometry,
+    WindowGeometry,
+    Windows,
+    join_groups,
+    mask_regions,
+    window_geometry,
+)
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
 # to be paged in anew (docs/deploy.md, Memory). Smaller tiles cost more calls than they save.
@@ -43,11 +49,12 @@ class WindowTile(Windows):
     kept: dict[str, Tensor]
     regions: Tensor | None
 
-    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of this tile, (n, 3C), in its windows: q, k and v, (m, g, N, C / g) each."""
         if self.slots is not None:
-            row = qkv.new_zeros(qkv.shape[1]) if padding is None else padding.to(qkv.dtype)
-            qkv = row.repeat(self.num_windows * self.window_size**2, 1).index_copy_(0, self.slots, qkv)
+            qkv = (
+                padding.to(qkv.dtype).repeat(self.num_windows * self.window_size**2, 1).index_copy_(0, self.slots, qkv)
+            )
         qkv = qkv.view(self.num_windows, self.window_size**2, 3, groups, -1)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 

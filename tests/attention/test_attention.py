@@ -1,6 +1,7 @@
-"""Window attention against the papers' formulas, head by head and window by window, in float64."""
+"""Attention in windows and over maps against the papers' formulas, head by head and token by token, in float64."""
 
 import copy
+import math
 import random
 
 import pytest
@@ -8,81 +9,106 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slab_det.attention import (
-    FocusedWindowAttention,
-    ShiftedWindowAttention,
-    SimplifiedWindowAttention,
-    SoftmaxWindowAttention,
-)
+from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
+from slab_det.attention.geometry import resize_table
 from slab_det.deployment import tiles
-from slab_det.deployment.attention import TiledWindowAttention
+from slab_det.deployment.attention import TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.export.token_index import WindowIndex
 
 HEADS, DIMS = 2, 6
-# Rows and columns of the map, side of the windows, shift: whole and odd sizes, one window and many.
-CASES = [(8, 12, 4, 0), (8, 8, 4, 2), (7, 9, 4, 0), (7, 9, 4, 2), (3, 2, 5, 2), (1, 11, 3, 1)]
+CHANNELS = HEADS * DIMS
+EPS = 1e-6
+TABLE = (3, 4)
+WORDS = pytest.mark.parametrize('word', ['softmax', 'sla', 'focused'])
+LINEAR = pytest.mark.parametrize('word', ['sla', 'focused'])
 
 
-def depthwise(values: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A 5x5 depthwise convolution of (w, w, d), tap by tap."""
-    side = len(values)
-    padded = F.pad(values, (0, 0, 2, 2, 2, 2))
-    return bias + sum(
-        kernel[:, 0, row, column] * padded[row : row + side, column : column + side]
-        for row in range(5)
-        for column in range(5)
-    )
+def convolved(values: torch.Tensor, shape: tuple, kernel: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A 5x5 depthwise convolution of (H * W, d), neighbour by neighbour."""
+    image, out = values.unflatten(0, shape), []
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            total = bias.clone()
+            for i in range(max(row - 2, 0), min(row + 3, shape[0])):
+                for j in range(max(column - 2, 0), min(column + 3, shape[1])):
+                    total += kernel[:, 0, i - row + 2, j - column + 2] * image[i, j]
+            out.append(total)
+    return torch.stack(out)
 
 
-def simplified(q, k):
-    return torch.clamp(q, min=0), torch.clamp(k, min=0)
+def bilinear(rows: torch.Tensor, shape: tuple, target: tuple) -> torch.Tensor:
+    """A table (H * W, C) at another size, row by row: corners of pixels are aligned, the border is repeated."""
+    image, out = rows.unflatten(0, shape), []
+    for row in range(target[0]):
+        for column in range(target[1]):
+            y = max((row + 0.5) * shape[0] / target[0] - 0.5, 0)
+            x = max((column + 0.5) * shape[1] / target[1] - 0.5, 0)
+            top, left = math.floor(y), math.floor(x)
+            bottom, right = min(top + 1, shape[0] - 1), min(left + 1, shape[1] - 1)
+            a, b = y - top, x - left
+            out.append(
+                (1 - a) * ((1 - b) * image[top, left] + b * image[top, right])
+                + a * ((1 - b) * image[bottom, left] + b * image[bottom, right])
+            )
+    return torch.stack(out)
 
 
-def focused(q, k, theta):
-    def focus(x):
-        x = (torch.clamp(x, min=0) + 1e-6) / torch.log1p(torch.exp(theta))
-        return x**3 * (x.pow(2).sum(-1, keepdim=True) / x.pow(6).sum(-1, keepdim=True)).sqrt()
+def features(attn: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The feature map f of simplified or focused attention."""
+    x = torch.clamp(x, min=0)
+    if hasattr(attn, 'scale'):
+        x = (x + 1e-6) / torch.log1p(torch.exp(attn.scale[0, 0]))
+        x = x**3 * (x.pow(2).sum(-1, keepdim=True) / x.pow(6).sum(-1, keepdim=True)).sqrt()
+    return x
 
-    return focus(q), focus(k)
 
-
-def linear_window(attn: nn.Module, window: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Linear attention of one window (N, C), token by token; keys where ``keep`` is False weigh nothing."""
-    q, k, v = (window @ attn.qkv.weight.T + attn.qkv.bias).split(HEADS * DIMS, -1)
-    k = k + attn.positional_encoding[0]
-    is_focused = isinstance(attn, FocusedWindowAttention)
-    q, k = focused(q, k, attn.scale[0, 0]) if is_focused else simplified(q, k)
-    scale = 1 / len(window) if is_focused else 1.0
-    side = attn.window_size
+def linear_formula(attn, q, k, v, keep, local):
+    """Linear attention token by token; keys where ``keep`` is False weigh nothing; ``local`` convolves the values."""
+    q, k = features(attn, q), features(attn, k)
+    if hasattr(attn, 'scale'):
+        k = k / len(k)
     heads = []
     for head in range(HEADS):
         part = slice(head * DIMS, (head + 1) * DIMS)
-        weights = (q[:, part] @ k[:, part].T) * keep * scale
-        mixed = (weights @ v[:, part]) / (weights.sum(1, keepdim=True) + 1e-6)
-        local = depthwise(v[:, part].unflatten(0, (side, side)), attn.dwc.weight, attn.dwc.bias)
-        heads.append(mixed + local.flatten(0, 1))
+        weights = (q[:, part] @ k[:, part].T) * keep
+        heads.append(weights @ v[:, part] / (weights.sum(1, keepdim=True) + 1e-6) + local(v[:, part]))
     return torch.cat(heads, -1)
 
 
-def softmax_window(attn: nn.Module, window: torch.Tensor, regions: torch.Tensor) -> torch.Tensor:
-    """Softmax attention of one window, pair by pair of places."""
-    q, k, v = (window @ attn.qkv.weight.T + attn.qkv.bias).split(HEADS * DIMS, -1)
-    side = attn.window_size
-    places = [(row, column) for row in range(side) for column in range(side)]
+def softmax_formula(q, k, v, bias):
+    """``bias(i, j, head)`` is added to the logit of query i and key j."""
     heads = []
     for head in range(HEADS):
         part = slice(head * DIMS, (head + 1) * DIMS)
         logits = q[:, part] @ k[:, part].T / DIMS**0.5
-        for i, (row, column) in enumerate(places):
-            for j, (other_row, other_column) in enumerate(places):
-                index = (row - other_row + side - 1) * (2 * side - 1) + column - other_column + side - 1
-                logits[i, j] += attn.relative_position_bias_table[index, head]
-        logits = logits - 100 * (regions[:, None] != regions[None])
-        heads.append(logits.softmax(-1) @ v[:, part])
+        for i in range(len(q)):
+            for j in range(len(k)):
+                logits[i, j] += bias(i, j, head)
+        weights = torch.exp(logits)
+        heads.append(weights @ v[:, part] / weights.sum(1, keepdim=True))
     return torch.cat(heads, -1)
 
 
-def whole_map(block: ShiftedWindowAttention, x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def window_formula(attn: nn.Module, window: torch.Tensor, regions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """One window (N, C); tokens of different regions do not see each other in softmax attention."""
+    side = attn.window_size
+    q, k, v = (window @ attn.qkv.weight.T + attn.qkv.bias).split(CHANNELS, -1)
+    if hasattr(attn, 'dwc'):
+        keep = keep if attn.mask_padding else torch.ones(len(window))
+        k = k + attn.positional_encoding[0]
+        return linear_formula(
+            attn, q, k, v, keep, lambda part: convolved(part, (side, side), attn.dwc.weight, attn.dwc.bias)
+        )
+
+    def bias(i, j, head):
+        rows, columns = i // side - j // side + side - 1, i % side - j % side + side - 1
+        table = attn.relative_position_bias_table[rows * (2 * side - 1) + columns, head]
+        return table - 100.0 * bool(regions[i] != regions[j])
+
+    return softmax_formula(q, k, v, bias)
+
+
+def shifted_formula(block: ShiftedWindowAttention, x: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Pads, rolls and cuts (B, H * W, C), attends in every window and puts it back."""
     attn, shift, side = block.w_msa, block.shift_size, block.w_msa.window_size
     image = F.pad(x.unflatten(1, (height, width)), (0, 0, 0, -width % side, 0, -height % side))
@@ -100,14 +126,61 @@ def whole_map(block: ShiftedWindowAttention, x: torch.Tensor, height: int, width
         for top in range(0, image.shape[1], side):
             for left in range(0, image.shape[2], side):
                 here = slice(top, top + side), slice(left, left + side)
-                window = sample[here].flatten(0, 1)
-                if isinstance(attn, SoftmaxWindowAttention):
-                    mixed = softmax_window(attn, window, regions[here].flatten())
-                else:
-                    keep = inside[here].flatten() if attn.mask_padding else torch.ones(side * side)
-                    mixed = linear_window(attn, window, keep)
+                mixed = window_formula(
+                    attn, sample[here].flatten(0, 1), regions[here].flatten(), inside[here].flatten()
+                )
                 result[here] = (mixed @ attn.proj.weight.T + attn.proj.bias).unflatten(0, (side, side))
     return out.roll((shift, shift), (1, 2))[:, :height, :width].flatten(1, 2)
+
+
+def reduced(attn: nn.Module, tokens: torch.Tensor, shape: tuple) -> tuple[torch.Tensor, tuple]:
+    """Blocks of r x r tokens as one token each, through a LayerNorm."""
+    ratio = attn.sr_ratio
+    if ratio == 1:
+        return tokens, shape
+    image, target = tokens.unflatten(0, shape), (shape[0] // ratio, shape[1] // ratio)
+    out = []
+    for row in range(target[0]):
+        for column in range(target[1]):
+            total = attn.sr.bias.clone()
+            for i in range(ratio):
+                for j in range(ratio):
+                    total += attn.sr.weight[:, :, i, j] @ image[row * ratio + i, column * ratio + j]
+            centred = total - total.mean()
+            out.append(centred / (centred.pow(2).mean() + EPS).sqrt() * attn.norm.weight + attn.norm.bias)
+    return torch.stack(out), target
+
+
+def map_formula(attn: nn.Module, tokens: torch.Tensor, shape: tuple) -> torch.Tensor:
+    """One map (N, C) through the attention."""
+    source, source_shape = reduced(attn, tokens, shape)
+    projections = zip(attn.attn.in_proj_weight.chunk(3), attn.attn.in_proj_bias.chunk(3), strict=True)
+    q, k, v = (x @ weight.T + bias for x, (weight, bias) in zip((tokens, source, source), projections, strict=True))
+    if hasattr(attn, 'dwc'):
+        k = k + bilinear(attn.positional_encoding[0], TABLE, source_shape)
+
+        def local(part):
+            return convolved(bilinear(part, source_shape, shape), shape, attn.dwc.weight, attn.dwc.bias)
+
+        mixed = linear_formula(attn, q, k, v, torch.ones(len(k)), local)
+    else:
+        mixed = softmax_formula(q, k, v, lambda i, j, head: 0.0)
+    return mixed @ attn.attn.out_proj.weight.T + attn.attn.out_proj.bias
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    for parameter in module.double().eval().parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def make_block(word: str, side: int, shift: int, **kwargs) -> ShiftedWindowAttention:
+    return randomized(ShiftedWindowAttention(WINDOW_ATTENTIONS[word](CHANNELS, HEADS, side, **kwargs), shift, 0.0))
+
+
+def make_map(word: str, ratio: int) -> nn.Module:
+    norm = dict(type='LN', eps=EPS)
+    return randomized(MAP_ATTENTIONS[word](CHANNELS, HEADS, sr_ratio=ratio, norm_cfg=norm, table_shape=TABLE))
 
 
 def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape: tuple[int, int]) -> torch.Tensor:
@@ -122,30 +195,22 @@ def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape:
     return block(x, hw_shape)
 
 
-def make_block(kind: type, side: int, shift: int, **kwargs) -> ShiftedWindowAttention:
-    block = ShiftedWindowAttention(kind(HEADS * DIMS, HEADS, side, **kwargs), shift, 0.0).double().eval()
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return block
-
-
-@pytest.mark.parametrize(('height', 'width', 'side', 'shift'), CASES)
+# Rows and columns of the map, side of the windows, shift: whole and odd sizes, one window and many.
 @pytest.mark.parametrize(
-    ('kind', 'kwargs'),
-    [
-        (SimplifiedWindowAttention, {}),
-        (SimplifiedWindowAttention, dict(mask_padding=True)),
-        (FocusedWindowAttention, {}),
-        (FocusedWindowAttention, dict(mask_padding=True)),
-        (SoftmaxWindowAttention, {}),
-    ],
+    ('height', 'width', 'side', 'shift'),
+    [(8, 12, 4, 0), (8, 8, 4, 2), (7, 9, 4, 0), (7, 9, 4, 2), (3, 2, 5, 2), (1, 11, 3, 1)],
+)
+@pytest.mark.parametrize(
+    ('word', 'kwargs'),
+    [('sla', {}), ('sla', dict(mask_padding=True)), ('focused', {}), ('focused', dict(mask_padding=True))]
+    + [('softmax', {})],
 )
 @torch.no_grad()
-def test_equals_the_formula_over_every_geometry(monkeypatch, kind, kwargs, height, width, side, shift):
+def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, kwargs, height, width, side, shift):
     monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 2 * side * side)
-    block = make_block(kind, side, shift, **kwargs)
-    x = torch.randn(2, height * width, HEADS * DIMS, dtype=torch.double)
-    expected = whole_map(block, x, height, width)
+    block = make_block(word, side, shift, **kwargs)
+    x = torch.randn(2, height * width, CHANNELS, dtype=torch.double)
+    expected = shifted_formula(block, x, height, width)
     for geometry in ('kept per size', 'tiles', 'symbolic'):
         out = run(geometry, block, x, (height, width))
         torch.testing.assert_close(
@@ -153,77 +218,134 @@ def test_equals_the_formula_over_every_geometry(monkeypatch, kind, kwargs, heigh
         )
 
 
-@pytest.mark.parametrize('kind', [SimplifiedWindowAttention, SoftmaxWindowAttention])
+@pytest.mark.parametrize('shape', [TABLE, (6, 8), (7, 5), (2, 9)])
+@pytest.mark.parametrize('ratio', [1, 2])
+@WORDS
 @torch.no_grad()
-def test_geometries_agree_on_random_sizes_and_folded_padding(kind):
+def test_maps_equal_the_formula_whole_and_in_tiles(monkeypatch, word, ratio, shape):
+    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 5)
+    attn = make_map(word, ratio)
+    x = torch.randn(2, shape[0] * shape[1], CHANNELS, dtype=torch.double)
+    expected = torch.stack([map_formula(attn, tokens, shape) for tokens in x])
+    tiled = TiledMapAttention(nn.Identity(), attn)(x.clone(), shape) - x
+    for out in (attn(x, shape), tiled):
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize('word', ['sla', 'softmax'])
+@torch.no_grad()
+def test_geometries_agree_on_random_sizes_and_folded_padding(word):
     rng = random.Random(0)
     for _ in range(20):
         side = rng.randint(2, 6)
         shape = rng.randint(1, 20), rng.randint(1, 20)
-        block = make_block(kind, side, rng.randrange(side))
+        block = make_block(word, side, rng.randrange(side))
         # As after a fold: padding tokens hold something else than the bias.
-        block.w_msa.padding_qkv = torch.randn(3 * HEADS * DIMS, dtype=torch.double)
-        x = torch.randn(1, shape[0] * shape[1], HEADS * DIMS, dtype=torch.double)
+        block.w_msa.padding_qkv = torch.randn(3 * CHANNELS, dtype=torch.double)
+        x = torch.randn(1, shape[0] * shape[1], CHANNELS, dtype=torch.double)
         expected = block(x, shape)
         for geometry in ('tiles', 'symbolic'):
             difference = float((run(geometry, block, x, shape) - expected).abs().max())
             assert difference < 1e-10, (geometry, side, block.shift_size, shape, difference)
 
 
-@pytest.mark.parametrize('kind', [SimplifiedWindowAttention, FocusedWindowAttention, SoftmaxWindowAttention])
-def test_gradients(kind):
-    block = make_block(kind, 3, 1)
-    x = torch.randn(2, 4 * 2, HEADS * DIMS, dtype=torch.double, requires_grad=True)
+@WORDS
+def test_gradients(word):
+    block = make_block(word, 3, 1)
+    x = torch.randn(2, 4 * 2, CHANNELS, dtype=torch.double, requires_grad=True)
     # Of padding slots too: they hold the bias.
     assert torch.autograd.gradcheck(lambda x, bias: block(x, (4, 2)), (x, block.w_msa.qkv.bias))
+    for ratio in (1, 2):
+        attn = make_map(word, ratio)
+        assert torch.autograd.gradcheck(lambda x, attn=attn: attn(x, (4, 2)), (x,))
 
 
 def test_a_geometry_made_in_inference_mode_serves_training():
-    block = make_block(SoftmaxWindowAttention, 4, 1).train()
-    x = torch.randn(1, 65, HEADS * DIMS, dtype=torch.double)
+    block = make_block('softmax', 4, 1).train()
+    x = torch.randn(1, 65, CHANNELS, dtype=torch.double)
     with torch.inference_mode():
         block(x, (5, 13))
     block(x.requires_grad_(), (5, 13)).sum().backward()
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize('kind', [SimplifiedWindowAttention, FocusedWindowAttention])
-def test_large_activations_stay_finite_in_half_precision(kind):
-    block = make_block(kind, 8, 0).float()
-    x = 40 * torch.randn(1, 64, HEADS * DIMS)
-    with torch.autocast('cpu', torch.bfloat16), torch.no_grad():
-        out = block(x, (8, 8))
-    assert out.isfinite().all()
-    with torch.no_grad():
-        expected = block(x, (8, 8))
-    assert (out.float() - expected).norm() < 0.05 * expected.norm()
-
-
 @torch.no_grad()
 def test_cached_bias_follows_the_table_the_size_and_the_mode():
-    block = make_block(SoftmaxWindowAttention, 4, 2)
+    block = make_block('softmax', 4, 2)
     table = block.w_msa.relative_position_bias_table
-    for height, width in ((7, 9), (8, 8), (7, 9)):
+
+    def check(height, width):
+        x = torch.randn(1, height * width, CHANNELS, dtype=torch.double)
+        expected = shifted_formula(block, x, height, width)
+        torch.testing.assert_close(block(x, (height, width)), expected, rtol=1e-9, atol=1e-9)
+
+    for size in ((7, 9), (8, 8), (7, 9)):
         for scale in (1.0, -2.0):
             table.mul_(scale)
-            x = torch.randn(1, height * width, HEADS * DIMS, dtype=torch.double)
-            torch.testing.assert_close(
-                block(x, (height, width)), whole_map(block, x, height, width), rtol=1e-9, atol=1e-9
-            )
+            check(*size)
     table.data = table.data * 3
     block.eval()
-    torch.testing.assert_close(block(x, (7, 9)), whole_map(block, x, 7, 9), rtol=1e-9, atol=1e-9)
+    check(7, 9)
 
 
-def test_wrong_arguments():
+def test_heads_must_divide_channels():
     with pytest.raises(ValueError, match='does not divide'):
-        SimplifiedWindowAttention(10, 3, 7)
+        WINDOW_ATTENTIONS['sla'](10, 3, 7)
 
 
 def test_without_qkv_bias_padding_is_zero():
-    block = make_block(SimplifiedWindowAttention, 4, 0, qkv_bias=False)
-    x = torch.randn(1, 35, HEADS * DIMS, dtype=torch.double)
+    block = make_block('sla', 4, 0, qkv_bias=False)
+    x = torch.randn(1, 35, CHANNELS, dtype=torch.double)
     with torch.no_grad():
         out = block(x, (5, 7))
-        block.w_msa.qkv.bias = nn.Parameter(torch.zeros(3 * HEADS * DIMS, dtype=torch.double))
-        torch.testing.assert_close(out, whole_map(block, x, 5, 7), rtol=1e-9, atol=1e-9)
+        block.w_msa.qkv.bias = nn.Parameter(torch.zeros(3 * CHANNELS, dtype=torch.double))
+        torch.testing.assert_close(out, shifted_formula(block, x, 5, 7), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(('shape', 'target'), [((3, 4), (7, 5)), ((6, 5), (2, 3)), ((1, 1), (4, 2))])
+def test_a_table_is_interpolated_in_two_dimensions(shape, target):
+    table = torch.randn(1, shape[0] * shape[1], 3, dtype=torch.double)
+    torch.testing.assert_close(resize_table(table, shape, target)[0], bilinear(table[0], shape, target))
+    assert resize_table(table, shape, shape) is table
+
+
+SIDE = 56
+
+
+def pass_through(word: str, over: str) -> nn.Module:
+    """q = k = v = x, and the output as it is: activations of the input's size everywhere."""
+    if over == 'windows':
+        module = ShiftedWindowAttention(WINDOW_ATTENTIONS[word](16, 2, SIDE), 0, 0.0)
+    else:
+        module = MAP_ATTENTIONS[word](16, 2, table_shape=(SIDE, SIDE))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith(('qkv.weight', 'in_proj_weight')):
+                parameter.copy_(torch.eye(16).repeat(3, 1))
+            elif name.endswith(('.proj.weight', 'out_proj.weight')):
+                parameter.copy_(torch.eye(16))
+            elif name.endswith('bias'):
+                parameter.zero_()
+    return module
+
+
+@pytest.mark.parametrize('over', ['windows', 'a map'])
+@pytest.mark.parametrize('way', ['autocast', 'cast'])
+@LINEAR
+def test_linear_attention_stays_finite_in_float16_on_activations_of_100(word, over, way):
+    """It sums over thousands of tokens, which float16 cannot hold."""
+    x = (100 * torch.rand(1, SIDE**2, 16)).half()
+    assert not (x.transpose(1, 2) @ x).isfinite().any(), 'what the sums over keys would be in float16'
+    module = pass_through(word, over)
+    exact = copy.deepcopy(module).double()(x.double(), (SIDE, SIDE))
+    if way == 'cast':
+        with torch.no_grad():
+            y = module.half()(x, (SIDE, SIDE))
+    else:
+        x = x.float().requires_grad_()
+        with torch.autocast('cpu', torch.float16):
+            y = module(x.half(), (SIDE, SIDE))
+        # Inside, autocast would lower the products of the backward pass as well.
+        y.float().square().mean().backward()
+        assert all(tensor.grad.isfinite().all() for tensor in (x, *module.parameters()))
+    assert y.isfinite().all() and (y.double() - exact).norm() < 0.01 * exact.norm()

@@ -1,14 +1,15 @@
-"""The FFN with one more norm (BN+FFNBN)."""
+"""The FFN of Swin and of PVT, with one more norm (BN+FFNBN) and without."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
-from torch import nn
 
-from slab_det.backbones.ffn import NORMED_FFNS, build_ffn
+from slab_det.backbones.blocks import ConvFFN, LinearFFN
 
-OPTIONS = dict(embed_dims=6, feedforward_channels=10, act_cfg=dict(type='GELU'))
+GELU = dict(type='GELU')
+KINDS = pytest.mark.parametrize('kind', [LinearFFN, ConvFFN])
+PLACES = pytest.mark.parametrize('ffn_norm', ['pre_act', 'post_act'])
 
 
 @torch.no_grad()
@@ -25,62 +26,50 @@ def batch_norm(x, state, training):
     return state['norm.weight'] * (x - mean) / (var + 1e-5).sqrt() + state['norm.bias']
 
 
+@KINDS
+@PLACES
 @pytest.mark.parametrize('training', [False, True])
-@pytest.mark.parametrize('ffn_norm', ['pre_act', 'post_act'])
-def test_the_norm_stands_where_its_name_says(ffn_norm, training):
-    ffn = randomize(build_ffn(ffn_norm, dict(type='TokenBN'), **OPTIONS).double()).train(training)
-    state = {key: value.clone() for key, value in ffn.state_dict().items()}
+def test_the_norm_stands_where_its_name_says(kind, ffn_norm, training):
+    ffn = kind(6, 10, GELU, ffn_norm=ffn_norm, norm_cfg=dict(type='TokenBN')).double()
+    state = {key: value.clone() for key, value in randomize(ffn).train(training).state_dict().items()}
     x, identity = torch.randn(2, 7, 6).double(), torch.randn(2, 7, 6).double()
-    hidden = x @ state['layers.0.0.weight'].T + state['layers.0.0.bias']
+    hidden = x @ state[f'{ffn.fc1}.weight'].flatten(1).T + state[f'{ffn.fc1}.bias']
     if ffn_norm == 'pre_act':
         hidden = F.gelu(batch_norm(hidden, state, training))
     else:
         hidden = batch_norm(F.gelu(hidden), state, training)
-    expected = hidden @ state['layers.1.weight'].T + state['layers.1.bias']
-    torch.testing.assert_close(ffn(x, identity), expected + identity, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(ffn(x), expected + x, rtol=1e-12, atol=1e-12)
+    expected = hidden @ state[f'{ffn.fc2}.weight'].flatten(1).T + state[f'{ffn.fc2}.bias'] + identity
+    torch.testing.assert_close(ffn(x, (1, 7), identity), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize('training', [False, True])
-@pytest.mark.parametrize('ffn_norm', ['pre_act', 'post_act'])
-@pytest.mark.parametrize('options', [{}, dict(add_identity=False), dict(layer_scale_init_value=0.3)], ids=str)
-def test_without_its_norm_it_is_mmcvs_ffn_to_the_bit(ffn_norm, options, training):
-    options = {**OPTIONS, 'ffn_drop': 0.2, 'dropout_layer': dict(type='DropPath', drop_prob=0.4), **options}
-    ours, theirs = build_ffn(ffn_norm, dict(type='TokenBN'), **options), randomize(FFN(num_fcs=2, **options))
-    ours.norm = nn.Identity()
+def test_without_a_norm_it_is_mmcvs_ffn_to_the_bit(training):
+    ours = LinearFFN(6, 10, GELU, drop_rate=0.2, drop_path_rate=0.4)
+    drop_path = dict(type='DropPath', drop_prob=0.4)
+    theirs = randomize(FFN(6, 10, act_cfg=GELU, ffn_drop=0.2, dropout_layer=drop_path))
     ours.load_state_dict(theirs.state_dict(), strict=True)
     x, identity = torch.randn(5, 7, 6), torch.randn(5, 7, 6)
-    outputs = []
-    for ffn in (ours, theirs):
-        torch.manual_seed(4)
-        outputs.append(ffn.train(training)(x, identity))
-    assert torch.equal(*outputs)
+    torch.manual_seed(4)
+    out = ours.train(training)(x, (1, 7), identity)
+    torch.manual_seed(4)
+    assert torch.equal(out, theirs.train(training)(x, identity))
 
 
-def test_the_norm_after_the_activation_sees_no_dropout():
+@KINDS
+def test_the_norm_after_the_activation_sees_no_dropout(kind):
     """Dropout would widen the statistics of training, which inference uses."""
-    ffn = build_ffn('post_act', dict(type='TokenBN', momentum=1.0), ffn_drop=0.5, **OPTIONS).train()
+    ffn = kind(6, 10, GELU, drop_rate=0.5, ffn_norm='post_act', norm_cfg=dict(type='TokenBN', momentum=1.0)).train()
     x = torch.randn(4, 9, 6)
-    ffn(x)
-    hidden = F.gelu(ffn.layers[0][0](x)).flatten(0, 1)
+    ffn(x, (3, 3), x)
+    fc1 = ffn.get_submodule(ffn.fc1)
+    hidden = F.gelu(F.linear(x, fc1.weight.flatten(1), fc1.bias)).flatten(0, 1)
     torch.testing.assert_close(ffn.norm.running_var, hidden.var(0))
 
 
+@PLACES
 @pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'LN'])
-@pytest.mark.parametrize('ffn_norm', ['pre_act', 'post_act'])
 def test_trains_with_an_activation_that_works_in_place(ffn_norm, norm):
-    ffn = build_ffn(
-        ffn_norm, dict(type=norm), embed_dims=6, feedforward_channels=10, act_cfg=dict(type='ReLU', inplace=True)
-    )
-    ffn(torch.randn(2, 7, 6)).square().sum().backward()
+    ffn = LinearFFN(6, 10, dict(type='ReLU', inplace=True), ffn_norm=ffn_norm, norm_cfg=dict(type=norm))
+    x = torch.randn(2, 7, 6)
+    ffn(x, (1, 7), x).square().sum().backward()
     assert all(parameter.grad is not None for parameter in ffn.parameters())
-
-
-def test_none_is_mmcvs_ffn():
-    assert type(build_ffn(None, dict(type='TokenBN'), **OPTIONS)) is FFN
-
-
-def test_an_unknown_word_names_the_choices():
-    with pytest.raises(ValueError, match=r"unknown ffn_norm 'before': choose from \[None, 'pre_act', 'post_act'\]"):
-        build_ffn('before', dict(type='TokenBN'), **OPTIONS)
-    assert set(NORMED_FFNS) == {'pre_act', 'post_act'}

@@ -12,7 +12,7 @@ from mmdet.models.layers import PatchMerging as MmdetPatchMerging
 from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
-from slab_det.backbones.patch_merging import PatchMerging
+from slab_det.backbones.blocks import LinearFFN, PatchMerging
 from slab_det.deployment.export.token_index import WindowIndex
 from slab_det.fusion.stock_mmdet import own_attention
 from slab_det.runtime.errors import ExportError
@@ -80,7 +80,7 @@ def make_size_free(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, ShiftedWindowAttention):
             module.make_windows = WindowIndex
-        if isinstance(module, ShiftedWindowAttention | PatchMerging | FFN):
+        if isinstance(module, ShiftedWindowAttention | PatchMerging | FFN | LinearFFN):
             _use_rows(module)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slab_det.attention import Windows
-from slab_det.attention.geometry import mask_regions
+from slab_det.attention.geometry import Windows, mask_regions
 
 
 class WindowIndex(Windows):
@@ -31,9 +30,9 @@ class WindowIndex(Windows):
         self._rows = _Axis(height, window_size, shift, device)
         self._columns = _Axis(width, window_size, shift, device)
 
-    def cut(self, qkv: Tensor, padding: Tensor | None, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         qkv = qkv[0]
-        row = qkv.new_zeros(qkv.shape[1]) if padding is None else padding.to(qkv.dtype)
+        row = padding.to(qkv.dtype)
         # Each row of qkv is 3 g rows of C / g channels, and so is the last one, of a padding token.
         rows = torch.cat([qkv, row[None]]).reshape(-1, int(row.shape[0]) // (3 * groups))
         first = self._tokens()[:, None] * (3 * groups) + torch.arange(groups, device=self._device)[:, None]

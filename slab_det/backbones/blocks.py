@@ -1,0 +1,249 @@
+"""Blocks of both backbones: block, FFN and patch merging. Each says in ``folds()`` where its norms go."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as cp
+from mmcv.cnn import build_activation_layer, build_norm_layer
+from mmcv.cnn.bricks.transformer import build_dropout
+from mmengine.model import BaseModule, Sequential
+from torch import Tensor, nn
+
+from slab_det.attention import MapAttention, ShiftedWindowAttention
+from slab_det.fusion import Fold
+
+
+class FFN(BaseModule):
+    """``fc2(act(fc1(x)))``, with one more norm on request (BN+FFNBN, Yao et al., ICCVW 2021).
+
+    Subclasses hold the layers under the keys of a released model.
+
+    Args:
+        embed_dims: Channels C.
+        feedforward_channels: Hidden channels.
+        act_cfg: The activation.
+        drop_rate: Dropout after the activation and after the second layer.
+        drop_path_rate: Stochastic depth.
+        ffn_norm: Where the norm stands: 'pre_act', between fc1 and the activation, or 'post_act', before fc2.
+        norm_cfg: The norm.
+
+    Shape:
+        (B, H * W, C) -> (B, H * W, C).
+
+    Raises:
+        ValueError: If ``ffn_norm`` is unknown, or there is no hidden channel.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        feedforward_channels: int,
+        act_cfg: dict,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        ffn_norm: str | None = None,
+        norm_cfg: dict = dict(type='LN'),  # noqa: B006
+    ) -> None:
+        super().__init__()
+        if ffn_norm not in (None, 'pre_act', 'post_act'):
+            raise ValueError(f"unknown ffn_norm {ffn_norm!r}: choose from None, 'pre_act' and 'post_act'")
+        if feedforward_channels < 1:
+            raise ValueError(f'no hidden channel is left in the FFN of {embed_dims} channels: raise its mlp_ratio')
+        self.embed_dims = embed_dims
+        self.ffn_norm = ffn_norm
+        self.layers = self.build_layers(
+            embed_dims, feedforward_channels, build_activation_layer(act_cfg), nn.Dropout(drop_rate)
+        )
+        self.norm = build_norm_layer(norm_cfg, feedforward_channels)[1] if ffn_norm else nn.Identity()
+        self.drop_path = build_dropout(dict(type='DropPath', drop_prob=drop_path_rate))
+
+    @abstractmethod
+    def build_layers(self, channels: int, hidden: int, activation: nn.Module, drop: nn.Dropout) -> Sequential:
+        """The layers, in the order of their keys."""
+
+    @abstractmethod
+    def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """``fc2(act(fc1(x)))`` with dropout."""
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
+        """``identity`` plus the FFN of the tokens of a map of (H, W)."""
+        return identity + self.drop_path(self.transform(x, hw_shape))
+
+    def activate(self, hidden: Tensor, activation: nn.Module) -> Tensor:
+        """Activation and norm of the hidden channels."""
+        if self.ffn_norm == 'pre_act':
+            return activation(self.norm(hidden))
+        # Before the dropout, whose noise would widen the statistics that inference uses.
+        return self.norm(activation(hidden))
+
+    def folds(self) -> Iterator[Fold]:
+        """Where the norm goes at inference; see :mod:`slab_det.fusion`."""
+        if self.ffn_norm:
+            yield Fold('norm', after=self.fc1) if self.ffn_norm == 'pre_act' else Fold('norm', before=self.fc2)
+
+    def input_layers(self) -> tuple[str]:
+        """The layer that reads the input: the padding of a depthwise convolution comes behind it."""
+        return (self.fc1,)
+
+
+class LinearFFN(FFN):
+    """An FFN of two linear layers; state-dict keys are those of mmcv's FFN."""
+
+    # Names of the layers.
+    fc1, activation, fc2 = 'layers.0.0', 'layers.0.1', 'layers.1'
+
+    def build_layers(self, channels: int, hidden: int, activation: nn.Module, drop: nn.Dropout) -> Sequential:
+        return Sequential(Sequential(nn.Linear(channels, hidden), activation, drop), nn.Linear(hidden, channels), drop)
+
+    def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        (fc1, activation, _), fc2, drop = self.layers
+        return drop(fc2(drop(self.activate(fc1(x), activation))))
+
+
+class ConvFFN(FFN):
+    """An FFN of two 1x1 convolutions; state-dict keys are those of mmdet's MixFFN.
+
+    The 1x1 convolutions run as linear layers on the tokens, which need not be laid out as a map for them.
+
+    Args:
+        use_conv: Put a depthwise 3x3 convolution before the activation (PVTv2, Wang et al., CVMJ 2022).
+    """
+
+    # Names of the layers without the depthwise convolution.
+    fc1, activation, fc2 = 'layers.0', 'layers.1', 'layers.3'
+
+    def __init__(self, *args, use_conv: bool = False, **kwargs) -> None:
+        self.use_conv = use_conv
+        super().__init__(*args, **kwargs)
+        if use_conv and self.ffn_norm:
+            # A norm before the convolution would meet its padding, and no paper has one behind it.
+            raise ValueError(f'ffn_norm={self.ffn_norm!r} is defined for an FFN of two layers: set use_conv_ffn=False')
+
+    def build_layers(self, channels: int, hidden: int, activation: nn.Module, drop: nn.Dropout) -> Sequential:
+        fc1 = nn.Conv2d(channels, hidden, 1)
+        depthwise = [nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden)] if self.use_conv else []
+        return Sequential(fc1, *depthwise, activation, drop, nn.Conv2d(hidden, channels, 1), drop)
+
+    def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        fc1, *depthwise, activation, drop, fc2, _ = self.layers
+        hidden = F.linear(x, fc1.weight.flatten(1), fc1.bias)
+        for conv in depthwise:
+            hidden = conv(hidden.transpose(1, 2).unflatten(2, hw_shape)).flatten(2).transpose(1, 2)
+        hidden = drop(self.activate(hidden, activation))
+        return drop(F.linear(hidden, fc2.weight.flatten(1), fc2.bias))
+
+
+class Block(BaseModule):
+    """``x + attn(norm1(x))``, then ``x + ffn(norm2(x))``.
+
+    Args:
+        attn: The attention.
+        ffn: The FFN.
+        norm_cfg: Both norms.
+        with_cp: Recompute activations in the backward pass instead of keeping them.
+
+    Shape:
+        (B, H * W, C) -> (B, H * W, C).
+    """
+
+    def __init__(
+        self, attn: ShiftedWindowAttention | MapAttention, ffn: FFN, norm_cfg: dict, with_cp: bool = False
+    ) -> None:
+        super().__init__()
+        self.with_cp = with_cp
+        self.norm1 = build_norm_layer(norm_cfg, ffn.embed_dims)[1]
+        self.attn = attn
+        self.norm2 = build_norm_layer(norm_cfg, ffn.embed_dims)[1]
+        self.ffn = ffn
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        if self.with_cp and x.requires_grad:
+            return cp.checkpoint(self._forward, x, hw_shape, use_reentrant=False)
+        return self._forward(x, hw_shape)
+
+    def _forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        x = self.attn(self.norm1(x), hw_shape, x)
+        return self.ffn(self.norm2(x), hw_shape, x)
+
+    def folds(self) -> Iterator[Fold]:
+        """Where the norms go at inference; see :mod:`slab_det.fusion`."""
+        yield Fold('norm1', before='attn')
+        yield Fold('norm2', before='ffn')
+
+
+class PatchMerging(BaseModule):
+    """Norm and linear reduction over s x s blocks of tokens.
+
+    A block is gathered in memory order (row, column, C), and norm and reduction hold their weights in that order. A
+    state dict holds them in the order of mmdet's class, (C, row, column): loading and ``state_dict()`` permute the
+    weights, so that no activation is ever transposed. The tensors of ``state_dict()`` are therefore copies; those of
+    ``state_dict(keep_vars=True)`` are the ones in use, in the order of a block.
+
+    Args:
+        in_channels: Channels C of a token.
+        out_channels: Channels of a merged token.
+        stride: Side s of a block.
+        norm_cfg: Norm over the s * s * C channels of a block; None for none.
+
+    Shape:
+        (B, H * W, C) -> (B, ceil(H / s) * ceil(W / s), C_out). Odd sides are padded with zeros before the norm.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 2, norm_cfg: dict | None = None) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.stride = stride
+        block_channels = stride * stride * in_channels
+        self.norm = build_norm_layer(norm_cfg, block_channels)[1] if norm_cfg else None
+        self.reduction = nn.Linear(block_channels, out_channels, bias=False)
+        self.register_load_state_dict_pre_hook(_load_block_order)
+        self.register_state_dict_post_hook(_save_unfold_order)
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """Merges a map and returns it with its new (H, W)."""
+        stride, (height, width) = self.stride, hw_shape
+        x = x.unflatten(1, hw_shape)
+        padding = (0, 0, 0, -width % stride, 0, -height % stride)
+        # Whether a traced size divides is not known.
+        if torch.jit.is_tracing() or any(padding):
+            x = F.pad(x, padding)
+        # (B, H', s, W', s, C) -> (B, H' * W', s * s * C)
+        x = x.unflatten(2, (-1, stride)).unflatten(1, (-1, stride)).transpose(2, 3)
+        hw_shape = (x.shape[1], x.shape[2])
+        x = x.flatten(3).flatten(1, 2)
+        return self.reduction(x if self.norm is None else self.norm(x)), hw_shape
+
+    def folds(self) -> Iterator[Fold]:
+        """Where the norm goes at inference: it follows the padding of odd maps, which passes it like any token."""
+        yield Fold('norm', before='reduction')
+
+    def to_block_order(self, weight: Tensor) -> Tensor:
+        """Permutes the last dimension from mmdet's order (C, row, column) to that of a block, (row, column, C)."""
+        return weight.unflatten(-1, (self.in_channels, self.stride, self.stride)).movedim(-3, -1).flatten(-3)
+
+
+def _load_block_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    for key in _block_keys(merging, state_dict, prefix):
+        state_dict[key] = merging.to_block_order(state_dict[key])
+
+
+def _save_unfold_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    in_use = {id(tensor) for tensor in (*merging.parameters(), *merging.buffers())}
+    for key in _block_keys(merging, state_dict, prefix):
+        if id(state_dict[key]) not in in_use:
+            # Back from the order of a block to mmdet's.
+            blocks = state_dict[key].unflatten(-1, (merging.stride, merging.stride, merging.in_channels))
+            state_dict[key] = blocks.movedim(-1, -3).flatten(-3)
+
+
+def _block_keys(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str) -> list[str]:
+    """What has one entry per channel of a block; what has another shape is refused by the layer that it is for."""
+    own = {
+        key: value for key, value in state_dict.items() if key.startswith((f'{prefix}reduction.w', f'{prefix}norm.'))
+    }
+    return [key for key, value in own.items() if value.shape[-1:] == (merging.stride**2 * merging.in_channels,)]

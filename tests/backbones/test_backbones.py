@@ -1,0 +1,241 @@
+"""What SLABSwin and SLABPVT promise alike: mmdet's results, keys and arguments, clear errors, frozen statistics."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from conftest import live_tensors
+from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
+from mmdet.registry import MODELS
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from slab_det.norms import set_gamma
+
+SWIN = dict(
+    type='SLABSwin', embed_dims=8, depths=(2, 2, 2), num_heads=(1, 2, 4), strides=(4, 2, 2), out_indices=(0, 1, 2)
+)
+PVT = dict(type='SLABPVT', embed_dims=8, num_layers=(2, 1, 2, 1), num_heads=(1, 2, 3, 4), mlp_ratios=(3, 2, 2, 2))
+V2_OPTIONS = dict(
+    patch_sizes=[7, 3, 3, 3], paddings=[3, 1, 1, 1], use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
+V2 = {**PVT, **V2_OPTIONS}
+BOTH = pytest.mark.parametrize('small', [SWIN, PVT], ids=['Swin', 'PVT'])
+
+
+def build(small: dict, **options) -> nn.Module:
+    return MODELS.build({**small, **options})
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> nn.Module:
+    for name, value in live_tensors(model).items():
+        if name.endswith('running_var'):
+            value.uniform_(0.5, 2)
+        elif value.is_floating_point() and not name.endswith('_gamma'):
+            value.normal_(std=0.3)
+    return model
+
+
+def twins(small: dict, **options) -> tuple[nn.Module, nn.Module]:
+    """Our backbone and mmdet's with the same random weights, in float64."""
+    ours = build(small, **options).double()
+    if small is V2:
+        theirs = PyramidVisionTransformerV2(**{k: v for k, v in {**PVT, **options}.items() if k != 'type'})
+    else:
+        kind = SwinTransformer if small is SWIN else PyramidVisionTransformer
+        theirs = kind(**{k: v for k, v in {**small, **options}.items() if k != 'type'})
+    ours.load_state_dict(randomize(theirs.double()).state_dict(), strict=True)
+    return ours, theirs
+
+
+def assert_same(ours, theirs, tolerance=1e-9):
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert one.shape == other.shape, f'output {i}'
+        error = ((one - other).abs().max() / other.abs().max()).item()
+        assert error < tolerance, f'output {i}: relative error {error:.1e}'
+
+
+@pytest.mark.parametrize('size', [(224, 224), (75, 103), (113, 64)])
+@pytest.mark.parametrize(
+    ('small', 'options'),
+    [
+        (SWIN, {}),
+        (SWIN, dict(window_size=4, qkv_bias=False)),
+        (SWIN, dict(window_size=5, patch_norm=False, qk_scale=0.3, out_indices=(1, 2))),
+        (PVT, {}),
+        (PVT, dict(qkv_bias=False, norm_after_stage=True, out_indices=(1, 3), pretrain_img_size=(96, 160))),
+        (PVT, dict(paddings=[0, 'corner', 'same', (1, 1)], patch_sizes=[4, 2, 3, 2])),
+        (V2, dict(sr_ratios=(4, 2, 1, 1), qkv_bias=False)),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_equals_mmdet_given_the_same_state_dict(size, small, options):
+    ours, theirs = twins(small, **options)
+    ours.eval(), theirs.eval()
+    x = torch.randn(2, 3, *size, dtype=torch.double)
+    assert_same(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize('drop_path_rate', [0.0, 0.6])
+@pytest.mark.parametrize('small', [SWIN, PVT, V2], ids=['Swin', 'PVT', 'V2'])
+def test_training_outputs_and_gradients_equal_mmdet(small, drop_path_rate):
+    ours, theirs = twins(small, drop_path_rate=drop_path_rate)
+    x = torch.randn(2, 3, 77, 106, dtype=torch.double)
+    outputs = []
+    for model in (ours, theirs):
+        model.train()
+        torch.manual_seed(4)
+        outputs.append(model(x))
+        sum(out.pow(2).mean() for out in outputs[-1]).backward()
+    assert_same(*outputs)
+    # Loaded as weights are, gradients take the order of channels that ours computes in.
+    expected = build(small).double()
+    expected.load_state_dict({name: parameter.grad for name, parameter in theirs.named_parameters()}, strict=False)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.get_parameter(name), rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'theirs', 'options'),
+    [
+        ('SLABSwin', SwinTransformer, {}),
+        ('SLABPVT', PyramidVisionTransformer, {}),
+        ('SLABPVT', PyramidVisionTransformerV2, V2_OPTIONS),
+    ],
+)
+def test_arguments_and_keys_are_mmdets(kind, theirs, options):
+    if not options:
+        ours, reference = (inspect.signature(kind).parameters for kind in (MODELS.get(kind), theirs))
+        assert list(ours)[: len(reference)] == list(reference), 'positional arguments mean the same'
+        for name, parameter in reference.items():
+            assert ours[name].default == parameter.default, name
+    ours = MODELS.build(dict(type=kind, **options)).state_dict()
+    assert {key: value.shape for key, value in ours.items()} == {
+        key: value.shape for key, value in theirs().state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ('small', 'options', 'message'),
+    [
+        (small, options, message)
+        for small in (SWIN, PVT)
+        for options, message in (
+            (dict(attention='linear'), 'unknown attention.*linear.*choose from'),
+            (dict(attention=('sla', 'softmax')), r'attention=.*\d stages'),
+            (dict(num_heads=(1, 2)), r'num_heads=.*\d stages'),
+            (dict(embed_dims=0), 'embed_dims=0: give positive whole numbers'),
+            (dict(strides=(4, 2.5, 2, 2)[: 3 if small is SWIN else 4]), 'strides=.*positive whole numbers'),
+            (dict(out_indices=(0, 4)), r'out_indices=\(0, 4\): name stages'),
+            (dict(out_indices=(0, 0)), r'out_indices=\(0, 0\)'),
+            (dict(norm_cfg=dict(type='NoNorm')), 'norm_cfg=.*NoNorm.*PRepBN'),
+            (dict(norm_cfg=dict(type='BN')), 'takes channels first.*TokenBN'),
+            (dict(norm_cfg=None), 'norm_cfg=None: .*dict'),
+            (dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
+            (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
+        )
+    ]
+    + [
+        (SWIN, dict(mlp_ratio=0), 'no hidden channel'),
+        (SWIN, dict(num_heads=(1, 3, 4)), 'does not divide'),
+        (SWIN, dict(strides=(2, 2, 2)), 'patches must not overlap'),
+        (SWIN, dict(out_norm_cfg=dict(type='BN')), 'out_norm_cfg: .*channels first'),
+        (PVT, dict(pretrain_img_size=16), '16x16 leaves stage 0 a map of 4x4.*ratio 8'),
+        (PVT, dict(attention='sla', la_sr_ratios=(1, 1, 1, 8)), 'stage 3 a map of 7x7.*ratio 8'),
+        (PVT, dict(paddings=(0, 'corners', 0, 0)), r"unknown padding \['corners'\].*'same'"),
+        (PVT, dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),
+    ],
+)
+def test_wrong_arguments_are_named(small, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(small, **options)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    'init_cfg', [dict(type='Normal'), dict(type='Pretrained'), dict(type='Pretrained', checkpoint='a', strict=True)]
+)
+def test_init_cfg_other_than_pretrained_is_refused(small, init_cfg):
+    with pytest.raises(ValueError, match=f'{small["type"]} takes init_cfg'):
+        build(small, init_cfg=init_cfg).init_weights()
+
+
+@BOTH
+@pytest.mark.parametrize('spelling', ['init_cfg', 'pretrained'])
+def test_pretrained_weights_are_loaded(tmp_path, small, spelling):
+    source, path = randomize(build(small)), str(tmp_path / 'weights.pth')
+    torch.save(dict(state_dict=source.state_dict()), path)
+    pretrained = path if spelling == 'pretrained' else dict(type='Pretrained', checkpoint=path)
+    model = build(small, **{spelling: pretrained})
+    model.init_weights()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, source.state_dict()[key]), key
+
+
+@BOTH
+def test_norm_eval_freezes_loaded_statistics_only(small):
+    source, model = (build(small, norm_cfg=dict(type='PRepBN'), norm_eval=True) for _ in range(2))
+    block = 'stages.2.blocks.1.norm1' if small is SWIN else 'layers.3.1.1.norm1'
+    norm = randomize(source).get_submodule(block)
+    # Initial statistics do not count as loaded.
+    norm.set_statistics(torch.zeros(norm.num_features), torch.ones(norm.num_features))
+    model.load_state_dict(source.state_dict())
+    set_gamma(model, 0.0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.train()(torch.randn(2, 3, 64, 64))
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved and all(key.startswith(f'{block}.') for key in moved)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@BOTH
+def test_train_and_eval_return_the_model_and_set_the_mode(small):
+    model = build(small)
+    for mode in (True, False):
+        assert model.train(mode) is model
+        assert {module.training for module in model.modules()} == {mode}
+    assert model.eval() is model
+
+
+@BOTH
+@pytest.mark.parametrize('word', ['softmax', 'sla', 'focused'])
+def test_attention_dropout_drops_softmax_weights_only(small, word):
+    model = build(small, attention=word, attn_drop_rate=0.5, drop_path_rate=0.0).train()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        same = all(torch.equal(one, other) for one, other in zip(model(x), model(x), strict=True))
+    assert same == (word != 'softmax')
+
+
+@pytest.mark.parametrize('norm, with_cp', [('PRepBN', True), ('UN', False)])
+def test_a_compiled_backbone_trains_to_the_same_weights_and_statistics(norm, with_cp):
+    """As mmengine's ``compile=True`` does; without a graph for every gamma."""
+    torch._dynamo.reset()
+    options = dict(depths=(1,), num_heads=(1,), strides=(4,), out_indices=(0,), drop_path_rate=0.0)
+    eager = build(SWIN, **options, norm_cfg=dict(type=norm), with_cp=with_cp).train()
+    backbone, start = copy.deepcopy(eager), copy.deepcopy(eager.state_dict())
+    # Traces and guards as every backend, and needs no C++ compiler.
+    counter = CompileCounterWithBackend('aot_eager')
+    runs = [
+        (model, forward, torch.optim.SGD(model.parameters(), lr=0.01))
+        for model, forward in ((eager, eager), (backbone, torch.compile(backbone, backend=counter)))
+    ]
+    graphs = []
+    for width, gamma in ((64, 1.0), (96, 0.8), (64, 0.6), (96, 0.4), (64, 0.2), (96, 0.0), (64, 0.0)):
+        images = torch.randn(2, 3, 64, width)
+        for model, forward, optimizer in runs:
+            set_gamma(model, gamma)
+            optimizer.zero_grad()
+            sum(feature.square().mean() for feature in forward(images)).backward()
+            optimizer.step()
+        for name, value in eager.state_dict().items():
+            torch.testing.assert_close(
+                backbone.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=f'{name} at gamma {gamma}'
+            )
+        graphs.append(counter.frame_count)
+    assert not all(torch.equal(v, start[name]) for name, v in backbone.state_dict().items() if 'running_var' in name)
+    # One set per width; none for each gamma, but for 0, which is another computation.
+    assert 0 < graphs[0] < graphs[1] == graphs[4] <= graphs[5] == graphs[6]
