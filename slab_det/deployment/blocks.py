@@ -10,7 +10,7 @@ from slab_det.backbones.blocks import Block
 from slab_det.backbones.pvt import PositionEmbedding
 from slab_det.deployment.attention import deploy_attention
 from slab_det.deployment.ffn import deploy_ffn
-from slab_det.fusion.interference import find_hooks
+from slab_det.fusion.folds import find_hooks
 
 
 class DeployedPositionEmbedding(nn.Module):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.fusion.interference import find_hooks
+from slab_det.fusion.folds import find_hooks
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}

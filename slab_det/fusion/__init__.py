@@ -1,6 +1,5 @@
 """Exact fusion of offline norms into neighbouring linear layers."""
 
-from slab_det.fusion import stock_mmdet  # noqa: F401 (registers its rules)
 from slab_det.fusion.folds import CannotFold, Fold, register_folds
 from slab_det.fusion.fuse import FusionError, fuse
 from slab_det.fusion.report import FusionReport, NormFate

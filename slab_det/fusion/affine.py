@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from slab_det.fusion.folds import CannotFold
 
 Side: TypeAlias = Literal['input', 'output']
-FoldableLayer: TypeAlias = nn.Linear | nn.Conv2d | nn.MultiheadAttention
 
 # Exact types: a subclass, or a parametrization, may compute its weight. mmcv's differ only on empty inputs.
 FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
@@ -29,23 +28,21 @@ def check_foldable(layer: nn.Module, side: Side, part: str = '', name: str = 'la
         name: What the error calls the layer.
     """
     kind = type(layer)
-    if kind not in FOLDABLE_LAYERS or (part and kind is not nn.MultiheadAttention):
+    is_attention = kind is nn.MultiheadAttention
+    if kind not in FOLDABLE_LAYERS or (part and not is_attention):
         raise CannotFold(f'{name}: an affine map does not fold into {"a part of " if part else ""}a {kind.__name__}')
-    if kind is nn.MultiheadAttention and (side == 'output' or part not in PARTS):
-        raise CannotFold(f'{name}: an affine map folds only into the inputs {", ".join(PARTS)} of an attention')
-    if kind is nn.MultiheadAttention and layer.in_proj_weight is None:
-        raise CannotFold(f'{name}: its projections are not packed in one weight')
+    if is_attention and (side == 'output' or part not in PARTS or layer.in_proj_weight is None):
+        raise CannotFold(f'{name}: an affine map folds only into packed inputs {", ".join(PARTS)} of an attention')
     if side == 'input' and isinstance(layer, nn.Conv2d) and (layer.groups != 1 or layer.padding != (0, 0)):
         # The padding would have to be -shift / scale.
         raise CannotFold(f'{name}: an affine map folds only into a convolution with groups=1 and padding=0')
-    for parameter in _parameter_names(layer):
-        # torch.nn.utils.weight_norm leaves a plain attribute.
-        if parameter not in layer._parameters:
-            raise CannotFold(f'{name}: its {parameter} is no parameter: something computes it')
+    # torch.nn.utils.weight_norm leaves a plain attribute.
+    if not {*_parameter_names(layer)} <= layer._parameters.keys():
+        raise CannotFold(f'{name}: its weight is no parameter: something computes it')
 
 
 @torch.no_grad()
-def fold_into_input(layer: FoldableLayer, scale: Tensor, shift: Tensor, part: str = '') -> None:
+def fold_into_input(layer: nn.Module, scale: Tensor, shift: Tensor, part: str = '') -> None:
     """Makes ``layer(x)`` what ``layer(scale * x + shift)`` was.
 
     ``W (s x + t) + b = (W s) x + (b + W t)``. A layer without bias gets one.
@@ -88,11 +85,11 @@ def fold_into_output(layer: nn.Linear | nn.Conv2d, scale: Tensor, shift: Tensor)
     bias.copy_(bias.double() * scale + shift)
 
 
-def _parameter_names(layer: FoldableLayer) -> tuple[str, str]:
+def _parameter_names(layer: nn.Module) -> tuple[str, str]:
     return ('in_proj_weight', 'in_proj_bias') if isinstance(layer, nn.MultiheadAttention) else ('weight', 'bias')
 
 
-def _parameters(layer: FoldableLayer, part: str = '') -> tuple[Tensor, Tensor]:
+def _parameters(layer: nn.Module, part: str = '') -> tuple[Tensor, Tensor]:
     """Weight and bias, or views of their rows for a part of an attention; a layer without bias gets one of zeros."""
     weight_name, bias_name = _parameter_names(layer)
     weight = getattr(layer, weight_name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from mmengine.model import BaseModule
@@ -22,9 +22,9 @@ class Fold(NamedTuple):
 
     Attributes:
         norm: Dotted name of the norm, relative to the module.
-        before: Names of all modules that read the norm. A module that is no plain layer is asked for its
-            ``input_layers()``. A part of a module stands in brackets: 'attn[kv]' are the packed projections of k and v
-            of an nn.MultiheadAttention.
+        before: Name of the module that reads the norm, or names of all modules that do. A module that is no plain
+            layer is asked for its ``input_layers()``. A part of a module stands in brackets: 'attn[kv]' are the packed
+            projections of k and v of an nn.MultiheadAttention.
         after: Name of the layer that only the norm reads, where that layer takes the norm.
     """
 
@@ -32,17 +32,12 @@ class Fold(NamedTuple):
     before: str | tuple[str, ...] = ()
     after: str = ''
 
-    @property
-    def readers(self) -> tuple[str, ...]:
-        """``before`` as a tuple."""
-        return (self.before,) if isinstance(self.before, str) else self.before
-
 
 # What fusion asks a module for.
 QUESTIONS = ('folds', 'input_layers', 'output_folds')
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 # What a subclass may replace without changing what the module computes.
-_ADMINISTRATION = frozenset(dir(BaseModule)) - {'forward'}
+_ADMINISTRATION = frozenset(dir(BaseModule)) - {'forward'} | {*QUESTIONS}
 
 
 def register_folds(
@@ -86,24 +81,20 @@ def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
     if question in _RULES.get(kind, {}):
         rule = _RULES[kind][question]
         return lambda *part: rule(module, *part)
-    owner = next((ancestor for ancestor in kind.__mro__ if question in vars(ancestor)), None)
-    if owner is None:
+    mro = kind.__mro__
+    index = next((i for i, ancestor in enumerate(mro) if question in vars(ancestor)), None)
+    if index is None:
         return None
-    index = kind.__mro__.index(owner)
-    replaced = any(_replaces_method(kind.__mro__[i], kind.__mro__[index:]) for i in range(index))
-    return None if replaced else getattr(module, question)
+    for name in {name for descendant in mro[:index] for name in vars(descendant)} - _ADMINISTRATION:
+        replaced = next((vars(ancestor)[name] for ancestor in mro[index:] if name in vars(ancestor)), None)
+        # To implement an abstract method is not to replace it.
+        if callable(replaced) and not getattr(replaced, '__isabstractmethod__', False):
+            return None
+    return getattr(module, question)
 
 
-def _replaces_method(kind: type, ancestors: Sequence[type]) -> bool:
-    """Whether a class defines anew what an ancestor has; to implement an abstract method is not to replace it."""
-    for name in vars(kind).keys() - _ADMINISTRATION - {*QUESTIONS}:
-        inherited = next((vars(ancestor)[name] for ancestor in ancestors if name in vars(ancestor)), None)
-        if callable(inherited) and not getattr(inherited, '__isabstractmethod__', False):
-            return True
-    return False
-
-
-def split_part(target: str) -> tuple[str, str]:
-    """``'attn[kv]'`` is the part 'kv' of 'attn'; a name without brackets has the part ''."""
-    name, _, part = target.removesuffix(']').partition('[')
-    return name, part
+def find_hooks(module: nn.Module) -> str:
+    """What runs besides the forward of the module's class, which forbids changing the module; '' if nothing does."""
+    if module._forward_pre_hooks or module._forward_hooks:
+        return 'forward hooks'
+    return 'a forward of its own' if 'forward' in vars(module) else ''

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from itertools import accumulate, chain
 
 import torch
@@ -11,10 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
-from slab_det.fusion.detectors import find_output_reader
-from slab_det.fusion.folds import CannotFold, Fold, find_rule, split_part
-from slab_det.fusion.interference import find_hooks, find_tied_parameters
+from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
 from slab_det.fusion.report import FusionReport, NormFate
+from slab_det.fusion.stock_mmdet import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 from slab_det.runtime.errors import SlabDetError
 
@@ -38,20 +38,19 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
             only when the detector is given.
         inplace: Change ``model`` itself instead of a copy.
         fold_outputs: The caller promises that the detector hands the outputs of its ``backbone`` to its ``neck`` and
-            to nothing else. A detector class of one's own needs the promise to have its output norms folded; those of
-            mmdet that keep the promise are known (:data:`slab_det.fusion.detectors.DETECTORS`). If the promise is
-            wrong, the fused detector silently computes something else: :func:`slab_det.fusion.verify_fusion` compares
-            only what the neck returns.
+            to nothing else. Classes of mmdet that keep the promise are known
+            (:data:`slab_det.fusion.stock_mmdet.DETECTORS`); others need it to have their output norms folded. If the
+            promise is wrong, the fused detector silently computes something else:
+            :func:`slab_det.fusion.verify_fusion` compares only what the neck returns.
 
     Returns:
         The fused model.
 
     Raises:
-        FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, or
-            hooks on a norm. The model is then unchanged.
+        FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, hooks
+            on a norm, or one norm in several places. The model is then unchanged.
     """
     _check(model)
-    # A copy does not share the memory of two parameters: what can be folded is found before, in the original.
     fates = plan_folds(model, fold_outputs)
     return apply_folds(model if inplace else copy.deepcopy(model), fates)
 
@@ -60,22 +59,16 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False) -> list[NormFate]:
     """What :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is."""
     offline = {norm for _, norm in named_offline_norms(model)}
     parts = {part for norm in offline for part in norm.modules()} - offline
-    norms = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (OfflineNorm, *LIVE_NORMS)) and module not in parts
-    ]
-    (folds, outputs), tied = _collect_folds(model), find_tied_parameters(model)
+    folds, outputs = _collect_folds(model)
     fates = []
-    for name, norm in norms:
+    for name, norm in model.named_modules():
+        if not isinstance(norm, (OfflineNorm, *LIVE_NORMS)) or norm in parts:
+            continue
         kind = type(norm).__name__
         if norm not in offline:
             fates.append(NormFate(name, kind, 'kept', reason='not an offline norm of slab_det'))
             continue
         try:
-            places = [other for other, module in norms if module is norm]
-            if len(places) > 1:
-                raise CannotFold(f'it is one norm in several places: {", ".join(places)}')
             fold = folds.get(name, Fold(name))
             readers = fold.before
             if name in outputs:
@@ -85,7 +78,7 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False) -> list[NormFate]:
             side = 'input' if readers else 'output'
             layers = [layer for reader in readers for layer in _find_layers(model, reader)] or [fold.after]
             for layer in layers:
-                _check_layer(model, name, layer, side, tied)
+                _check_layer(model, name, layer, side)
         except CannotFold as reason:
             fates.append(NormFate(name, kind, 'affine', reason=str(reason)))
         else:
@@ -93,22 +86,17 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False) -> list[NormFate]:
     return fates
 
 
-def apply_folds(model: nn.Module, fates: Iterable[NormFate]) -> nn.Module:
+def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
     """Does with every norm of ``model``, in place, what :func:`plan_folds` found.
 
     Raises:
         FusionError: If ``model`` has other norms or layers than the model that the fates were found for.
     """
-    fates, affines = list(fates), {}
     try:
         for fate in fates:
-            norm = model.get_submodule(fate.norm)
-            if not isinstance(norm, OfflineNorm):
-                # It is kept, or its block stands in several places and was changed already.
-                continue
-            if fate.fate == 'affine' and norm not in affines:
-                affines[norm] = _as_affine(model, norm)
-            _replace(model, fate.norm, affines[norm] if fate.fate == 'affine' else _fold(model, fate, norm))
+            if fate.fate != 'kept':
+                norm = model.get_submodule(fate.norm)
+                _replace(model, fate.norm, (_fold if fate.fate == 'folded' else _as_affine)(model, fate, norm))
     except (AttributeError, CannotFold) as error:
         raise FusionError(f'{fate.norm}: the model is not the one whose folds these are: {error}') from error
     left = [name for name, _ in named_offline_norms(model)]
@@ -121,7 +109,8 @@ def apply_folds(model: nn.Module, fates: Iterable[NormFate]) -> nn.Module:
 def _check(model: nn.Module) -> None:
     if isinstance(model, OfflineNorm):
         raise FusionError('the model is itself a norm: there is nothing to fold it into')
-    if model.training or any(norm.training for _, norm in named_offline_norms(model)):
+    norms = list(named_offline_norms(model))
+    if model.training or any(norm.training for _, norm in norms):
         raise FusionError(
             'the model is in training mode, where norms use the statistics of each batch; '
             'call model.eval() before slab_det.fuse'
@@ -134,16 +123,18 @@ def _check(model: nn.Module) -> None:
             'the training (ProgressiveNormHook lowers gamma to 0), or call slab_det.set_gamma(model, 0) '
             'and fine-tune if the model was trained for that'
         )
-    for name, norm in named_offline_norms(model):
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    for name, norm in norms:
+        if places[norm] > 1:
+            raise FusionError(f'{name}: it stands in {places[norm]} places; give each place a norm of its own')
         if not all(values.isfinite().all() for values in norm.float64_affine()):
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; its statistics or weights '
                 'are damaged, take an earlier checkpoint or recalibrate'
             )
-        hooks = next(filter(None, map(find_hooks, norm.modules())), '')
-        if hooks:
+        if any(map(find_hooks, norm.modules())):
             raise FusionError(
-                f'{name}: it has {hooks}, which would be lost together with the norm; remove them before slab_det.fuse'
+                f'{name}: it has hooks, which would be lost together with the norm; remove them before slab_det.fuse'
             )
 
 
@@ -154,9 +145,10 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
         for question in ('folds', 'output_folds'):
             rule = find_rule(module, question)
             for level, values in enumerate(rule() if rule else ()):
-                fold = Fold(*values)
-                norm = _join(prefix, fold.norm)
-                folds[norm] = Fold(norm, tuple(_join(prefix, name) for name in fold.readers), _join(prefix, fold.after))
+                norm, before, after = Fold(*values)
+                norm = _join(prefix, norm)
+                before = (before,) if isinstance(before, str) else before
+                folds[norm] = Fold(norm, tuple(_join(prefix, name) for name in before), _join(prefix, after))
                 if question == 'output_folds':
                     outputs[norm] = prefix, level
     return folds, outputs
@@ -164,7 +156,7 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
 
 def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
     """The layers that read what a module, or a part of one, gets; CannotFold if a module on the way does not say."""
-    name, part = split_part(reader)
+    name, part = _split_part(reader)
     module = model.get_submodule(name)
     if type(module) in FOLDABLE_LAYERS:
         yield reader
@@ -176,24 +168,26 @@ def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
         yield from _find_layers(model, f'{name}.{layer}')
 
 
-def _check_layer(model: nn.Module, norm: str, target: str, side: Side, tied: dict[str, str]) -> None:
+def _check_layer(model: nn.Module, norm: str, target: str, side: Side) -> None:
     """Raises CannotFold unless a layer can take a norm, and nothing else would change."""
-    name, part = split_part(target)
+    name, part = _split_part(target)
+    layer = model.get_submodule(name)
     # A hook on what contains only the norm or only the layer stands between the two.
     for between in sorted({*_containers(norm)} ^ {*_containers(name), name}):
-        hooks = find_hooks(model.get_submodule(between))
-        if hooks:
+        if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
-    check_foldable(model.get_submodule(name), side, part, target)
-    for parameter, others in tied.items():
-        if parameter.rpartition('.')[0] == name:
-            raise CannotFold(f'{target}: its {parameter.rpartition(".")[2]} is also {others}')
+    check_foldable(layer, side, part, target)
+    own = {*map(id, layer.parameters())}
+    names = [n for n, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own]
+    others = [other for other in names if not other.startswith(f'{name}.')]
+    if others:
+        raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
 
 
 def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
     """Makes a norm part of its layers; returns what stands in the place of the norm."""
     scale, shift = norm.float64_affine()
-    for name, part in map(split_part, fate.into.split(', ')):
+    for name, part in map(_split_part, fate.into.split(', ')):
         if fate.side == 'output':
             fold_into_output(model.get_submodule(name), scale, shift)
             continue
@@ -209,13 +203,19 @@ def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
 
 
 @torch.no_grad()
-def _as_affine(model: nn.Module, norm: OfflineNorm) -> ChannelAffine:
+def _as_affine(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> ChannelAffine:
     scale, shift = norm.float64_affine()
     # Of a parameter: statistics may have a higher precision than the layers around.
     affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
     affine.scale.copy_(scale)
     affine.shift.copy_(shift)
     return affine
+
+
+def _split_part(target: str) -> tuple[str, str]:
+    """``'attn[kv]'`` is the part 'kv' of 'attn'; a name without brackets has the part ''."""
+    name, _, part = target.removesuffix(']').partition('[')
+    return name, part
 
 
 def _join(prefix: str, name: str) -> str:

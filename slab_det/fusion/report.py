@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -30,29 +30,23 @@ class NormFate:
         """The attributes that differ from their defaults."""
         return {name: value for name, value in vars(self).items() if value not in ('', 'input')}
 
-    def __str__(self) -> str:
-        return f'{self.norm} ({self.kind}): {self.fate} {self.into or "- " + self.reason}'
-
 
 @dataclass
 class FusionReport:
     """The fate of every norm, in the order of the model's modules."""
 
-    norms: list[NormFate] = field(default_factory=list)
+    norms: list[NormFate]
 
     def select(self, fate: str) -> list[NormFate]:
         """The norms with this fate."""
         return [norm for norm in self.norms if norm.fate == fate]
 
-    def count(self) -> dict[str, int]:
-        """The number of norms of each fate."""
-        return {fate: len(self.select(fate)) for fate in ('folded', 'affine', 'kept')}
-
     def to_dict(self) -> dict:
         """The number of norms of each fate, and every norm."""
-        return {**self.count(), 'norms': [norm.to_dict() for norm in self.norms]}
+        counts = {fate: len(self.select(fate)) for fate in ('folded', 'affine', 'kept')}
+        return {**counts, 'norms': [norm.to_dict() for norm in self.norms]}
 
     def __str__(self) -> str:
-        counts = ', '.join(f'{number} {fate}' for fate, number in self.count().items())
-        left = [f'  {norm}' for norm in self.norms if norm.fate != 'folded']
+        counts = ', '.join(f'{len(self.select(fate))} {fate}' for fate in ('folded', 'affine', 'kept'))
+        left = [f'  {norm.norm} ({norm.kind}): {norm.fate} - {norm.reason}' for norm in self.norms if not norm.into]
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left])

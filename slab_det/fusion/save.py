@@ -23,17 +23,9 @@ from slab_det.runtime.config import drop_pretrained, import_slab_det
 
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = (
-    'train_dataloader',
-    'train_pipeline',
-    'train_cfg',
-    'optim_wrapper',
-    'param_scheduler',
-    'auto_scale_lr',
-    'custom_hooks',
-    'load_from',
-    'work_dir',
-    'launcher',
-)
+    'train_dataloader train_pipeline train_cfg optim_wrapper param_scheduler auto_scale_lr custom_hooks load_from '
+    'work_dir launcher'
+).split()
 
 
 @MODELS.register_module()
@@ -42,8 +34,8 @@ def FusedDetector(model: dict, folds: Sequence[dict] | None = None) -> nn.Module
 
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
-        folds: What became of each norm, as :func:`fused_config` writes it. None, as in files of slab_det 0.1, finds
-            it anew.
+        folds: What became of each norm, as :func:`save_fused` writes it. None, as in files of slab_det 0.1, finds it
+            anew.
 
     Returns:
         The plain detector, key prefixes unchanged. Every way to load weights into it checks them: unfused ones, those
@@ -68,26 +60,20 @@ def FusedDetector(model: dict, folds: Sequence[dict] | None = None) -> nn.Module
     return fuse(detector, inplace=True, fold_outputs=known)
 
 
-def fused_config(cfg: Config, folds: Sequence[dict]) -> Config:
-    """The config of the fused detector, for tools/test.py, tools/latency.py and DetInferencer.
-
-    Args:
-        cfg: The config that the unfused detector was trained with.
-        folds: What became of each norm, from ``model.fusion_report``.
-    """
+def _fused_config(cfg: Config, folds: list[dict]) -> Config:
     values = {key: value for key, value in copy.deepcopy(cfg).to_dict().items() if key not in TRAINING_KEYS}
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
         # The runner would hand it to FusedDetector.
         values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
-    values['model'] = dict(type='FusedDetector', model=values['model'], folds=list(folds))
+    values['model'] = dict(type='FusedDetector', model=values['model'], folds=folds)
     import_slab_det(values)
     values['resume'] = False
     return Config(values)
 
 
 def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: dict | None = None) -> tuple[Path, Path]:
-    """Writes ``path`` and, beside it, ``<stem>_config.py``.
+    """Writes the checkpoint ``path`` and, beside it, ``<stem>_config.py`` for all tools and DetInferencer.
 
     Args:
         model: A detector that :func:`slab_det.fuse` returned.
@@ -101,7 +87,7 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
     path = Path(path)
     config_path = path.with_name(f'{path.stem}_config.py')
     folds = [fate.to_dict() for fate in model.fusion_report.norms]
-    fused_cfg = fused_config(cfg, folds)
+    fused_cfg = _fused_config(cfg, folds)
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:

@@ -1,30 +1,73 @@
-"""Where the norms of mmdet's own modules go: Swin, PVT, PVTv2 and their patch embedding."""
+"""Where norms go in mmdet's own modules: Swin, PVT, PVTv2, and the FPN of known detectors, which takes output norms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
+from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models import detectors
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
 from mmdet.models.layers import PatchEmbed, PatchMerging
+from mmdet.models.necks import FPN
 from torch import nn
 
-from slab_det.attention import MapAttention, ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.attention import MapAttention, ShiftedWindowAttention
+from slab_det.attention.softmax import SoftmaxWindowAttention
 from slab_det.fusion.folds import CannotFold, Fold, register_folds
+
+# Their extract_feat, that of Single- or TwoStageDetector, hands the outputs of the backbone to the neck, and nothing
+# else in mmdet 3.5.1 reads these outputs. Exact classes: a subclass may.
+DETECTORS = tuple(
+    getattr(detectors, name)
+    for name in (
+        'ATSS AutoAssign CascadeRCNN CenterNet CrowdDet DDOD FCOS FOVEA FSAF FastRCNN FasterRCNN GFL GLIP GridRCNN '
+        'HybridTaskCascade MaskRCNN MaskScoringRCNN NASFCOS PAA PanopticFPN PointRend QueryInst RPN RTMDet '
+        'RepPointsDetector RetinaNet SCNet SingleStageDetector SparseRCNN TOOD TwoStageDetector '
+        'TwoStagePanopticSegmentor VFNet YOLOF YOLOX'
+    ).split()
+)
+
+
+def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs: bool) -> str:
+    """The part of the neck that alone reads output ``level`` of a backbone, or CannotFold if something else may.
+
+    ``backbone`` is its name in ``model``; ``fold_outputs`` trusts detectors of any class, see :func:`slab_det.fuse`.
+    """
+    owner, _, attribute = backbone.rpartition('.')
+    detector = model.get_submodule(owner)
+    if attribute != 'backbone' or not hasattr(detector, 'neck'):
+        raise CannotFold('it is an output of the backbone, which no neck reads')
+    if not fold_outputs and (type(detector) not in DETECTORS or 'extract_feat' in vars(detector)):
+        raise CannotFold(
+            f'{type(detector).__name__} may read the outputs of its backbone outside its neck; '
+            'if it does not, fuse with fold_outputs=True'
+        )
+    return f'{backbone.removesuffix("backbone")}neck[{level}]'
+
+
+def _fpn_input_layers(fpn: FPN, part: str) -> tuple[str]:
+    """The lateral convolution that reads an input of the FPN."""
+    level, num_levels = int(part), fpn.backbone_end_level - fpn.start_level
+    if not fpn.start_level <= level < fpn.backbone_end_level:
+        raise CannotFold('the FPN does not read this level')
+    if fpn.add_extra_convs == 'on_input' and fpn.num_outs > num_levels and level == fpn.backbone_end_level - 1:
+        raise CannotFold(f'neck.fpn_convs.{num_levels} reads the same map')
+    return (f'lateral_convs.{level - fpn.start_level}',)
+
+
+def _conv_module_input_layers(module: ConvModule) -> tuple[str]:
+    if module.order[0] != 'conv' or module.with_explicit_padding or module.with_spectral_norm:
+        raise CannotFold('a lateral convolution of the neck does more to its input than one convolution')
+    return ('conv',)
 
 
 def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
-    """Our attention made of the layers and weights of mmdet's.
+    """Our attention with the layers, parameters and buffers of mmdet's: it computes the same under the same keys.
 
-    Our attention computes the same under the same state-dict keys, and can give padding tokens another bias than qkv
-    has: mmdet pads windows with zeros behind norm1 and before qkv, so its padding tokens have the bias of qkv, which
-    a fold changes.
-
-    Args:
-        attn: mmdet's attention. The new one shares its layers, parameters and buffers.
+    Ours can give padding tokens another bias than qkv has: mmdet pads windows behind norm1 and before qkv, so its
+    padding tokens have the bias of qkv, which a fold changes.
     """
     theirs = attn.w_msa
     # Nothing is allocated or drawn: every tensor is taken from the original.
@@ -45,21 +88,16 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
     return ours
 
 
-def pvt_folds(backbone: nn.Module) -> Iterator[Fold]:
-    """The norms behind the stages of a PVT that are no outputs."""
-    return _stage_folds(backbone, set(range(len(backbone.layers))) - set(backbone.out_indices))
+def pvt_folds(backbone: nn.Module) -> list[Fold]:
+    """The norm behind each stage of a PVT: the next patch embedding reads it."""
+    last = len(backbone.layers) - 1
+    return [Fold(f'layers.{i}.2', before=f'layers.{i + 1}.0' if i < last else ()) for i in range(last + 1)]
 
 
-def pvt_output_folds(backbone: nn.Module) -> Iterator[Fold]:
-    """The norms behind the stages of a PVT that are outputs, in the order of the outputs."""
-    return _stage_folds(backbone, sorted(backbone.out_indices))
-
-
-def _stage_folds(backbone: nn.Module, stages: Iterable[int]) -> Iterator[Fold]:
-    for stage in stages:
-        is_last = stage + 1 == len(backbone.layers)
-        # The next patch embedding reads the norm too.
-        yield Fold(f'layers.{stage}.2', before=() if is_last else f'layers.{stage + 1}.0')
+def pvt_output_folds(backbone: nn.Module) -> list[Fold]:
+    """The norms that are outputs, in the order of the outputs."""
+    folds = pvt_folds(backbone)
+    return [folds[stage] for stage in sorted(backbone.out_indices)]
 
 
 def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
@@ -69,14 +107,10 @@ def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
 
 
 register_folds(
-    PatchEmbed,
-    folds=lambda embed: [Fold('norm', after='projection')],
-    input_layers=_patch_embed_input_layers,
+    PatchEmbed, folds=lambda embed: [Fold('norm', after='projection')], input_layers=_patch_embed_input_layers
 )
 register_folds(
-    SwinBlock,
-    PVTEncoderLayer,
-    folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='ffn')],
+    SwinBlock, PVTEncoderLayer, folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='ffn')]
 )
 register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',))
 
@@ -93,3 +127,5 @@ register_folds(PyramidVisionTransformer, PyramidVisionTransformerV2, folds=pvt_f
 register_folds(SpatialReductionAttention, folds=MapAttention.folds, input_layers=MapAttention.input_layers)
 # The padding of PVTv2's depthwise convolution comes behind this layer.
 register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',))
+register_folds(FPN, input_layers=_fpn_input_layers)
+register_folds(ConvModule, input_layers=_conv_module_input_layers)

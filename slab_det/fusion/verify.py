@@ -16,8 +16,6 @@ from slab_det.fusion.fuse import FusionError, apply_folds
 FLOAT64_BOUND = 1e-9
 FLOAT32_FACTOR = 10.0
 
-Extract = Callable[[nn.Module, Tensor], tuple[Tensor, ...]]
-
 
 @dataclass(frozen=True)
 class FusionCheck:
@@ -51,7 +49,10 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def verify_fusion(
-    model: nn.Module, fused: nn.Module, images: Iterable[Tensor], extract: Extract = extract_features
+    model: nn.Module,
+    fused: nn.Module,
+    images: Iterable[Tensor],
+    extract: Callable[[nn.Module, Tensor], tuple[Tensor, ...]] = extract_features,
 ) -> FusionCheck:
     """Measures how far ``fused`` is from ``model``, in their own dtype and in float64.
 

@@ -10,7 +10,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
-from slab_det.fusion.detectors import DETECTORS
+from slab_det.fusion.stock_mmdet import DETECTORS
 
 IN_CHANNELS = [8, 16, 32, 64]
 ON_INPUT = 'neck.fpn_convs.3 reads the same map'

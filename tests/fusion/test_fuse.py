@@ -50,18 +50,12 @@ MODELS_WITH_OPTIONS = {
     'sla, mask_padding': dict(SWIN, **SLA, mask_padding=True),
     'no qkv_bias': dict(SWIN, qkv_bias=False, norm_cfg=dict(type='TokenBN')),
     'no patch_norm': dict(SWIN, patch_norm=False, norm_cfg=dict(type='RepBN')),
-    'out_indices': dict(SWIN, out_indices=(1, 2, 3)),
     'pre_act': dict(SWIN, ffn_norm='pre_act', norm_cfg=dict(type='UN')),
     'post_act': dict(SWIN, ffn_norm='post_act'),
     'stock, qk_scale': dict(STOCK_SWIN, qk_scale=0.3),
-    'stock, no patch_norm': dict(STOCK_SWIN, patch_norm=False),
     'stock, no qkv_bias': dict(STOCK_SWIN, qkv_bias=False),
-    'stock, with_cp': dict(STOCK_SWIN, with_cp=True),
     'stock, odd strides': dict(STOCK_SWIN, window_size=4, strides=(4, 2, 3, 2)),
     'stock, out_indices': dict(STOCK_SWIN, out_indices=(1, 3)),
-    'PVT': PVT,
-    'PVT, sla': dict(PVT, attention='sla'),
-    'PVT, focused': dict(PVT, attention='focused'),
     'PVT, mixed': MIXED,
     'PVT, norm_after_stage': dict(PVT, norm_after_stage=True, attention=('sla', 'softmax', 'softmax', 'focused')),
     'PVT, no qkv_bias': dict(PVT, qkv_bias=False, attention=('sla', 'softmax', 'softmax', 'softmax')),
@@ -71,8 +65,7 @@ MODELS_WITH_OPTIONS = {
     'V2, sla': dict(V2, attention='sla', qkv_bias=False),
     **{
         f'{backbone["type"]}, {norm}': dict(backbone, norm_cfg=dict(type=norm))
-        for backbone in (STOCK_SWIN, STOCK_PVT, STOCK_PVT_V2)
-        for norm in NORMS
+        for backbone, norm in zip([STOCK_SWIN, STOCK_PVT, STOCK_PVT_V2] * 2, NORMS, strict=True)
     },
 }
 
@@ -131,23 +124,9 @@ def test_a_fused_detector_computes_the_same_in_float64(build, name):
     assert_fused_equals(fused, model, sizes)
 
 
-def test_a_fused_faster_rcnn_computes_the_same_at_many_sizes(build):
-    model = build(MODELS_WITH_OPTIONS['sla'], 'faster_rcnn').double()
-    assert_fused_equals(slab_det.fuse(model), model, random_sizes(20, seed=1))
-
-
-def test_a_stock_swin_with_absolute_positions_computes_the_same(build):
-    """It takes them at one size of the map only."""
-    model = build(dict(STOCK_SWIN, use_abs_pos_embed=True, pretrain_img_size=(76, 104))).double()
-    fused = slab_det.fuse(model)
-    assert left_affine(fused) == {}
-    assert_fused_equals(fused, model, [(76, 104), (73, 101)])
-
-
 @pytest.mark.parametrize(
     'name',
-    ['softmax', 'sla', 'focused', 'sla, mask_padding', 'SwinTransformer, PRepBN', 'PVT, mixed']
-    + ['PVT, norm_after_stage', 'V2'],
+    ['softmax', 'sla', 'focused', 'SwinTransformer, TokenBN', 'PVT, mixed', 'V2'],
 )
 def test_fused_features_keep_law_1_in_float64_and_float32(build, name):
     model = build(MODELS_WITH_OPTIONS[name])
@@ -211,7 +190,6 @@ BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
                 'backbone.norm3': 'neck.lateral_convs.3.conv',
             },
         ),
-        (dict(SWIN, ffn_norm='post_act'), 1 + 3 * 6 + 3 + 4, {f'{BLOCK}.ffn.norm': f'{BLOCK}.ffn.layers.1'}),
         (
             dict(PVT, norm_after_stage=True, ffn_norm='pre_act'),
             # 4 patch embeddings, 3 per block, 5 reductions, 4 after the stages
@@ -232,22 +210,19 @@ BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
             4 + 3 * 6,
             {f'{LAYER}.ffn.norm': f'{LAYER}.ffn.layers.3', f'{LAYER}.norm1': f'{LAYER}.attn.attn[qkv]'},
         ),
-        *(
-            (
-                dict(backbone, norm_after_stage=True, out_indices=(3, 1)),
-                4 + 2 * 6 + 5 + 4,
-                # A norm behind a stage that is no output goes into the next stage alone.
-                {
-                    'backbone.layers.0.2': 'backbone.layers.1.0.projection',
-                    'backbone.layers.1.2': 'neck.lateral_convs.0.conv, backbone.layers.2.0.projection',
-                    'backbone.layers.2.2': 'backbone.layers.3.0.projection',
-                    'backbone.layers.3.2': 'neck.lateral_convs.1.conv',
-                },
-            )
-            for backbone in (PVT, STOCK_PVT)
+        (
+            dict(STOCK_PVT, norm_after_stage=True, out_indices=(3, 1)),
+            4 + 2 * 6 + 5 + 4,
+            # A norm behind a stage that is no output goes into the next stage alone.
+            {
+                'backbone.layers.0.2': 'backbone.layers.1.0.projection',
+                'backbone.layers.1.2': 'neck.lateral_convs.0.conv, backbone.layers.2.0.projection',
+                'backbone.layers.2.2': 'backbone.layers.3.0.projection',
+                'backbone.layers.3.2': 'neck.lateral_convs.1.conv',
+            },
         ),
     ],
-    ids=['Swin, pre_act', 'Swin, post_act', 'PVT', 'PVT, post_act', 'PVT, out_indices', 'stock PVT, out_indices'],
+    ids=['Swin, pre_act', 'PVT', 'PVT, post_act', 'stock PVT, out_indices'],
 )
 def test_the_report_names_every_layer_that_takes_a_norm(build, backbone, num_norms, into):
     model = build(backbone).double()
@@ -315,19 +290,11 @@ def test_a_bare_backbone_keeps_the_norms_of_its_outputs(build, backbone, left):
     assert_fused_equals(fused, model)
 
 
-@pytest.mark.parametrize(
-    ('backbone', 'num_kept'),
-    [(dict(SWIN, out_norm_cfg=dict(type='LN')), 4), (dict(STOCK_SWIN, norm_cfg=dict(type='LN')), 1 + 2 * 10 + 3 + 4)],
-    ids=['outputs', 'all'],
-)
-def test_layer_norms_are_kept_and_named(build, backbone, num_kept):
-    model = build(backbone).double()
+def test_layer_norms_are_kept_and_named(build):
+    model = build(dict(SWIN, out_norm_cfg=dict(type='LN'))).double()
     fused = slab_det.fuse(model)
     kept = fused.fusion_report.select('kept')
-    assert len(kept) == num_kept and {fate.kind for fate in kept} == {'LayerNorm'}
-    assert [fate.norm for fate in kept[-4:]] == [f'backbone.norm{i}' for i in range(4)]
-    if num_kept > 4:
-        assert [type(m) for m in fused.modules()] == [type(m) for m in model.modules()]
+    assert [(fate.norm, fate.kind) for fate in kept] == [(f'backbone.norm{i}', 'LayerNorm') for i in range(4)]
     assert_fused_equals(fused, model)
 
 
@@ -375,67 +342,33 @@ def test_fusing_a_copy_leaves_the_model_alone_and_in_place_changes_it(build):
         assert torch.equal(value, model.state_dict()[key]), key
 
 
-def one_norm_trains(model):
-    model.backbone.norm0.train()
-
-
-def gamma_stays(model):
-    model.backbone.stages[1].blocks[0].norm2.gamma = 0.25
-
-
-def variance_breaks(model):
-    model.backbone.norm2.repbn.running_var[3] = float('nan')
-
-
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
         (nn.Module.train, r'model\.eval\(\)'),
-        (one_norm_trains, r'model\.eval\(\)'),
-        (gamma_stays, r'backbone\.stages\.1\.blocks\.0\.norm2: gamma = 0\.25.*finish'),
-        (variance_breaks, r'backbone\.norm2: .*not finite'),
+        (lambda model: model.backbone.norm0.train(), r'model\.eval\(\)'),
+        (
+            lambda model: setattr(model.backbone.stages[1].blocks[0].norm2, 'gamma', 0.25),
+            r'stages\.1\.blocks\.0\.norm2: gamma = 0\.25.*finish',
+        ),
+        (lambda model: model.backbone.norm2.repbn.running_var.fill_(float('nan')), r'backbone\.norm2: .*not finite'),
+        (lambda model: setattr(model, 'extra', model.backbone.norm1), r'norm1: it stands in 2 places'),
+        (lambda model: model.backbone.norm1.repbn.register_forward_hook(print), r'norm1: it has hooks.*remove them'),
     ],
 )
-def test_fuse_refuses_training_mode_gamma_and_broken_statistics(build, change, message):
+def test_fuse_refuses_what_it_cannot_fuse_and_changes_nothing(build, change, message):
     model = build(SWIN)
     change(model)
+    before = [type(module) for module in model.modules()]
     with pytest.raises(FusionError, match=message):
         slab_det.fuse(model, inplace=True)
-    assert not hasattr(model, 'fusion_report')
-
-
-def test_recomputation_changes_nothing():
-    """mmdet's with_cp is the reentrant kind: gradients and running statistics as without."""
-    cfg = dict(STOCK_SWIN, embed_dims=8, num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN'), drop_path_rate=0.0)
-    plain, recomputed = (MODELS.build(dict(cfg, with_cp=with_cp)).double() for with_cp in (False, True))
-    assert plain.train() is None, 'the comments that say so, and FusedDetector, can be simplified'
-    randomize(plain, 2)
-    slab_det.set_gamma(plain, 0.5)
-    recomputed.load_state_dict(plain.state_dict())
-    images = torch.randn(2, 3, *SIZE).double()
-    for model in (plain, recomputed):
-        sum(out.square().mean() for out in model(images)).backward()
-    for (name, one), (_, other) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=name)
-    for (name, one), (_, other) in zip(plain.named_buffers(), recomputed.named_buffers(), strict=True):
-        torch.testing.assert_close(one, other, msg=name)
+    assert [type(module) for module in model.modules()] == before and not hasattr(model, 'fusion_report')
 
 
 @pytest.mark.parametrize(
     'backbone',
     [
-        *(
-            dict(
-                STOCK_SWIN,
-                depths=(2, 2),
-                num_heads=(1, 2),
-                strides=(4, 2),
-                out_indices=(0, 1),
-                norm_cfg=dict(type=norm),
-            )
-            for norm in NORMS
-        ),
-        STOCK_PVT,
+        dict(STOCK_SWIN, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), norm_cfg=dict(type='UN')),
         STOCK_PVT_V2,
         dict(MIXED, norm_after_stage=True, ffn_norm='pre_act'),
     ],
@@ -462,22 +395,13 @@ def test_a_backbone_trains_recalibrates_and_fuses(backbone):
     report = slab_det.recalibrate(model, batches, max_passes=60, tol=1e-10, progress=False)
     # PRepBN's second norm is a part of it.
     assert report.converged and report.num_norms == len([name for name, _ in norms if not name.endswith('repbn')])
-    last, seen = next(m for name, m in reversed(norms) if name.endswith('norm2')), []
-    handle = last.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
-    for batch in batches:
-        outputs(model, batch)
-    handle.remove()
-    mean, var = last.statistics()
-    # UN, MABN and PowerNorm know no mean.
-    torch.testing.assert_close(var + mean.square(), torch.cat(seen).square().mean(0), rtol=1e-6, atol=1e-6)
     assert_equal(outputs(slab_det.fuse(model), batches[0]), outputs(model, batches[0]))
 
 
 @pytest.mark.parametrize(
     'backbone',
-    [dict(STOCK_SWIN, qkv_bias=False), dict(MIXED, qkv_bias=False), dict(V2, attention='focused')]
-    + [STOCK_PVT, STOCK_PVT_V2],
-    ids=['stock Swin', 'PVT', 'V2', 'stock PVT', 'stock V2'],
+    [dict(STOCK_SWIN, qkv_bias=False), dict(MIXED, qkv_bias=False), STOCK_PVT_V2],
+    ids=['stock Swin', 'PVT', 'stock V2'],
 )
 def test_a_saved_fused_detector_is_rebuilt_from_its_config(tmp_path, build, detector_cfg, backbone):
     fused = slab_det.fuse(build(backbone))
@@ -494,9 +418,3 @@ def test_a_saved_fused_detector_is_rebuilt_from_its_config(tmp_path, build, dete
     images = torch.randn(1, 3, 99, 85)
     for found, reference in zip(outputs(rebuilt, images), outputs(fused, images), strict=True):
         assert torch.equal(found, reference)
-
-
-def test_a_backbone_alone_can_be_rebuilt_fused(build):
-    cfg = dict(STOCK_SWIN, embed_dims=8, num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN'))
-    rebuilt = MODELS.build(dict(type='FusedDetector', model=cfg))
-    rebuilt.load_state_dict(slab_det.fuse(build(STOCK_SWIN).backbone).state_dict())
