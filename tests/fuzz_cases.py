@@ -61,7 +61,6 @@ def draw_case(seed: int) -> Case:
 
 
 def _draw_norm(rng: random.Random) -> dict:
-    """A norm that can be folded, or now and then LayerNorm; half of them with their defaults."""
     kind = rng.choice((*OFFLINE_NORMS * 2, 'PRepBN', 'PRepBN', 'LN'))
     norm = dict(type=kind)
     if rng.random() < 0.5:
@@ -84,10 +83,8 @@ def _draw_stock_swin(rng: random.Random, size: tuple[int, int]) -> dict:
     """mmdet's SwinTransformer with a norm of ours. It takes images of any size."""
     num_stages = rng.randint(1, 4)
     embed_dims = rng.choice((4, 8, 12))
-    num_heads = [
-        rng.choice([heads for heads in (1, 2, 3, 4, 6) if embed_dims * 2**stage % heads == 0])
-        for stage in range(num_stages)
-    ]
+    dims = [embed_dims * 2**stage for stage in range(num_stages)]
+    num_heads = [rng.choice([heads for heads in (1, 2, 3, 4, 6) if dim % heads == 0]) for dim in dims]
     patch_size = rng.choice((4, 4, 4, 2, 3))
     out_indices = _draw_outputs(rng, num_stages)
     return dict(
@@ -132,7 +129,6 @@ def _draw_swin(rng: random.Random, size: tuple[int, int]) -> dict:
 
 
 def _draw_attention(rng: random.Random, num_stages: int) -> str | list[str]:
-    """One word, or one per stage."""
     return rng.choice((rng.choice(ATTENTIONS), [rng.choice(ATTENTIONS) for _ in range(num_stages)]))
 
 
@@ -196,7 +192,6 @@ def _draw_pvt_like(
 
 
 def _map_side(side: int, kernel: int, stride: int, padding: int | str) -> int:
-    """How many patches there are along a side."""
     return math.ceil(side / stride) if isinstance(padding, str) else (side + 2 * padding - kernel) // stride + 1
 
 

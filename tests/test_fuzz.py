@@ -25,19 +25,6 @@ def test_an_exported_random_case_computes_the_same(seed, tmp_path):
     assert is_exported(case) and check_onnx(case, tmp_path) != 'refused', case
 
 
-def test_draws_are_reproducible_and_varied():
-    cases = [draw_case(seed) for seed in range(300)]
-    assert cases == [draw_case(seed) for seed in range(300)]
-    assert {case.part for case in cases} == {'backbone', 'faster_rcnn', 'mask_rcnn'}
-    assert {case.dtype for case in cases} == {torch.float32, torch.float64}
-    norms = {case.backbone['norm_cfg']['type'] for case in cases}
-    assert norms == {'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm'}
-    kinds = {case.backbone['type'] for case in cases}
-    pvt = 'PyramidVisionTransformer'
-    assert kinds == {'SLABSwin', 'SLABPVT', 'SwinTransformer', pvt, f'{pvt}V2'}
-    assert min(case.size for case in cases) == (32, 32)
-
-
 def test_gamma_is_exact_after_a_cast():
     """Found by the fuzz: a model cast to float32 saved gamma in float32, and computed with float64's after loading."""
     case = next(case for case in map(draw_case, range(1000)) if case.backbone['norm_cfg']['type'] == 'PRepBN')
