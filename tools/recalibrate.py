@@ -65,11 +65,11 @@ def main() -> None:
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
-        found = dict(**report.to_dict(), pipeline=pipeline, drift=drift.to_dict())
+        found = dict(**report.to_dict(), pipeline=pipeline, drift=drift)
         put_text(json.dumps(found, indent=1) + '\n', args.json)
     print(
-        f'{report}\nIn all, with images as in pipeline {pipeline!r}, means moved by {drift.mean:.2g} sigmas and log '
-        f'variances by {drift.log_var:.2g}, averaged over channels\nWritten to {args.out}'
+        f'{report}\nIn all, with images as in pipeline {pipeline!r}, means moved by {drift["mean"]:.2g} sigmas and log '
+        f'variances by {drift["log_var"]:.2g}, averaged over channels\nWritten to {args.out}'
     )
 
 

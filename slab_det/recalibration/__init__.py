@@ -1,7 +1,6 @@
 """Recalibration: the statistics of norms are found again on images."""
 
 from slab_det.recalibration.fixed_point import (
-    Drift,
     RecalibrationReport,
     copy_statistics,
     recalibrate,
@@ -12,7 +11,6 @@ from slab_det.recalibration.moments import Moments, RecalibrationError, collect_
 
 __all__ = [
     'PIPELINES',
-    'Drift',
     'Moments',
     'RecalibrationError',
     'RecalibrationReport',

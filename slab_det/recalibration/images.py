@@ -28,8 +28,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
             'test': as inference sees them, one by one, without augmentation or batch padding.
 
     Raises:
-        DataError: If there is no test-time pipeline to take, no training set or an empty one, or ``num_images``
-            is below 1.
+        DataError: If there is no test-time pipeline to take, no training set, or ``num_images`` is below 1.
         ValueError: For an unknown pipeline.
     """
     if pipeline not in PIPELINES:
@@ -45,27 +44,26 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
             'give the one that the detector was trained with'
         )
     train = cfg.train_dataloader
-    dataset_cfg, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
-    while type_name(dataset_cfg['type']) == 'RepeatDataset':
+    dataset, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
+    while type_name(dataset['type']) == 'RepeatDataset':
         # Images evenly spaced over the repetitions may be repetitions of a few.
-        dataset_cfg = dataset_cfg['dataset']
+        dataset = dataset['dataset']
     if pipeline == 'test':
-        dataset_cfg = _with_pipeline(dataset_cfg, _innermost(test_loader.dataset).pipeline)
+        source = test_loader.dataset
+        while 'pipeline' not in source:
+            source = source['dataset'] if 'dataset' in source else source['datasets'][0]
+        dataset = _with_pipeline(dataset, source['pipeline'])
     else:
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
     # Transforms are found by the default scope, which nobody sets outside a runner.
     init_default_scope(cfg.get('default_scope', 'mmdet'))
-    dataset = DATASETS.build(dataset_cfg)
-    if hasattr(dataset, 'full_init'):
-        dataset.full_init()
-    if not len(dataset):
-        raise DataError('the training set is empty after filtering; check ann_file, metainfo and filter_cfg')
+    dataset = DATASETS.build(dataset)
     return Runner.build_dataloader(
         dict(
             **batching,
-            dataset=RepeatableImages(dataset, evenly_spaced(len(dataset), num_images), test_mode=pipeline == 'test'),
+            dataset=RepeatableImages(dataset, num_images, test_mode=pipeline == 'test'),
             # Transforms with generators or caches of their own (Albu, CachedMosaic) would go on from pass to pass in
             # this process. Workers begin each pass with a copy of the transforms as they were at first.
             num_workers=max(train.get('num_workers', 0), pipeline == 'train'),
@@ -78,16 +76,18 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
 
 
 class RepeatableImages(Dataset):
-    """Items of a dataset, augmented alike whenever they are read: all passes must see the same images.
+    """Items evenly spaced over a dataset, augmented alike whenever they are read: all passes must see the same images.
 
     Args:
         dataset: Any dataset of mmdet.
-        indices: The items to take.
+        num_images: How many, from the first on; all of a smaller dataset.
         test_mode: Whether the items are as inference sees them; :func:`slab_det.recalibrate` asks for it.
     """
 
-    def __init__(self, dataset: Dataset, indices: list[int], test_mode: bool) -> None:
-        self.dataset, self.indices, self.test_mode = dataset, indices, test_mode
+    def __init__(self, dataset: Dataset, num_images: int, test_mode: bool) -> None:
+        step = max(len(dataset) / num_images, 1.0)
+        self.indices = [int(i * step) for i in range(min(num_images, len(dataset)))]
+        self.dataset, self.test_mode = dataset, test_mode
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -108,26 +108,12 @@ def configured_pipeline(cfg: Config) -> str:
     return next(own, {}).get('pipeline', 'train')
 
 
-def evenly_spaced(length: int, count: int) -> list[int]:
-    """``count`` indices over a sequence of ``length``, from 0 on; all of a shorter one."""
-    step = max(length / count, 1.0)
-    return [int(i * step) for i in range(min(count, length))]
-
-
-def _innermost(dataset: dict) -> dict:
-    while 'dataset' in dataset or 'datasets' in dataset:
-        dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
-    return dataset
-
-
 def _with_pipeline(dataset: dict, pipeline: list) -> dict:
     """The dataset with this pipeline at its root; a wrapper that mixes images is taken off."""
     if type_name(dataset['type']) == 'MultiImageMixDataset':
         return _with_pipeline(dataset['dataset'], pipeline)
     if 'dataset' in dataset:
-        dataset['dataset'] = _with_pipeline(dataset['dataset'], pipeline)
-    elif 'datasets' in dataset:
-        dataset['datasets'] = [_with_pipeline(part, pipeline) for part in dataset['datasets']]
-    else:
-        dataset['pipeline'] = pipeline
-    return dataset
+        return {**dataset, 'dataset': _with_pipeline(dataset['dataset'], pipeline)}
+    if 'datasets' in dataset:
+        return {**dataset, 'datasets': [_with_pipeline(part, pipeline) for part in dataset['datasets']]}
+    return {**dataset, 'pipeline': pipeline}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from mmdet.models import BatchFixedSizePad
@@ -125,7 +125,10 @@ def collect_moments(
     if title and is_main_process():
         print(title)
         bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
-    with raise_on_all_ranks(), torch.no_grad(), _evaluating(model), ExitStack() as stack:
+    with raise_on_all_ranks(), torch.no_grad(), ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, 'training', module.training)
+            module.training = False
         for name, module in modules.items():
 
             def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
@@ -155,17 +158,14 @@ def collect_moments(
 
 
 def _check_finite(moments: Mapping[str, Moments], num_batches: int) -> None:
-    seen = {name: part for name, part in moments.items() if part.count}
+    sums = {name: part.mean.sum() + part.scatter.sum() for name, part in moments.items() if part.count}
     # One read of the device per batch, not one per norm.
-    if not seen or torch.stack([part.mean.sum() + part.scatter.sum() for part in seen.values()]).isfinite().all():
-        return
-    for name, part in seen.items():
-        for what, value in (('mean', part.mean), ('variance', part.scatter)):
-            if not value.isfinite().all():
-                kind = 'NaN' if value.isnan().any() else 'infinite'
-                raise RecalibrationError(
-                    f'{name}: {what} is {kind} after batch {num_batches}; lower the learning rate or check the inputs'
-                )
+    if sums and not torch.stack([*sums.values()]).isfinite().all():
+        name = next(name for name, value in sums.items() if not value.isfinite())
+        raise RecalibrationError(
+            f'{name}: mean or variance is NaN or infinite after batch {num_batches}; lower the learning rate or check '
+            'the inputs'
+        )
 
 
 def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Callable[[object], object]:
@@ -186,23 +186,6 @@ def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) 
             inputs, samples = pad(inputs, samples)
         if before_heads:
             return model.extract_feat(inputs)
-        for sample in samples:
-            if 'scale_factor' not in sample.metainfo:
-                # A training without Resize sets none, and heads divide by it.
-                sample.set_metainfo(dict(scale_factor=(1.0, 1.0)))
         return model(inputs, samples, mode='predict')
 
     return forward
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and afterwards as it was."""
-    training = {module: module.training for module in model.modules()}
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
