@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 
 import timm.layers
@@ -12,15 +12,12 @@ import torch
 from mmcv.cnn import build_norm_layer
 from torch import nn
 
-from slab_det.norms import OfflineNorm, PRepBN, named_progressive_norms
+from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
 from slab_det.recalibration import Moments, collect_moments
 from slab_det.runtime.errors import SlabDetError
 
 # These forwards normalize the last dimension and do no more. Any other forward may permute or apply an activation.
 LAST_DIMENSION = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward, timm.layers.LayerNormFp32.forward)
-
-# These modules have fused kernels that read weight and bias of their norms and never call the norms.
-READS_NORM_WEIGHTS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class ConversionError(SlabDetError):
@@ -29,9 +26,7 @@ class ConversionError(SlabDetError):
 
 @dataclass
 class ConversionReport:
-    """What :func:`convert_norms` did.
-
-    A norm that a model holds under several names counts once, under the first.
+    """What :func:`convert_norms` did; a norm with several names counts once, under the first.
 
     Attributes:
         converted: Names of the norms that were replaced.
@@ -43,9 +38,6 @@ class ConversionReport:
     converted: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     explained: dict[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
     def __str__(self) -> str:
         lines = [f'{len(self.converted)} norms converted, {len(self.kept)} kept']
@@ -69,9 +61,8 @@ def convert_norms(
 ) -> nn.Module:
     """Replaces every LayerNorm over the last dimension by an offline norm that keeps its weight and bias.
 
-    A PRepBN starts at gamma = 1 and computes what the LayerNorm did. Train it with
-    :class:`slab_det.hooks.ProgressiveNormHook` down to gamma = 0; then recalibrate and fuse.
-    ``model.conversion_report`` says what became of each norm.
+    A PRepBN starts at gamma = 1 and computes what the LayerNorm did; :class:`slab_det.hooks.ProgressiveNormHook` trains
+    it down to gamma = 0. ``model.conversion_report`` says what became of each norm.
 
     Args:
         model: Any model with ``nn.LayerNorm``: mmdet's, timm's, a whole detector.
@@ -91,33 +82,81 @@ def convert_norms(
     norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
     if not inplace:
         model = copy.deepcopy(model)
-    names, kept = _find_convertible(model, tuple(skip))
-    if not names:
-        kept = '; '.join(f'{name}: {reason}' for name, reason in kept.items())
+    # The LayerNorm of a PRepBN is converted already.
+    inner = {module for _, norm in named_offline_norms(model) for module in norm.modules()}
+    report, replaced = ConversionReport(), {}
+    for name, norm in model.named_modules():
+        if isinstance(norm, nn.LayerNorm) and norm not in inner:
+            reason = _reason_to_keep(name, norm, tuple(skip))
+            if reason is None:
+                report.converted.append(name)
+                replaced[norm] = _build_converted(norm, norm_cfg, model)
+            else:
+                report.kept[name] = reason
+    if not replaced:
+        kept = '; '.join(f'{name}: {reason}' for name, reason in report.kept.items())
         raise ConversionError(f'the model has no LayerNorm to convert{f" ({kept})" if kept else ""}')
-    new_norms = {norm: _build_converted(norm, norm_cfg, model) for norm in names}
-    other = next((new for new in new_norms.values() if not isinstance(new, PRepBN)), None)
-    if calibrate is not None and other is not None:
-        raise ConversionError(f'only PRepBN holds a LayerNorm to calibrate by; {type(other).__name__} does not')
-    _replace(model, names, new_norms)
-    report = ConversionReport([aliases[0] for aliases in names.values()], kept)
-    if calibrate is not None:
-        try:
+    if calibrate is not None and not all(isinstance(new, PRepBN) for new in replaced.values()):
+        raise ConversionError(f'only PRepBN holds a LayerNorm to calibrate by, {norm_cfg["type"]} does not')
+    _replace(model, replaced)
+    try:
+        if calibrate is not None:
             report.explained = calibrate_norms(model, calibrate)
-        except BaseException:
-            _replace(model, names, {norm: norm for norm in names})
-            raise
+    except BaseException:
+        _replace(model, {new: norm for norm, new in replaced.items()})
+        raise
     model.conversion_report = report
     return model
+
+
+def _reason_to_keep(name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
+    if any(name == part or name.startswith(f'{part}.') for part in skip):
+        return 'skipped'
+    if not name:
+        return 'it is the whole model'
+    if len(norm.normalized_shape) != 1:
+        return f'it normalizes over {len(norm.normalized_shape)} dimensions'
+    if type(norm).forward not in LAST_DIMENSION:
+        return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
+    return None
+
+
+@torch.no_grad()
+def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
+    new = build_norm_layer(norm_cfg, norm.normalized_shape[0])[1]
+    if not isinstance(new, OfflineNorm):
+        raise ConversionError(f'{type(new).__name__} is no offline norm of slab_det; choose PRepBN')
+    target = new
+    if isinstance(new, PRepBN):
+        target = new.ln
+        if norm_cfg.get('ln_eps') is None:
+            target.eps = norm.eps
+    given = dict(norm.named_parameters())
+    for name, parameter in given.items():
+        getattr(target, name).copy_(parameter).requires_grad_(parameter.requires_grad)
+    if given and not any(parameter.requires_grad for parameter in given.values()):
+        # A frozen stage gives no gradient to what only the new norm has, and DDP would wait for it.
+        new.requires_grad_(False)
+    example = next(chain(given.values(), model.parameters()), None)
+    if example is not None:
+        new.to(device=example.device, dtype=example.dtype)
+    return new.train(norm.training)
+
+
+def _replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        # Not named_children(): a module may hold a norm under several names.
+        for name, child in parent._modules.items():
+            if child in replaced:
+                setattr(parent, name, replaced[child])
 
 
 def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) -> dict[str, float]:
     """Starts the RepBN branch of every PRepBN as the best affine approximation of its LayerNorm on ``batches``.
 
-    For each channel, over all tokens x of the data and y = LN(x), the scale s and the shift t that minimise
-    ``E (s x + t - y)^2`` are, where the derivatives by t and s vanish,
+    For each channel, over all tokens x of the data and y = LN(x), ``E (s x + t - y)^2`` is smallest for
 
-        t = E y - s E x,    s = Cov(x, y) / Var(x).
+        s = Cov(x, y) / Var(x),    t = E y - s E x.
 
     RepBN is ``alpha (x - mu) / sigma + beta + eta x`` with mu = E x and sigma^2 = Var(x) + eps, so it is this map for
 
@@ -125,10 +164,9 @@ def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) 
 
     with any eta. Taken is the eta that makes the sum of alpha^2 smallest, ``eta = sum(sigma^2 s) / sum(sigma^2)``: what
     is common to all channels passes through eta, which no later change of statistics disturbs. A channel that is
-    constant but for rounding, ``Var(x) <= 1e-12 ((E x)^2 + Var(x))``, has no slope: s = 0.
+    constant but for rounding has s = 0.
 
-    Moments are pooled in float64. gamma does not change. In a distributed run each rank gives its own batches, and all
-    end with the same start.
+    gamma does not change. In a distributed run each rank gives its own batches, and all end with the same start.
 
     Args:
         model: A model whose PRepBNs are at gamma = 1, so that every LayerNorm sees what it saw in training.
@@ -155,11 +193,11 @@ def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) 
     layer_norms = {name: norm.ln for name, norm in norms.items()}
     title = 'Calibration' if progress else None
     moments, _ = collect_moments(model, layer_norms, lambda x, y: (x, y), batches, title)
-    return {name: start_as_affine(norm, moments[name]) for name, norm in norms.items()}
+    return {name: _start_as_affine(norm, moments[name]) for name, norm in norms.items()}
 
 
 @torch.no_grad()
-def start_as_affine(norm: PRepBN, moments: Moments) -> float:
+def _start_as_affine(norm: PRepBN, moments: Moments) -> float:
     """Sets the RepBN branch as :func:`calibrate_norms` derives, and returns the share of variance it explains."""
     mean_x, mean_y = moments.mean
     (sxx, sxy), (_, syy) = moments.scatter
@@ -177,65 +215,3 @@ def start_as_affine(norm: PRepBN, moments: Moments) -> float:
     repbn.bias.copy_(mean_y - eta * mean_x)
     residual = syy - 2 * slope * sxy + slope.square() * sxx
     return 1.0 - float(residual.sum() / syy.sum().clamp(min=torch.finfo(torch.float64).tiny))
-
-
-def _find_convertible(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[nn.LayerNorm, list[str]], dict[str, str]]:
-    """Each LayerNorm to convert with all its names, and for each that stays its first name and the reason."""
-    # The LayerNorm of a PRepBN is converted already.
-    inner = {module for norm in model.modules() if isinstance(norm, OfflineNorm) for module in norm.modules()}
-    names: dict[nn.LayerNorm, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.LayerNorm) and module not in inner:
-            names.setdefault(module, []).append(name)
-    kept = {}
-    for norm, aliases in list(names.items()):
-        # One name that must stay keeps them all: the norm remains one.
-        reason = next(filter(None, (_reason_to_keep(model, name, norm, skip) for name in aliases)), None)
-        if reason is not None:
-            del names[norm]
-            kept[aliases[0]] = reason
-    return names, kept
-
-
-def _reason_to_keep(model: nn.Module, name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
-    if any(name == part or name.startswith(f'{part}.') for part in skip):
-        return 'skipped'
-    if not name:
-        return 'it is the whole model'
-    if len(norm.normalized_shape) != 1:
-        return f'it normalizes over {len(norm.normalized_shape)} dimensions'
-    if type(norm).forward not in LAST_DIMENSION:
-        return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
-    parent = model.get_submodule(name.rpartition('.')[0])
-    if isinstance(parent, READS_NORM_WEIGHTS):
-        return f'{type(parent).__name__} of torch may read its weights past its forward'
-    return None
-
-
-def _replace(model: nn.Module, names: dict[nn.LayerNorm, list[str]], new_norms: dict[nn.LayerNorm, nn.Module]) -> None:
-    for norm, aliases in names.items():
-        for name in aliases:
-            parent, _, attribute = name.rpartition('.')
-            setattr(model.get_submodule(parent), attribute, new_norms[norm])
-
-
-@torch.no_grad()
-def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
-    new = build_norm_layer(norm_cfg, norm.normalized_shape[0])[1]
-    if not isinstance(new, OfflineNorm):
-        raise ConversionError(f'{type(new).__name__} is no offline norm of slab_det; choose PRepBN')
-    target = new
-    if isinstance(new, PRepBN):
-        target = new.ln
-        if norm_cfg.get('ln_eps') is None:
-            target.eps = norm.eps
-    for name, given in norm.named_parameters():
-        getattr(target, name).copy_(given).requires_grad_(given.requires_grad)
-    given = list(norm.parameters())
-    if given and not any(parameter.requires_grad for parameter in given):
-        # A frozen stage gives no gradient to what only the new norm has, and DDP would wait for it.
-        new.requires_grad_(False)
-    example = next(chain(given, model.parameters()), None)
-    if example is not None:
-        new.to(device=example.device, dtype=example.dtype)
-    return new.train(norm.training)
