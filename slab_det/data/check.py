@@ -15,8 +15,6 @@ from slab_det.runtime.errors import DataError
 SPLITS = ('train', 'val', 'test')
 # Larger annotation files would be parsed twice for seconds; mmdet reads them anyway a moment later.
 MAX_PARSED_BYTES = 50 * 2**20
-# So many images of a dataset, evenly spread, are looked for. All would take minutes on a network disk.
-MAX_IMAGES = 200
 
 _COCO_DOWNLOAD = """\
 Download COCO 2017 (19 GB) once:
@@ -61,19 +59,17 @@ def set_data_root(cfg: Config, root: str) -> None:
     if not osp.isdir(root):
         raise DataError(f'--data-root {root} is not a folder')
     for split in SPLITS:
-        old_roots = []
+        evaluators = cfg.get(f'{split}_evaluator') or []
         for dataset in _datasets(cfg, split):
-            if isinstance(dataset.get('data_root'), str):
-                old_roots.append(dataset.data_root)
+            old_root = osp.join(dataset.get('data_root') or '', '')
+            for evaluator in evaluators if isinstance(evaluators, list | tuple) else [evaluators]:
+                ann_file = evaluator.get('ann_file') or ''
+                if old_root and osp.normpath(ann_file).startswith(osp.join(osp.normpath(old_root), '')):
+                    evaluator.ann_file = osp.join(root, osp.relpath(ann_file, old_root))
             dataset.data_root = root
             for name, prefix in dataset.get('data_prefix', {}).items():
                 if not osp.exists(osp.join(root, prefix)) and osp.exists(osp.join(root, 'images', prefix)):
                     dataset.data_prefix[name] = osp.join('images', prefix)
-        for evaluator in _evaluators(cfg, split):
-            ann_file = evaluator.get('ann_file')
-            for old_root in old_roots:
-                if isinstance(ann_file, str) and _is_below(ann_file, old_root):
-                    evaluator.ann_file = osp.join(root, osp.relpath(ann_file, old_root))
     if 'data_root' in cfg:
         cfg.data_root = root
 
@@ -81,9 +77,7 @@ def set_data_root(cfg: Config, root: str) -> None:
 def _datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
     """The datasets that read files, through RepeatDataset, ConcatDataset and every other wrapper."""
     dataloader = cfg.get(f'{split}_dataloader')
-    if dataloader is None:
-        return
-    pending = [dataloader.dataset]
+    pending = [] if dataloader is None else [dataloader.dataset]
     while pending:
         dataset = pending.pop(0)
         # Wrappers hold `dataset` or `datasets`, and no wrapper of mmengine or mmdet reads files itself.
@@ -93,88 +87,56 @@ def _datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
             yield dataset
 
 
-def _evaluators(cfg: Config, split: str) -> Sequence[ConfigDict]:
-    found = cfg.get(f'{split}_evaluator') or []
-    return found if isinstance(found, list | tuple) else [found]
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return osp.normpath(path).startswith(osp.normpath(folder) + osp.sep)
-
-
 def _check_dataset(dataset: ConfigDict, split: str) -> None:
     dataset_class = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     if dataset_class is None:
         raise DataError(f'{split}_dataloader: no dataset is called {dataset.type!r}')
-    root = dataset.get('data_root') or ''
     if issubclass(dataset_class, SyntheticShapes):
         return
-    classes = dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes')
-    is_coco = classes is not None and tuple(classes) == CocoDataset.METAINFO['classes']
-    remedies = [
-        *([_COCO_DOWNLOAD.format(root=root or 'data/coco')] if is_coco else []),
-        _OTHER_ROOT,
-        _QUICK_START,
-    ]
-    ann_file = dataset.get('ann_file')
+    root, ann_file, prefixes = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix', {})
+    classes = dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ()
+    remedies = [_OTHER_ROOT, _QUICK_START]
+    if tuple(classes) == CocoDataset.METAINFO['classes']:
+        remedies.insert(0, _COCO_DOWNLOAD.format(root=root or 'data/coco'))
+    paths = [('image folder', osp.join(root, prefix)) for prefix in prefixes.values()]
     if ann_file:
         ann_file = osp.join(root, ann_file)
-        _require(osp.isfile(ann_file), f'{split} annotation file {ann_file} not found', ann_file, remedies)
-    for prefix in dataset.get('data_prefix', {}).values():
-        folder = osp.join(root, prefix)
-        _require(osp.isdir(folder), f'{split} image folder {folder} not found', folder, remedies)
+        paths.insert(0, ('annotation file', ann_file))
+    for what, path in paths:
+        # mmengine's file backends read remote paths; only they know what is there.
+        if not osp.exists(path) and '://' not in path:
+            raise DataError('\n'.join([f'{split} {what} {path} not found.', *remedies]))
     if ann_file and classes and issubclass(dataset_class, CocoDataset) and osp.isfile(ann_file):
-        folder = osp.join(root, dataset.get('data_prefix', {}).get('img', ''))
-        _check_annotations(ann_file, folder, classes, split)
-
-
-def _require(is_there: bool, problem: str, path: str, remedies: Sequence[str]) -> None:
-    # mmengine's file backends read remote paths; only they know what is there.
-    if not is_there and '://' not in path:
-        raise DataError('\n'.join([problem + '.', *remedies]))
+        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
 
 
 def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
     if osp.getsize(ann_file) > MAX_PARSED_BYTES:
         return
+    named = f'{split} annotation file {ann_file}'
     try:
         with open(ann_file) as file:
             content = json.load(file)
         categories = {category['id']: category['name'] for category in content['categories']}
+        files = [osp.join(folder, image['file_name']) for image in content['images']]
         # Test sets are published without annotations.
         annotations = content.get('annotations', []) if split == 'test' else content['annotations']
-        labelled = {annotation['category_id'] for annotation in annotations}
-        only_crowds = all(annotation.get('iscrowd') for annotation in annotations)
-        images = content['images']
-        files = [osp.join(folder, image['file_name']) for image in images[:: len(images) // MAX_IMAGES + 1]]
+        # Crowds neither train nor count.
+        labelled = {categories.get(item['category_id']) for item in annotations if not item.get('iscrowd')}
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{split} annotation file {ann_file} is not COCO JSON: {error!r}') from error
-    if not images:
-        raise DataError(f'{split} annotation file {ann_file} holds no images.')
-    missing = [file for file in files if not osp.exists(file)]
-    if missing and '://' not in folder:
+        raise DataError(f'{named} is not COCO JSON: {error!r}') from error
+    if not files:
+        raise DataError(f'{named} holds no images.')
+    if '://' not in folder and not osp.exists(files[0]):
         raise DataError(
-            f'{split} annotation file {ann_file} names images that are not there, {missing[0]} for one '
-            f'({len(missing)} of {len(files)} looked for). Unpack the images there, or correct '
+            f'{named} names images that are not there, {files[0]} for one. Unpack the images there, or correct '
             'data_prefix=dict(img=…) of the dataset.'
         )
-    if not labelled and split == 'test':
-        return
-    if not labelled:
-        raise DataError(f'{split} annotation file {ann_file} holds {len(images)} images but no annotations.')
-    if only_crowds:
+    if not labelled and split != 'test':
+        raise DataError(f'{named} holds {len(files)} images but no annotations, or crowds (iscrowd=1) alone.')
+    if labelled and not labelled & set(classes):
+        found, asked = (', '.join([*names][:5]) for names in (categories.values(), classes))
         raise DataError(
-            f'{split} annotation file {ann_file}: all of its {len(annotations)} annotations are crowds '
-            '(iscrowd=1), which neither train nor count. Set iscrowd to 0 where one object is meant.'
+            f"{named}: none of its {len(categories)} categories ({found}) is among the config's {len(classes)} classes "
+            f'({asked}). Set metainfo=dict(classes=…) in the dataset and num_classes in the heads.'
         )
-    if not {categories.get(category_id) for category_id in labelled} & set(classes):
-        raise DataError(
-            f'{split} annotation file {ann_file}: none of its categories ({_some(categories.values())}) '
-            f"is among the config's {len(classes)} classes ({_some(classes)}). Set metainfo=dict(classes=…) "
-            'in the dataset and num_classes in the heads.'
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    names = list(names)
-    return ', '.join(names[:5]) + (', …' if len(names) > 5 else '')

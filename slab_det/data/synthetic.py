@@ -19,10 +19,7 @@ from mmdet.datasets import CocoDataset
 from mmdet.datasets.api_wrappers import COCO
 from mmdet.evaluation import CocoMetric
 from mmdet.registry import DATASETS, METRICS
-from mmengine.dist import is_main_process
 from pycocotools import mask as coco_mask
-from rich.console import Console
-from rich.progress import track
 
 from slab_det.runtime.errors import DataError
 
@@ -160,15 +157,10 @@ def _write_splits(root: Path, spec: dict) -> None:
     (root / 'annotations').mkdir()
     categories = [{'id': i, 'name': name, 'supercategory': 'shape'} for i, name in enumerate(CLASSES, start=1)]
     for split_index, split in enumerate(('train', 'val')):
-        count = spec[f'num_{split}']
         folder = root / 'images' / split
         folder.mkdir(parents=True)
-        images: list[dict] = []
-        annotations: list[dict] = []
-        # Drawing is about 2 ms an image: a bar for a few dozen of them would only flicker.
-        is_short = count < 300 or not is_main_process()
-        title = f'Generating {split} images in {root.parent}'
-        for index in track(range(count), title, console=Console(stderr=True), disable=is_short):
+        images, annotations = [], []
+        for index in range(spec[f'num_{split}']):
             # One stream per image: more images leave the earlier ones as they are.
             rng = np.random.default_rng([spec['seed'], split_index, index])
             pixels, objects = draw_image(rng, (width, height))

@@ -23,13 +23,12 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def write_annotations(root: Path, split: str, names: tuple[str, ...] = ('cat', 'dog'), labelled: bool = True) -> None:
+def write_annotations(root: Path, split: str, names: tuple[str, ...] = ('cat', 'dog'), **changes: object) -> None:
     content = {
         'images': [{'id': 1, 'file_name': 'a.png', 'width': 8, 'height': 8}],
-        'annotations': [{'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 0}]
-        if labelled
-        else [],
+        'annotations': [{'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 0}],
         'categories': [{'id': i, 'name': name} for i, name in enumerate(names, start=1)],
+        **changes,
     }
     (root / 'annotations' / f'{split}.json').write_text(json.dumps(content))
 
@@ -112,18 +111,28 @@ def test_other_classes_than_cocos_get_no_download_hint(tmp_path: Path) -> None:
 
 def test_class_names_that_do_not_match_are_an_error(root: Path) -> None:
     write_annotations(root, 'train', names=('nucleus',))
-    with pytest.raises(DataError, match=r'none of its categories \(nucleus\).*metainfo=dict\(classes='):
+    with pytest.raises(DataError, match=r'none of its 1 categories \(nucleus\).*metainfo=dict\(classes='):
         check_data(config(root))
     check_data(config(root, leaf(root, 'train', metainfo={'classes': ('nucleus',)})))
 
 
-def test_annotation_file_without_annotations_is_an_error_but_for_testing(root: Path) -> None:
-    write_annotations(root, 'val', labelled=False)
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'images': []}, 'holds no images'),
+        ({'annotations': []}, 'holds 1 images but no annotations'),
+        ({'annotations': [{'category_id': 1, 'iscrowd': 1}]}, r'crowds \(iscrowd=1\) alone'),
+    ],
+)
+def test_annotation_file_with_nothing_to_learn_is_an_error(root: Path, changes: dict, message: str) -> None:
+    write_annotations(root, 'val', **changes)
     cfg = config(root)
-    with pytest.raises(DataError, match='holds 1 images but no annotations'):
+    with pytest.raises(DataError, match=f'val annotation file .*{message}'):
         check_data(cfg)
     cfg.test_dataloader = cfg.val_dataloader
-    check_data(cfg, splits=('test',))
+    if changes.get('images') is None:
+        # Test sets are published without annotations.
+        check_data(cfg, splits=('test',))
 
 
 @pytest.mark.parametrize('text', ['{"images": [', '[]', '{"images": []}'])
