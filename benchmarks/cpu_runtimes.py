@@ -42,11 +42,6 @@ PAUSE_SECONDS = 0.1
 Call = Callable[[], object]
 
 
-def build(config: str, backbone: Mapping) -> nn.Module:
-    """The fused detector of a config of this repository, with random weights and a fixed number of objects."""
-    return build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
-
-
 def torch_call(model: nn.Module, scope: str, pixels: torch.Tensor) -> Call:
     """One image through a detector."""
     inputs, samples = pixels[0], [new_sample(pixels)]
@@ -77,12 +72,13 @@ def new_sample(pixels: torch.Tensor) -> DetDataSample:
 
 def contestants(config: str, scope: str, pixels: torch.Tensor, threads: int, folder: Path) -> dict[str, Call]:
     """Every row, ready to run."""
-    fused = build(config, {})
+    fused = build_untrained(ROOT / 'configs' / f'{config}.py', {})
+    stock = build_untrained(ROOT / 'configs' / 'mask_rcnn_swin_t.py', dict(type='SwinTransformer'))
     plain, quantized = folder / f'{scope}.onnx', folder / f'{scope}_int8.onnx'
     export_onnx(fused, plain, scope)
     quantize_onnx(plain, quantized, random_images([CALIBRATION_SIZE]))
     calls = {
-        STOCK: torch_call(build('mask_rcnn_swin_t', dict(type='SwinTransformer')), scope, pixels),
+        STOCK: torch_call(stock, scope, pixels),
         FUSED: torch_call(fused, scope, pixels),
     }
     for name, runtime, precision, is_int8 in RUNTIME_ROWS:

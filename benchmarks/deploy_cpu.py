@@ -18,11 +18,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slab_det.measure.latency import LatencyResult, latency_table, measure_latency
+from slab_det.measure.latency import latency_table, measure_latency
 from slab_det.measure.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
-STOCK = 'Swin-T, mmdet'
 # Config, and how it is called as it is built; none is deployed with LayerNorm to be fast, but to tell what norms cost.
 ROWS = {
     'Swin-T': ('mask_rcnn_swin_t', 'ours'),
@@ -34,26 +33,20 @@ SIZES = ((400, 608), (800, 1216), (1600, 2432))
 KEPT = ', freed memory kept'
 
 
-def build(config: str, backbone: Mapping) -> nn.Module:
-    """The detector of a config of this repository, fused if it can be, with random weights and so many objects."""
-    return build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
+def _config(name: str) -> Path:
+    return ROOT / 'configs' / f'{name}.py'
 
 
 def build_all() -> dict[str, nn.Module]:
-    models = {STOCK: build('mask_rcnn_swin_t', dict(type='SwinTransformer'))}
+    models = {'Swin-T, mmdet': build_untrained(_config('mask_rcnn_swin_t'), dict(type='SwinTransformer'))}
     for name, (config, form) in ROWS.items():
-        model = build(config, {})
+        model = build_untrained(_config(config), {})
         models |= {
             f'{name}, {form}': model,
             f'{name}, deployed': slab_det.deploy(model),
             f'{name}, deployed in bfloat16': slab_det.deploy(model, torch.bfloat16),
         }
     return models
-
-
-def ratios(results: Mapping[str, LatencyResult]) -> dict[str, float]:
-    """Median of each model over the median of the stock one."""
-    return {name: round(result.median_ms / results[STOCK].median_ms, 3) for name, result in results.items()}
 
 
 def measure_growth(models: Mapping[str, nn.Module], rounds: int, threads: int) -> dict[str, dict]:
@@ -94,9 +87,7 @@ def main() -> None:
                 keep_memory=keep_memory,
             )
             print(latency_table(list(measured.values())), end='\n\n')
-            results[scope + suffix] = dict(
-                ratios=ratios(measured), latency={name: result.to_dict() for name, result in measured.items()}
-            )
+            results[scope + suffix] = dict(latency={name: result.to_dict() for name, result in measured.items()})
     growth = measure_growth(models, max(args.rounds // 5, 1), args.threads)
     print('\n'.join(f'{name}: latency grows with pixels^{row["exponent"]}' for name, row in growth.items()))
     results[f'growth{KEPT}'] = growth

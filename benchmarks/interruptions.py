@@ -2,11 +2,9 @@
 
     python benchmarks/interruptions.py --kills 20
 
-Every run is tools/train.py in a process of its own, forked from one that has imported torch. The random points are
-spread over what a run does: the decay of gamma, the writing of a checkpoint, the recalibration, the writing of the
-recalibrated checkpoint and of the fused one. A kill in the middle of writing is certain: the process is stopped first,
-and killed only if the file that it writes is still there. While a run lasts, all files under their final names must be
-whole.
+Every run is tools/train.py in a process of its own, forked from one that has imported torch. A kill in the middle of
+writing is certain: the process is stopped first, and killed only if the file that it writes is still there. While a run
+lasts, all files under their final names must be whole.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
@@ -22,10 +20,9 @@ import runpy
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,9 +36,6 @@ ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.0005
 # So long after SIGSTOP a process has stopped, but for a system call that it is in.
 STOP_SECONDS = 0.02
-# Less than an iteration or a pass of the recalibration.
-MAX_DELAY = 0.2
-CHECKPOINT_INTERVAL = 2
 FORK_SERVER = multiprocessing.get_context('forkserver')
 FORK_SERVER.set_forkserver_preload(['slab_det.cli', 'mmdet.utils', 'mmdet.evaluation'])
 TRAIN = str(ROOT / 'tools' / 'train.py')
@@ -57,37 +51,11 @@ class KillPoint:
     delay: float = 0.0
 
 
-@dataclass(frozen=True)
-class Kill:
-    """A kill and what came of it.
-
-    Attributes:
-        kind: See KillPoint.
-        unfinished: Files that the run was writing.
-        resumed_from: Checkpoint that ``--resume`` took; None: there was none yet, it began anew.
-        largest_difference: Of the last checkpoint, its optimizer and the fused checkpoint from the uninterrupted run's.
-        gamma: Largest gamma of the last checkpoint.
-        same_report: Whether AP, recalibration and fusion in report.json are equal.
-        torn: Files that were found under a final name and were not whole.
-        checks: How many files were looked at.
-    """
-
-    kind: str
-    unfinished: list[str]
-    resumed_from: str | None
-    largest_difference: float
-    gamma: float
-    same_report: bool
-    torn: list[str]
-    checks: int
-
-
 class WholeFiles:
     """Looks at a work directory again and again: every file under its final name must be whole."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.checks = 0
         self.torn: list[str] = []
         self._seen: dict[str, tuple[int, int, int]] = {}
 
@@ -97,11 +65,9 @@ class WholeFiles:
             try:
                 stat = path.stat()
                 stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-                if self._seen.get(path.name) == stamp or not path.is_file():
-                    continue
-                self._seen[path.name] = stamp
-                self.checks += 1
-                _read(path)
+                if self._seen.get(path.name) != stamp and path.is_file():
+                    self._seen[path.name] = stamp
+                    _read(path)
             except Exception as error:
                 # A file that is removed or replaced meanwhile is not torn.
                 if path.exists() and not isinstance(error, FileNotFoundError):
@@ -148,8 +114,14 @@ class Interruptions:
         self.config, self.folder, self._count = config, folder, 0
         self._train('uninterrupted', WholeFiles(folder / 'uninterrupted'))
 
-    def kill(self, point: KillPoint, attempts: int = 5) -> Kill:
+    def kill(self, point: KillPoint, attempts: int = 5) -> dict:
         """Kills a run at ``point``, resumes it and compares.
+
+        Returns:
+            ``unfinished``: files that the run was writing; ``resumed_from``: the checkpoint that ``--resume`` took;
+            ``torn``: files that were found under a final name and were not whole; and how the end differs from the
+            uninterrupted run's: ``largest_difference`` of the last checkpoint, its optimizer, its averaged weights
+            and the fused checkpoint, ``gamma``, ``same_report``.
 
         Raises:
             RuntimeError: If a run ended before it could be killed, ``attempts`` times, or the resumed run fails.
@@ -163,13 +135,11 @@ class Interruptions:
             raise RuntimeError(f'{point}: no run of {attempts} could be killed there')
         files.check()
         unfinished = sorted(path.name for path in files.folder.glob('.*'))
-        said = self._train(files.folder.name, files, '--resume')
+        found = re.search(r'resumed epoch: \d+, iter: (\d+)', self._train(files.folder.name, files, '--resume'))
         files.torn += [f'left behind: {path.name}' for path in files.folder.glob('.*')]
-        found = re.search(r'resumed epoch: \d+, iter: (\d+)', said)
         resumed_from = f'iter_{found[1]}' if found else None
-        return Kill(
-            point.kind, unfinished, resumed_from, **self._compare(files.folder), torn=files.torn, checks=files.checks
-        )
+        facts = dict(kind=point.kind, unfinished=unfinished, resumed_from=resumed_from, torn=files.torn)
+        return facts | self._compare(files.folder)
 
     def _train(self, name: str, files: WholeFiles, *arguments: str) -> str:
         """Trains to the end and returns the output."""
@@ -224,8 +194,8 @@ class Interruptions:
         for folder in (run, reference):
             checkpoint = read_checkpoint(folder / last)
             fused = read_checkpoint(folder / 'fused.pth')['state_dict']
-            files.append([checkpoint['state_dict'], checkpoint['optimizer'], fused])
-            facts.append([(e.ap, e.recalibration, e.fusion) for e in read_report(folder / 'report.json').entries])
+            files.append([checkpoint['state_dict'], checkpoint['optimizer'], checkpoint.get('ema_state_dict'), fused])
+            facts.append([(e.ap, e.recalibration, e.fusion) for e in read_report(folder / 'report.json')])
         return dict(
             largest_difference=largest_difference(*files),
             gamma=max(value.item() for key, value in files[0][0].items() if key.endswith('_gamma')),
@@ -245,50 +215,39 @@ def largest_difference(a: object, b: object) -> float:
 
 
 def random_points(count: int, max_iters: int, seed: int) -> list[KillPoint]:
-    """Points of every kind in turn, three in ten during the decay, which is over after 0.8 of the run."""
+    """Points of every kind in turn: the decay of gamma, a checkpoint, the recalibration, the fused checkpoint."""
     draw = random.Random(seed)
     points = []
     for i in range(count):
-        iteration = f'{draw.randint(1, int(0.8 * max_iters) - 1):>{len(str(max_iters))}}'
-        step = CHECKPOINT_INTERVAL * draw.randint(1, max_iters // CHECKPOINT_INTERVAL)
-        delay = draw.uniform(0, MAX_DELAY)
-        decay = KillPoint('decay', f'Iter(train) [{iteration}/{max_iters}]', delay=delay)
-        checkpoint = KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.*.tmp')
-        recalibration = KillPoint('recalibration', f'Recalibration, pass {draw.randint(1, 3)}', delay=delay)
-        fused = KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.*.tmp')
-        again = KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.*.tmp')
-        points.append(([decay, checkpoint, recalibration, fused] * 2 + [decay, again])[i % 10])
+        iteration, step = draw.randint(1, max_iters // 2), 2 * draw.randint(1, max_iters // 2)
+        delay = draw.uniform(0, 0.2)
+        kinds = (
+            KillPoint('decay', f'Iter(train) [{iteration:>{len(str(max_iters))}}/{max_iters}]', delay=delay),
+            KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.*.tmp'),
+            KillPoint('recalibration', f'Recalibration, pass {draw.randint(1, 3)}', delay=delay),
+            KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.*.tmp'),
+            KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.*.tmp'),
+        )
+        points.append(kinds[i % len(kinds)])
     return points
 
 
-def write_configs(folder: Path, max_iters: int, start_iters: int) -> tuple[Path, Path]:
-    """Configs of a start without decay, so that there is an AP to lose, and of the run that is interrupted."""
+def write_config(folder: Path, max_iters: int) -> Path:
+    """The config of the run that is interrupted: the quick start's, small."""
     cfg = Config.fromfile(ROOT / 'configs' / 'quickstart_mask_rcnn_slab_swin.py')
     cfg.model.backbone.update(drop_path_rate=0.1)
-    cfg.model.test_cfg.rpn.update(nms_pre=100, max_per_img=100)
-    cfg.model.test_cfg.rcnn.max_per_img = 30
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         loader.dataset.generator = dict(num_train=60, num_val=4, size=(128, 96))
         loader.num_workers = 0
         loader.persistent_workers = False
     cfg.train_dataloader.batch_size = 2
-    cfg.param_scheduler = [dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=20)]
-    start = cfg.copy()
-    start.train_cfg.update(max_iters=start_iters, val_interval=start_iters)
-    start.default_hooks.checkpoint.interval = start_iters
-    start.custom_hooks = []
-    start.dump(folder / 'start.py')
-
     cfg.train_cfg.update(max_iters=max_iters, val_interval=max_iters // 2)
     # Keeping one is the hardest: mmengine alone removes it before it writes the next.
-    cfg.default_hooks.checkpoint.update(
-        interval=CHECKPOINT_INTERVAL, max_keep_ckpts=1, save_best='coco/bbox_mAP', rule='greater'
-    )
+    cfg.default_hooks.checkpoint.update(interval=2, max_keep_ckpts=1, save_best='coco/bbox_mAP', rule='greater')
     cfg.default_hooks.logger.interval = 1
     cfg.custom_hooks[1].update(num_images=6, max_passes=3, tol=0.0)
-    cfg.load_from = str(folder / 'uninterrupted' / f'iter_{start_iters}.pth')
     cfg.dump(folder / 'interrupted.py')
-    return folder / 'start.py', folder / 'interrupted.py'
+    return folder / 'interrupted.py'
 
 
 def main() -> None:
@@ -296,39 +255,24 @@ def main() -> None:
     parser.add_argument('--kills', type=int, default=20)
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--iters', type=int, default=8)
-    parser.add_argument('--start-iters', type=int, default=250, help='iterations before, for an AP above 0')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/interruptions'), help='a new folder')
     args = parser.parse_args()
     folder = args.work_dir.resolve()
-    (folder / 'runs').mkdir(parents=True)
-    start, interrupted = write_configs(folder, args.iters, args.start_iters)
-    Interruptions(start, folder)
-    runs = Interruptions(interrupted, folder / 'runs')
+    folder.mkdir(parents=True)
+    runs = Interruptions(write_config(folder, args.iters), folder)
     kills = []
     for point in random_points(args.kills, args.iters, args.seed):
         kills.append(runs.kill(point))
-        print(json.dumps(asdict(kills[-1])), flush=True)
+        print(json.dumps(kills[-1]), flush=True)
     summary = dict(
         kills=len(kills),
-        by_kind=Counter(kill.kind for kill in kills),
-        equal_to_the_last_bit=sum(kill.largest_difference == 0 and kill.same_report for kill in kills),
-        largest_difference=max(kill.largest_difference for kill in kills),
-        largest_final_gamma=max(kill.gamma for kill in kills),
-        killed_in_the_middle_of_a_file=sum(bool(kill.unfinished) for kill in kills),
-        torn_files=sum(len(kill.torn) for kill in kills),
-        files_checked=sum(kill.checks for kill in kills),
+        equal_to_the_last_bit=sum(kill['largest_difference'] == 0 and kill['same_report'] for kill in kills),
+        killed_in_the_middle_of_a_file=sum(bool(kill['unfinished']) for kill in kills),
+        torn_files=sum(len(kill['torn']) for kill in kills),
     )
-    scope = dict(
-        iterations=args.iters,
-        checkpoint_interval=CHECKPOINT_INTERVAL,
-        max_keep_ckpts=1,
-        batch_size=2,
-        loader_workers=0,
-        threads=1,
-        seed=args.seed,
-        ap_of_the_uninterrupted_run=read_report(folder / 'runs/uninterrupted/report.json').entries[0].ap,
+    result = dict(
+        iterations=args.iters, seed=args.seed, environment=describe_environment(), summary=summary, runs=kills
     )
-    result = dict(scope=scope, environment=describe_environment(), summary=summary, runs=list(map(asdict, kills)))
     path = ROOT / 'benchmarks' / 'results' / 'interruptions.json'
     path.write_text(json.dumps(result, indent=1) + '\n')
     print(f'{json.dumps(summary, indent=1)}\nWritten to {path}')

@@ -10,12 +10,11 @@ import argparse
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from slab_det.cli import run_cli
 from slab_det.measure.environment import library_versions
@@ -26,18 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 STOCK = {'type': 'SwinTransformer'}
 
 
-@dataclass(frozen=True)
-class Check:
-    """Models that are measured together; ratios are to the first.
-
-    Attributes:
-        scope: What is timed.
-        size: (height, width); None takes that of the command line.
-        models: Config and changes of the backbone, by name.
-    """
+class Check(NamedTuple):
+    """Models that are measured together, config and changes of the backbone by name; ratios are to the first."""
 
     scope: str
-    size: tuple[int, int] | None
+    size: tuple[int, int] | None  # (height, width); None takes that of the command line
     models: Mapping[str, tuple[str, Mapping]]
 
 
@@ -54,39 +46,22 @@ CHECKS = (
 )  # fmt: skip
 
 
-def build(config: str, backbone: Mapping, scope: str) -> nn.Module:
-    """The fused detector of a config with random weights, or its backbone."""
-    model = build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
-    return model.backbone if scope == 'backbone' else model
-
-
 def measure(check: Check, args: argparse.Namespace) -> list[LatencyResult]:
-    models = {name: build(*how, check.scope) for name, how in check.models.items()}
-    results = measure_latency(
-        models,
-        size=check.size or tuple(args.size),
-        rounds=args.rounds,
-        warmup=1,
-        repeat=args.repeat,
-        scope=check.scope,
-        device=args.device,
-        threads=args.threads,
-        progress=True,
-    )
+    models = {
+        name: build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
+        for name, (config, backbone) in check.models.items()
+    }
+    options = {name: getattr(args, name) for name in ('rounds', 'repeat', 'device', 'threads')}
+    size = check.size or tuple(args.size)
+    results = measure_latency(models, size=size, warmup=1, scope=check.scope, progress=True, **options)
     return list(results.values())
 
 
 def ratios(results: Sequence[LatencyResult]) -> dict[str, dict[str, float]]:
     """Each model over the first: the median of the repeats, and their range."""
     first, *others = results
-    return {
-        other.name: {
-            'ratio': median(repeat_ratios(other, first)),
-            'low': min(repeat_ratios(other, first)),
-            'high': max(repeat_ratios(other, first)),
-        }
-        for other in others
-    }
+    found = {other.name: repeat_ratios(other, first) for other in others}
+    return {name: {'ratio': median(r), 'low': min(r), 'high': max(r)} for name, r in found.items()}
 
 
 def report(name: str, here: Mapping[str, float], stored: Mapping[str, float] | None) -> str:
@@ -99,11 +74,7 @@ def report(name: str, here: Mapping[str, float], stored: Mapping[str, float] | N
 def commit() -> str:
     """The commit of this tree, with a mark where it was changed since."""
     command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
-    try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return 'unknown'
-    return result.stdout.strip() or 'unknown'
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or 'unknown'
 
 
 def main() -> None:

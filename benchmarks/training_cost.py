@@ -9,10 +9,8 @@ The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
-import gc
 import json
 import time
-import weakref
 from pathlib import Path
 
 import torch
@@ -20,9 +18,8 @@ from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from mmengine.utils import ProgressBar
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from slab_det.measure.cost import measure_memory
 from slab_det.measure.environment import describe_environment
 from slab_det.norms import set_gamma
 
@@ -32,33 +29,6 @@ BACKBONES = {
     'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
 }
 LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)}
-
-
-class PeakMemory(TorchDispatchMode):
-    """The largest sum of all tensors' storages that were alive at one time, in bytes; the CPU keeps no such count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.current = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, Tensor):
-                self._add(value.untyped_storage())
-        self.peak = max(self.peak, self.current)
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.alive:
-            self.alive[key] = storage.nbytes()
-            self.current += storage.nbytes()
-            weakref.finalize(storage, self._remove, key)
-
-    def _remove(self, key: int) -> None:
-        self.current -= self.alive.pop(key)
 
 
 class Step:
@@ -88,17 +58,9 @@ def seconds(step: Step, images: Tensor) -> float:
 
 
 def peak_bytes(step: Step, images: Tensor) -> int:
-    """Peak memory of one step on top of the model, its gradients and the optimizer's state."""
-    gc.collect()
-    if images.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step(images)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with PeakMemory() as memory:
-        step(images)
-    return memory.peak
+    """Peak memory of one step on top of the model and the optimizer's state."""
+    step.optimizer.zero_grad()
+    return measure_memory(lambda: step(images), images.device)
 
 
 def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, float]]:
@@ -156,21 +118,10 @@ def main() -> None:
                 f'| {row} | {r["median_ms"]:.0f} | {r["time_ratio"]:.3f} | {r["peak_mib"]:.0f} '
                 f'| {r["memory_ratio"]:.3f} |'
             )
-    scope = dict(
-        size=args.size,
-        batch_size=args.batch_size,
-        rounds=args.rounds,
-        threads=args.threads,
-        dtype='float32',
-        timed='forward, backward and AdamW of the backbone',
-    )
+    scope = dict(vars(args), dtype='float32', timed='forward, backward and AdamW of the backbone')
+    content = dict(scope=scope, environment=describe_environment(args.device), results=results)
     path = ROOT / 'benchmarks' / 'results' / f'training_cost_{args.device.replace(":", "")}.json'
-    path.write_text(
-        json.dumps(
-            dict(scope=scope, environment=describe_environment(torch.device(args.device)), results=results), indent=1
-        )
-        + '\n'
-    )
+    path.write_text(json.dumps(content, indent=1) + '\n')
     print(f'Written to {path}')
 
 

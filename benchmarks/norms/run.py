@@ -1,12 +1,11 @@
-"""Trains the runs of a study, one after the other, and adds their AP to its results and table.
+"""Trains a small detector with each norm, from scratch, and adds their AP to results and table.
 
     python benchmarks/norms/run.py bccd-norms --data-root data/bccd --seeds 0 1 2
-    python benchmarks/norms/run.py dsb2018-recalibration --seeds 0 --only 'token_bn@*'
+    python benchmarks/norms/run.py dsb2018-norms --only ln token_bn prepbn
     python benchmarks/norms/run.py bccd-norms --table-only
 
-Studies are declared in benchmarks/norms/studies.py. Every step is a command of tools/, printed before it runs, in
-WORK_DIR/DATASET/RUN/seedN; steps that are done are skipped, and a training that was interrupted goes on. Results are
-added to benchmarks/results/norms_STUDY.json, run by run and seed by seed, and the table goes below the line
+A run is one call of tools/train.py, in WORK_DIR/STUDY/RUN/seedN; a run that was interrupted goes on, one that is done
+is not trained again. Results are added to benchmarks/results/norms_STUDY.json, and the table goes below the line
 `<!-- norms STUDY -->` of docs/results.md.
 """
 
@@ -20,123 +19,153 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 import argparse
 import json
 import os
-import shutil
+import shlex
 import subprocess
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 
 from mmengine.config import Config
-from mmengine.runner import find_latest_checkpoint
 
-from benchmarks.experiments import ROOT, attempts, call, replace_table, tool
-from benchmarks.norms.studies import STUDIES, Recalibration, Run, Study, lasting
-from benchmarks.norms.table import latency_table, markdown
+from benchmarks.norms.table import markdown, replace_table
 from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path('docs/results.md')
+# A diverged run ends at once, as failed, and not an hour later with AP 0.
+STOP_AT_NAN = dict(type='CheckInvalidLossHook', interval=10)
 
 
-def run_config(study: Study, run: Run, seed: int) -> Config:
-    """The base config with the changes of run and seed."""
-    config = Config.fromfile(ROOT / study.base.config)
-    for changes in (
-        lasting(study.base.iterations, study.base.validations),
-        *run.changes,
-        dict(randomness=dict(seed=seed)),
-    ):
-        config.merge_from_dict(changes)
+@dataclass(frozen=True)
+class Study:
+    """A dataset and the LayerNorm detector that is trained on it from scratch.
+
+    Attributes:
+        config: Relative to the repository.
+        metric: 'bbox' or 'segm', the AP of its table.
+        iterations: Length of a run.
+        images: Training images that the statistics are recalibrated on.
+        question: What its table answers.
+        setting: In words.
+    """
+
+    config: Path
+    metric: str
+    iterations: int
+    images: int
+    question: str
+    setting: str
+
+
+STUDIES = {
+    'bccd-norms': Study(
+        Path('benchmarks/bccd/faster_rcnn_swin_small.py'),
+        'bbox',
+        800,
+        100,
+        'Which norm keeps the AP of LayerNorm?',
+        'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222, 800 iterations of 4 images',
+    ),
+    'dsb2018-norms': Study(
+        Path('benchmarks/dsb2018/mask_rcnn_swin_small.py'),
+        'segm',
+        500,
+        # A validation image is four times as large as a training crop, and so is one to recalibrate on.
+        50,
+        'Which norm keeps the AP of LayerNorm where images differ?',
+        'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222, '
+        '500 iterations of 4 images',
+    ),
+}
+PROGRESS = dict(type='ProgressiveNormHook', total=0.8, unit='fraction')
+AVERAGES = dict(type='UnifiedNormHook')
+# Label in the table, changes of the backbone, and hooks.
+RUNS = {
+    'ln': ('LayerNorm', dict(norm_cfg=dict(type='LN')), []),
+    'token_bn': ('TokenBN', dict(norm_cfg=dict(type='TokenBN')), []),
+    'bn_ffnbn': ('BN+FFNBN', dict(norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act'), []),
+    'repbn': ('RepBN, no progression', dict(norm_cfg=dict(type='RepBN')), []),
+    'prepbn': ('PRepBN, linear', dict(norm_cfg=dict(type='PRepBN')), [PROGRESS]),
+    'prepbn_cosine': ('PRepBN, cosine', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='cosine')]),
+    'prepbn_step': ('PRepBN, step', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='step')]),
+    'un': ('UN, warm-up 10 %', dict(norm_cfg=dict(type='UN', window_size=4)), [AVERAGES]),
+    'mabn': ('MABN, warm-up 10 %', dict(norm_cfg=dict(type='MABN')), [AVERAGES]),
+    'powernorm': ('PowerNorm, warm-up 10 %', dict(norm_cfg=dict(type='PowerNorm')), [AVERAGES]),
+}
+
+
+def run_config(study: Study, name: str, seed: int) -> Config:
+    """The study's config with the norm of a run and a seed."""
+    config = Config.fromfile(ROOT / study.config)
+    _, backbone, hooks = RUNS[name]
+    if AVERAGES in hooks:
+        # So that they differ only in their averages.
+        backbone = dict(norm_cfg=dict(backbone['norm_cfg'], warmup_iters=study.iterations // 10))
+    if name != 'ln':
+        hooks = [*hooks, dict(type='RecalibrateFuseHook', num_images=study.images, pipeline='test')]
+    warmup = dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=min(100, study.iterations // 2))
+    decay = dict(type='CosineAnnealingLR', by_epoch=False, begin=warmup['end'], end=study.iterations, eta_min=5e-6)
+    config.merge_from_dict(
+        dict(
+            model=dict(backbone=backbone),
+            max_iters=study.iterations,
+            train_cfg=dict(max_iters=study.iterations, val_interval=study.iterations),
+            param_scheduler=[warmup, dict(decay, T_max=study.iterations - warmup['end'])],
+            default_hooks=dict(checkpoint=dict(interval=max(1, study.iterations // 5), max_keep_ckpts=1)),
+            custom_hooks=[STOP_AT_NAN, *hooks],
+            randomness=dict(seed=seed),
+        )
+    )
     return config
 
 
-class Experiment:
-    """The runs of a study with one seed, below ``folder``."""
+def call(command: list[str]) -> None:
+    """Prints and runs a command."""
+    print('$', shlex.join(command), flush=True)
+    subprocess.run(command, check=True)
 
-    def __init__(self, study: Study, seed: int, folder: Path, data_root: str) -> None:
-        self.study, self.seed, self.data = study, seed, ('--data-root', data_root)
-        self.folder = folder / study.base.name
 
-    def train(self, run: Run) -> dict:
-        """Trains a run; keeps its checkpoint from before the recalibration as ``trained.pth``."""
-        folder, config = self.folder / run.name / f'seed{self.seed}', run_config(self.study, run, self.seed)
-        if not (folder / 'trained.pth').exists():
-            unfinished = config.copy()
-            hooks = [hook for hook in config.custom_hooks if hook['type'] != 'RecalibrateFuseHook']
-            unfinished.custom_hooks = hooks
-            self._train(unfinished, folder)
-            shutil.copyfile(find_latest_checkpoint(str(folder)), folder / 'trained.pth')
-        report = folder / 'report.json'
-        if len(config.custom_hooks) > 1 and not report.exists():
-            # After the last iteration, resuming is recalibrating and fusing.
-            self._train(config, folder)
-        metrics = [record for records in attempts(folder) for record in records if self._metric in record]
-        trained = ap_from_metrics(metrics[0])
-        if not report.exists():
-            return self._result(trained)
-        entry = read_report(report).entries[0]
-        before = trained[self.study.base.metric]['AP']
-        return self._result(entry.ap, ap_before_recalibration=before, recalibration=entry.recalibration)
+def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> dict:
+    """Trains a run if it has not ended yet, and returns its AP.
 
-    def recalibrate(self, how: Recalibration) -> dict:
-        """Evaluates a trained run with other statistics."""
-        trained = self.folder / how.run.name / f'seed{self.seed}'
-        folder = self.folder / how.name / f'seed{self.seed}'
-        config, checkpoint, numbers = trained / 'merged' / 'config.py', trained / 'trained.pth', folder / 'numbers.json'
-        if not checkpoint.exists():
-            self.train(how.run)
-        if not (folder / 'report.json').exists():
-            if how.num_images:
-                passes = ('--max-passes', how.passes) if how.passes else ()
-                options = ('--num-images', how.num_images, '--pipeline', how.pipeline, '--json', numbers)
-                new = folder / 'recalibrated.pth'
-                call(tool('recalibrate.py', config, checkpoint, '--out', new, *options, *passes, *self.data))
-                checkpoint = new
-            call(tool('test.py', config, checkpoint, '--work-dir', folder, *self.data))
-        recalibration = json.loads(numbers.read_text()) if numbers.exists() else None
-        return self._result(read_report(folder / 'report.json').entries[0].ap, recalibration=recalibration)
-
-    @property
-    def _metric(self) -> str:
-        return f'coco/{self.study.base.metric}_mAP'
-
-    def _train(self, config: Config, folder: Path) -> None:
+    Raises:
+        subprocess.CalledProcessError: If the training fails.
+    """
+    report, key = folder / 'report.json', f'coco/{study.metric}_mAP'
+    if not (folder / 'done').exists():
         path = folder / 'merged' / 'config.py'
         path.parent.mkdir(parents=True, exist_ok=True)
-        config.dump(path)
-        call(tool('train.py', path, '--work-dir', folder, *self.data, '--resume'))
+        run_config(study, name, seed).dump(path)
+        arguments = [str(path), '--work-dir', str(folder), '--data-root', data_root, '--resume']
+        call([sys.executable, 'tools/train.py', *arguments])
+        (folder / 'done').touch()
+    logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
+    all_ap = ap_from_metrics([json.loads(line) for line in logs.splitlines() if key in line][-1])
+    result = dict(status='finished', ap=all_ap[study.metric]['AP'], all_ap=all_ap)
+    if report.exists():
+        entry = read_report(report)[0]
+        before = dict(ap_before_recalibration=result['ap'], recalibration=entry.recalibration)
+        result = dict(status='finished', ap=entry.ap[study.metric]['AP'], all_ap=entry.ap, **before)
+    return result
 
-    def _result(self, ap: dict, **more: object) -> dict:
-        return dict(status='finished', ap=ap[self.study.base.metric]['AP'], all_ap=ap, **more)
 
-
-def add_result(file: Path, study: Study, run: Run | Recalibration, seed: int, result: dict) -> None:
+def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> None:
     """Adds one run with one seed to the stored results."""
     if file.exists():
         results = json.loads(file.read_text())
     else:
-        metric = f'{AP_KINDS[study.base.metric]} AP'
-        results = dict(question=study.question, setting=study.base.setting, metric=metric, runs={})
-    entry = results['runs'].setdefault(run.name, dict(seeds={}))
-    entry |= dict(label=run.label, setting=run.setting, control=run.control)
+        metric = f'{AP_KINDS[study.metric]} AP'
+        results = dict(question=study.question, setting=study.setting, metric=metric, runs={})
+    entry = results['runs'].setdefault(name, dict(seeds={}))
+    entry |= dict(label=RUNS[name][0], setting='', control='ln')
     entry['seeds'][str(seed)] = result
-    order = [declared.name for declared in study.recalibrations or study.runs]
-    # Runs that are no longer declared stay, at the end.
-    results['runs'] = dict(
-        sorted(results['runs'].items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
-    )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results, indent=1) + '\n')
 
 
 def publish(study: str, page: Path = PAGE, folder: Path = Path('benchmarks/results')) -> None:
-    """Prints the tables of a study and writes them below their marks on the page."""
-    results = json.loads((folder / f'norms_{study}.json').read_text())
-    tables = {f'norms {study}': markdown(results)}
-    latency = folder / f'norms_{study}_latency.json'
-    if latency.exists():
-        tables[f'latency {study}'] = latency_table(results, json.loads(latency.read_text())['runs'])
-    for mark, table in tables.items():
-        print(table)
-        if not replace_table(page, mark, table):
-            print(f'{page} has no line <!-- {mark} -->: the table was not written there')
+    """Prints the table of a study and writes it below its mark on the page."""
+    table = markdown(json.loads((folder / f'norms_{study}.json').read_text()))
+    print(table)
+    replace_table(page, f'norms {study}', table)
 
 
 def main() -> None:
@@ -144,26 +173,24 @@ def main() -> None:
     parser.add_argument('study', choices=STUDIES)
     parser.add_argument('--data-root', help='default: data/DATASET')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    parser.add_argument('--only', nargs='+', metavar='NAME', default=['*'], help='only these rows; * matches anything')
+    parser.add_argument('--only', nargs='+', choices=RUNS, default=list(RUNS), help='only these rows')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
     parser.add_argument('--table-only', action='store_true', help='run nothing: write the table again')
     args = parser.parse_args()
-    study = STUDIES[args.study]
     os.chdir(ROOT)
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
-    rows = [row for row in study.recalibrations or study.runs if any(fnmatchcase(row.name, p) for p in args.only)]
-    failed = []
+    study, failed = STUDIES[args.study], []
     for seed in [] if args.table_only else args.seeds:
-        experiment = Experiment(study, seed, args.work_dir, args.data_root or f'data/{study.base.name}')
-        for row in rows:
+        for name in args.only:
+            folder = args.work_dir / args.study / name / f'seed{seed}'
             try:
-                result = experiment.train(row) if isinstance(row, Run) else experiment.recalibrate(row)
+                result = train(study, name, seed, folder, args.data_root or f'data/{args.study.partition("-")[0]}')
             except subprocess.CalledProcessError:
                 # A run that fails does not stop the others.
-                failed.append(f'{row.name} seed {seed} failed: call again to go on, output above')
+                failed.append(f'{name} seed {seed} failed: call again to go on, output above')
                 continue
-            add_result(Path(f'benchmarks/results/norms_{study.name}.json'), study, row, seed, result)
-    publish(study.name)
+            add_result(Path(f'benchmarks/results/norms_{args.study}.json'), study, name, seed, result)
+    publish(args.study)
     if failed:
         raise SystemExit('\n'.join(failed))
 
