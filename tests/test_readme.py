@@ -39,17 +39,12 @@ def shell_lines(text: str) -> list[str]:
 
 def commands() -> list:
     lines = {line: page.name for page in PAGES for line in shell_lines(page.read_text())}
+    # An expression that finds none would leave nothing to fail.
+    assert any(line.startswith('python benchmarks/') for line in lines) and len(lines) > 20
     return [
         pytest.param(shlex.split(line, comments=True), id=f'{page}: {" ".join(shlex.split(line, comments=True))}')
         for line, page in lines.items()
     ]
-
-
-def test_pages_have_commands():
-    """An expression that finds none would leave nothing to fail."""
-    found = [' '.join(command.values[0]) for command in commands()]
-    for start in ('make test', 'tools/dist_train.sh', 'python tools/train.py', 'python benchmarks/'):
-        assert any(command.startswith(start) for command in found), start
 
 
 @pytest.fixture

@@ -34,38 +34,35 @@ esac
 """
 
 
+# The tree lies in a folder whose name a shell would run.
+HOSTILE = 'a b; touch pwned; $(touch pwned) `touch pwned` & "c\'d'
+
+
 class Sandbox:
     """Runs a copy of venv.sh, in a tree of its own, with the pretended interpreter on a pretended machine."""
 
-    def __init__(self, folder: Path, name: str = 'a tree') -> None:
-        self.tree = folder / name
-        self.log = folder / 'log'
-        self.venv = folder / 'the venv'
+    def __init__(self, folder: Path) -> None:
+        self.tree, self.log, self.venv = folder / HOSTILE, folder / 'log', folder / 'the venv'
         for path in (Path('tools/venv.sh'), Path('setup.py'), LOCK):
             (self.tree / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, self.tree / path)
+        programs = folder / 'bin'
+        programs.mkdir()
         for program, content in (('python', INTERPRETER), ('uname', '#!/bin/sh\necho "${UNAME:-Linux x86_64}"\n')):
-            (folder / 'bin').mkdir(exist_ok=True)
-            (folder / 'bin' / program).write_text(content)
-            (folder / 'bin' / program).chmod(0o755)
-        path = f'{folder / "bin"}{os.pathsep}{os.environ["PATH"]}'
+            (programs / program).write_text(content)
+            (programs / program).chmod(0o755)
         self.environment = {
             **os.environ,
-            'PYTHON': str(folder / 'bin' / 'python'),
+            'PYTHON': str(programs / 'python'),
             'SLAB_DET_VENV': str(self.venv),
             'LOG': str(self.log),
-            'PATH': path,
+            'PATH': f'{programs}{os.pathsep}{os.environ["PATH"]}',
         }
         self.environment.pop('SLAB_DET_LOCK', None)
 
     def start(self, **environment: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [self.tree / 'tools' / 'venv.sh'],
-            env=self.environment | environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen([self.tree / 'tools' / 'venv.sh'], env=self.environment | environment, **pipes)
 
     def run(self, **environment: str) -> subprocess.CompletedProcess:
         process = self.start(**environment)
@@ -85,7 +82,8 @@ class Sandbox:
 
 @pytest.fixture
 def sandbox(tmp_path):
-    return Sandbox(tmp_path)
+    yield Sandbox(tmp_path)
+    assert not list(tmp_path.rglob('pwned')) and not Path('pwned').exists()
 
 
 def test_environment_is_made_once_from_the_pinned_versions(sandbox):
@@ -135,14 +133,6 @@ def test_a_changed_requirement_makes_another_environment_outside_the_tree(sandbo
     assert place(SLAB_DET_LOCK='off') not in (before, after)
 
 
-def test_a_path_is_no_command(tmp_path):
-    sandbox = Sandbox(tmp_path, name='a b; touch pwned; $(touch pwned) `touch pwned` & "c\'d')
-    for lock in ('on', 'off'):
-        result = sandbox.run(SLAB_DET_LOCK=lock)
-        assert (result.returncode, result.stdout) == (0, f'{sandbox.venv}\n'), result.stderr
-    assert not list(tmp_path.rglob('pwned')) and not Path('pwned').exists()
-
-
 def test_killed_set_up_heals(sandbox):
     wait = Path(f'{sandbox.log}.wait')
     wait.touch()
@@ -162,12 +152,6 @@ def test_killed_set_up_heals(sandbox):
     wait.unlink()
     assert again.communicate(timeout=120)[0] == f'{sandbox.venv}\n'
     assert sandbox.installations() == 2 and not leftover.exists()
-
-
-def test_set_ups_at_once_make_one_environment(sandbox):
-    processes = [sandbox.start() for _ in range(3)]
-    assert {process.communicate(timeout=120)[0] for process in processes} == {f'{sandbox.venv}\n'}
-    assert sandbox.installations() == 1
 
 
 def test_foreign_folder_is_left_alone(sandbox):
