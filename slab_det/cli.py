@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmengine.config import Config, ConfigDict, DictAction
-from mmengine.device import get_device
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
 
@@ -17,8 +16,6 @@ from slab_det.measure.latency import COMPILE_MODES, DTYPES, SCOPES
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, describe_os_error
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
-
-
 # Launcher: the variable that it sets for every process, and the command to start it with.
 LAUNCHERS = {
     'pytorch': ('RANK', 'torchrun or tools/dist_train.sh'),
@@ -32,11 +29,8 @@ def run_cli(main: Callable[[], None]) -> None:
     runtime.install()
     try:
         main()
-    except SlabDetError as error:
-        print(f'error: {error}', file=sys.stderr)
-        raise SystemExit(1) from error
-    except OSError as error:
-        print(f'error: {describe_os_error(error)}', file=sys.stderr)
+    except (SlabDetError, OSError) as error:
+        print(f'error: {error if isinstance(error, SlabDetError) else describe_os_error(error)}', file=sys.stderr)
         raise SystemExit(1) from error
 
 
@@ -81,7 +75,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
 
     Raises:
         ConfigError: If it is no config of a detector.
-        SlabDetError: If a launcher is named that has not launched this process, or needs GPUs that are not there.
+        SlabDetError: If a launcher is named that has not launched this process.
     """
     variable, command = LAUNCHERS.get(args.launcher, (None, None))
     if variable is not None and variable not in os.environ:
@@ -89,8 +83,6 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
             f'--launcher {args.launcher}: {variable} is not set, so nothing launched this process; start it with '
             f'{command}, or leave the flag out for one process'
         )
-    if args.launcher in ('slurm', 'mpi') and get_device() == 'cpu':
-        raise SlabDetError(f'--launcher {args.launcher} needs GPUs; processes on the CPU take tools/dist_train.sh')
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher
@@ -161,8 +153,6 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--scope', choices=list(SCOPES), default='detector', help='(default %(default)s)')
     group.add_argument('--repeat', type=int, default=1, metavar='N', help='whole measurements: spread of their medians')
     group.add_argument('--dtype', choices=list(DTYPES), default='float32', help='float16, bfloat16: autocast')
-    group.add_argument('--tf32', action='store_true', help='let float32 products on a GPU use TF32')
-    group.add_argument('--channels-last', action='store_true', help='memory format of weights and input')
     group.add_argument(
         '--compile',
         nargs='?',
@@ -181,8 +171,5 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 def latency_options(args: argparse.Namespace) -> dict:
     """What :func:`add_latency_arguments` parsed, as keyword arguments of ``measure_latency``."""
-    names = (
-        'rounds', 'warmup', 'scope', 'repeat', 'dtype', 'tf32', 'channels_last', 'compile', 'threads', 'image',
-        'keep_memory'
-    )  # fmt: skip
+    names = ('rounds', 'warmup', 'scope', 'repeat', 'dtype', 'compile', 'threads', 'image', 'keep_memory')
     return {'size': tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import mmcv
 import numpy as np
-from mmengine.config import Config
 
 from slab_det.cli import read_config, run_cli
 from slab_det.data import check_data, set_data_root
@@ -53,32 +52,23 @@ def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]
         yield np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
-def calibration_config(args: argparse.Namespace) -> Config:
-    """The config whose training images calibrate."""
-    path = args.calibrate_with or args.config
-    cfg = read_config(path)
-    if 'train_dataloader' not in cfg:
-        raise SlabDetError(
-            f'{path} has no train_dataloader, whose images calibrate int8; '
-            'give the config of the training with --calibrate-with'
-        )
-    if args.data_root is not None:
-        set_data_root(cfg, args.data_root)
+def calibration_images(config: str, data_root: str | None, count: int) -> Iterator[np.ndarray]:
+    """Training images of a config through its test-time pipeline."""
+    cfg = read_config(config)
+    if data_root is not None:
+        set_data_root(cfg, data_root)
     check_data(cfg, ('train',))
-    return cfg
-
-
-def calibration_images(cfg: Config, count: int) -> Iterator[np.ndarray]:
-    """Training images through the test-time pipeline."""
-    for batch in recalibration_dataloader(cfg, count, 'test'):
-        yield batch['inputs'][0][None].float().numpy()
+    loader = recalibration_dataloader(cfg, count, 'test')
+    return (batch['inputs'][0][None].float().numpy() for batch in loader)
 
 
 def main() -> None:
     args = parse_arguments()
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
-    calibration = calibration_config(args) if args.int8 else None
+    if args.int8:
+        # First: exporting takes minutes.
+        calibration = calibration_images(args.calibrate_with or args.config, args.data_root, args.num_images)
     detector = build_detector(read_config(args.config), args.checkpoint)
     export_onnx(detector, args.out, args.scope, args.opset)
     sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
@@ -89,7 +79,7 @@ def main() -> None:
     print(f'Written to {args.out}')
     if args.int8:
         target = args.out.removesuffix('.onnx') + '_int8.onnx'
-        nodes = quantize_onnx(args.out, target, calibration_images(calibration, args.num_images))
+        nodes = quantize_onnx(args.out, target, calibration)
         print(f'{len(nodes)} layers in int8, written to {target}; tools/test_onnx.py measures its AP')
 
 

@@ -58,25 +58,20 @@ def main() -> None:
     if len(checkpoints) != len(args.configs):
         raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
     pairs = list(zip(args.configs, checkpoints, strict=True))
-    for config, checkpoint in pairs:
-        if pairs.count((config, checkpoint)) > 1:
-            raise SlabDetError(
-                f'{config} is listed twice, with checkpoint {checkpoint}; leave one out, or measure again with --repeat'
-            )
     models, entries = {}, {}
     for config, checkpoint in pairs:
-        checkpoint = None if checkpoint == 'none' else checkpoint
-        cfg, model = load(config, checkpoint, args)
+        if pairs.count((config, checkpoint)) > 1:
+            raise SlabDetError(f'{config} is listed twice; leave one out, or measure again with --repeat')
+        cfg, model = load(config, None if checkpoint == 'none' else checkpoint, args)
         variant = 'fused' if is_fused(model) else 'unfused'
         form = f'{variant}, deployed' if args.deploy else variant
         name = f'{Path(config).stem} ({form})'
         if name in models:
             # Every run has a fused_config.py.
-            name = f'{config} ({form})'
-        if name in models:
-            raise SlabDetError(f'{config} is listed twice')
+            name = f'{config} with {checkpoint} ({form})'
         models[name] = model
-        entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)
+        entries[name] = dict(describe_model(cfg.model), variant=variant, config=config)
+        entries[name]['checkpoint'] = None if checkpoint == 'none' else checkpoint
         if args.deploy:
             entries[name]['name'] += form_suffix(args.deploy, args.dtype)
     results = slab_det.measure_latency(models, device=args.device, progress=True, **latency_options(args))

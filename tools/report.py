@@ -17,13 +17,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('reports', nargs='+', metavar='REPORT.json', help='later files win where they overlap')
     parser.add_argument('--out', required=True, metavar='DIR', help='folder for table.md and ap_latency.png')
-    parser.add_argument('--paper', action='store_true', help="add the papers' own numbers: columns, and grey panels")
+    parser.add_argument('--paper', action='store_true', help="add columns with the papers' own numbers")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
-    entries = merge_entries(entry for path in args.reports for entry in read_report(path).entries)
+    entries = merge_entries(entry for path in args.reports for entry in read_report(path))
     if not entries:
         raise ReportError(f'no entries in {", ".join(args.reports)}; tools/train.py, test.py and latency.py write them')
     paper_tables = read_paper_tables(PAPER_TABLES) if args.paper else ()
@@ -32,7 +32,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)
     print(table)
-    draw_ap_latency(entries, out / 'ap_latency.png', paper_tables)
+    draw_ap_latency(entries, out / 'ap_latency.png')
     print(f'Written to {out / "table.md"} and {out / "ap_latency.png"}')
 
 

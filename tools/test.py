@@ -101,29 +101,27 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     return runner, runner.test()
 
 
-def measure(model: nn.Module, name: str, dataset: object, args: argparse.Namespace) -> dict:
-    """Latency on the first test image, unless the arguments name another."""
-    options = latency_options(args)
-    options['image'] = options['image'] or dataset.get_data_info(0)['img_path']
-    device = next(model.parameters()).device
-    return slab_det.measure_latency({name: model}, device=device, progress=True, **options)[name].to_dict()
-
-
 def main() -> None:
     args = parse_arguments()
     check_arguments(args)
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
+    # Every form of a detector has an entry of its own.
     description = describe_model(cfg.model)
-    if args.tta:
-        description['name'] += '-TTA'
-    # Not in the place of the AP of the plain model in float32.
-    description['name'] += form_suffix(args.deploy, args.dtype)
+    description['name'] += '-TTA' * args.tta + form_suffix(args.deploy, args.dtype)
     runner, metrics = test(cfg, args)
     if not is_main_process():
         return
     model, dataset = plain_model(runner), runner.test_dataloader.dataset
+    device, latency = next(model.parameters()).device, None
+    if args.latency:
+        options = latency_options(args)
+        options['image'] = options['image'] or dataset.get_data_info(0)['img_path']
+        (result,) = slab_det.measure_latency(
+            {description['name']: model}, device=device, progress=True, **options
+        ).values()
+        latency = result.to_dict()
     entry = ReportEntry(
         **description,
         variant='fused' if is_fused(model) else 'unfused',
@@ -131,8 +129,8 @@ def main() -> None:
         checkpoint=args.checkpoint,
         dataset=describe_dataset(dataset),
         ap=ap_from_metrics(metrics) or None,
-        latency=measure(model, description['name'], dataset, args) if args.latency else None,
-        environment=describe_environment(next(model.parameters()).device),
+        latency=latency,
+        environment=describe_environment(device),
     )
     path = Path(args.report or Path(cfg.work_dir) / 'report.json')
     update_report(path, entry)

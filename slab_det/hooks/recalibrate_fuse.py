@@ -22,7 +22,6 @@ from slab_det.fusion import fuse, save_fused
 from slab_det.fusion.verify import verify_fusion
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.report import (
-    Report,
     ReportEntry,
     ap_from_metrics,
     describe_dataset,
@@ -161,7 +160,7 @@ class RecalibrateFuseHook(Hook):
             checkpoint=str(fused_path),
             fusion={**fused.fusion_report.to_dict(), 'difference': check.to_dict()},
         )
-        write_report(Path(runner.work_dir) / 'report.json', Report([unfused_entry, fused_entry]))
+        write_report(Path(runner.work_dir) / 'report.json', [unfused_entry, fused_entry])
 
 
 def last_checkpoint(runner: Runner) -> tuple[Path, dict]:

@@ -6,12 +6,11 @@
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.latency import LatencyResult, keep_freed_memory, latency_table, measure_latency
-from slab_det.measure.report import Report, ReportEntry, markdown_table, read_report, update_report
+from slab_det.measure.report import ReportEntry, markdown_table, read_report, update_report
 
 __all__ = [
     'LatencyResult',
     'ModelCost',
-    'Report',
     'ReportEntry',
     'describe_environment',
     'keep_freed_memory',

@@ -1,36 +1,21 @@
 """What a forward pass costs besides time: multiply-adds, parameters, memory, and the norms that are left."""
 
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from math import prod
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from slab_det.norms import ChannelAffine, named_offline_norms
 
 # _NormBase is what torch's batch and instance norms share.
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase, ChannelAffine)
-# Products of torch itself that its counter passes over.
-UNCOUNTED_PRODUCTS = {
-    'aten::_int_mm',
-    'aten::_native_multi_head_attention',
-    'aten::_transformer_encoder_layer_fwd',
-    'aten::addbmm',
-    'aten::addmv',
-    'aten::cudnn_convolution_add_relu',
-    'aten::cudnn_convolution_relu',
-    'aten::dot',
-    'aten::mv',
-}
 
 
 @dataclass(frozen=True)
@@ -39,8 +24,8 @@ class ModelCost:
 
     Attributes:
         multiply_adds: Of matrix products, convolutions and attention, as they are executed: two floating-point
-            operations each, the unit of the papers' "FLOPs". Elementwise work and norms are not counted.
-        uncounted: Operators that ran and have no count, such as 'torchvision::roi_align'.
+            operations each, the unit of the papers' "FLOPs". Elementwise work, norms and operators of other
+            libraries (NMS, RoIAlign) are not counted.
         parameters: Numbers in parameters; a shared one counts once.
         weights_bytes: Parameters and buffers.
         forward_bytes: The most memory that the first forward held at one time on top of them and of its input, with
@@ -50,7 +35,6 @@ class ModelCost:
     """
 
     multiply_adds: int
-    uncounted: tuple[str, ...]
     parameters: int
     weights_bytes: int
     forward_bytes: int
@@ -74,11 +58,10 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object], devi
         device: Where they are, 'cpu' or 'cuda'.
     """
     parts = nn.ModuleList(parts)
-    forward_bytes = measure_memory(forward, device)
-    multiply_adds, uncounted = count_multiply_adds(forward)
+    with torch.no_grad():
+        forward_bytes = measure_memory(forward, device)
     return ModelCost(
-        multiply_adds=multiply_adds,
-        uncounted=uncounted,
+        multiply_adds=count_multiply_adds(forward),
         parameters=sum(parameter.numel() for parameter in parts.parameters()),
         weights_bytes=sum(tensor.nbytes for tensor in [*parts.parameters(), *parts.buffers()]),
         forward_bytes=forward_bytes,
@@ -93,19 +76,16 @@ def count_norms(model: nn.Module) -> int:
     return len(offline) + sum(isinstance(module, NORMS) and module not in inside for module in model.modules())
 
 
-def count_multiply_adds(forward: Callable[[], object]) -> tuple[int, tuple[str, ...]]:
-    """Multiply-adds of one call by torch's counter, and the names of the operators that it cannot count."""
-    # torch's counter hands every operator on to the mode outside of it, taken apart as far as it can.
-    # No inference mode: composite operators would arrive whole.
-    formulas = _more_formulas()
-    with torch.inference_mode(False), torch.no_grad(), _UncountedOperators(formulas) as others:
-        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+def count_multiply_adds(forward: Callable[[], object]) -> int:
+    """Multiply-adds of one call, by torch's counter."""
+    # No inference mode: composite operators would reach the counter whole.
+    with torch.inference_mode(False), torch.no_grad():
+        with FlopCounterMode(display=False, custom_mapping=_more_formulas()) as counter:
             forward()
-    return counter.get_total_flops() // 2, tuple(sorted(others.names))
+    return counter.get_total_flops() // 2
 
 
-@torch.no_grad()
-def measure_memory(forward: Callable[[], object], device: torch.device) -> int:
+def measure_memory(call: Callable[[], object], device: torch.device) -> int:
     """The most bytes that one call allocates at one time.
 
     Read from torch's allocators: on CUDA from ``torch.cuda.max_memory_allocated``, on a CPU from torch.profiler. Memory
@@ -117,13 +97,13 @@ def measure_memory(forward: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        forward()
+        call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _silent_stderr():
         recorder.start()
-    forward()
+    call()
     with _silent_stderr():
         recorder.stop()
     # One event for each allocation, of what it adds, and for each release.
@@ -131,38 +111,13 @@ def measure_memory(forward: Callable[[], object], device: torch.device) -> int:
     return max(accumulate((event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), initial=0))
 
 
-class _UncountedOperators(TorchDispatchMode):
-    """Writes down the operators that may multiply and that nobody counts: foreign ones, and a few of torch's."""
-
-    def __init__(self, counted: Container[torch._ops.OpOverloadPacket]) -> None:
-        super().__init__()
-        self.counted = counted
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-        name = func.name().partition('.')[0]
-        foreign = func.namespace not in ('aten', 'prim', 'prims', 'profiler')
-        if (foreign or name in UNCOUNTED_PRODUCTS) and func.overloadpacket not in self.counted:
-            self.names.add(name)
-        return func(*args, **(kwargs or {}))
-
-
 def _more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
-    """Formulas for the linear layers with something in their kernel that deployed models use."""
-    packets = (
-        (torch.ops.mkldnn, '_linear_pointwise', 0),
-        # (bias, x, weight, …).
-        (torch.ops.aten, '_addmm_activation', 1),
-    )
-    return {
-        getattr(namespace, name): partial(_linear_flops, position)
-        for namespace, name, position in packets
-        if hasattr(namespace, name)
-    }
+    """Formulas for the linear layers of deployed models, which torch's counter does not know."""
 
+    def linear_flops(x: torch.Size, *others: object, out_shape: torch.Size, **options: object) -> int:
+        return 2 * out_shape.numel() * x[-1]
 
-def _linear_flops(position: int, *shapes: object, out_shape: torch.Size, **_: object) -> int:
-    return 2 * prod(out_shape) * shapes[position][-1]
+    return {torch.ops.mkldnn._linear_pointwise: linear_flops} if torch.backends.mkldnn.is_available() else {}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Where a number was measured: versions, device and threads."""
 
 import platform
+import re
 from pathlib import Path
 
 import mmcv
@@ -14,15 +15,8 @@ import slab_det
 
 def library_versions() -> dict[str, str]:
     """Versions of everything that runs in a forward pass."""
-    return {
-        'python': platform.python_version(),
-        'torch': torch.__version__,
-        'torchvision': torchvision.__version__,
-        'mmengine': mmengine.__version__,
-        'mmcv': mmcv.__version__,
-        'mmdet': mmdet.__version__,
-        'slab_det': slab_det.__version__,
-    }
+    libraries = (torch, torchvision, mmengine, mmcv, mmdet, slab_det)
+    return {'python': platform.python_version(), **{library.__name__: library.__version__ for library in libraries}}
 
 
 def device_name(device: torch.device | str) -> str:
@@ -32,9 +26,9 @@ def device_name(device: torch.device | str) -> str:
         return torch.cuda.get_device_name(device)
     # platform.processor() is empty or just 'x86_64' on most Linux distributions.
     cpuinfo = Path('/proc/cpuinfo')
-    lines = cpuinfo.read_text(errors='replace').splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
-    return names[0] if names else platform.processor() or platform.machine()
+    text = cpuinfo.read_text(errors='replace') if cpuinfo.is_file() else ''
+    name = re.search(r'^model name\s*:\s*(.+?)\s*$', text, flags=re.MULTILINE)
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 def describe_environment(device: torch.device | str = 'cpu') -> dict:

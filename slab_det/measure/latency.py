@@ -6,8 +6,7 @@ import ctypes
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -44,12 +43,11 @@ class LatencyResult:
         name: Which model.
         scope: One of ``SCOPES``.
         timed: What is inside the timed region, in words.
-        size, tf32, channels_last, warmup, rounds, compile_mode: As :func:`measure_latency` was asked; no mode is None.
+        size, warmup, rounds, compile_mode: As :func:`measure_latency` was asked; no mode is None.
         image: File name of the input, or 'seeded noise'.
         detections: Objects found in the last round; None where no heads run. Heads are cheap where nothing is found,
             so compare detectors at equal counts.
         device: Name of the device.
-        device_type: 'cpu' (timed by ``time.perf_counter``) or 'cuda' (timed by CUDA events).
         dtype: What the model computes in: the dtype of an autocast region or of the weights.
         autocast: Whether ``dtype`` is that of an autocast region, which casts the weights inside the timed region.
         threads: Threads of torch, and of image decoding and resizing, on the CPU.
@@ -70,11 +68,8 @@ class LatencyResult:
     image: str
     detections: int | None
     device: str
-    device_type: str
     dtype: str
     autocast: bool
-    tf32: bool
-    channels_last: bool
     threads: int
     kept_memory: bool
     warmup: int
@@ -109,8 +104,6 @@ def measure_latency(
     compile: bool | str = False,
     progress: bool = False,
     repeat: int = 1,
-    channels_last: bool = False,
-    tf32: bool = False,
     cost: bool = False,
     keep_memory: bool = False,
 ) -> dict[str, LatencyResult]:
@@ -128,17 +121,14 @@ def measure_latency(
         warmup: Rounds before them, not counted.
         scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see ``SCOPES``.
         device: 'cpu', 'cuda' or 'cuda:N'.
-        dtype: 'float32', 'float16' or 'bfloat16': autocast, unless the weights have that dtype already. A model from
-            slab_det.deploy keeps the dtype that it was deployed in.
+        dtype: 'float32', 'float16' or 'bfloat16': autocast. Weights in half precision, and a model from
+            slab_det.deploy, keep their dtype.
         threads: CPU threads of torch during the measurement; None leaves them.
         image: Path of an image; None takes noise from a fixed seed.
         compile: Apply torch.compile to backbone and neck first; a string is its mode.
         progress: Draw a progress bar on stderr.
         repeat: How many times the whole measurement, warm-up and rounds, is made: the medians of the repeats show the
             spread from run to run.
-        channels_last: Put weights and input into torch.channels_last first.
-        tf32: Let matrix products and convolutions on a GPU use TF32. Without it neither does, whatever torch's
-            switches say outside.
         cost: Also count multiply-adds, parameters, memory and norms, by two more calls of every model.
         keep_memory: Call :func:`keep_freed_memory` first, which cannot be undone.
 
@@ -146,11 +136,9 @@ def measure_latency(
         One result per name, in the order of ``models``.
 
     Raises:
-        LatencyError: For an unknown scope, dtype or mode, a device that is not there, weights of another dtype, an
-            unreadable image or counts that make no sense.
+        LatencyError: For an unknown scope, dtype or mode, a device that is not there, an image that cannot be decoded,
+            or counts that make no sense.
     """
-    if not models:
-        raise LatencyError('no model to measure')
     mode = 'default' if compile is True else compile or None
     choices = (('scope', scope, SCOPES), ('dtype', dtype, DTYPES), ('compile mode', mode or 'default', COMPILE_MODES))
     for what, value, known in choices:
@@ -160,11 +148,14 @@ def measure_latency(
         raise LatencyError(
             f'cannot measure rounds={rounds}, warmup={warmup}, repeat={repeat}, size={tuple(size)} (height, width)'
         )
-    device = _find_device(device, tf32)
+    device = _find_device(device)
     photo = _read_image(image, size)
-    with _settings(threads, tf32):
+    torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
+    torch.set_num_threads(threads or torch_threads)
+    cv2.setNumThreads(threads or torch_threads)
+    try:
         measured = {
-            name: _MeasuredModel(name, model, SCOPES[scope], photo, tuple(size), device, dtype, channels_last)
+            name: _MeasuredModel(model, SCOPES[scope], photo, tuple(size), device, dtype)
             for name, model in models.items()
         }
         if keep_memory:
@@ -176,7 +167,9 @@ def measure_latency(
                 model.compile(mode)
         times = _take_turns(measured, rounds, warmup, repeat, progress)
         environment = describe_environment(device)
-
+    finally:
+        torch.set_num_threads(torch_threads)
+        cv2.setNumThreads(image_threads)
     return {
         name: LatencyResult(
             name=name,
@@ -185,9 +178,6 @@ def measure_latency(
             size=tuple(size),
             image='seeded noise' if image is None else str(image),
             device=environment['device'],
-            device_type=device.type,
-            tf32=tf32,
-            channels_last=channels_last,
             threads=environment['threads'],
             kept_memory=KEEPING.keys() <= os.environ.keys(),
             warmup=warmup,
@@ -197,7 +187,11 @@ def measure_latency(
             cost=costs[name],
             environment=environment,
             **model.describe(),
-            **_statistics(times[name]),
+            median_ms=float(np.median(times[name])),
+            mean_ms=float(np.mean(times[name])),
+            std_ms=float(np.std(times[name])),
+            p95_ms=float(np.percentile(times[name], 95)),
+            repeat_medians_ms=tuple(float(np.median(repetition)) for repetition in times[name]),
         )
         for name, model in measured.items()
     }
@@ -213,29 +207,24 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
         LatencyError: If the results are not of one call of :func:`measure_latency`.
     """
     first = results[0]
-    for result in results:
-        for key in ('interleaved', 'scope', 'size', 'device', 'threads', 'tf32', 'kept_memory'):
-            ours, theirs = getattr(first, key), getattr(result, key)
-            if ours != theirs:
-                raise LatencyError(
-                    f'{first.name!r} and {result.name!r} were measured differently ({key} {ours} and {theirs}) and '
-                    'cannot be compared; measure them in one call'
-                )
+    # Where only some of the models are run so, their rows or names say which.
+    forms = ('dtype', 'autocast', 'deployed', 'compile_mode')
+    mixed = {key: None for key in forms if len({getattr(result, key) for result in results}) > 1}
+    scopes = {(result.interleaved, describe_scope(result.to_dict() | mixed)) for result in results}
+    if len(scopes) > 1:
+        raise LatencyError(
+            f'{", ".join(result.name for result in results)} were measured differently and cannot be compared; measure '
+            'them in one call'
+        )
     rows = [_table_row(result, first) for result in results]
     lines = [f'| {" | ".join(cells)} |' for cells in (rows[0], *(row.values() for row in rows))]
     lines.insert(1, '|---|' + '---:|' * (len(rows[0]) - 1))
-    # Where only some of the models are run so, their names say which.
-    forms = ('dtype', 'autocast', 'channels_last', 'deployed', 'compile_mode')
-    mixed = {key: None for key in forms if len({getattr(result, key) for result in results}) > 1}
-    rounds = f'warm-up {first.warmup}, {first.rounds} rounds interleaved'
-    if (repeats := len(first.repeat_medians_ms)) > 1:
-        rounds += f', {repeats} repeats'
+    repeats = f', {len(first.repeat_medians_ms)} repeats' if len(first.repeat_medians_ms) > 1 else ''
+    rounds = f'warm-up {first.warmup}, {first.rounds} rounds interleaved{repeats}'
     lines += ['', f'{describe_scope(first.to_dict() | mixed)}, {rounds}', f'timed: {first.timed}']
     if first.detections is not None:
         found = ', '.join(f'{result.name} {result.detections}' for result in results)
         lines.append(f'objects found in {first.image}: {found}')
-    if uncounted := sorted({name for result in results if result.cost for name in result.cost.uncounted}):
-        lines.append(f'not counted in multiply-adds: {", ".join(uncounted)}')
     return '\n'.join(lines)
 
 
@@ -269,17 +258,14 @@ def repeat_ratios(result: LatencyResult, base: LatencyResult) -> tuple[float, ..
 def describe_scope(latency: Mapping) -> str:
     """What a latency was measured on, as one line; takes ``LatencyResult.to_dict()``, or its stored form."""
     height, width = latency['size']
-    device, mode = latency['device'], latency.get('compile_mode')
-    if latency['device_type'] == 'cpu':
-        device += f', {latency["threads"]} thread{"s" if latency["threads"] != 1 else ""}'
+    threads, mode = latency['threads'], latency.get('compile_mode')
     how = [
         latency['dtype'] and latency['dtype'] + ' autocast' * bool(latency.get('autocast')),
-        'TF32' if latency.get('tf32') else '',
-        'channels_last' if latency.get('channels_last') else '',
         'freed memory kept' if latency.get('kept_memory') else '',
         'deployed' if latency.get('deployed') else '',
         mode and ('torch.compile' if mode == 'default' else f'torch.compile ({mode})'),
-        device,
+        latency['device'],
+        f'{threads} thread{"s" if threads != 1 else ""}',
     ]
     return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {", ".join(filter(None, how))}'
 
@@ -302,40 +288,20 @@ def keep_freed_memory() -> None:
 
 
 class _MeasuredModel:
-    """One model, and one image on its way into it as the test loop brings it there; a call is one round.
-
-    Attributes:
-        dtype: What the model computes in.
-        autocast: Whether it does so by autocast.
-        inputs: (1, 3, H, W), normalised and padded.
-        samples: One data sample.
-        predictions: The detector's last output; None before the first.
-    """
+    """One model, and one image on its way into it as the test loop brings it there; a call is one round."""
 
     def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        scope: Scope,
-        image: bytes,
-        size: tuple[int, int],
-        device: torch.device,
-        dtype: str,
-        channels_last: bool,
+        self, model: nn.Module, scope: Scope, image: bytes, size: tuple[int, int], device: torch.device, dtype: str
     ) -> None:
         self.model, self.scope, self.device, self.image, self.size = model, scope, device, image, size
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         model.to(device)
-        if channels_last:
-            model.to(memory_format=torch.channels_last)
         # mmdet's Swin returns None from eval().
         model.eval()
         weights = chain(getattr(model, 'backbone', model).parameters(), model.parameters())
         self.weights_dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
         # slab_det.deploy has chosen the dtype, and casts inside the model.
-        self.dtype = self.weights_dtype if is_deployed(model) else DTYPES[dtype]
-        if self.weights_dtype not in (torch.float32, self.dtype):
-            raise LatencyError(f'{name} has weights in {self.weights_dtype}; dtype {dtype!r} cannot be measured on it')
+        chosen = is_deployed(model) or self.weights_dtype != torch.float32
+        self.dtype = self.weights_dtype if chosen else DTYPES[dtype]
         self.autocast = self.weights_dtype != self.dtype
         self.compiled = False
         self.preprocess = getattr(model, 'data_preprocessor', None) or DetDataPreprocessor(
@@ -365,8 +331,7 @@ class _MeasuredModel:
             'data_samples': [DetDataSample(metainfo=metainfo)],
         }
         data = self.preprocess(data, training=False)
-        self.inputs = data['inputs'].to(self.weights_dtype, memory_format=self.memory_format)
-        self.samples = data['data_samples']
+        self.inputs, self.samples = data['inputs'].to(self.weights_dtype), data['data_samples']
 
     def predict(self) -> None:
         self.predictions = self.model.predict(self.inputs, self.samples, rescale=True)
@@ -375,7 +340,7 @@ class _MeasuredModel:
         """What the result says about the model itself."""
         return {
             'detections': None if self.predictions is None else len(self.predictions[0].pred_instances),
-            'dtype': next(name for name, dtype in DTYPES.items() if dtype == self.dtype),
+            'dtype': str(self.dtype).removeprefix('torch.'),
             'autocast': self.autocast,
             'fused': is_fused(self.model),
             'deployed': is_deployed(self.model),
@@ -437,43 +402,26 @@ def _take_turns(
     models: Mapping[str, _MeasuredModel], rounds: int, warmup: int, repeat: int, progress: bool
 ) -> dict[str, list[list[float]]]:
     """The times of every model in milliseconds, one list per repeat."""
-    stopwatch = _time_cuda if next(iter(models.values())).device.type == 'cuda' else _time_cpu
     times: dict[str, list[list[float]]] = {name: [[] for _ in range(repeat)] for name in models}
     steps = range(repeat * (warmup + rounds))
     for step in track(steps, 'Measuring', console=Console(stderr=True), disable=not progress, transient=True):
         repetition, index = divmod(step, warmup + rounds)
         for name in list(models)[:: -1 if index % 2 else 1]:
-            elapsed = stopwatch(models[name])
+            elapsed = _time(models[name], models[name].device)
             if index >= warmup:
                 times[name][repetition].append(elapsed)
     return times
 
 
-def _statistics(times: Sequence[Sequence[float]]) -> dict[str, float | tuple[float, ...]]:
-    return {
-        'median_ms': float(np.median(times)),
-        'mean_ms': float(np.mean(times)),
-        'std_ms': float(np.std(times)),
-        'p95_ms': float(np.percentile(times, 95)),
-        'repeat_medians_ms': tuple(float(np.median(repetition)) for repetition in times),
-    }
-
-
-def _time_cpu(run: Callable[[], None]) -> float:
+def _time(run: Callable[[], None], device: torch.device) -> float:
+    """Wall time in milliseconds, until the device is done."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     run()
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
     return (time.perf_counter() - start) * 1e3
-
-
-def _time_cuda(run: Callable[[], None]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # The queue must be empty: otherwise the kernels of the round before hide this round's launches.
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
@@ -482,47 +430,19 @@ def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=generator).numpy()
         return cv2.imencode('.jpg', pixels, [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        said = f'image {path} not found' if isinstance(error, FileNotFoundError) else str(error)
-        raise LatencyError(said) from error
+    content = Path(path).read_bytes()
     if mmcv.imfrombytes(content) is None:
         raise LatencyError(f'image {path} cannot be decoded')
     return content
 
 
-def _find_device(name: str | torch.device, tf32: bool) -> torch.device:
+def _find_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError:
-        device = torch.device('meta')
-    if device.type not in ('cpu', 'cuda'):
-        raise LatencyError(f'device {str(name)!r} is not cpu, cuda or cuda:N')
-    if device.type == 'cuda' and (device.index or 0) >= torch.cuda.device_count():
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
         raise LatencyError(
-            f'device {str(device)!r} is not there: torch {torch.__version__} sees '
+            f'device {str(name)!r} is not there: torch {torch.__version__} sees the CPU and '
             f'{torch.cuda.device_count()} CUDA devices; use --device cpu'
-        )
-    if tf32 and device.type != 'cuda':
-        raise LatencyError(f'TF32 is a format of NVIDIA GPUs; on device {str(device)!r} leave out tf32')
+        ) from error
     return device
-
-
-@contextmanager
-def _settings(threads: int | None, tf32: bool) -> Iterator[None]:
-    """Threads of torch and OpenCV, and torch's switches for TF32, for the time of a measurement."""
-    switches = torch.backends.cuda.matmul, torch.backends.cudnn
-    torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
-    allowed = [switch.allow_tf32 for switch in switches]
-    torch.set_num_threads(threads or torch_threads)
-    cv2.setNumThreads(threads or torch_threads)
-    for switch in switches:
-        switch.allow_tf32 = tf32
-    try:
-        yield
-    finally:
-        torch.set_num_threads(torch_threads)
-        cv2.setNumThreads(image_threads)
-        for switch, before in zip(switches, allowed, strict=True):
-            switch.allow_tf32 = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +15,16 @@ from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ReportError
 
 SCHEMA = 1
-VARIANTS = ('unfused', 'fused')
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
 AP_KINDS = {'bbox': 'box', 'segm': 'mask'}
+FAMILIES = {
+    'SLABSwin': 'Swin',
+    'SwinTransformer': 'Swin',
+    'SLABPVT': 'PVT',
+    'PyramidVisionTransformer': 'PVT',
+    'PyramidVisionTransformerV2': 'PVTv2',
+}
 # The sizes of the papers' tables and of the configs: (family, width, depths).
 SIZES = {
     ('Swin', 96, (2, 2, 6, 2)): 'T',
@@ -72,19 +78,6 @@ class ReportEntry:
     def key(self) -> tuple[str, str, str, str]:
         """Entries with the same key describe the same detector, seen by different tools."""
         return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
-
-    def merged_with(self, other: ReportEntry) -> ReportEntry:
-        """This entry with everything that ``other`` knows; ``other`` wins."""
-        known = {item.name: getattr(other, item.name) for item in fields(other)}
-        return replace(self, **{name: value for name, value in known.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class Report:
-    """The content of one report.json."""
-
-    entries: list[ReportEntry] = field(default_factory=list)
-    schema: int = SCHEMA
 
 
 class PaperTable(NamedTuple):
@@ -167,47 +160,45 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
     }
 
 
-def read_report(path: str | Path) -> Report:
-    """Reads and validates a report.json.
+def read_report(path: str | Path) -> list[ReportEntry]:
+    """Reads the entries of a report.json.
 
     Raises:
-        ReportError: If the file is missing, is not JSON, or does not follow the schema; says where.
+        ReportError: If the file is no report; says why.
     """
+    text = Path(path).read_text()
     try:
-        content = json.loads(Path(path).read_text())
-    except FileNotFoundError as error:
-        raise ReportError(f'{path} not found') from error
-    except ValueError as error:
-        raise ReportError(f'{path} is not JSON: {error}') from error
-    if not isinstance(content, dict) or content.get('schema') != SCHEMA:
-        found = content.get('schema') if isinstance(content, dict) else type(content).__name__
-        raise ReportError(f'{path}: expected an object with "schema": {SCHEMA}, found {found!r}')
-    if not isinstance(content.get('entries'), list):
-        raise ReportError(f'{path}: "entries" must be a list')
-    return Report([_entry(item, f'{path}: entries[{i}]') for i, item in enumerate(content['entries'])])
+        content = json.loads(text)
+        if content['schema'] != SCHEMA:
+            raise ValueError(f'schema {content["schema"]}, expected {SCHEMA}')
+        return [ReportEntry(**entry) for entry in content['entries']]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReportError(f'{path} is no report.json of slab_det: {error!r}; measure again') from error
 
 
-def write_report(path: str | Path, report: Report) -> None:
+def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
     """Replaces a report.json in one step: readers see the old file or the new one, never half of it."""
-    put_text(json.dumps(asdict(report), indent=1, allow_nan=False) + '\n', str(path))
+    content = {'entries': [asdict(entry) for entry in entries], 'schema': SCHEMA}
+    put_text(json.dumps(content, indent=1, allow_nan=False) + '\n', str(path))
 
 
-def update_report(path: str | Path, *entries: ReportEntry) -> Report:
-    """Merges entries into a report.json, which need not exist, and returns the whole.
+def update_report(path: str | Path, *entries: ReportEntry) -> list[ReportEntry]:
+    """Merges entries into a report.json, which need not exist, and returns all of them.
 
     A new training run starts its file with :func:`write_report` instead, so that no number of the last run stays.
     """
-    old = read_report(path).entries if Path(path).exists() else []
-    report = Report(merge_entries([*old, *entries]))
-    write_report(path, report)
-    return report
+    old = read_report(path) if Path(path).exists() else []
+    merged = merge_entries([*old, *entries])
+    write_report(path, merged)
+    return merged
 
 
 def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
     """One entry per key in order of appearance; later entries win field by field."""
     merged: dict[tuple, ReportEntry] = {}
     for entry in entries:
-        merged[entry.key] = merged[entry.key].merged_with(entry) if entry.key in merged else entry
+        known = {name: value for name, value in vars(entry).items() if value is not None}
+        merged[entry.key] = replace(merged.get(entry.key, entry), **known)
     return list(merged.values())
 
 
@@ -220,35 +211,34 @@ def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperT
         entries: The rows; AP is shown times 100.
         paper_tables: Published numbers to show for rows of the same name, in columns named as the papers'.
     """
-    latency_notes = _Notes('L', [latency_scope(e) for e in entries if e.latency])
-    ap_notes = _Notes('A', [ap_scope(e) for e in entries if e.ap])
+    marks, notes = _footnotes('L', 'ms: median latency, ', [latency_scope(e) for e in entries if e.latency])
+    ap_marks, ap_notes = _footnotes('A', 'AP on ', [ap_scope(e) for e in entries if e.ap])
+    notes += ap_notes
+    if len(marks) > 1:
+        notes.append('Latencies with different marks were measured differently: do not compare them.')
     suffixes = ' / '.join(column.removeprefix('AP') or 'AP' for column in AP_SUFFIXES)
     header = ['model', 'norm', '', 'ms', *(f'{title} {suffixes}' for title in AP_KINDS.values())]
     rows = []
     for entry in entries:
-        mark = ap_notes.mark(ap_scope(entry)) if entry.ap else ''
-        rows.append(
-            [
-                entry.name,
-                entry.norm,
-                entry.variant,
-                f'{entry.latency["median_ms"]:.1f}{latency_notes.mark(latency_scope(entry))}' if entry.latency else '–',
-                *(_ap_cell(entry.ap[kind]) + mark if kind in (entry.ap or {}) else '–' for kind in AP_KINDS),
-            ]
-        )
-    notes = [*latency_notes.lines('ms: median latency, '), *ap_notes.lines('AP on ')]
-    if len(latency_notes) > 1:
-        notes.append('Latencies with different marks were measured differently: do not compare them.')
+        row = [entry.name, entry.norm, entry.variant, '–', '–', '–']
+        if entry.latency:
+            row[3] = f'{entry.latency["median_ms"]:.1f}{marks[latency_scope(entry)]}'
+        for column, kind in enumerate(AP_KINDS, start=4):
+            if ap := (entry.ap or {}).get(kind):
+                values = [ap.get(name) for name in AP_SUFFIXES]
+                row[column] = _cell([value and 100 * value for value in values]) + ap_marks[ap_scope(entry)]
+        rows.append(row)
     if paper_tables:
         header += ['paper: ms (V100)', *(f'paper: {title} {suffixes}' for title in AP_KINDS.values())]
-        published = [
-            [table for table in paper_tables if table.detector == entry.detector and entry.name in table.rows]
-            for entry in entries
-        ]
-        paper_notes = _Notes('P', [table.describe() for tables in published for table in tables])
+        published = [[t for t in paper_tables if t.detector == e.detector and e.name in t.rows] for e in entries]
+        paper_marks, paper_notes = _footnotes(
+            'P', "The authors' numbers, not measured here: ", [t.describe() for tables in published for t in tables]
+        )
+        notes += paper_notes
         for entry, row, tables in zip(entries, rows, published, strict=True):
-            row += _paper_cells(entry.name, tables, paper_notes)
-        notes += paper_notes.lines("The authors' numbers, not measured here: ")
+            for column in ('ms', 'box', 'mask'):
+                found = [(table.rows[entry.name][column], paper_marks[table.describe()]) for table in tables]
+                row.append('; '.join(_cell(values) + mark for values, mark in found if values) or '–')
     lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
     return '\n'.join([*lines, '', *notes]) + '\n'
 
@@ -271,88 +261,39 @@ def ap_scope(entry: ReportEntry) -> str:
     return text
 
 
-class _Notes:
-    """Footnotes: one mark per distinct text, and none where all rows share one text."""
-
-    def __init__(self, letter: str, texts: Iterable[str]) -> None:
-        self._marks = {text: f'{letter}{i}' for i, text in enumerate(dict.fromkeys(texts), start=1)}
-
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def mark(self, text: str) -> str:
-        return f' [{self._marks[text]}]' if len(self) > 1 else ''
-
-    def lines(self, prefix: str) -> list[str]:
-        # The blank line keeps Markdown from joining the notes into one paragraph.
-        return [line for text in self._marks for line in (f'{self.mark(text).lstrip()} {prefix}{text}'.lstrip(), '')]
+def _footnotes(letter: str, prefix: str, texts: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """A mark for each distinct text, empty where all rows share one, and the notes below the table."""
+    texts = list(dict.fromkeys(texts))
+    marks = {text: f' [{letter}{i}]' if len(texts) > 1 else '' for i, text in enumerate(texts, start=1)}
+    # The blank line keeps Markdown from joining the notes into one paragraph.
+    return marks, [f'{mark} {prefix}{text}\n'.lstrip() for text, mark in marks.items()]
 
 
-def _paper_cells(name: str, tables: Sequence[PaperTable], notes: _Notes) -> list[str]:
-    """Latency, box AP and mask AP of one model in every table that has it, each with the mark of its table."""
-    cells = []
-    for column in ('ms', 'box', 'mask'):
-        found = [(table.rows[name][column], notes.mark(table.describe())) for table in tables]
-        values = [(value if isinstance(value, list) else [value], mark) for value, mark in found if value]
-        cells.append('; '.join(' / '.join(f'{v:.1f}' for v in value) + mark for value, mark in values) or '–')
-    return cells
+def _cell(values: float | Sequence[float | None]) -> str:
+    values = values if isinstance(values, Sequence) else [values]
+    return ' / '.join('–' if value is None else f'{value:.1f}' for value in values)
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
-    kind = type_name(backbone['type'])
-    family = {
-        'SLABSwin': 'Swin',
-        'SwinTransformer': 'Swin',
-        'SLABPVT': 'PVT',
-        'PyramidVisionTransformer': 'PVT',
-        'PyramidVisionTransformerV2': 'PVTv2',
-    }.get(kind, kind)
+    family = FAMILIES.get(type_name(backbone['type']), type_name(backbone['type']))
     if family == 'PVT' and backbone.get('use_conv_ffn'):
         family = 'PVTv2'
     label = family
-    if family == 'Swin':
-        label += _size_suffix(family, backbone.get('embed_dims', 96), backbone.get('depths', (2, 2, 6, 2)))
-    elif family in ('PVT', 'PVTv2'):
-        label += _size_suffix(family, backbone.get('embed_dims', 64), backbone.get('num_layers', (3, 4, 6, 3)))
+    if family in FAMILIES.values():
+        swin = family == 'Swin'
+        width = backbone.get('embed_dims', 96 if swin else 64)
+        depths = tuple(backbone.get('depths', (2, 2, 6, 2)) if swin else backbone.get('num_layers', (3, 4, 6, 3)))
+        label += '-' + SIZES.get((family, width, depths), f'{width}x{"".join(map(str, depths))}')
     # The papers call BatchNorm over tokens BN.
-    norms = [] if norm == 'LN' else ['BN' if norm == 'TokenBN' else norm]
+    norm = 'BN' if norm == 'TokenBN' else norm
+    norms = [] if norm == 'LN' else [norm]
     if 'focused' in kinds:
         label = f'Flatten-{label}'
-    elif 'sla' in kinds:
+    elif 'sla' in kinds and norm == 'PRepBN':
         # SLAB is simplified linear attention with PRepBN.
-        label = f'{"SLAB" if norm == "PRepBN" else "SLA"}-{label}'
-        norms = [name for name in norms if name != 'PRepBN']
+        label, norms = f'SLAB-{label}', []
+    elif 'sla' in kinds:
+        label = f'SLA-{label}'
     if backbone.get('ffn_norm'):
-        norms.append(f'FFN{"BN" if norm == "TokenBN" else norm}')
+        norms.append(f'FFN{norm}')
     return '-'.join([label, '+'.join(norms)]) if norms else label
-
-
-def _size_suffix(family: str, width: int, depths: Sequence[int]) -> str:
-    """'-T', '-S', … for the sizes that have a letter; width and depths for any other."""
-    return '-' + SIZES.get((family, width, tuple(depths)), f'{width}x{"".join(map(str, depths))}')
-
-
-def _ap_cell(ap: Mapping[str, float | None]) -> str:
-    return ' / '.join('–' if ap.get(column) is None else f'{100 * ap[column]:.1f}' for column in AP_SUFFIXES)
-
-
-def _entry(item: object, where: str) -> ReportEntry:
-    if not isinstance(item, dict):
-        raise ReportError(f'{where} must be an object, found {type(item).__name__}')
-    known = {entry_field.name for entry_field in fields(ReportEntry)}
-    if unknown := sorted(set(item) - known):
-        raise ReportError(f'{where} has unknown fields {", ".join(unknown)}')
-    for name in ('name', 'variant', 'norm', 'attention', 'detector', 'config'):
-        if not isinstance(item.get(name), str):
-            raise ReportError(f'{where}.{name} must be a string, found {item.get(name)!r}')
-    if item['variant'] not in VARIANTS:
-        raise ReportError(f'{where}.variant must be one of {", ".join(VARIANTS)}, found {item["variant"]!r}')
-    for name in sorted(known & set(item) - {'checkpoint'}):
-        if not isinstance(item[name], str | dict | None):
-            raise ReportError(f'{where}.{name} must be an object or null, found {item[name]!r}')
-    for kind, values in (item.get('ap') or {}).items():
-        if kind not in AP_KINDS or not isinstance(values, dict) or 'AP' not in values:
-            raise ReportError(f'{where}.ap.{kind} must be bbox or segm with an "AP"')
-    if item.get('latency') and not isinstance(item['latency'].get('median_ms'), int | float):
-        raise ReportError(f'{where}.latency.median_ms must be a number')
-    return ReportEntry(**item)

@@ -22,9 +22,8 @@ def prepare_untrained(model: nn.Module, size: tuple[int, int] = (128, 128)) -> b
     """Makes a detector with random weights cost what a trained one does, in place.
 
     Norms are at gamma = 0, as after training, with statistics of noise: at their initial ones activations grow from
-    block to block. How much work heads have depends on what they find, and that on chance: untrained LayerNorm
-    detectors find nothing, others a hundred objects. So they are made blind: every proposal is an anchor, and the best
-    ``OBJECTS`` of them become objects, whatever the features are.
+    block to block. How much work heads have depends on what they find, and that on chance. So they are made blind:
+    every proposal is an anchor, and the best ``OBJECTS`` of them become objects, whatever the features are.
 
     Args:
         model: A detector in eval mode, unfused.

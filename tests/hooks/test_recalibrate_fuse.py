@@ -65,7 +65,7 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     assert fused['meta']['dataset_meta']['classes'] == runner.train_dataloader.dataset.metainfo['classes']
     states_equal(fused['state_dict'], slab_det.fuse(model).state_dict())
 
-    unfused_entry, fused_entry = read_report(work_dir / 'report.json').entries
+    unfused_entry, fused_entry = read_report(work_dir / 'report.json')
     assert unfused_entry.recalibration['num_batches'] == 3 and unfused_entry.recalibration['passes'] == 3
     assert unfused_entry.recalibration['pipeline'] == 'train'
     assert fused_entry.fusion['folded'] == len(list(named_offline_norms(model)))
@@ -129,7 +129,7 @@ def test_an_epoch_based_run_serves_averaged_weights_and_best_checkpoints_keep_th
     cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.3))
     runner, work_dir = train(cfg)
     last = load(work_dir / 'epoch_2.pth')
-    entry = read_report(work_dir / 'report.json').entries[0]
+    entry = read_report(work_dir / 'report.json')[0]
     assert last['meta']['epoch'] == 2 and entry.training['iterations'] == 10
     assert entry.recalibration['pipeline'] == 'test' and entry.recalibration['num_batches'] == 5
     model = build_detector(runner.cfg, str(work_dir / 'epoch_2.pth'))
@@ -203,5 +203,5 @@ def test_official_recipe_keeps_loaded_statistics_and_its_output_norms(small_run_
     state = load(work_dir / 'iter_2.pth')['state_dict']
     statistics = [key for key in backbone if key.endswith(('running_mean', 'running_var'))]
     assert statistics and not [key for key in statistics if not torch.equal(state[f'backbone.{key}'], backbone[key])]
-    fused_entry = read_report(work_dir / 'report.json').entries[1]
+    fused_entry = read_report(work_dir / 'report.json')[1]
     assert fused_entry.fusion['kept'] == 4 and fused_entry.recalibration is None

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
-import mmcv
 import numpy as np
 import pytest
 import torch
@@ -70,27 +70,24 @@ def test_models_are_interleaved_round_by_round_in_alternating_order(scope: str, 
         assert result.detections == (4 if called == 'predict' else None)
 
 
-def test_bare_backbones_are_measured_in_the_memory_format_asked_for() -> None:
-    for channels_last in (False, True):
-        seen: list = []
-        model = nn.Conv2d(3, 4, 3)
-        model.register_forward_hook(lambda module, args, out, seen=seen: seen.append((args[0], module.weight)))
-        result = measure(model, scope='backbone', channels_last=channels_last)
-        assert {tuple(inputs.shape) for inputs, _ in seen} == {(1, 3, 64, 96)}
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        assert all(tensor.is_contiguous(memory_format=memory_format) for pair in seen for tensor in pair)
-        assert ('float32, channels_last' in describe_scope(result.to_dict())) == channels_last
+def test_a_bare_backbone_gets_the_padded_image() -> None:
+    shapes: list = []
+    model = nn.Conv2d(3, 4, 3)
+    model.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
+    measure(model, scope='backbone')
+    assert set(shapes) == {(1, 3, 64, 96)}
 
 
 def test_warm_up_rounds_do_not_count_and_repeats_are_whole_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each repeat: one round of warm-up, then three; every second round begins with b.
     times = iter([900.0, 900.0, 20.0, 10.0, 11.0, 22.0, 24.0, 12.0, 900.0, 900.0, 21.0, 30.0, 31.0, 22.0, 23.0, 32.0])
-    monkeypatch.setattr(latency, '_time_cpu', lambda run: next(times))
+    readings = (reading for elapsed in times for reading in (0.0, elapsed / 1e3))
+    monkeypatch.setattr(latency, 'time', SimpleNamespace(perf_counter=lambda: next(readings)))
     models = {'a': nn.Identity(), 'b': nn.Identity()}
     a, b = slab_det.measure_latency(models, repeat=2, scope='backbone', **QUICK).values()
-    assert (a.repeat_medians_ms, b.repeat_medians_ms) == ((11.0, 31.0), (22.0, 22.0))
+    assert (*a.repeat_medians_ms, *b.repeat_medians_ms) == pytest.approx((11, 31, 22, 22))
     # Over all rounds of all repeats: 10, 11, 12, 30, 31, 32.
-    assert (a.median_ms, a.mean_ms, a.p95_ms) == (21.0, 21.0, pytest.approx(31.75))
+    assert (a.median_ms, a.mean_ms, a.p95_ms) == pytest.approx((21, 21, 31.75))
     assert a.std_ms == pytest.approx(((2 * (11**2 + 10**2 + 9**2)) / 6) ** 0.5)
     assert repeat_ratios(b, a) == pytest.approx((2.0, 22.0 / 31.0))
     table = latency_table([a, b])
@@ -99,17 +96,13 @@ def test_warm_up_rounds_do_not_count_and_repeats_are_whole_measurements(monkeypa
     assert '3 rounds interleaved, 2 repeats' in table and '| b | float32 | 22.00 |' in table
 
 
-@pytest.mark.parametrize('scope', ['detector', 'end-to-end'])
-def test_input_is_what_the_test_loop_would_give(tmp_path: Path, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_is_what_the_test_loop_would_give(tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 256, (20, 35, 3), dtype=np.uint8)
     cv2.imwrite(str(tmp_path / 'image.png'), image)
     mean, std = [10.0, 20.0, 30.0], [2.0, 3.0, 4.0]
-    decode, decoded = mmcv.imfrombytes, []
-    monkeypatch.setattr(mmcv, 'imfrombytes', lambda content: decoded.append(1) or decode(content))
     preprocess = DetDataPreprocessor(mean=mean, std=std, bgr_to_rgb=True, pad_size_divisor=64)
     model = RecordingDetector(data_preprocessor=preprocess)
-    measure(model, image=str(tmp_path / 'image.png'), scope=scope)
-    assert len(decoded) == 2 + (4 if scope == 'end-to-end' else 0), 'once a round, after the check and the first input'
+    measure(model, image=str(tmp_path / 'image.png'))
     _, _, _, _, inputs, metainfo, rescale, _, _ = model.calls[-1]
     expected = np.zeros((64, 128, 3))
     expected[:40, :70] = (cv2.resize(image, (70, 40))[..., ::-1] - np.array(mean)) / np.array(std)
@@ -151,9 +144,8 @@ def test_end_to_end_gives_boxes_of_the_original_image(small_detector, tmp_path: 
 def test_noise_is_the_same_in_every_run() -> None:
     model = RecordingDetector()
     measure(model), measure(model)
-    inputs = [call[4] for call in model.calls]
-    assert all(torch.equal(inputs[0], other) for other in inputs[1:])
-    assert inputs[0].std() > 0.5
+    first, *others = (call[4] for call in model.calls)
+    assert first.std() > 0.5 and all(torch.equal(first, other) for other in others)
 
 
 def test_dtype_is_autocast_unless_the_weights_have_it() -> None:
@@ -164,11 +156,10 @@ def test_dtype_is_autocast_unless_the_weights_have_it() -> None:
     assert (result.dtype, result.autocast, result.threads) == ('bfloat16', True, 2)
     assert torch.get_num_threads() == before
     model.bfloat16()
-    result = measure(model, dtype='bfloat16')
-    _, _, _, _, inputs, _, _, autocast, _ = model.calls[-1]
-    assert (inputs.dtype, autocast, result.autocast) == (torch.bfloat16, None, False)
-    with pytest.raises(LatencyError, match=r"a has weights in torch.bfloat16; dtype 'float32' cannot be measured"):
-        measure(model)
+    for asked in ('bfloat16', 'float32'):
+        result = measure(model, dtype=asked)
+        _, _, _, _, inputs, _, _, autocast, _ = model.calls[-1]
+        assert (inputs.dtype, autocast, result.autocast, result.dtype) == (torch.bfloat16, None, False, 'bfloat16')
 
 
 def test_result_carries_its_scope_and_is_json() -> None:
@@ -177,9 +168,8 @@ def test_result_carries_its_scope_and_is_json() -> None:
     assert stored == result.to_dict()
     expected = {
         'size': [40, 70], 'rounds': 3, 'warmup': 1, 'image': 'seeded noise', 'timed': SCOPES['detector'].timed,
-        'fused': False, 'deployed': False, 'compile_mode': None, 'tf32': False, 'channels_last': False,
-        'autocast': False, 'device_type': 'cpu', 'threads': torch.get_num_threads(), 'kept_memory': False,
-        'repeat_medians_ms': [stored['median_ms']], 'cost': None,
+        'fused': False, 'deployed': False, 'compile_mode': None, 'autocast': False, 'kept_memory': False,
+        'threads': torch.get_num_threads(), 'repeat_medians_ms': [stored['median_ms']], 'cost': None,
     }  # fmt: skip
     assert {key: stored[key] for key in expected} == expected
     versions = stored['environment']['versions']
@@ -194,16 +184,12 @@ def test_result_carries_its_scope_and_is_json() -> None:
     [
         ({'scope': 'neck'}, "scope 'neck' is not one of backbone, backbone\\+neck, detector"),
         ({'dtype': 'int8'}, "dtype 'int8' is not one of"),
+        ({'compile': 'fastest'}, "compile mode 'fastest' is not one of default, reduce-overhead"),
         ({'device': 'cuda:99'}, "'cuda:99' is not there.*use --device cpu"),
-        ({'device': 'gpu'}, "'gpu' is not cpu, cuda or cuda:N"),
-        ({'device': 'meta'}, "'meta' is not cpu, cuda or cuda:N"),
+        ({'device': 'gpu'}, "'gpu' is not there.*use --device cpu"),
         ({'rounds': 0}, 'rounds=0'),
         ({'size': (0, 5)}, r'size=\(0, 5\)'),
-        ({'image': 'nowhere.jpg'}, 'image nowhere.jpg not found'),
         ({'image': __file__}, 'cannot be decoded'),
-        ({'repeat': 0}, 'repeat=0'),
-        ({'tf32': True}, "TF32 is a format of NVIDIA GPUs; on device 'cpu'"),
-        ({'compile': 'fastest'}, "compile mode 'fastest' is not one of default, reduce-overhead"),
     ],
 )
 def test_impossible_requests_are_refused(changes: dict, message: str) -> None:
@@ -223,45 +209,26 @@ def test_compile_takes_backbone_and_neck_with_the_mode(asked, mode: str, monkeyp
     assert ('torch.compile' in describe_scope(result.to_dict())) and (asked is True or mode in latency_table([result]))
 
 
-def test_tf32_is_off_while_it_is_measured_and_as_before_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list = []
-    model = nn.Identity()
-    model.register_forward_hook(
-        lambda *_: seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
-    )
-    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', True)
-    result = measure(model, scope='backbone')
-    assert torch.backends.cudnn.allow_tf32
-    assert set(seen) == {(False, False)} and result.environment['tf32_cudnn'] is False
-
-
 def test_costs_stand_beside_latency(small_detector) -> None:
     model = small_detector()
-    models = {'a': model, 'b': slab_det.fuse(model)}
-    results = slab_det.measure_latency(models, scope='backbone', cost=True, **QUICK)
-    a, b = results['a'].cost, results['b'].cost
-    # Patch embedding, six blocks, three mergings, four outputs.
-    assert a.norms_left == 1 + 2 * 6 + 3 + 4 and b.norms_left == 0
-    assert a.parameters == sum(p.numel() for p in model.backbone.parameters()), 'of the scope alone'
-    stored = json.loads(json.dumps(results['b'].to_dict()))['cost']
-    assert (stored['norms_left'], stored['uncounted']) == (0, [])
-    header, _, row, fused_row = latency_table(list(results.values())).splitlines()[:4]
-    columns = dict(zip(header.split(' | '), row.split(' | '), strict=True))
-    assert float(columns['G multiply-adds']) == pytest.approx(a.multiply_adds / 1e9, abs=5e-4)
-    assert float(columns['M parameters']) == pytest.approx(a.parameters / 1e6, abs=5e-3)
-    assert float(columns['peak MiB']) == pytest.approx(a.peak_bytes / 2**20, abs=0.5)
-    assert row.endswith(f'| {a.norms_left} |') and fused_row.endswith('| 0 |')
+    result = measure(model, scope='backbone', cost=True)
+    assert result.cost.parameters == sum(p.numel() for p in model.backbone.parameters()), 'of the scope alone'
+    assert json.loads(json.dumps(result.to_dict()))['cost']['norms_left'] == result.cost.norms_left
+    header, _, row = latency_table([result]).splitlines()[:3]
+    columns = dict(zip(header.strip('| ').split(' | '), row.strip('| ').split(' | '), strict=True))
+    assert float(columns['G multiply-adds']) == pytest.approx(result.cost.multiply_adds / 1e9, abs=5e-4)
+    assert float(columns['M parameters']) == pytest.approx(result.cost.parameters / 1e6, abs=5e-3)
+    assert float(columns['peak MiB']) == pytest.approx(result.cost.peak_bytes / 2**20, abs=0.5)
+    assert int(columns['norms left']) == result.cost.norms_left
 
 
-@pytest.mark.parametrize(
-    'changes', [{'scope': 'end-to-end'}, {'size': (64, 64)}, {'device': 'Another CPU'}, {'threads': 64}, {'tf32': True}]
-)
-def test_results_of_different_conditions_are_not_compared(changes: dict) -> None:
+def test_results_of_different_conditions_are_not_compared() -> None:
     result = measure(RecordingDetector())
-    alike = replace(result, name='b', fused=True, deployed=True, compile_mode='default', channels_last=True)
+    alike = replace(result, name='b', fused=True, deployed=True, compile_mode='default')
     latency_table([result, alike])
-    with pytest.raises(LatencyError, match=f"'a' and 'b' were measured differently \\({next(iter(changes))} "):
-        latency_table([result, alike, replace(result, name='b', **changes)])
+    for changes in ({'size': (64, 64)}, {'device': 'Another CPU'}, {'threads': 64}, {'interleaved': ('b',)}):
+        with pytest.raises(LatencyError, match='a, b were measured differently'):
+            latency_table([result, replace(result, name='b', **changes)])
 
 
 def test_deployed_model_is_measured_in_the_dtype_it_was_deployed_in(small_detector) -> None:
@@ -304,9 +271,3 @@ def test_kept_memory_needs_no_fresh_pages() -> None:
     assert not default[0] and default[1] >= 48 / 2
     for kept, pages in (asked_for, afterwards):
         assert kept and pages < 10
-
-
-def test_memory_can_be_kept_with_glibc_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, 'CDLL', lambda name: object())
-    with pytest.raises(LatencyError, match='only glibc can be told to keep freed memory'):
-        measure(nn.Identity(), scope='backbone', keep_memory=True)

@@ -1,6 +1,5 @@
 """report.json, its table and its picture."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import nn
 from slab_det.backbones import SLABSwin
 from slab_det.fusion import FusedDetector
 from slab_det.measure.report import (
-    Report,
     ReportEntry,
     ap_from_metrics,
     describe_dataset,
@@ -40,7 +38,6 @@ def latency(median_ms: float, **changes: object) -> dict:
         'size': [800, 1333],
         'dtype': 'float32',
         'device': 'Some CPU',
-        'device_type': 'cpu',
         'threads': 2,
         'rounds': 100,
         'warmup': 20,
@@ -54,10 +51,13 @@ def entry(name: str = 'SLAB-Swin-T', variant: str = 'fused', **changes: object) 
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    report = Report([entry(ap=AP, latency=latency(5.0), dataset=DATASET), entry(variant='unfused')])
-    write_report(tmp_path / 'new' / 'report.json', report)
-    assert read_report(tmp_path / 'new' / 'report.json') == report
-    assert [path.name for path in (tmp_path / 'new').iterdir()] == ['report.json']
+    entries = [entry(ap=AP, latency=latency(5.0), dataset=DATASET), entry(variant='unfused')]
+    path = tmp_path / 'new' / 'report.json'
+    write_report(path, entries)
+    assert read_report(path) == entries
+    with pytest.raises(ValueError):
+        write_report(path, [entry(ap={'bbox': {'AP': float('nan')}})])
+    assert read_report(path) == entries and list(path.parent.iterdir()) == [path], 'the old one stays'
 
 
 def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +71,10 @@ def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: p
         entry(checkpoint='a.pth', variant='unfused', latency=latency(6.0)),
     )
     assert report == read_report(path)
-    assert [found.variant for found in report.entries] == ['fused', 'unfused']
-    assert (report.entries[0].ap, report.entries[0].training) == (AP, {'seed': 0})
-    assert report.entries[0].latency == latency(5.0)
+    assert [found.variant for found in report] == ['fused', 'unfused']
+    assert (report[0].ap, report[0].training, report[0].latency) == (AP, {'seed': 0}, latency(5.0))
     newer = update_report(path, entry(checkpoint='a.pth', latency=latency(4.0)))
-    assert newer.entries[0].latency == latency(4.0)
+    assert newer[0].latency == latency(4.0)
 
 
 def test_other_configs_and_variants_stay_rows_of_their_own() -> None:
@@ -83,42 +82,20 @@ def test_other_configs_and_variants_stay_rows_of_their_own() -> None:
     assert merge_entries(rows) == [entry(ap=AP), *rows[1:4]]
 
 
-def test_failed_write_leaves_the_old_report(tmp_path: Path) -> None:
-    path = tmp_path / 'report.json'
-    write_report(path, Report([entry()]))
-    before = path.read_bytes()
-    with pytest.raises(ValueError):
-        write_report(path, Report([entry(ap={'bbox': {'AP': float('nan')}})]))
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize(
     ('content', 'message'),
     [
-        ('{', 'is not JSON'),
-        ('[]', r'expected an object with "schema": 1, found \'list\''),
-        ('{"schema": 2, "entries": []}', 'found 2'),
-        ('{"schema": 1}', '"entries" must be a list'),
-        ('{"schema": 1, "entries": [3]}', r'entries\[0\] must be an object'),
-        ({'variant': 'folded'}, r"entries\[0\]\.variant must be one of unfused, fused, found 'folded'"),
-        ({'name': None}, r'entries\[0\]\.name must be a string'),
-        ({'speed': 3}, 'unknown fields speed'),
-        ({'latency': 3}, r'latency must be an object or null'),
-        ({'latency': {}, 'ap': {'bbox': 3}}, r'ap\.bbox must be'),
-        ({'latency': {'scope': 'detector'}}, r'latency\.median_ms must be a number'),
+        ('{', 'JSONDecodeError'),
+        ('[]', 'TypeError'),
+        ('{"schema": 2, "entries": []}', 'schema 2, expected 1'),
+        ('{"schema": 1}', "KeyError.*'entries'"),
+        ('{"schema": 1, "entries": [{"speed": 3}]}', 'speed'),
     ],
 )
-def test_broken_reports_are_refused_with_the_place(tmp_path: Path, content: str | dict, message: str) -> None:
-    path = tmp_path / 'report.json'
-    if isinstance(content, dict):
-        valid = {name: value for name, value in vars(entry()).items() if value is not None}
-        content = json.dumps({'schema': 1, 'entries': [{**valid, **content}]})
-    path.write_text(content)
-    with pytest.raises(ReportError, match=message):
-        read_report(path)
-    with pytest.raises(ReportError, match='not found'):
-        read_report(tmp_path / 'nowhere.json')
+def test_what_is_no_report_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / 'report.json').write_text(content)
+    with pytest.raises(ReportError, match=rf'report\.json is no report.json of slab_det: .*{message}'):
+        read_report(tmp_path / 'report.json')
 
 
 def test_metrics_of_the_runner_become_ap() -> None:
@@ -145,13 +122,7 @@ SLAB_STAGES = ('sla', 'sla', 'softmax', 'softmax')
         ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}, 'embed_dims': 32}, 'Swin-32x2262-UN'),
         ({'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}}, 'PVT-T-PRepBN'),
         ({'type': SLABSwin, 'norm_cfg': {'type': TokenBN}, 'ffn_norm': 'pre_act'}, 'Swin-T-BN+FFNBN'),
-        ({'type': 'SLABSwin', 'attention': SLAB_STAGES, 'norm_cfg': {'type': 'UN'}}, 'SLA-Swin-T-UN'),
-        ({'type': 'SLABSwin', 'embed_dims': 128, 'depths': [2, 2, 18, 2]}, 'Swin-B'),
         ({'type': 'SLABPVT', 'num_layers': [3, 4, 18, 3]}, 'PVT-M'),
-        (
-            {'type': 'SLABPVT', 'num_layers': [2, 2, 2, 2], 'norm_cfg': {'type': 'PRepBN'}, 'attention': 'sla'},
-            'SLAB-PVT-T',
-        ),
         ({'type': 'SLABPVT', 'use_conv_ffn': True}, 'PVTv2-64x3463'),
         ({'type': 'PyramidVisionTransformerV2', 'embed_dims': 32, 'num_layers': [2, 2, 2, 2]}, 'PVTv2-32x2222'),
         ({'type': 'SLABSwin', 'norm_cfg': {'type': nn.LayerNorm}}, 'Swin-T'),
@@ -167,8 +138,10 @@ def test_rows_are_named_as_in_the_papers(backbone: dict, name: str) -> None:
 
 def test_scopes_and_classes_are_described_as_plain_names() -> None:
     plain = {'name': 'Swin-T-PRepBN', 'norm': 'PRepBN', 'attention': 'softmax', 'detector': 'MaskRCNN'}
-    paths = ('mmdet.models.detectors.mask_rcnn.MaskRCNN', 'slab_det.norms.progressive.PRepBN', 'mmdet.FusedDetector')
-    for detector, norm, fused in (paths, (MaskRCNN, PRepBN, FusedDetector)):
+    for detector, norm, fused in (
+        ('mmdet.MaskRCNN', 'norms.PRepBN', 'mmdet.FusedDetector'),
+        (MaskRCNN, PRepBN, FusedDetector),
+    ):
         model = {'type': detector, 'backbone': {'type': 'SLABSwin', 'norm_cfg': {'type': norm}}}
         assert describe_model(model) == describe_model({'type': fused, 'model': model}) == plain
 
@@ -208,38 +181,25 @@ def test_different_scopes_are_marked() -> None:
 
 def test_paper_numbers_stand_in_columns_of_their_own() -> None:
     table = markdown_table([entry(latency=latency(5.0)), entry('Swin-32x2222')], PAPER_TABLES)
-    header, _, row, *_ = table.splitlines()
+    header, _, row, other, *_ = table.splitlines()
     assert header.endswith(
         '| paper: ms (V100) | paper: box AP / 50 / 75 / s / m / l | paper: mask AP / 50 / 75 / s / m / l |'
     )
     # Row SLAB-Swin-T of Table 3, in the order of its columns.
     assert row.endswith('| 54.1 | 43.9 / 66.5 / 48.1 / 28.6 / 47.4 / 56.7 | 40.1 / 63.3 / 43.1 / 24.3 / 43.8 / 54.2 |')
-    assert '| Swin-32x2222 | PRepBN | fused | – | – | – | – | – | – |' in table
-    assert 'not measured here' in table
+    assert other == '| Swin-32x2222 | PRepBN | fused | – | – | – | – | – | – |'
 
 
 def test_numbers_of_two_paper_tables_are_told_apart() -> None:
     """Swin-T stands in SLAB's table after 12 epochs and in UN's after 36."""
     swin = entry('Swin-T', 'unfused', norm='LN')
-    table = markdown_table([swin, entry('Swin-T-UN', norm='UN'), replace(swin, detector='FasterRCNN')], PAPER_TABLES)
-    lines = table.splitlines()
+    lines = markdown_table([swin, replace(swin, detector='FasterRCNN')], PAPER_TABLES).splitlines()
     assert lines[2].endswith(
         '| 51.0 [P1] | 43.1 / 66.0 / 47.0 / 27.3 / 46.4 / 56.0 [P1]; 46.0 [P2] '
         '| 39.4 / 62.8 / 42.0 / 23.0 / 42.9 / 53.7 [P1]; 41.6 [P2] |'
     )
-    assert lines[3].endswith('| – | 45.6 [P2] | 41.4 [P2] |')
-    assert lines[4].endswith('| – | 45.5 [P3] | – |')
+    assert lines[3].endswith('| – | 45.5 [P3] | – |')
     notes = {line[:4]: line for line in lines if line.startswith('[P')}
     assert 'SLAB (ICML 2024), Table 3: MaskRCNN, 12 epochs' in notes['[P1]'] and 'V100' in notes['[P1]']
     assert 'UN (ACM MM 2022), Table 4: MaskRCNN, 36 epochs' in notes['[P2]']
     assert 'UN (ACM MM 2022), Table 3: FasterRCNN, 36 epochs' in notes['[P3]']
-
-
-def test_paper_tables_are_complete() -> None:
-    slab, *un = PAPER_TABLES
-    assert [len(table.rows) for table in PAPER_TABLES] == [10, 5, 5]
-    for row in slab.rows.values():
-        assert row['ms'] > 0 and len(row['box']) == len(row['mask']) == 6
-    for table in un:
-        assert all(row['ms'] is None and len(row['box']) == 1 for row in table.rows.values())
-        assert all((row['mask'] is None) == (table.detector == 'FasterRCNN') for row in table.rows.values())
