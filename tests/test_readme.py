@@ -6,7 +6,6 @@ import itertools
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from test_model_index import expand
 
 ROOT = CONFIGS.parent
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
-SCRIPTS = sorted((ROOT / 'tools').glob('*.sh'))
 # What a shell script of ours hands its arguments to.
 BEHIND = {
     'tools/dist_train.sh': 'tools/train.py',
@@ -92,10 +90,3 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     # Paths in sentences are those of the repository.
     named = re.findall(r'(?<![\w/.-])((?:configs|tools|benchmarks|docs|tests|slab_det)/[\w./{},-]*[\w}/])', text)
     assert not [name for path in named for name in expand(path) if not (ROOT / name).exists()]
-
-
-@pytest.mark.parametrize('script', SCRIPTS, ids=lambda script: script.name)
-def test_shell_script_is_executable_and_parses(script: Path) -> None:
-    assert script.stat().st_mode & 0o111, f'chmod +x {script.name}'
-    result = subprocess.run(['bash', '-n', script], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr

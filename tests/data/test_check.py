@@ -57,9 +57,7 @@ def config(root: Path | str, train: dict | None = None) -> Config:
 
 WRAPPERS = {
     'plain': lambda dataset: dataset,
-    'repeat': lambda dataset: {'type': 'RepeatDataset', 'times': 3, 'dataset': dataset},
     'concat': lambda dataset: {'type': 'ConcatDataset', 'datasets': [dataset]},
-    'balanced': lambda dataset: {'type': 'ClassBalancedDataset', 'oversample_thr': 0.1, 'dataset': dataset},
     'nested': lambda dataset: {
         'type': 'MultiImageMixDataset',
         'dataset': {'type': 'RepeatDataset', 'times': 2, 'dataset': dataset},
@@ -87,26 +85,16 @@ def test_missing_image_folder_is_named(root: Path) -> None:
     check_data(config(root), splits=('train',))
 
 
-def test_missing_coco_offers_download_other_root_and_quick_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(('classes', 'has_download'), [(None, True), (('blob',), False)])
+def test_missing_data_offers_download_other_root_and_quick_start(tmp_path: Path, classes, has_download: bool) -> None:
+    root = tmp_path / 'data/coco'
     with pytest.raises(DataError) as caught:
-        check_data(config(tmp_path / 'data/coco'))
+        check_data(config(root, leaf(root, 'train', **({'metainfo': {'classes': classes}} if classes else {}))))
     message = str(caught.value)
-    for remedy in (
-        'http://images.cocodataset.org/$f',
-        'annotations_trainval2017.zip',
-        '--data-root',
-        'make quickstart',
-    ):
-        assert remedy in message, message
-    assert message.startswith(f'train annotation file {tmp_path}/data/coco/annotations/train.json not found')
-
-
-def test_other_classes_than_cocos_get_no_download_hint(tmp_path: Path) -> None:
-    train = leaf(tmp_path, 'train', metainfo={'classes': ('blob',)})
-    with pytest.raises(DataError) as caught:
-        check_data(config(tmp_path, train))
-    assert 'cocodataset' not in str(caught.value)
-    assert '--data-root' in str(caught.value)
+    assert message.startswith(f'train annotation file {root}/annotations/train.json not found')
+    assert '--data-root' in message and 'make quickstart' in message
+    for part in ('http://images.cocodataset.org/$f', 'annotations_trainval2017.zip'):
+        assert (part in message) == has_download
 
 
 def test_class_names_that_do_not_match_are_an_error(root: Path) -> None:
@@ -148,7 +136,7 @@ def test_remote_and_generated_data_are_left_alone() -> None:
     check_data(Config({'train_dataloader': generated}))
 
 
-def test_data_root_finds_image_folders_below_images(root: Path) -> None:
+def test_data_root_finds_image_folders_below_images(root: Path, tmp_path: Path) -> None:
     (root / 'images').mkdir()
     (root / 'train').rename(root / 'images' / 'train')
     cfg = config('data/coco')
@@ -156,8 +144,5 @@ def test_data_root_finds_image_folders_below_images(root: Path) -> None:
     check_data(cfg)
     assert cfg.train_dataloader.dataset.data_prefix.img == 'images/train/'
     assert cfg.val_dataloader.dataset.data_prefix.img == 'val/'
-
-
-def test_data_root_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match='--data-root .*nowhere is not a folder'):
-        set_data_root(config('data/coco'), str(tmp_path / 'nowhere'))
+        set_data_root(cfg, str(tmp_path / 'nowhere'))

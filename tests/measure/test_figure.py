@@ -9,37 +9,26 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
+from test_report import DATASET, entry, latency
 
 from slab_det.measure.figure import ap_latency_figure, draw_ap_latency
 from slab_det.measure.report import ReportEntry
 from slab_det.runtime.errors import ReportError
 
-COCO = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}
-LATENCY = {
-    'scope': 'detector',
-    'size': [800, 1333],
-    'dtype': 'float32',
-    'device': 'Some CPU',
-    'threads': 2,
-    'rounds': 100,
-    'warmup': 20,
-}
 
-
-def entry(name: str, variant: str, ms: float, *ap: float, scope: dict | None = None, **changes: object) -> ReportEntry:
-    """An entry with box AP, or box and mask AP, or none."""
+def timed(name: str, variant: str, ms: float, *ap: float, scope: dict | None = None, **changes: object) -> ReportEntry:
+    """An entry with latency, and with box AP, box and mask AP, or no AP."""
     found = {kind: {'AP': value / 100} for kind, value in zip(('bbox', 'segm'), ap, strict=False)}
-    values = {'norm': 'any', 'attention': 'any', 'detector': 'MaskRCNN', 'dataset': COCO, 'ap': found or None}
-    latency = {**LATENCY, **(scope or {}), 'median_ms': ms}
-    return ReportEntry(name, variant, config=f'{name}-{ms}.py', latency=latency, **{**values, **changes})
+    values = {'dataset': DATASET, 'ap': found or None, 'config': f'{name}-{ms}.py', **changes}
+    return entry(name, variant, latency=latency(ms, **(scope or {})), **values)
 
 
 SWIN = [
-    entry('Swin-T', 'unfused', 25, 43.0, 39.3),
-    entry('Swin-T-PRepBN', 'fused', 21, 42.9, 39.2),
-    entry('Swin-T-PRepBN', 'unfused', 27, 42.9, 39.2),
-    entry('SLAB-Swin-T', 'fused', 24, 43.9, 40.1),
-    *(entry(f'{letter}-Swin', 'unfused', 30 + i, 41 + i, 38) for i, letter in enumerate('abcdef')),
+    timed('Swin-T', 'unfused', 25, 43.0, 39.3),
+    timed('Swin-T-PRepBN', 'fused', 21, 42.9, 39.2),
+    timed('Swin-T-PRepBN', 'unfused', 27, 42.9, 39.2),
+    timed('SLAB-Swin-T', 'fused', 24, 43.9, 40.1),
+    *(timed(f'{letter}-Swin', 'unfused', 30 + i, 41 + i, 38) for i, letter in enumerate('abcdef')),
 ]
 
 
@@ -61,7 +50,7 @@ def legend(figure: Figure) -> list[str]:
 
 
 def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
-    figure = ap_latency_figure([*SWIN, entry('Flatten-Swin-T', 'unfused', 29)])
+    figure = ap_latency_figure([*SWIN, timed('Flatten-Swin-T', 'unfused', 29)])
     box, mask = figure.findobj(Axes)
     assert (box.get_ylabel(), mask.get_ylabel()) == ('box AP', 'mask AP')
     assert arrows(box) == [((27, 42.9), (21, 42.9))] and arrows(mask) == [((27, 39.2), (21, 39.2))]
@@ -77,13 +66,13 @@ def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
     [
         {'scope': {'threads': 1}},
         {'scope': {'deployed': True}},
-        {'dataset': {**COCO, 'images': 66}},
+        {'dataset': {**DATASET, 'images': 66}},
         {'detector': 'FasterRCNN'},
         {'training': {'iterations': 500}},
     ],
 )
 def test_what_was_measured_differently_gets_panels_of_its_own(change: dict) -> None:
-    other = entry('Swin-T', 'fused', 34, 46.2, **change)
+    other = timed('Swin-T', 'fused', 34, 46.2, **change)
     panels = ap_latency_figure([SWIN[0], other]).findobj(Axes)
     places = [(axes.get_ylabel(), *markers(axes), arrows(axes)) for axes in panels]
     assert places == [('box AP', (25, 43.0), []), ('mask AP', (25, 39.3), []), ('box AP', (34, 46.2), [])]
@@ -104,7 +93,7 @@ def test_it_can_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('length', [20, 60])
 def test_a_legend_of_long_names_stays_inside_and_small_differences_small(length: int) -> None:
-    models = [entry(letter * length, 'unfused', 20 + i / 50, 43 + i / 50) for i, letter in enumerate('abcdef')]
+    models = [timed(letter * length, 'unfused', 20 + i / 50, 43 + i / 50) for i, letter in enumerate('abcdef')]
     figure = ap_latency_figure(models)
     figure.draw_without_rendering()
     box = figure.legends[0].get_window_extent()
@@ -117,5 +106,5 @@ def test_a_legend_of_long_names_stays_inside_and_small_differences_small(length:
 def test_without_ap_and_latency_of_one_model_there_is_no_picture(tmp_path: Path) -> None:
     tested = ReportEntry('Swin-S', 'unfused', 'LN', 'softmax', 'MaskRCNN', 'a.py', ap={'bbox': {'AP': 0.4}})
     with pytest.raises(ReportError, match='both AP and latency'):
-        draw_ap_latency([entry('Swin-T', 'unfused', 25), tested], tmp_path / 'none.png')
+        draw_ap_latency([timed('Swin-T', 'unfused', 25), tested], tmp_path / 'none.png')
     assert not (tmp_path / 'none.png').exists()

@@ -1,6 +1,5 @@
 """The command lines as a user meets them: help, and errors in one line."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -62,33 +61,6 @@ def test_fuse_writes_nothing_that_differs(tmp_path: Path, checkpoint: Path, call
     assert result.err.splitlines()[-1].startswith('error: the fused model differs from the unfused one')
     assert 'report this' in result.err
     assert {path.name for path in tmp_path.iterdir()} == {'small.py', 'small.pth'}
-
-
-def test_report_writes_table_and_picture(tmp_path: Path, call) -> None:
-    shared = {
-        'name': 'SLAB-Swin-T',
-        'norm': 'PRepBN',
-        'attention': 'sla',
-        'detector': 'MaskRCNN',
-        'variant': 'fused',
-        'config': 'a.py',
-    }
-    latency = {
-        'median_ms': 5.0,
-        'scope': 'detector',
-        'size': [8, 9],
-        'dtype': 'float32',
-        'device': 'CPU',
-        'threads': 1,
-        'rounds': 1,
-        'warmup': 0,
-    }
-    for name, extra in (('a.json', {'ap': {'bbox': {'AP': 0.5}}}), ('b.json', {'latency': latency})):
-        (tmp_path / name).write_text(json.dumps({'schema': 1, 'entries': [{**shared, **extra}]}))
-    result = call('report.py', 'a.json', 'b.json', '--out', 'out', '--paper')
-    assert result.code == 0, result.err
-    assert '| SLAB-Swin-T | PRepBN | fused | 5.0 | 50.0 /' in (tmp_path / 'out' / 'table.md').read_text()
-    assert (tmp_path / 'out' / 'ap_latency.png').read_bytes().startswith(b'\x89PNG')
 
 
 SMALL = {'embed_dims': 8, 'depths': (2, 1, 1, 1), 'num_heads': (1, 2, 2, 4)}
