@@ -50,32 +50,20 @@ class CheckedLoadHook(Hook):
             model, checkpoint, name, complete=not starts, reinitialize=self.reinitialize if starts else ()
         )
         if runner._resume:
-            check_resumable(checkpoint, report, name)
+            _check_resumable(checkpoint, report, name)
 
 
-def check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
-    """Checks that a training can go on from ``checkpoint`` as if it had never stopped.
-
-    Args:
-        checkpoint: What a file held.
-        report: What :func:`slab_det.checkpoints.check_detector_checkpoint` said of its weights.
-        name: The file, for errors.
-
-    Raises:
-        CheckpointError: If it has weights alone, or those of other norms than the model has.
-    """
+def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
+    """Raises CheckpointError unless a training can go on from ``checkpoint`` as if it had never stopped."""
     # A training may leave out its optimizer, which then starts anew.
-    lacking = [key for key in ('meta', 'message_hub') if key not in checkpoint]
-    if lacking or not {'epoch', 'iter'} <= checkpoint['meta'].keys():
+    if 'message_hub' not in checkpoint or not {'epoch', 'iter'} <= checkpoint.get('meta', {}).keys():
         raise CheckpointError(
-            f'{name} cannot be resumed from: it has weights, but no {" and no ".join(lacking or ["iteration"])}. '
-            'Resume from iter_N.pth or epoch_N.pth of a training, or start a new one with --cfg-options load_from=FILE'
+            f'{name} cannot be resumed from: it holds weights, but not the state of a training. '
+            'Resume from iter_N.pth or epoch_N.pth, or start a new training with --cfg-options load_from=FILE'
         )
     computed = {reason for _, reason in EXPECTED_MISSING}
-    changed = {
-        **report.converted,
-        **{key: reason for key, reason in report.missing_expected.items() if reason not in computed},
-    }
+    missing = {key: reason for key, reason in report.missing_expected.items() if reason not in computed}
+    changed = {**report.converted, **missing}
     if changed:
         key, reason = next(iter(changed.items()))
         raise CheckpointError(

@@ -113,12 +113,10 @@ class OfflineNorm(nn.Module, ABC):
         if not keep:
             return
         with torch.no_grad():
-            updated = [buffer for buffers in copies for buffer in buffers.values()]
+            pairs = [(old[name], new[name]) for old, new in zip(originals, copies, strict=True) for name in old]
             # 0 times NaN or infinity is NaN, which counts as true: half as many kernels as isfinite().
-            is_bad = (0 * torch.cat([buffer.flatten() for buffer in updated if buffer.is_floating_point()])).any()
-            for buffer, value in zip(
-                [buffer for buffers in originals for buffer in buffers.values()], updated, strict=True
-            ):
+            is_bad = (0 * torch.cat([value.flatten() for _, value in pairs if value.is_floating_point()])).any()
+            for buffer, value in pairs:
                 torch.where(is_bad, buffer, value, out=buffer)
             if counter is not None:
                 counter += is_bad

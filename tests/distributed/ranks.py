@@ -21,14 +21,12 @@ from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from mmengine.config import Config
 from mmengine.dist import all_gather_object, get_rank, init_dist
-from mmengine.evaluator import BaseMetric
 from mmengine.hooks import EMAHook, Hook
-from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from recorder import digest
+from regression import Regression, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
 
 from slab_det.data.synthetic import generate
 from slab_det.runtime.errors import DataError
@@ -44,6 +42,7 @@ TOKENS = [5, 1, 7, 3]
 # Images of each process in a recalibration: unequal in number and size, and one process has none.
 IMAGES = ([(64, 80), (33, 90), (48, 40)], [(90, 33)], [(40, 40), (64, 32)], [])
 SIZE = (96, 80)
+SMALL = dict(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4))
 
 
 def distance(value, reference):
@@ -142,15 +141,7 @@ def pooled_statistics():
 
 def backbone():
     torch.manual_seed(0)
-    model = MODELS.build(
-        {
-            'type': 'SLABSwin',
-            'embed_dims': 8,
-            'depths': (2, 2, 1, 1),
-            'num_heads': (1, 2, 2, 4),
-            'norm_cfg': {'type': 'PRepBN', 'sync': True},
-        }
-    ).double()
+    model = MODELS.build(dict(type='SLABSwin', norm_cfg=dict(type='PRepBN', sync=True), **SMALL)).double()
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
@@ -166,9 +157,8 @@ def images_of(rank):
 
 def recalibrated_alone():
     model = backbone().eval()
-    slab_det.recalibrate(
-        model, [image for rank in range(len(IMAGES)) for image in images_of(rank)], max_passes=4, tol=0, progress=False
-    )
+    images = [image for rank in range(len(IMAGES)) for image in images_of(rank)]
+    slab_det.recalibrate(model, images, max_passes=4, tol=0, progress=False)
     return model.state_dict()
 
 
@@ -199,37 +189,6 @@ def recalibration_fails_on_one():
 # A run -----------------------------------------------------------------------------------------------------------
 
 
-class Points(Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(5, 4, generator=generator) * 3 + index, torch.randn(5, 2, generator=generator)
-
-
-class Regression(BaseModel):
-    """PRepBN, UN and PyTorch's BatchNorm, which has statistics of its own in each process."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.un, self.bn = PRepBN(4), UN(4, warmup_iters=1), nn.BatchNorm1d(4)
-        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x, target, mode='tensor'):
-        x = self.second(self.un(self.first(self.norm(x)).relu()))
-        loss = (self.head(self.bn(x.transpose(1, 2)).transpose(1, 2)) - target).square().mean()
-        return {'loss': loss} if mode == 'loss' else [loss.detach()]
-
-
-class MeanLoss(BaseMetric):
-    def process(self, data_batch, data_samples):
-        self.results += data_samples
-
-    def compute_metrics(self, results):
-        return {'loss': float(torch.stack(results).mean())}
-
-
 class Watch(Hook):
     """Notes the state after the hooks of an iteration, and what is validated."""
 
@@ -239,12 +198,12 @@ class Watch(Hook):
         self.notes = {'after': [], 'norms': [], 'validated': [], 'gammas': []}
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
-        self.notes['gammas'].append(runner.model.module.norm.gamma)
+        self.notes['gammas'].append(runner.model.module.norms[0].gamma)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         model = runner.model.module
         self.notes['after'].append(digest(model.state_dict()))
-        self.notes['norms'].append(digest({**model.norm.state_dict(), **model.un.state_dict()}))
+        self.notes['norms'].append(digest({**model.norms[0].state_dict(), **model.norms[1][0].state_dict()}))
 
     def before_val_epoch(self, runner):
         self.notes['validated'].append(digest(runner.model.module.state_dict()))
@@ -253,40 +212,26 @@ class Watch(Hook):
         self.notes['ema'] = [digest(hook.ema_model.state_dict()) for hook in runner.hooks if isinstance(hook, EMAHook)]
 
 
-def regression_runner(work_dir, watch, resume=False):
-    torch.manual_seed(0)
-    loader = {'batch_size': 1, 'num_workers': 0, 'dataset': Points(), 'collate_fn': {'type': 'default_collate'}}
-    return Runner(
-        Regression(),
-        str(work_dir),
-        launcher='pytorch',
-        default_scope='mmengine',
-        resume=resume,
-        train_dataloader={**loader, 'sampler': {'type': 'InfiniteSampler', 'seed': 0}},
-        val_dataloader={**loader, 'sampler': {'type': 'DefaultSampler', 'shuffle': False}},
-        train_cfg={'type': 'IterBasedTrainLoop', 'max_iters': 6, 'val_interval': 3},
-        val_cfg={},
-        val_evaluator=[MeanLoss(collect_device='gpu')],
-        optim_wrapper={'optimizer': {'type': 'AdamW', 'lr': 0.01}, 'accumulative_counts': 2},
-        default_hooks={'checkpoint': {'type': 'CheckpointHook', 'interval': 2, 'by_epoch': False}},
-        custom_hooks=[ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), {'type': 'EMAHook'}, watch],
-        randomness={'seed': 0},
-        experiment_name=f'{work_dir}-{resume}',
-    )
-
-
 def training(folder):
+    """PRepBN, UN and PyTorch's BatchNorm, which has statistics of its own in each process."""
     folder, watch = folder / f'regression{get_rank()}', Watch()
-    runner = regression_runner(folder, watch)
-    runner.train()
+
+    def run(**options):
+        norms = iter([PRepBN(4), nn.Sequential(UN(4, warmup_iters=1), nn.BatchNorm1d(5))])
+        hooks = [ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), EMAHook(), watch]
+        model = Regression(lambda num_features: next(norms))
+        options.update(launcher='pytorch', default_scope='mmengine', max_iters=6, batch_size=1, interval=3)
+        return train(folder, hooks, model, val=True, accumulate=2, **options)
+
+    runner = run()
     found = {**watch.notes, 'find_unused': runner.model.find_unused_parameters, 'files': len([*folder.glob('*.pth')])}
     if get_rank() == 0:
-        saved = torch.load(folder / 'iter_4.pth', weights_only=False)
+        saved = torch.load(folder / 'iter_3.pth', weights_only=False)
         # With EMAHook the model that is trained lies there.
         saved = {key.removeprefix('module.'): value for key, value in saved['ema_state_dict'].items() if key != 'steps'}
         found['saved'] = digest(saved)
     # Only the first process finds a checkpoint in its folder.
-    return {**found, 'resume': message(regression_runner(folder, Watch(), resume=True).train)}
+    return {**found, 'resume': message(lambda: run(resume=True))}
 
 
 # The end of a run ------------------------------------------------------------------------------------------------
@@ -294,7 +239,7 @@ def training(folder):
 
 def detector_config(folder):
     cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
-    cfg.model.backbone.update(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7))
+    cfg.model.backbone.update(window_sizes=(10, 6, 7, 7), **SMALL)
     cfg.model.neck.in_channels = [8, 16, 32, 64]
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         loader.dataset.generator = {'num_train': 8, 'num_val': 3, 'size': SIZE}
