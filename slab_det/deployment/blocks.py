@@ -1,27 +1,94 @@
-"""Blocks of a backbone in their deployed form: attention, FFN and position embedding that work in place."""
+"""Blocks of a deployed backbone: norm, attention or FFN, and residual, tile by tile, in place."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from slab_det.attention.geometry import resize_table
-from slab_det.backbones.blocks import Block
-from slab_det.backbones.pvt import PositionEmbedding
-from slab_det.deployment.attention import deploy_attention
-from slab_det.deployment.ffn import deploy_ffn
+from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
+from slab_det.attention.geometry import join_groups, split_groups
+from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
+from slab_det.deployment.linear import ACTIVATIONS, linear, linear_add
+from slab_det.deployment.tiles import MapTile, row_tiles, tile_tokens, window_tiles
 from slab_det.fusion.folds import find_hooks
 
 
-class DeployedPositionEmbedding(nn.Module):
-    """Adds the position embedding, in place."""
+class TiledAttention(nn.Module):
+    """``x + attention(norm(x))``, tile by tile, written into x.
 
-    def __init__(self, embedding: PositionEmbedding) -> None:
+    Args:
+        norm: The norm before the attention; an identity once it is fused.
+        attention: What to deploy; its parameters are shared.
+
+    Shape:
+        (B, H * W, C), contiguous; changed in place and returned.
+    """
+
+    def __init__(self, norm: nn.Module, attention: nn.Module) -> None:
         super().__init__()
-        self.pos_embed, self.pos_shape = embedding.pos_embed, embedding.pos_shape
+        self.norm, self.attention = norm, attention
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        return x.add_(resize_table(self.pos_embed, self.pos_shape, hw_shape))
+
+class TiledWindowAttention(TiledAttention):
+    """The tiled form of a :class:`~slab_det.attention.ShiftedWindowAttention`."""
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
+        tiles = window_tiles(*hw_shape, w_msa.window_size, self.attention.shift_size, tile_tokens(x.device), x.device)
+        for image in x:
+            for tile in tiles:
+                rows = image.index_select(0, tile.tokens)
+                mixed = w_msa.attend(self.norm(rows), tile)
+                # Every token is in one tile: nothing reads it after this.
+                image.index_copy_(0, tile.tokens, linear_add(mixed, proj.weight, proj.bias, rows))
+        return x
+
+
+class TiledMapAttention(TiledAttention):
+    """The tiled form of a :class:`~slab_det.attention.MapAttention`."""
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        attention, out_proj = self.attention, self.attention.attn.out_proj
+        normed = self.norm(x)
+        source, source_shape = attention.reduce(normed, hw_shape)
+        to_q, to_kv = attention.projections()
+        k, v = (split_groups(part, attention.groups) for part in linear(source, *to_kv).chunk(2, dim=-1))
+        shared = {}
+        for rows in row_tiles(x.shape[1], tile_tokens(x.device)):
+            tile = MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
+            q = split_groups(linear(normed[:, rows], *to_q), attention.groups)
+            mixed = join_groups(attention.mix(q, k, v, tile))
+            # Keys and values are there already: nothing reads these rows after this.
+            x[:, rows] = linear_add(mixed, out_proj.weight, out_proj.bias, x[:, rows])
+        return x
+
+
+class TiledFFN(nn.Module):
+    """``x + fc2(act(fc1(norm(x))))``, tile by tile, written into x.
+
+    Args:
+        norm: The norm before the FFN; an identity once it is fused.
+        fc1: First layer, linear or a 1x1 convolution; its parameters are shared.
+        activation: 'gelu' or 'relu'.
+        fc2: Second layer.
+
+    Shape:
+        (B, L, C), contiguous; changed in place and returned.
+    """
+
+    def __init__(self, norm: nn.Module, fc1: nn.Module, activation: str, fc2: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.activation, self.fc2 = norm, fc1, activation, fc2
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
+        tokens = x.view(-1, x.shape[-1])
+        # A 1x1 convolution's weight has two more dimensions.
+        weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
+        for rows in row_tiles(tokens.shape[0], tile_tokens(x.device)):
+            tile = tokens[rows]
+            hidden = linear(self.norm(tile), weight1, self.fc1.bias, self.activation)
+            tile.copy_(linear_add(hidden, weight2, self.fc2.bias, tile))
+        return x
 
 
 def deploy_blocks(backbone: nn.Module) -> None:
@@ -29,22 +96,34 @@ def deploy_blocks(backbone: nn.Module) -> None:
 
     A block that computes in another way, or is watched by hooks, stays as it is.
     """
-    for parent in list(backbone.modules()):
-        for name, child in parent.named_children():
-            # Exactly these: a subclass may keep the tokens that are overwritten.
-            if type(child) is Block and not any(map(find_hooks, child.modules())):
-                _deploy_block(child)
-            elif type(child) is PositionEmbedding and not any(map(find_hooks, child.modules())):
-                setattr(parent, name, DeployedPositionEmbedding(child))
+    for block in list(backbone.modules()):
+        # Exactly this class: a subclass may keep the tokens that are overwritten.
+        if type(block) is Block and not any(map(find_hooks, block.modules())):
+            attention = _tile_attention(block.norm1, block.attn)
+            if attention is None:
+                continue
+            block.norm1, block.attn = nn.Identity(), attention
+            ffn = _tile_ffn(block.norm2, block.ffn)
+            if ffn is not None:
+                block.norm2, block.ffn = nn.Identity(), ffn
     # Tokens are channels last: the maps are then views of them.
     backbone.memory_format = torch.channels_last
 
 
-def _deploy_block(block: Block) -> None:
-    attn = deploy_attention(block.norm1, block.attn)
-    if attn is None:
-        return
-    block.norm1, block.attn = nn.Identity(), attn
-    ffn = deploy_ffn(block.norm2, block.ffn)
-    if ffn is not None:
-        block.norm2, block.ffn = nn.Identity(), ffn
+def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | None:
+    """None where a subclass does more than the mathematics."""
+    if type(attention) is ShiftedWindowAttention and type(attention.w_msa).attend is WindowAttention.attend:
+        return TiledWindowAttention(norm, attention)
+    if isinstance(attention, MapAttention) and type(attention).forward is MapAttention.forward:
+        return TiledMapAttention(norm, attention)
+    return None
+
+
+def _tile_ffn(norm: nn.Module, ffn: nn.Module) -> TiledFFN | None:
+    """None for an FFN that computes something else, with a depthwise convolution or an unfused norm in between."""
+    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
+        return None
+    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
+    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+        return None
+    return TiledFFN(norm, fc1, ACTIVATIONS[type(activation)], fc2)

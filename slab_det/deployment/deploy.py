@@ -45,7 +45,17 @@ def deploy(
         DeploymentError: If the model is in training mode, has norms that await :func:`slab_det.fuse`, cannot compute in
             ``dtype``, or ``compile`` is no mode of torch.compile.
     """
-    _check(model)
+    if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
+        raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
+    if any(module.training for module in model.modules()):
+        raise DeploymentError('the model is in training mode; call model.eval() before slab_det.deploy')
+    if getattr(model, 'deployed', False):
+        raise DeploymentError('the model is deployed already; deploy the fused model that it was made of')
+    waiting = [name for name, norm in named_offline_norms(model)]
+    if waiting:
+        raise DeploymentError(
+            f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before slab_det.deploy'
+        )
     if compile not in (False, True, *COMPILE_MODES):
         raise DeploymentError(f'compile mode {compile!r} is not one of {", ".join(COMPILE_MODES)}')
     if dtype is not None:
@@ -73,17 +83,3 @@ def deploy(
             part.forward = torch.compile(part.forward, mode=None if compile is True else compile, dynamic=False)
     model.deployed = True
     return model
-
-
-def _check(model: nn.Module) -> None:
-    if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
-        raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
-    if any(module.training for module in model.modules()):
-        raise DeploymentError('the model is in training mode; call model.eval() before slab_det.deploy')
-    if getattr(model, 'deployed', False):
-        raise DeploymentError('the model is deployed already; deploy the fused model that it was made of')
-    waiting = [name for name, norm in named_offline_norms(model)]
-    if waiting:
-        raise DeploymentError(
-            f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before slab_det.deploy'
-        )

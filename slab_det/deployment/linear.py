@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mmcv.cnn import Linear
 from torch import Tensor, nn
 
 from slab_det.fusion.folds import find_hooks
@@ -17,12 +18,11 @@ ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}
 
 
-def _onednn_dtypes() -> frozenset[torch.dtype]:
+def _onednn_dtypes() -> tuple[torch.dtype, ...]:
     """The dtypes that oneDNN multiplies faster than ``F.linear`` on this machine."""
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != 'AVX512':
-        return frozenset()
-    supports_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return frozenset([torch.float32, torch.bfloat16] if supports_bfloat16 else [torch.float32])
+        return ()
+    return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
 
 
 ONEDNN_DTYPES = _onednn_dtypes()
@@ -45,17 +45,9 @@ def takes_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 'none') -> Tensor:
-    """``activation(x weight^T + bias)``.
-
-    Args:
-        x: (..., C).
-        weight: (C_out, C).
-        bias: (C_out,).
-        activation: 'none', 'gelu' (the exact one) or 'relu'.
-    """
+    """``activation(x weight^T + bias)`` of x (..., C) and a weight (C_out, C); 'none', 'gelu' (by erf) or 'relu'."""
     # oneDNN's ReLU makes 0 of NaN, and a broken checkpoint would look healthy.
     if activation != 'relu' and takes_onednn(x, weight):
-        # The last argument is the formula of GELU: by erf, not by tanh.
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], 'none')
     return _FUNCTIONS[activation](F.linear(x, weight, bias))
 
@@ -79,11 +71,11 @@ class DeployedLinear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def replace_linears(module: nn.Module) -> None:
-    """Replaces every plain ``nn.Linear`` below ``module``, in place."""
+def replace_linears(module: nn.Module, kind: type[DeployedLinear] = DeployedLinear) -> None:
+    """Replaces every plain linear layer below ``module`` by one of ``kind``, in place."""
     for name, child in module.named_children():
-        # Exactly this class, and nothing that computes its weight or watches it: those do something else.
-        if type(child) is nn.Linear and 'weight' in child._parameters and not find_hooks(child):
-            setattr(module, name, DeployedLinear(child).train(child.training))
+        # Exactly these classes, and nothing that computes its weight or watches it: those do something else.
+        if type(child) in (nn.Linear, Linear) and 'weight' in child._parameters and not find_hooks(child):
+            setattr(module, name, kind(child).train(child.training))
         else:
-            replace_linears(child)
+            replace_linears(child, kind)

@@ -6,7 +6,6 @@ several pixels, or of one. mmdet makes anchors, and so boxes, in the dtype of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,10 +26,8 @@ HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     """Has every forward of a detector autocast to ``dtype``, up to what its heads return, which is float32 again."""
-    # No closure: in the copy of a model a partial calls the copy's forward.
-    model.forward = partial(_run_autocast, model.forward, next(model.parameters()).device.type, dtype)
-    for head in _modules(model, HEADS):
-        head.register_forward_hook(partial(_cast_outputs, torch.float32))
+    model.forward = torch.autocast(next(model.parameters()).device.type, dtype)(model.forward)
+    _return_float32(model)
 
 
 def check_precision(model: nn.Module, dtype: torch.dtype) -> None:
@@ -59,10 +56,14 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for part in _cast_parts(model):
         part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-    for head in _modules(model, HEADS):
-        head.register_forward_hook(partial(_cast_outputs, torch.float32))
+    _return_float32(model)
     for extractor in _modules(model, BaseRoIExtractor):
         extractor.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
+
+
+def _return_float32(model: nn.Module) -> None:
+    for head in _modules(model, HEADS):
+        head.register_forward_hook(lambda module, args, outputs: _cast(torch.float32, outputs))
 
 
 def _cast_parts(model: nn.Module) -> list[nn.Module]:
@@ -75,19 +76,10 @@ def _modules(model: nn.Module, kinds: type | tuple[type, ...]) -> list[nn.Module
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def _run_autocast(forward: Callable, device_type: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(device_type, dtype):
-        return forward(*args, **kwargs)
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def _cast(dtype: torch.dtype, values: Any) -> Any:
     """Casts the floating-point tensors in nested tuples, lists and dicts."""
     return apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), lambda x: x.to(dtype))
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple, outputs: Any) -> Any:
-    return _cast(outputs, dtype)
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, *inputs: Any) -> Any:
+    return _cast(dtype, inputs)

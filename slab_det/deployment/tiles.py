@@ -30,16 +30,15 @@ def tile_tokens(device: torch.device) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class WindowTile(Windows):
-    """m windows of one map, N slots each, for one forward of one attention.
+    """Some windows of one map, for one forward of one attention.
 
     Attributes:
-        window_size: Side w of a window.
-        num_windows: m.
+        window_size: Side w of a window; N = w * w slots.
+        num_windows: Windows m of the tile.
         tokens: The map's token in each slot that holds one, (n,).
         slots: Which slots of the tile those are, (n,); None for all.
-        kept: The tensor that :meth:`keep` keeps; tiles without regions share one.
-        regions: (m, N), see :class:`~slab_det.attention.geometry.WindowGeometry`; None where each window lies in one
-            region.
+        kept: What :meth:`keep` keeps; tiles without regions share it.
+        regions: (m, N), as in WindowGeometry; None where each window lies in one region.
     """
 
     window_size: int
@@ -50,16 +49,13 @@ class WindowTile(Windows):
     regions: Tensor | None
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of this tile, (n, 3C), in its windows: q, k and v, (m, g, N, C / g) each."""
         if self.slots is not None:
-            qkv = (
-                padding.to(qkv.dtype).repeat(self.num_windows * self.window_size**2, 1).index_copy_(0, self.slots, qkv)
-            )
+            rows = padding.to(qkv.dtype).repeat(self.num_windows * self.window_size**2, 1)
+            qkv = rows.index_copy_(0, self.slots, qkv)
         qkv = qkv.view(self.num_windows, self.window_size**2, 3, groups, -1)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
     def merge(self, windows: Tensor) -> Tensor:
-        """Windows (m, g, N, C / g) as the tokens of this tile, (n, C)."""
         rows = join_groups(windows).flatten(0, 1)
         return rows if self.slots is None else rows.index_select(0, self.slots)
 
@@ -84,10 +80,10 @@ def window_tiles(
     Windows of one region come first, in tiles of their own, which need no mask.
 
     Args:
-        height: Rows of the map, in tokens.
-        width: Columns of the map, in tokens.
-        window_size: Side of a window, in tokens.
-        shift: Cyclic shift towards the top left, in tokens.
+        height: Rows of the map, in tokens, as all sizes here.
+        width: Columns of the map.
+        window_size: Side of a window.
+        shift: Cyclic shift towards the top left.
         max_tokens: Slots of a tile, which holds one window at least; None for one tile.
         device: Where the index tensors live.
     """

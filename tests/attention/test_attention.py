@@ -12,7 +12,7 @@ from torch import nn
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
 from slab_det.deployment import tiles
-from slab_det.deployment.attention import TiledMapAttention, TiledWindowAttention
+from slab_det.deployment.blocks import TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.export.token_index import WindowIndex
 
 HEADS, DIMS = 2, 6

@@ -9,7 +9,7 @@ from torch import nn
 import slab_det
 from slab_det.attention import WINDOW_ATTENTIONS, WindowAttention, repeat_windows
 from slab_det.deployment import tiles
-from slab_det.deployment.attention import TiledWindowAttention
+from slab_det.deployment.blocks import TiledWindowAttention
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.norms import OfflineNorm
 
