@@ -59,7 +59,7 @@ def torch_call(model: nn.Module, scope: str, pixels: torch.Tensor) -> Call:
 def runtime_call(file: Path, runtime: str, precision: str, scope: str, pixels: torch.Tensor, threads: int) -> Call:
     """The same through an exported file; masks are pasted in both."""
     if scope == 'detector':
-        detector = ExportedDetector(str(file), runtime, threads, precision)
+        detector = ExportedDetector(str(file), runtime=runtime, threads=threads, precision=precision)
         return lambda: detector([pixels[0]], [new_sample(pixels)])
     loaded = load_runtime(file, runtime, threads, precision)
     return lambda: loaded.run(pixels.numpy())

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -88,22 +89,17 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     onnx.save(model, path)
 
 
-def _unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    dim %= self.ndim
-    # The other sizes come from the shape: the tracer then keeps them as sizes.
-    return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
-
-
 @contextmanager
 def _traced_sizes() -> Iterator[None]:
     """Keeps ``Tensor.unflatten`` from turning sizes into constants, and mutes the warnings of the tracer."""
-    original = Tensor.unflatten
-    Tensor.unflatten = _unflatten
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
-            warnings.filterwarnings('ignore', category=DeprecationWarning)
-            warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
-            yield
-    finally:
-        Tensor.unflatten = original
+
+    def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        dim %= self.ndim
+        # The other sizes come from the shape: the tracer then keeps them as sizes.
+        return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
+
+    with mock.patch.object(Tensor, 'unflatten', unflatten), warnings.catch_warnings():
+        warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
+        warnings.filterwarnings('ignore', category=DeprecationWarning)
+        warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
+        yield

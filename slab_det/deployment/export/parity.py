@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,38 +26,35 @@ MATCHED_IOU = 0.95
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """The differences of one image, relative to the largest value of each output.
+    """The largest difference of one image, relative to the largest value of its output.
 
     Attributes:
         size: (H, W) of the image.
-        differences: The file against the detector in float64, by output.
-        own: The detector in float32 against itself in float64, by output.
+        output: Where the file differs most.
+        difference: The file against the detector in float64.
+        own: The detector in float32 against itself in float64.
         detections: How many the float64 detector found; None for scope 'backbone+neck+rpn'.
         unmatched: How many of them, or of the file's, have no partner of the same class.
     """
 
     size: tuple[int, int]
-    differences: dict[str, float]
-    own: dict[str, float]
-    detections: int | None = None
-    unmatched: int = 0
+    output: str
+    difference: float
+    own: float
+    detections: int | None
+    unmatched: int
 
     @property
     def exact(self) -> bool:
         """Whether float32 explains the difference: at most ten times PyTorch's own, as fusion promises."""
-        if self.detections is not None and self.unmatched > max(1, UNMATCHED_SHARE * self.detections):
-            return False
-        bound = FLOAT32_FACTOR * max(self.own.values(), default=0.0) + FLOAT64_BOUND
-        return max(self.differences.values(), default=0.0) <= bound
+        is_matched = self.unmatched <= max(1, UNMATCHED_SHARE * (self.detections or 0))
+        return is_matched and self.difference <= FLOAT32_FACTOR * self.own + FLOAT64_BOUND
 
     def __str__(self) -> str:
-        worst = max(self.differences, key=self.differences.get, default=None)
-        text = f'{self.size[0]}x{self.size[1]}: '
-        if worst is not None:
-            text += (
-                f'largest relative difference {self.differences[worst]:.1e} in {worst} '
-                f'(PyTorch in float32: {max(self.own.values()):.1e})'
-            )
+        text = (
+            f'{self.size[0]}x{self.size[1]}: largest relative difference {self.difference:.1e} in {self.output} '
+            f'(PyTorch in float32: {self.own:.1e})'
+        )
         if self.detections is not None:
             text += f', {self.detections} detections, {self.unmatched} without partner'
         return text
@@ -84,7 +82,10 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
         found = {name: torch.from_numpy(value) for name, value in runtime.run(image).items()}
         if found.keys() != reference.keys():
             raise ExportError(f'the file has the outputs {sorted(found)}, expected {sorted(reference)}')
-        check = _compare(tuple(image.shape[2:]), found, own, reference)
+        difference, output, unmatched = _largest_difference(found, reference)
+        detections = len(reference['boxes']) if 'boxes' in reference else None
+        own_difference = _largest_difference(own, reference)[0]
+        check = ParityCheck(tuple(image.shape[2:]), output, difference, own_difference, detections, unmatched)
         if not check.exact:
             raise ExportError(
                 f'the file does not compute what the detector does: {check}; do not use it, and please '
@@ -94,6 +95,24 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     return checks
 
 
+def _largest_difference(outputs: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str, int]:
+    """The largest difference over the largest reference, the output it is in, and detections without partner."""
+    unmatched = 0
+    if 'boxes' in reference:
+        i, j = match_detections(reference, outputs)
+        unmatched = max(len(reference['boxes']), len(outputs['boxes'])) - len(i)
+        outputs = {name: output[j] for name, output in outputs.items()}
+        reference = {name: expected[i] for name, expected in reference.items()}
+    differences = dict.fromkeys(reference, math.inf)
+    for name, expected in reference.items():
+        output, expected = outputs[name].double(), expected.double()
+        if output.shape == expected.shape and output.isfinite().all():
+            distance, largest = ((output - expected).abs(), expected.abs()) if len(expected) else (torch.zeros(1),) * 2
+            differences[name] = float(distance.max() / largest.max().clamp(min=1e-12))
+    worst = max(differences, key=differences.get)
+    return differences[worst], worst, unmatched
+
+
 def random_images(sizes: Sequence[tuple[int, int]] = SIZES) -> list[np.ndarray]:
     """Seeded noise in each size."""
     generator = torch.Generator().manual_seed(0)
@@ -101,14 +120,11 @@ def random_images(sizes: Sequence[tuple[int, int]] = SIZES) -> list[np.ndarray]:
 
 
 def match_detections(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Indices of detections that are the same object: same class, almost the same box.
+    """Indices in both of detections that are the same object: same class, almost the same box.
 
     Args:
         first: 'boxes' (n, 4), 'scores' (n,), 'labels' (n,).
         second: The same with m detections.
-
-    Returns:
-        Two lists of one length; no index is in a list twice.
     """
     overlap = torchvision.ops.box_iou(first['boxes'].double(), second['boxes'].double())
     overlap[first['labels'][:, None] != second['labels'][None]] = 0
@@ -121,32 +137,3 @@ def match_detections(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
         if free and closeness[i, free[0]] > -torch.inf:
             partners[free[0]] = i
     return torch.tensor(list(partners.values()), dtype=torch.long), torch.tensor(list(partners), dtype=torch.long)
-
-
-def _compare(size: tuple[int, int], found: dict, own: dict, reference: dict) -> ParityCheck:
-    """The distances of the file (``found``) and of PyTorch in float32 (``own``) to PyTorch in float64."""
-    if 'boxes' not in reference:
-        return ParityCheck(size, _distances(found, reference), _distances(own, reference))
-    distances = []
-    for outputs in (found, own):
-        i, j = match_detections(reference, outputs)
-        if outputs is found:
-            unmatched = max(len(reference['boxes']), len(found['boxes'])) - len(i)
-        names = [name for name in reference if name != 'labels']
-        distances.append(_distances({n: outputs[n][j] for n in names}, {n: reference[n][i] for n in names}))
-    return ParityCheck(size, *distances, len(reference['boxes']), unmatched)
-
-
-def _distances(outputs: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest difference over the largest reference, by output."""
-    distances = {}
-    for name, reference in references.items():
-        output, reference = outputs[name].double(), reference.double()
-        if output.shape != reference.shape:
-            raise ExportError(f'{name} has shape {tuple(output.shape)}, the detector computes {tuple(reference.shape)}')
-        if not torch.isfinite(output).all():
-            raise ExportError(f'{name} is not finite')
-        distances[name] = 0.0
-        if reference.numel():
-            distances[name] = float((output - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
-    return distances

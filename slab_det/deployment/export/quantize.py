@@ -10,31 +10,21 @@ import numpy as np
 
 from slab_det.deployment.export.runtime import need
 
-# Layers that keep float32, by a part of their node's name.
-FLOAT_LAYERS = (
-    'projection',  # the first layer reads pixels; a hundredth of the multiply-adds
-    'rpn_cls',
-    'rpn_reg',  # sorted and decoded: a quantum of a delta moves a large anchor by pixels
-    'fc_cls',
-    'fc_reg',
-    'conv_logits',  # the answers themselves
-)
+# Layers that keep float32, by a part of their node's name: the first, which reads pixels and is a hundredth of the
+# work, and the last ones. A quantum of a delta moves a large anchor by pixels.
+FLOAT_LAYERS = ('projection', 'rpn_cls', 'rpn_reg', 'fc_cls', 'fc_reg', 'conv_logits')
 OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 
 
-def quantize_onnx(
-    source: str | Path, target: str | Path, images: Iterable[np.ndarray], float_layers: Iterable[str] = FLOAT_LAYERS
-) -> list[str]:
+def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.ndarray]) -> list[str]:
     """Writes a file whose convolutions and linear layers run in int8, QDQ form, one scale per output channel.
 
-    Only layers with weights are quantized: softmax, the products inside attention, the quotient of linear attention,
-    position tables, GELU, residual sums, RoIAlign and all that computes boxes stay in float32.
+    Only layers with weights are quantized; docs/deployment_onnx.md lists what stays in float32, and why.
 
     Args:
         source: A file that :func:`slab_det.deployment.export.export_onnx` wrote.
         target: The new file.
         images: Calibration images, (1, 3, H, W), float32, 0 to 255: training images as inference sees them.
-        float_layers: Layers whose node names contain one of these stay in float32.
 
     Returns:
         The names of the nodes that were quantized.
@@ -42,11 +32,10 @@ def quantize_onnx(
     onnx, onnxruntime, quantization = need('onnx'), need('onnxruntime'), need('onnxruntime.quantization')
 
     class Reader(quantization.CalibrationDataReader):
-        remaining = iter(images)
+        inputs = ({'image': image} for image in images)
 
         def get_next(self) -> dict[str, np.ndarray] | None:
-            image = next(self.remaining, None)
-            return None if image is None else {'image': image}
+            return next(self.inputs, None)
 
     with tempfile.TemporaryDirectory() as folder:
         # Weights that the graph still computes, such as the repeated kernels of linear attention, become constants.
@@ -56,14 +45,14 @@ def quantize_onnx(
         options.optimized_model_filepath = str(prepared)
         onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
 
-        graph, kept = onnx.load(prepared).graph, tuple(float_layers)
+        graph = onnx.load(prepared).graph
         weights = {tensor.name for tensor in graph.initializer}
         nodes = [
             node.name
             for node in graph.node
             if node.op_type in OPERATORS_WITH_WEIGHTS
             and weights.intersection(node.input[:2])
-            and not any(part in node.name for part in kept)
+            and not any(part in node.name for part in FLOAT_LAYERS)
         ]
         quantization.quantize_static(
             prepared,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from slab_det.runtime.errors import ExportError
 
 METADATA_KEY = 'slab_det'
 PRECISIONS = ('f32', 'bf16')
+Run = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 def need(name: str) -> ModuleType:
@@ -36,63 +38,44 @@ def need(name: str) -> ModuleType:
         raise ExportError(f'the package {error.name} is not installed: pip install -e ".[{extra}]"') from error
 
 
-class Runtime(ABC):
+def _run_in_onnxruntime(path: str | Path, threads: int, precision: str) -> Run:
+    if precision != 'f32':
+        raise ExportError(f'ONNX Runtime computes as the file says, not in {precision}: use runtime openvino')
+    onnxruntime = need('onnxruntime')
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
+    names = [output.name for output in session.get_outputs()]
+    return lambda image: dict(zip(names, session.run(None, {'image': image}), strict=True))
+
+
+def _run_in_openvino(path: str | Path, threads: int, precision: str) -> Run:
+    options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
+    if threads:
+        options['INFERENCE_NUM_THREADS'] = threads
+    core = need('openvino').Core()
+    request = core.compile_model(core.read_model(path), 'CPU', options).create_infer_request()
+    # Copies: the next image overwrites the memory of the request.
+    return lambda image: {port.any_name: np.array(value) for port, value in request.infer([image]).items()}
+
+
+# ONNX Runtime computes in float32, or in int8 where the file is quantized. OpenVINO runs on processors of AMD and Arm
+# too, a quantized file in int8; its bf16 is faster than f32 only where the CPU multiplies it (AVX-512 BF16, AMX).
+RUNTIMES = {'onnxruntime': _run_in_onnxruntime, 'openvino': _run_in_openvino}
+
+
+@dataclass(frozen=True)
+class Runtime:
     """A loaded ONNX file.
 
     Attributes:
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
+        run: Gives the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
+            pipeline.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        properties = need('onnx').load(path, load_external_data=False).metadata_props
-        text = next((entry.value for entry in properties if entry.key == METADATA_KEY), None)
-        if text is None:
-            raise ExportError(f'{path} was not written by tools/export_onnx.py')
-        self.metadata: dict = json.loads(text)
-
-    @abstractmethod
-    def run(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """The outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the pipeline."""
-
-
-class OnnxRuntime(Runtime):
-    """Microsoft's ONNX Runtime on the CPU; float32, or int8 where the file is quantized."""
-
-    def __init__(self, path: str | Path, threads: int, precision: str) -> None:
-        if precision != 'f32':
-            raise ExportError(f'ONNX Runtime computes as the file says, not in {precision}: use runtime openvino')
-        super().__init__(path)
-        onnxruntime = need('onnxruntime')
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
-        self._names = [output.name for output in self._session.get_outputs()]
-
-    def run(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        return dict(zip(self._names, self._session.run(None, {'image': image}), strict=True))
-
-
-class OpenVino(Runtime):
-    """Intel's OpenVINO on the CPU, also on processors of AMD and Arm.
-
-    bf16 is faster than f32 only where the CPU multiplies it (AVX-512 BF16, AMX). With either, a quantized file runs in
-    int8 where the file says so.
-    """
-
-    def __init__(self, path: str | Path, threads: int, precision: str) -> None:
-        super().__init__(path)
-        options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
-        if threads:
-            options['INFERENCE_NUM_THREADS'] = threads
-        core = need('openvino').Core()
-        self._request = core.compile_model(core.read_model(path), 'CPU', options).create_infer_request()
-
-    def run(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        # Copies: the next image overwrites the memory of the request.
-        return {port.any_name: np.array(value) for port, value in self._request.infer([image]).items()}
-
-
-RUNTIMES: dict[str, type[Runtime]] = {'onnxruntime': OnnxRuntime, 'openvino': OpenVino}
+    metadata: dict
+    run: Run
 
 
 def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 0, precision: str = 'f32') -> Runtime:
@@ -111,7 +94,11 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
-    return RUNTIMES[runtime](path, threads, precision)
+    properties = need('onnx').load(path, load_external_data=False).metadata_props
+    text = next((entry.value for entry in properties if entry.key == METADATA_KEY), None)
+    if text is None:
+        raise ExportError(f'{path} was not written by tools/export_onnx.py')
+    return Runtime(json.loads(text), RUNTIMES[runtime](path, threads, precision))
 
 
 @MODELS.register_module()
@@ -120,17 +107,15 @@ class ExportedDetector(BaseModel):
 
     Args:
         file: The ONNX file, of scope 'detector'.
-        runtime: 'onnxruntime' or 'openvino'.
-        threads: CPU threads; 0 lets the runtime choose.
-        precision: 'f32' or, with OpenVINO, 'bf16'.
+        **options: As :func:`load_runtime` takes them.
 
     Raises:
         ExportError: If the file has another scope, or the runtime is not installed.
     """
 
-    def __init__(self, file: str, runtime: str = 'onnxruntime', threads: int = 0, precision: str = 'f32') -> None:
+    def __init__(self, file: str, **options) -> None:
         super().__init__()
-        self.runtime = load_runtime(file, runtime, threads, precision)
+        self.runtime = load_runtime(file, **options)
         if self.runtime.metadata['scope'] != 'detector':
             raise ExportError(f'{file} has scope {self.runtime.metadata["scope"]}: export it with --scope detector')
         # The runner asks a model for its device.
@@ -162,7 +147,7 @@ def paste_masks(logits: Tensor, boxes: Tensor, shape: tuple[int, int], threshold
         threshold: Smallest probability of a pixel inside the mask.
     """
     masks = torch.zeros(len(boxes), *shape, dtype=torch.bool)
-    for i in range(len(boxes)):
-        pasted, window = _do_paste_mask(logits[i : i + 1, None].sigmoid(), boxes[i : i + 1], *shape)
-        masks[(i, *window)] = pasted[0] >= threshold
+    for mask, logit, box in zip(masks, logits, boxes, strict=True):
+        pasted, window = _do_paste_mask(logit[None, None].sigmoid(), box[None], *shape)
+        mask[window] = pasted[0] >= threshold
     return masks
