@@ -10,7 +10,6 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.fileio import put_text
 from mmengine.runner import save_checkpoint
-from torch import nn
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
@@ -18,6 +17,13 @@ from slab_det.conversion.convert import ConversionError, ConversionReport, conve
 from slab_det.norms import named_progressive_norms
 from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
 
+# What every run of ours has.
+DEFAULT_HOOKS = dict(
+    checked_load=dict(type='CheckedLoadHook'),
+    exact_resume=dict(type='ExactResumeHook'),
+    norm_state=dict(type='NormStateHook'),
+    pool_statistics=dict(type='PoolStatisticsHook'),
+)
 # The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
 
@@ -46,8 +52,18 @@ def convert_detector(
     model = build_detector(cfg, checkpoint)
     others = [name for name, _ in model.named_children() if name != 'backbone']
     report = convert_norms(model, calibrate=calibrate, inplace=True, skip=others).conversion_report
-    new_cfg = finetune_config(cfg, schedule, _norm_cfg(model), out)
-    _check_rebuilt(new_cfg, model)
+    eps, *more_eps = {norm.ln.eps for norm in named_progressive_norms(model).values()}
+    new_cfg = finetune_config(cfg, schedule, dict(type='PRepBN', ln_eps=eps), out)
+    shapes, rebuilt = (
+        {key: value.shape for key, value in m.state_dict().items()}
+        for m in (model, MODELS.build(copy.deepcopy(new_cfg.model)))
+    )
+    if more_eps or shapes != rebuilt:
+        different = ', '.join(sorted(dict(shapes.items() ^ rebuilt.items()))[:3]) or 'their eps differ'
+        raise ConversionError(
+            f'not all norms of {cfg.model.backbone.type} follow its norm_cfg ({different}), so no config says what the '
+            'converted detector is; convert the model in Python with slab_det.convert_norms'
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     meta = dict(slab_det_version=slab_det.__version__)
     if model.dataset_meta is not None:
@@ -71,78 +87,39 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
         norm_cfg: The new norms of the backbone.
         checkpoint: What the run starts from.
     """
-    values = copy.deepcopy(cfg).to_dict()
-    backbone = values['model']['backbone']
+    values, changes = cfg.to_dict(), schedule.to_dict()
     drop_pretrained(values['model'])
+    backbone = values['model']['backbone']
     backbone['norm_cfg'] = norm_cfg
     if backbone.get('out_norm_cfg'):
         backbone['out_norm_cfg'] = 'same'
-    own_hooks = values.get('custom_hooks') or []
-    was_by_epoch = _is_by_epoch(values)
-    values.update({key: value for key, value in schedule.to_dict().items() if key in SCHEDULE_KEYS})
-    hooks = schedule.to_dict().get('custom_hooks') or []
+    hooks = changes.get('custom_hooks') or []
     brought = {type_name(hook['type']) for hook in hooks}
-    values['custom_hooks'] = [hook for hook in own_hooks if type_name(hook['type']) not in brought] + hooks
-    for name, hook in (
-        ('checked_load', 'CheckedLoadHook'),
-        ('exact_resume', 'ExactResumeHook'),
-        ('norm_state', 'NormStateHook'),
-        ('pool_statistics', 'PoolStatisticsHook'),
-    ):
-        values.setdefault('default_hooks', {}).setdefault(name, dict(type=hook))
-    if _is_by_epoch(values) != was_by_epoch:
+    own_hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in brought]
+    was_by_epoch = 'max_epochs' in (values.get('train_cfg') or {})
+    values.update(
+        {key: value for key, value in changes.items() if key in SCHEDULE_KEYS}, custom_hooks=own_hooks + hooks
+    )
+    values['default_hooks'] = {**DEFAULT_HOOKS, **values.get('default_hooks', {})}
+    if ('max_epochs' in (values.get('train_cfg') or {})) != was_by_epoch:
         _count_anew(values)
     import_slab_det(values)
     # An absolute path is found from wherever the fine-tune is started.
-    values['load_from'] = str(checkpoint.resolve())
-    values['resume'] = False
+    values.update(load_from=str(checkpoint.resolve()), resume=False)
     values.pop('work_dir', None)
     return Config(values)
 
 
-def _is_by_epoch(values: dict) -> bool:
-    """Whether the run counts epochs."""
-    return 'max_epochs' in (values.get('train_cfg') or {})
-
-
 def _count_anew(values: dict) -> None:
     """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
-    by_epoch = _is_by_epoch(values)
+    by_epoch = 'max_epochs' in values['train_cfg']
     checkpoint = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
     checkpoint.update(by_epoch=by_epoch, interval=1 if by_epoch else values['train_cfg'].get('val_interval', 1000))
     checkpoint.pop('save_begin', None)
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
+    # An epoch of an endless sampler never ends; one that ends makes a loop of iterations start its workers anew.
+    old, new = ('InfiniteSampler', 'DefaultSampler') if by_epoch else ('DefaultSampler', 'InfiniteSampler')
     sampler = values['train_dataloader'].get('sampler')
-    if sampler and by_epoch and type_name(sampler['type']) == 'InfiniteSampler':
-        # An epoch of it would never end.
-        sampler['type'] = 'DefaultSampler'
-    elif sampler and not by_epoch and type_name(sampler['type']) == 'DefaultSampler':
-        # An iteration-based loop would start the workers anew after every pass.
-        sampler['type'] = 'InfiniteSampler'
+    if sampler and type_name(sampler['type']) == old:
+        sampler['type'] = new
         sampler.pop('round_up', None)
-
-
-def _norm_cfg(model: nn.Module) -> dict:
-    """The PRepBN that a config must name so that every norm has the eps of its LayerNorm."""
-    all_eps = {norm.ln.eps for norm in named_progressive_norms(model).values()}
-    if len(all_eps) > 1:
-        raise ConversionError(
-            f'the LayerNorms have different eps ({sorted(all_eps)}), which one norm_cfg cannot say; '
-            'convert the model in Python with slab_det.convert_norms'
-        )
-    return dict(type='PRepBN', ln_eps=all_eps.pop())
-
-
-def _check_rebuilt(cfg: Config, model: nn.Module) -> None:
-    """Raises ConversionError unless the config builds a detector with the keys and shapes of ``model``."""
-    shapes, rebuilt = (
-        {key: value.shape for key, value in m.state_dict().items()}
-        for m in (model, MODELS.build(copy.deepcopy(cfg.model)))
-    )
-    different = sorted(key for key in shapes.keys() | rebuilt.keys() if shapes.get(key) != rebuilt.get(key))
-    if different:
-        raise ConversionError(
-            f'{cfg.model.backbone.type} with norm_cfg=dict(type="PRepBN") has other weights than the converted one '
-            f'({", ".join(different[:3])}, …): some of its norms do not follow norm_cfg; convert the model in Python '
-            'with slab_det.convert_norms(model, skip=[…])'
-        )

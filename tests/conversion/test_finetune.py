@@ -1,15 +1,13 @@
-"""A trained LayerNorm detector is converted, fine-tuned and fused, all through real files and runs."""
+"""A trained LayerNorm detector becomes a PRepBN detector with a config for its fine-tune, through real files."""
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, randomize
 from mmdet.apis import DetInferencer
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
-from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
@@ -30,33 +28,26 @@ def layernorm_run(small_run_cfg, backbone):
 
 
 @pytest.fixture
-def schedule(small_run_cfg):
-    """What a user would write in a file: two iterations, the decay in the first half."""
-    cfg = small_run_cfg('schedule', max_iters=2)
+def schedule():
+    """What a user would write in a file."""
     hooks = [dict(type='ProgressiveNormHook', total=0.5), dict(type='RecalibrateFuseHook', num_images=4, max_passes=2)]
-    return Config(
-        dict(
-            train_cfg=cfg.train_cfg,
-            optim_wrapper=cfg.optim_wrapper,
-            param_scheduler=cfg.param_scheduler,
-            custom_hooks=hooks,
-        )
-    )
+    return Config(dict(train_cfg=dict(type='IterBasedTrainLoop', max_iters=2), custom_hooks=hooks))
 
 
-# SLABSwin goes the same way in tests/e2e/test_commands.py.
-def test_stock_layernorm_detector_ends_without_norms(small_run_cfg, schedule, tmp_path):
+# tests/e2e/test_commands.py trains and fuses a converted SLABSwin.
+def test_stock_layernorm_detector_computes_the_same_after_conversion(small_run_cfg, tmp_path):
     cfg = layernorm_run(small_run_cfg, STOCK_SWIN)
-    Runner.from_cfg(copy.deepcopy(cfg)).train()
-    trained = tmp_path / 'layernorm' / 'iter_2.pth'
-    checkpoint, config, report = convert_detector(
-        cfg, str(trained), tmp_path / 'out' / 'prepbn.pth', schedule, recalibration_dataloader(cfg, 4)
-    )
+    before = build_detector(cfg)
+    randomize(before, 0)
+    torch.save(dict(state_dict=before.state_dict()), tmp_path / 'trained.pth')
+    schedule = Config.fromfile(CONFIGS / '_base_/schedules/finetune_prepbn.py')
+    images, out = recalibration_dataloader(cfg, 4), tmp_path / 'out' / 'prepbn.pth'
+    checkpoint, config, report = convert_detector(cfg, str(tmp_path / 'trained.pth'), out, schedule, images)
     assert report.converted == list(report.explained) and not report.kept
     assert all(name.startswith('backbone.') for name in report.converted)
 
     new_cfg = Config.fromfile(config)
-    before, after = build_detector(cfg, str(trained)), build_detector(new_cfg, str(checkpoint))
+    after = build_detector(new_cfg, str(checkpoint))
     norms = [m for m in after.modules() if isinstance(m, PRepBN)]
     assert len(norms) == len(report.converted) and {norm.gamma for norm in norms} == {1.0}
     assert any(norm.repbn.running_mean.any() for norm in norms)
@@ -66,29 +57,11 @@ def test_stock_layernorm_detector_ends_without_norms(small_run_cfg, schedule, tm
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     with pytest.raises(FusionError, match='gamma = 1'):
         slab_det.fuse(after)
-
-    new_cfg.work_dir, new_cfg.experiment_name = str(tmp_path / 'finetune'), f'{tmp_path.name}-finetune'
-    Runner.from_cfg(new_cfg).train()
-    fused = build_detector(
-        Config.fromfile(tmp_path / 'finetune' / 'fused_config.py'), str(tmp_path / 'finetune' / 'fused.pth')
-    )
-    assert not [m for m in fused.backbone.modules() if isinstance(m, (PRepBN, torch.nn.LayerNorm))]
-
-
-def test_default_schedule_ends_an_endless_sampler(small_run_cfg, tmp_path):
-    cfg = layernorm_run(small_run_cfg, None)
-    source = tmp_path / 'random.pth'
-    torch.save(dict(state_dict=build_detector(cfg).state_dict()), source)
-    schedule = Config.fromfile(CONFIGS / '_base_/schedules/finetune_prepbn.py')
-    _, config, report = convert_detector(cfg, str(source), tmp_path / 'prepbn.pth', schedule)
-    new_cfg = Config.fromfile(config)
+    # The quick start counts iterations, the schedule epochs.
     assert cfg.train_dataloader.sampler.type == 'InfiniteSampler'
     assert new_cfg.train_dataloader.sampler.type == 'DefaultSampler'
-    assert new_cfg.train_cfg.max_epochs == 3 and new_cfg.load_from == str(tmp_path / 'prepbn.pth')
+    assert new_cfg.train_cfg.max_epochs == 3 and new_cfg.load_from == str(out)
     assert [hook.type for hook in new_cfg.custom_hooks] == ['ProgressiveNormHook', 'RecalibrateFuseHook']
-    assert not report.explained, 'nothing to calibrate on was given'
-    norms = [m for m in build_detector(new_cfg, new_cfg.load_from).modules() if isinstance(m, PRepBN)]
-    assert norms and not any(norm.statistics_loaded for norm in norms), 'norm_eval must not freeze initial statistics'
 
 
 CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
@@ -105,7 +78,10 @@ CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
 def test_class_names_of_every_mmdet_survive(small_run_cfg, schedule, tmp_path, meta, expected):
     cfg = layernorm_run(small_run_cfg, None)
     torch.save(dict(meta=meta, state_dict=build_detector(cfg).state_dict()), tmp_path / 'random.pth')
-    checkpoint, config, _ = convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
+    checkpoint, config, report = convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
+    norms = [m for m in build_detector(Config.fromfile(config), str(checkpoint)).modules() if isinstance(m, PRepBN)]
+    assert norms and not report.explained, 'nothing to calibrate on was given'
+    assert not any(norm.statistics_loaded for norm in norms), 'norm_eval must not freeze initial statistics'
     written = torch.load(checkpoint, weights_only=False)['meta']
     assert written.get('dataset_meta') == expected and ('dataset_meta' in written) == (expected is not None)
     inferencer = DetInferencer(str(config), str(checkpoint), device='cpu', show_progress=False)
@@ -126,37 +102,26 @@ def test_hooks_of_the_detector_stay_unless_the_schedule_brings_theirs(small_run_
     assert finetune_config(cfg, schedule, dict(type='PRepBN'), Path('out.pth')).custom_hooks == cfg.custom_hooks
 
 
-EPOCHS = dict(
-    train_cfg=dict(type='EpochBasedTrainLoop', max_epochs=3, val_interval=2),
-    sampler=dict(type='DefaultSampler', shuffle=True, round_up=True),
-    interval=1,
-)
-ITERATIONS = dict(
-    train_cfg=dict(type='IterBasedTrainLoop', max_iters=500, val_interval=250),
-    sampler=dict(type='InfiniteSampler', shuffle=True),
-    interval=250,
+EPOCHS = dict(type='EpochBasedTrainLoop', max_epochs=3), dict(type='DefaultSampler', shuffle=True), 1
+ITERATIONS = (
+    dict(type='IterBasedTrainLoop', max_iters=500, val_interval=250),
+    dict(type='InfiniteSampler', shuffle=True),
+    250,
 )
 
 
 @pytest.mark.parametrize(('before', 'after'), [(EPOCHS, ITERATIONS), (ITERATIONS, EPOCHS)])
 def test_a_schedule_that_counts_otherwise_makes_everything_count_so(small_run_cfg, before, after):
-    by_epoch = after is EPOCHS
+    by_epoch, (train_cfg, sampler, interval) = after is EPOCHS, after
     cfg = layernorm_run(small_run_cfg, None)
-    cfg.train_cfg = before['train_cfg']
-    cfg.train_dataloader.sampler = before['sampler']
+    cfg.train_cfg, cfg.train_dataloader.sampler, _ = before
     cfg.log_processor = dict(type='LogProcessor', window_size=7, by_epoch=not by_epoch)
-    cfg.default_hooks.checkpoint = dict(
-        type='CheckpointHook', interval=12, by_epoch=not by_epoch, save_begin=24, save_best='auto', max_keep_ckpts=2
-    )
-    result = finetune_config(cfg, Config(dict(train_cfg=after['train_cfg'])), dict(type='PRepBN'), Path('out.pth'))
-    assert result.train_cfg == after['train_cfg']
-    assert result.default_hooks.checkpoint == dict(
-        type='CheckpointHook', interval=after['interval'], by_epoch=by_epoch, save_best='auto', max_keep_ckpts=2
-    )
+    checkpoint = dict(type='CheckpointHook', save_best='auto', max_keep_ckpts=2)
+    cfg.default_hooks.checkpoint = dict(interval=12, by_epoch=not by_epoch, save_begin=24, **checkpoint)
+    result = finetune_config(cfg, Config(dict(train_cfg=train_cfg)), dict(type='PRepBN'), Path('out.pth'))
+    assert result.train_cfg == train_cfg and result.train_dataloader.sampler == sampler
+    assert result.default_hooks.checkpoint == dict(interval=interval, by_epoch=by_epoch, **checkpoint)
     assert result.log_processor == dict(type='LogProcessor', window_size=7, by_epoch=by_epoch)
-    sampler = dict(result.train_dataloader.sampler)
-    sampler.pop('round_up', None)
-    assert sampler == dict(type=after['sampler']['type'], shuffle=True)
 
 
 def test_a_detector_without_layernorm_is_refused(small_run_cfg, schedule, tmp_path):
