@@ -103,9 +103,8 @@ class RepeatableImages(Dataset):
 
 def configured_pipeline(cfg: Config) -> str:
     """The pipeline that the RecalibrateFuseHook of ``cfg`` recalibrates with; 'train' where the config has none."""
-    hooks = [*(cfg.get('custom_hooks') or ()), *(cfg.get('default_hooks') or {}).values()]
-    own = (hook for hook in hooks if isinstance(hook, dict) and type_name(hook['type']) == 'RecalibrateFuseHook')
-    return next(own, {}).get('pipeline', 'train')
+    hooks = [hook for hook in cfg.get('custom_hooks') or () if type_name(hook['type']) == 'RecalibrateFuseHook']
+    return hooks[0].get('pipeline', 'train') if hooks else 'train'
 
 
 def _with_pipeline(dataset: dict, pipeline: list) -> dict:

@@ -122,10 +122,7 @@ def test_a_fixed_size_of_the_training_is_padded_to(cfg, small_detector_cfg, augm
     assert seen == [(160, 192)] * 3 + [size]
 
 
-@pytest.mark.parametrize('kind', ['custom_hooks', 'default_hooks'])
-def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg, kind):
+def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg):
     assert configured_pipeline(cfg) == configured_pipeline(Config()) == 'train'
-    hook = cfg.custom_hooks.pop(1)
-    hook.pipeline = 'test'
-    cfg[kind] = {**cfg.default_hooks, 'fuse': hook} if kind == 'default_hooks' else [*cfg.custom_hooks, hook]
+    cfg.custom_hooks[1].pipeline = 'test'
     assert configured_pipeline(cfg) == 'test'
