@@ -11,6 +11,7 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 import argparse
 import json
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -18,8 +19,8 @@ from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 from mmengine.utils import ProgressBar
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from slab_det.measure.cost import measure_memory
 from slab_det.measure.environment import describe_environment
 from slab_det.norms import set_gamma
 
@@ -60,7 +61,18 @@ def seconds(step: Step, images: Tensor) -> float:
 def peak_bytes(step: Step, images: Tensor) -> int:
     """Peak memory of one step on top of the model and the optimizer's state."""
     step.optimizer.zero_grad()
-    return measure_memory(lambda: step(images), images.device)
+    if images.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(images)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with recorder:
+        step(images)
+    # One event for each allocation, of what it adds, and for each release.
+    events = [event for event in recorder.profiler.kineto_results.events() if event.name() == '[memory]']
+    return max(accumulate((event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), initial=0))
 
 
 def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, float]]:

@@ -57,7 +57,7 @@ class LatencyResult:
         deployed: Whether the model is the form that slab_det.deploy makes.
         median_ms: Median over the rounds of all repeats; likewise mean, standard deviation and 95th percentile.
         repeat_medians_ms: The median of each repeat.
-        cost: Multiply-adds, parameters, memory and norms left of the same call; None where it was not asked for.
+        cost: Multiply-adds, parameters and norms left of the same call; None where it was not asked for.
         environment: See :func:`slab_det.measure.environment.describe_environment`.
     """
 
@@ -129,7 +129,7 @@ def measure_latency(
         progress: Draw a progress bar on stderr.
         repeat: How many times the whole measurement, warm-up and rounds, is made: the medians of the repeats show the
             spread from run to run.
-        cost: Also count multiply-adds, parameters, memory and norms, by two more calls of every model.
+        cost: Also count multiply-adds, parameters and norms, by one more call of every model.
         keep_memory: Call :func:`keep_freed_memory` first, which cannot be undone.
 
     Returns:
@@ -245,7 +245,6 @@ def _table_row(result: LatencyResult, first: LatencyResult) -> dict[str, str]:
     if result.cost:
         row['G multiply-adds'] = f'{result.cost.multiply_adds / 1e9:.3f}'
         row['M parameters'] = f'{result.cost.parameters / 1e6:.2f}'
-        row['peak MiB'] = f'{result.cost.peak_bytes / 2**20:.0f}'
         row['norms left'] = str(result.cost.norms_left)
     return row
 
@@ -347,7 +346,7 @@ class _MeasuredModel:
         }
 
     def cost(self) -> ModelCost:
-        return measure_cost(self._submodules(self.scope.parts) or [self.model], self, self.device)
+        return measure_cost(self._submodules(self.scope.parts) or [self.model], self)
 
     def compile(self, mode: str) -> None:
         for part in self._submodules(self.scope.parts or ('backbone', 'neck')):

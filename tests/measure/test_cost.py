@@ -1,4 +1,4 @@
-"""Multiply-adds, parameters, memory and norms of models, against numbers worked out by hand."""
+"""Multiply-adds, parameters and norms of models, against numbers worked out by hand."""
 
 import pytest
 import torch
@@ -7,10 +7,9 @@ from mmdet.registry import MODELS
 from torch import nn
 
 import slab_det
-from slab_det.measure.cost import count_multiply_adds, count_norms, measure_cost, measure_memory
+from slab_det.measure.cost import count_multiply_adds, count_norms, measure_cost
 from slab_det.norms import ChannelAffine
 
-CPU = torch.device('cpu')
 PUBLISHED = {
     'Swin-T': (4.49e9, ('SwinTransformer', 'SLABSwin'), {}),
     'PVT-T': (1.926e9, ('PyramidVisionTransformer', 'SLABPVT'), {'num_layers': [2, 2, 2, 2]}),
@@ -49,9 +48,8 @@ def test_linear_attention_is_counted_as_it_runs() -> None:
     backbone = build(
         'SLABSwin',
         embed_dims=channels,
-        depths=(1, 0, 0, 0),
+        depths=(1, 1, 1, 1),
         num_heads=(4, 4, 4, 4),
-        out_indices=(0,),
         attention='sla',
         window_sizes=(56, 28, 7, 7),
         norm_cfg={'type': 'PRepBN'},
@@ -74,24 +72,6 @@ def test_linear_layers_of_onednn_are_counted() -> None:
     assert count_multiply_adds(lambda: linear.binary(x[None], x.new_ones(1, 10, 32), weight, bias, 'add')) == 5120
 
 
-@torch.no_grad()
-def test_memory_is_the_largest_sum_that_was_alive_at_once(capfd: pytest.CaptureFixture) -> None:
-    x, kept = torch.randn(1000, 1000), []
-    # Scalars of a few bytes come along.
-    ways = {
-        'both are needed': (2, lambda: (x + 1).relu()),
-        'in place': (1, lambda: (x + 1).relu_()),
-        'the first is gone before the second begins': (1, lambda: [(x + i).relu_()[0, 0].item() for i in range(3)]),
-        'kept for later calls': (3, lambda: (kept.append(x.exp()), (x + kept[0]).exp())),
-    }
-    peaks = {name: measure_memory(way, CPU) / x.nbytes for name, (_, way) in ways.items()}
-    assert peaks == pytest.approx({name: expected for name, (expected, _) in ways.items()}, rel=1e-4)
-    # The kernel's own buffers: no operator returns them.
-    image, convolution = torch.randn(1, 16, 100, 100), nn.Conv2d(16, 16, 3, padding=1).eval()
-    assert measure_memory(lambda: convolution(image), CPU) >= image.nbytes
-    assert capfd.readouterr().err == '', "torch's profiler is heard"
-
-
 def test_norms_are_counted_and_fusion_leaves_none(small_detector) -> None:
     norms = [nn.LayerNorm(4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.SyncBatchNorm(4), ChannelAffine(4)]
     prepbn = MODELS.build({'type': 'PRepBN', 'num_features': 4})
@@ -100,8 +80,7 @@ def test_norms_are_counted_and_fusion_leaves_none(small_detector) -> None:
     images, costs = torch.randn(1, 3, 64, 96), []
     for model in (unfused, slab_det.fuse(unfused)):
         parts = [model.backbone, model.neck]
-        costs.append(measure_cost(parts, lambda model=model: model.extract_feat(images), CPU))
+        costs.append(measure_cost(parts, lambda model=model: model.extract_feat(images)))
         assert costs[-1].parameters == sum(p.numel() for part in parts for p in part.parameters())
-        assert costs[-1].peak_bytes == costs[-1].weights_bytes + costs[-1].forward_bytes > 4 * costs[-1].parameters
     assert (costs[0].norms_left, costs[1].norms_left) == (1 + 2 * 6 + 3 + 4, 0)
     assert costs[1].parameters < costs[0].parameters and costs[1].multiply_adds == costs[0].multiply_adds
