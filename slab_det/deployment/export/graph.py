@@ -31,13 +31,7 @@ TRACED_SIZE = (161, 227)
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     """A copy of a detector that computes everything from the image, sizes included, and runs as any module.
 
-    Args:
-        detector: A two-stage detector in eval mode. Offline norms that are left are fused.
-        scope: 'backbone+neck+rpn' or 'detector'.
-
-    Raises:
-        ExportError: If the detector, or a part of it, has no export form.
-        FusionError: If it cannot be fused.
+    Arguments and errors are those of :func:`export_onnx`.
     """
     if scope not in SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
@@ -59,6 +53,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
 
     Raises:
         ExportError: If the detector, or a part of it, has no export form.
+        FusionError: If it cannot be fused.
     """
     if opset < MIN_OPSET:
         raise ExportError(f'opset {opset} is too old: give {MIN_OPSET} or more')

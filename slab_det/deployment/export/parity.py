@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torchvision
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from slab_det.deployment.export.graph import build_graph
@@ -127,13 +128,10 @@ def match_detections(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
         second: The same with m detections.
     """
     overlap = torchvision.ops.box_iou(first['boxes'].double(), second['boxes'].double())
-    overlap[first['labels'][:, None] != second['labels'][None]] = 0
     # Duplicates within a class overlap too: the score tells them apart.
     closeness = overlap - (first['scores'].double()[:, None] - second['scores'].double()[None]).abs()
-    closeness[overlap < MATCHED_IOU] = -torch.inf
-    partners: dict[int, int] = {}
-    for i in range(len(closeness)):
-        free = [j for j in closeness[i].argsort(descending=True).tolist() if j not in partners]
-        if free and closeness[i, free[0]] > -torch.inf:
-            partners[free[0]] = i
-    return torch.tensor(list(partners.values()), dtype=torch.long), torch.tensor(list(partners), dtype=torch.long)
+    # One such pair weighs more than all that a better partner for others could gain.
+    closeness[(overlap < MATCHED_IOU) | (first['labels'][:, None] != second['labels'][None])] = -1000.0
+    i, j = map(torch.from_numpy, linear_sum_assignment(closeness.nan_to_num(-1000.0), maximize=True))
+    matched = closeness[i, j] > -1000.0
+    return i[matched], j[matched]

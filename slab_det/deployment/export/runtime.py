@@ -59,8 +59,6 @@ def _run_in_openvino(path: str | Path, threads: int, precision: str) -> Run:
     return lambda image: {port.any_name: np.array(value) for port, value in request.infer([image]).items()}
 
 
-# ONNX Runtime computes in float32, or in int8 where the file is quantized. OpenVINO runs on processors of AMD and Arm
-# too, a quantized file in int8; its bf16 is faster than f32 only where the CPU multiplies it (AVX-512 BF16, AMX).
 RUNTIMES = {'onnxruntime': _run_in_onnxruntime, 'openvino': _run_in_openvino}
 
 

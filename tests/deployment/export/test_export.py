@@ -1,6 +1,7 @@
 """The exported graph against mmdet's own prediction, the file against the graph, int8, and the file as a model."""
 
 import copy
+from functools import cache
 
 import numpy as np
 import onnx
@@ -47,7 +48,7 @@ BACKBONES = {
 SIZES = [(64, 96), (131, 75), (101, 160)]
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def detector(small_detector_cfg):
     """A function: a small detector, everything in it random, that finds objects in noise."""
 
@@ -72,6 +73,22 @@ def detector(small_detector_cfg):
         return model
 
     return build
+
+
+@pytest.fixture(scope='module')
+def exported(detector, tmp_path_factory):
+    """A function: a small detector and its file, which is written once for each scope."""
+
+    @cache
+    def export(scope='detector'):
+        model, file = detector(), tmp_path_factory.mktemp('exported') / 'model.onnx'
+        before, unflatten = copy.deepcopy(model.state_dict()), torch.Tensor.unflatten
+        export_onnx(model, file, scope)
+        assert torch.Tensor.unflatten is unflatten
+        assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+        return model, file
+
+    return export
 
 
 def predict(model, image, divisor):
@@ -141,15 +158,12 @@ def test_detector_that_finds_nothing_returns_empty_outputs(detector, tmp_path):
 
 
 @pytest.mark.parametrize('scope', ['detector', 'backbone+neck+rpn'])
-def test_parity_check_refuses_a_file_of_other_weights(detector, tmp_path, scope):
-    model = detector()
-    before, unflatten = copy.deepcopy(model.state_dict()), torch.Tensor.unflatten
-    export_onnx(model, tmp_path / 'model.onnx', scope)
-    assert torch.Tensor.unflatten is unflatten
-    assert all(value.equal(before[name]) for name, value in model.state_dict().items()), 'export changed the detector'
-    model.backbone.stages[3].blocks[0].ffn.layers[1].weight.data.mul_(1.001)
+def test_parity_check_refuses_a_file_of_other_weights(exported, scope):
+    model, file = exported(scope)
+    other = copy.deepcopy(model)
+    other.backbone.stages[3].blocks[0].ffn.layers[1].weight.data.mul_(1.001)
     with pytest.raises(ExportError, match='does not compute what the detector does: 64x96'):
-        check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
+        check_parity(other, load_runtime(file, threads=1), random_images(SIZES))
 
 
 def test_what_has_no_export_form_is_named(detector, tmp_path):
@@ -180,9 +194,8 @@ def test_file_of_others_is_refused(tmp_path):
         load_runtime(tmp_path / 'other.onnx', 'tensorrt')
 
 
-def test_layers_with_weights_run_in_int8_and_the_answers_in_float(detector, tmp_path):
-    source, target = tmp_path / 'model.onnx', tmp_path / 'int8.onnx'
-    export_onnx(detector(), source, 'backbone+neck+rpn')
+def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_path):
+    source, target = exported('backbone+neck+rpn')[1], tmp_path / 'int8.onnx'
     nodes = quantize_onnx(source, target, random_images([(96, 128), (75, 131)]))
     graph = onnx.load(target).graph
     scales = {tensor.name: tensor.dims for tensor in graph.initializer if tensor.name.endswith('scale')}
@@ -207,16 +220,15 @@ def test_layers_with_weights_run_in_int8_and_the_answers_in_float(detector, tmp_
         assert 1e-4 < error < 0.2, (name, error)
 
 
-def test_file_takes_the_place_of_a_model(detector, small_run_cfg, tmp_path):
-    model = detector()
-    export_onnx(model, tmp_path / 'model.onnx')
-    exported = MODELS.build(dict(type='ExportedDetector', file=str(tmp_path / 'model.onnx'), threads=1))
+def test_file_takes_the_place_of_a_model(exported, small_run_cfg):
+    model, file = exported()
+    running = MODELS.build(dict(type='ExportedDetector', file=str(file), threads=1))
     cfg = small_run_cfg()
     compared = 0
     for data in Runner.build_dataloader(cfg.test_dataloader):
         with torch.no_grad():
             expected = model.test_step({**data, 'data_samples': [s.clone() for s in data['data_samples']]})
-        for found, wanted in zip(exported.test_step(data), expected, strict=True):
+        for found, wanted in zip(running.test_step(data), expected, strict=True):
             found, wanted = found.pred_instances, wanted.pred_instances
             assert found.masks.shape[1:] == wanted.masks.shape[1:]
             i, j = match_detections(*(dict(boxes=p.bboxes, scores=p.scores, labels=p.labels) for p in (found, wanted)))
@@ -228,16 +240,16 @@ def test_file_takes_the_place_of_a_model(detector, small_run_cfg, tmp_path):
     assert compared > 20
 
 
-def test_openvino_finds_what_onnx_runtime_finds(detector, tmp_path):
-    export_onnx(detector(), tmp_path / 'model.onnx', 'backbone+neck+rpn')
+def test_openvino_finds_what_onnx_runtime_finds(exported):
+    file = exported('backbone+neck+rpn')[1]
     with pytest.raises(ExportError, match='--scope detector'):
-        MODELS.build(dict(type='ExportedDetector', file=str(tmp_path / 'model.onnx')))
+        MODELS.build(dict(type='ExportedDetector', file=str(file)))
     with pytest.raises(ExportError, match='use runtime openvino'):
-        load_runtime(tmp_path / 'model.onnx', precision='bf16')
+        load_runtime(file, precision='bf16')
     pytest.importorskip('openvino')
     image = random_images([(131, 100)])[0]
-    expected = load_runtime(tmp_path / 'model.onnx', threads=1).run(image)
-    found = load_runtime(tmp_path / 'model.onnx', 'openvino', threads=1).run(image)
+    expected = load_runtime(file, threads=1).run(image)
+    found = load_runtime(file, 'openvino', threads=1).run(image)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert np.abs(found[name] - value).max() <= 1e-4 * np.abs(value).max(), name
