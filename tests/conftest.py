@@ -26,8 +26,6 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch import nn
 
-from slab_det.backbones.blocks import PatchMerging
-
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(
     type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN')
@@ -169,26 +167,20 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def randomize(model: nn.Module, seed: int) -> None:
-    """Fills parameters and statistics so that no two are alike and activations keep their size.
-
-    A seed gives the same model as a checkpoint that holds the noise in mmdet's order of channels.
-    """
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Fills parameters and statistics so that no two are alike and activations keep their size."""
     generator = torch.Generator().manual_seed(seed)
-    mergings = {name: module for name, module in model.named_modules() if isinstance(module, PatchMerging)}
-    for name, tensor in live_tensors(model).items():
+    state = model.state_dict()
+    for name, tensor in state.items():
         if not tensor.is_floating_point() or name.endswith('_gamma'):
             continue
         noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-        merging = next((module for prefix, module in mergings.items() if name.startswith(f'{prefix}.')), None)
-        if merging is not None and noise.ndim and noise.shape[-1] == merging.reduction.in_features:
-            noise = merging.to_block_order(noise)
         if name.endswith('running_var'):
-            tensor.copy_(noise.abs() + 0.5)
-        elif tensor.ndim > 1:
-            tensor.copy_(noise / tensor[0].numel() ** 0.5)
+            state[name] = noise.abs() + 0.5
         else:
-            tensor.copy_(noise * 0.5)
+            state[name] = noise / tensor[0].numel() ** 0.5 if tensor.ndim > 1 else noise * 0.5
+    model.load_state_dict(state)
+    return model
 
 
 def random_sizes(count: int, seed: int) -> list[list[int]]:
@@ -201,18 +193,8 @@ def random_sizes(count: int, seed: int) -> list[list[int]]:
 def raw_outputs(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
     """Everything that the detector computes before its last NMS: proposals, class scores, box deltas, mask logits."""
     height, width = images.shape[-2:]
-    samples = [
-        DetDataSample(
-            metainfo=dict(
-                img_shape=(height, width),
-                ori_shape=(height, width),
-                batch_input_shape=(height, width),
-                pad_shape=(height, width),
-                scale_factor=(1.0, 1.0),
-            )
-        )
-        for _ in images
-    ]
+    shapes = dict.fromkeys(('img_shape', 'ori_shape', 'batch_input_shape', 'pad_shape'), (height, width))
+    samples = [DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0))) for _ in images]
     features = model.extract_feat(images)
     proposals = model.rpn_head.predict(features, samples, rescale=False)
     return [*(p.bboxes for p in proposals), *model.roi_head.forward(features, proposals, samples)]

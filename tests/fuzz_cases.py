@@ -118,7 +118,7 @@ def _draw_swin(rng: random.Random, size: tuple[int, int]) -> dict:
         use_abs_pos_embed=rng.random() < 0.3,
         pretrain_img_size=rng.choice((32, (48, 64))),
         attention=_draw_attention(rng, num_stages),
-        mask_padding=rng.random() < 0.3,
+        with_cp=rng.random() < 0.3,
         ffn_norm=rng.choice((None, None, 'pre_act', 'post_act')),
         out_norm_cfg=rng.choice(('same', 'same', None, dict(type='LN'), _draw_norm(rng))),
         strides=[backbone['patch_size'], *(rng.choice((1, 2, 2, 2, 3)) for _ in range(num_stages - 1))],

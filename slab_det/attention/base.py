@@ -70,7 +70,6 @@ class WindowAttention(Attention):
         window_size: Side w of a window; N = w * w tokens.
         qkv_bias: Whether q, k and v have a bias.
         proj_drop_rate: Dropout after the output projection.
-        mask_padding: Padding tokens weigh nothing as keys of linear attention.
     """
 
     def __init__(
@@ -82,12 +81,10 @@ class WindowAttention(Attention):
         qk_scale: float | None = None,
         attn_drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
-        mask_padding: bool = False,
     ) -> None:
         super().__init__(embed_dims, num_heads, qk_scale, attn_drop_rate)
         self.window_size = window_size
         self.table_shape = (window_size, window_size)
-        self.mask_padding = mask_padding
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(proj_drop_rate)

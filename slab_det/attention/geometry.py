@@ -43,10 +43,6 @@ class Geometry(ABC):
         """An additive mask of the logits, (nW, N, N): 0 within a region of the map, -100 across; None for none."""
         return None
 
-    def padding_mask(self) -> Tensor | None:
-        """True for keys that are padding, (nW, N); None where there are none."""
-        return None
-
     def fit_table(self, table: Tensor, table_shape: tuple[int, int]) -> Tensor:
         """A learned table of positions (1, H0 * W0, C) with one row for each key, (1, M, C)."""
         return table
@@ -207,12 +203,6 @@ class WindowGeometry(Windows):
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.regions is None else mask_regions(self.regions, dtype)
-
-    def padding_mask(self) -> Tensor | None:
-        if not self.padding_slots.numel():
-            return None
-        mask = torch.zeros_like(self.index, dtype=torch.bool)
-        return mask.index_fill_(0, self.padding_slots, True).view(self.num_windows, -1)
 
     def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
         if owner.training or torch.is_grad_enabled():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.attention.base import Attention, MapAttention, WindowAttention
-from slab_det.attention.geometry import Geometry, repeat_windows
+from slab_det.attention.geometry import Geometry
 
 
 class LinearMixing(Attention):
@@ -20,7 +20,7 @@ class LinearMixing(Attention):
     over maps it is as large as their keys' map in pretraining, and interpolated to the map at hand.
 
     There is no shift mask: after a shift, tokens of several regions share one sum, as in the released code. Windows
-    include their padding tokens; with ``mask_padding`` those weigh nothing as keys.
+    include their padding tokens.
 
     Where keys and values are reduced, the values are interpolated in two dimensions to the places of the queries
     before the convolution. The released code does so along the flattened tokens, across row ends; no published
@@ -28,7 +28,6 @@ class LinearMixing(Attention):
     """
 
     heads_apart = False
-    mask_padding = False
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -64,9 +63,6 @@ class LinearMixing(Attention):
             k, v = k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
-            padding = geometry.padding_mask() if self.mask_padding else None
-            if padding is not None:
-                k = k * ~repeat_windows(padding, k.shape[0])[..., None]
             # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
             # the two products has the multiply-adds of the output projection, h times what separate heads would have.
             heads = self.head_mask.to(v.dtype)

@@ -54,7 +54,6 @@ class SLABSwin(Backbone):
             :func:`slab_det.load_pretrained` reads; ``pretrained=...`` is mmdet's older spelling.
         attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         window_sizes: Window side per stage; None means ``window_size`` everywhere.
-        mask_padding: Padding tokens weigh nothing as keys of linear attention. The released code counts them.
         out_norm_cfg: The output norms: 'same' takes ``norm_cfg``, a dict another norm, None none.
         norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
             whose statistics were not loaded stay live.
@@ -97,7 +96,6 @@ class SLABSwin(Backbone):
         init_cfg: dict | None = None,
         attention: str | Sequence[str] = 'softmax',
         window_sizes: Sequence[int] | None = None,
-        mask_padding: bool = False,
         out_norm_cfg: str | dict | None = 'same',
         norm_eval: bool = False,
         ffn_norm: str | None = None,
@@ -154,7 +152,6 @@ class SLABSwin(Backbone):
                     qk_scale=qk_scale,
                     attn_drop_rate=attn_drop_rate,
                     proj_drop_rate=drop_rate,
-                    mask_padding=mask_padding,
                 )
                 attn = ShiftedWindowAttention(w_msa, window_sizes[i] // 2 if depth % 2 else 0, rate)
                 ffn = LinearFFN(channels, int(mlp_ratio * channels), act_cfg, drop_rate, rate, ffn_norm, norm_cfg)

@@ -62,12 +62,6 @@ class WindowTile(Windows):
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.regions is None else mask_regions(self.regions, dtype)
 
-    def padding_mask(self) -> Tensor | None:
-        if self.slots is None:
-            return None
-        mask = torch.ones(self.num_windows * self.window_size**2, dtype=torch.bool, device=self.tokens.device)
-        return mask.index_fill_(0, self.slots, False).view(self.num_windows, -1)
-
     def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
         return _get_or_make(self.kept, 'kept', make)
 

@@ -19,14 +19,7 @@ PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 
 
 def check_foldable(layer: nn.Module, side: Side, part: str = '', name: str = 'layer') -> None:
-    """Raises CannotFold unless an affine map on one side of the layer can become part of the layer.
-
-    Args:
-        layer: Any module.
-        side: Whether the map stands before the layer or behind it.
-        part: For nn.MultiheadAttention the projections that read the map: 'q', 'k', 'v', 'kv' or 'qkv'.
-        name: What the error calls the layer.
-    """
+    """Raises CannotFold unless an affine map on one side of the layer, or of a part of it, can become its part."""
     kind = type(layer)
     is_attention = kind is nn.MultiheadAttention
     if kind not in FOLDABLE_LAYERS or (part and not is_attention):

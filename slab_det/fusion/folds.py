@@ -33,11 +33,9 @@ class Fold(NamedTuple):
     after: str = ''
 
 
-# What fusion asks a module for.
-QUESTIONS = ('folds', 'input_layers', 'output_folds')
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 # What a subclass may replace without changing what the module computes.
-_ADMINISTRATION = frozenset(dir(BaseModule)) - {'forward'} | {*QUESTIONS}
+_ADMINISTRATION = {*dir(BaseModule), 'folds', 'input_layers', 'output_folds'} - {'forward'}
 
 
 def register_folds(

@@ -62,15 +62,15 @@ def features(attn: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def linear_formula(attn, q, k, v, keep, local):
-    """Linear attention token by token; keys where ``keep`` is False weigh nothing; ``local`` convolves the values."""
+def linear_formula(attn, q, k, v, local):
+    """Linear attention token by token; ``local`` convolves the values."""
     q, k = features(attn, q), features(attn, k)
     if hasattr(attn, 'scale'):
         k = k / len(k)
     heads = []
     for head in range(HEADS):
         part = slice(head * DIMS, (head + 1) * DIMS)
-        weights = (q[:, part] @ k[:, part].T) * keep
+        weights = q[:, part] @ k[:, part].T
         heads.append(weights @ v[:, part] / (weights.sum(1, keepdim=True) + 1e-6) + local(v[:, part]))
     return torch.cat(heads, -1)
 
@@ -89,16 +89,13 @@ def softmax_formula(q, k, v, bias):
     return torch.cat(heads, -1)
 
 
-def window_formula(attn: nn.Module, window: torch.Tensor, regions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+def window_formula(attn: nn.Module, window: torch.Tensor, regions: torch.Tensor) -> torch.Tensor:
     """One window (N, C); tokens of different regions do not see each other in softmax attention."""
     side = attn.window_size
     q, k, v = (window @ attn.qkv.weight.T + attn.qkv.bias).split(CHANNELS, -1)
     if hasattr(attn, 'dwc'):
-        keep = keep if attn.mask_padding else torch.ones(len(window))
         k = k + attn.positional_encoding[0]
-        return linear_formula(
-            attn, q, k, v, keep, lambda part: convolved(part, (side, side), attn.dwc.weight, attn.dwc.bias)
-        )
+        return linear_formula(attn, q, k, v, lambda part: convolved(part, (side, side), attn.dwc.weight, attn.dwc.bias))
 
     def bias(i, j, head):
         rows, columns = i // side - j // side + side - 1, i % side - j % side + side - 1
@@ -112,11 +109,10 @@ def shifted_formula(block: ShiftedWindowAttention, x: torch.Tensor, height: int,
     """Pads, rolls and cuts (B, H * W, C), attends in every window and puts it back."""
     attn, shift, side = block.w_msa, block.shift_size, block.w_msa.window_size
     image = F.pad(x.unflatten(1, (height, width)), (0, 0, 0, -width % side, 0, -height % side))
-    inside = F.pad(torch.ones(height, width), (0, -width % side, 0, -height % side))
-    image, inside = image.roll((-shift, -shift), (1, 2)), inside.roll((-shift, -shift), (0, 1))
-    regions = torch.zeros_like(inside)
+    image = image.roll((-shift, -shift), (1, 2))
+    regions = torch.zeros(image.shape[1:3])
     if shift:
-        rows, columns = (torch.arange(n) for n in inside.shape)
+        rows, columns = (torch.arange(n) for n in regions.shape)
         regions[rows >= len(rows) - side] += 10
         regions[rows >= len(rows) - shift] += 10
         regions[:, columns >= len(columns) - side] += 1
@@ -126,9 +122,7 @@ def shifted_formula(block: ShiftedWindowAttention, x: torch.Tensor, height: int,
         for top in range(0, image.shape[1], side):
             for left in range(0, image.shape[2], side):
                 here = slice(top, top + side), slice(left, left + side)
-                mixed = window_formula(
-                    attn, sample[here].flatten(0, 1), regions[here].flatten(), inside[here].flatten()
-                )
+                mixed = window_formula(attn, sample[here].flatten(0, 1), regions[here].flatten())
                 result[here] = (mixed @ attn.proj.weight.T + attn.proj.bias).unflatten(0, (side, side))
     return out.roll((shift, shift), (1, 2))[:, :height, :width].flatten(1, 2)
 
@@ -162,7 +156,7 @@ def map_formula(attn: nn.Module, tokens: torch.Tensor, shape: tuple) -> torch.Te
         def local(part):
             return convolved(bilinear(part, source_shape, shape), shape, attn.dwc.weight, attn.dwc.bias)
 
-        mixed = linear_formula(attn, q, k, v, torch.ones(len(k)), local)
+        mixed = linear_formula(attn, q, k, v, local)
     else:
         mixed = softmax_formula(q, k, v, lambda i, j, head: 0.0)
     return mixed @ attn.attn.out_proj.weight.T + attn.attn.out_proj.bias
@@ -200,15 +194,11 @@ def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape:
     ('height', 'width', 'side', 'shift'),
     [(8, 12, 4, 0), (8, 8, 4, 2), (7, 9, 4, 0), (7, 9, 4, 2), (3, 2, 5, 2), (1, 11, 3, 1)],
 )
-@pytest.mark.parametrize(
-    ('word', 'kwargs'),
-    [('sla', {}), ('sla', dict(mask_padding=True)), ('focused', {}), ('focused', dict(mask_padding=True))]
-    + [('softmax', {})],
-)
+@WORDS
 @torch.no_grad()
-def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, kwargs, height, width, side, shift):
+def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height, width, side, shift):
     monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 2 * side * side)
-    block = make_block(word, side, shift, **kwargs)
+    block = make_block(word, side, shift)
     x = torch.randn(2, height * width, CHANNELS, dtype=torch.double)
     expected = shifted_formula(block, x, height, width)
     for geometry in ('kept per size', 'tiles', 'symbolic'):
@@ -251,13 +241,11 @@ def test_geometries_agree_on_random_sizes_and_folded_padding(word):
 
 @WORDS
 def test_gradients(word):
-    block = make_block(word, 3, 1)
-    x = torch.randn(2, 4 * 2, CHANNELS, dtype=torch.double, requires_grad=True)
+    block, attn = make_block(word, 2, 1), make_map(word, 2)
+    x = torch.randn(2, 3 * 2, CHANNELS, dtype=torch.double, requires_grad=True)
     # Of padding slots too: they hold the bias.
-    assert torch.autograd.gradcheck(lambda x, bias: block(x, (4, 2)), (x, block.w_msa.qkv.bias))
-    for ratio in (1, 2):
-        attn = make_map(word, ratio)
-        assert torch.autograd.gradcheck(lambda x, attn=attn: attn(x, (4, 2)), (x,))
+    assert torch.autograd.gradcheck(lambda x, bias: block(x, (3, 2)), (x, block.w_msa.qkv.bias))
+    assert torch.autograd.gradcheck(lambda x: attn(x, (3, 2)), (x,))
 
 
 def test_a_geometry_made_in_inference_mode_serves_training():

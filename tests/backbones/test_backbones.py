@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import live_tensors
+from conftest import randomize
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from mmdet.registry import MODELS
 from torch import nn
@@ -26,16 +26,6 @@ BOTH = pytest.mark.parametrize('small', [SWIN, PVT], ids=['Swin', 'PVT'])
 
 def build(small: dict, **options) -> nn.Module:
     return MODELS.build({**small, **options})
-
-
-@torch.no_grad()
-def randomize(model: nn.Module) -> nn.Module:
-    for name, value in live_tensors(model).items():
-        if name.endswith('running_var'):
-            value.uniform_(0.5, 2)
-        elif value.is_floating_point() and not name.endswith('_gamma'):
-            value.normal_(std=0.3)
-    return model
 
 
 def twins(small: dict, **options) -> tuple[nn.Module, nn.Module]:

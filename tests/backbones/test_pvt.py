@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from conftest import randomize
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2
-from test_backbones import PVT, V2, assert_same, build, randomize
+from test_backbones import PVT, V2, assert_same, build
 from torch.export import Dim, export
 
 import slab_det

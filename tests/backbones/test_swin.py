@@ -5,10 +5,11 @@ import copy
 import pytest
 import timm
 import torch
+from conftest import randomize
 from mmdet.models.backbones import SwinTransformer
 from mmengine.model import ExponentialMovingAverage
 from mmengine.runner.checkpoint import get_state_dict, load_state_dict
-from test_backbones import SWIN, assert_same, build, randomize, twins
+from test_backbones import SWIN, assert_same, build, twins
 from torch import nn
 
 from slab_det.backbones import SLABSwin

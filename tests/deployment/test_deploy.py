@@ -43,7 +43,7 @@ BACKBONES = {
     'swin': {**SWIN, **PREPBN},
     'swin, no bias, positions': {**SWIN, **PREPBN, 'qkv_bias': False, 'use_abs_pos_embed': True},
     'swin, windows larger than the map': {**SWIN, **LN, 'window_size': 20},
-    'swin, sla, padding masked': {**SWIN, **PREPBN, 'attention': 'sla', 'mask_padding': True},
+    'swin, sla': {**SWIN, **PREPBN, 'attention': 'sla'},
     'swin, focused, LayerNorm in the FFN': {**SWIN, **LN, 'attention': 'focused', 'ffn_norm': 'pre_act'},
     'swin, BN+FFNBN': {**SWIN, 'norm_cfg': dict(type='TokenBN'), 'ffn_norm': 'post_act'},
     'swin, ReLU': {**SWIN, **PREPBN, 'act_cfg': dict(type='ReLU')},
@@ -113,7 +113,7 @@ def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_de
     assert slab_det.deploy(model, inplace=True) is model
 
 
-@pytest.mark.parametrize('name', ['swin', 'pvt, no bias', 'swin, sla, padding masked', 'pvt, sla'])
+@pytest.mark.parametrize('name', ['swin', 'pvt, no bias', 'swin, sla', 'pvt, sla'])
 @torch.no_grad()
 def test_bfloat16_stays_near(fused_backbone, name):
     """8 significant bits, rounded in every one of a few dozen layers."""

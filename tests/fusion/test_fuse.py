@@ -47,7 +47,6 @@ MODELS_WITH_OPTIONS = {
     'softmax': SWIN,
     'sla': dict(SWIN, **SLA),
     'focused': dict(SWIN, **{**SLA, 'attention': 'focused'}),
-    'sla, mask_padding': dict(SWIN, **SLA, mask_padding=True),
     'no qkv_bias': dict(SWIN, qkv_bias=False, norm_cfg=dict(type='TokenBN')),
     'no patch_norm': dict(SWIN, patch_norm=False, norm_cfg=dict(type='RepBN')),
     'pre_act': dict(SWIN, ffn_norm='pre_act', norm_cfg=dict(type='UN')),
@@ -95,8 +94,7 @@ def build(detector_cfg):
     """A function: a detector whose every weight, bias, eta and statistic is random, in eval mode at gamma 0."""
 
     def build(*args, **neck):
-        model = MODELS.build(detector_cfg(*args, **neck))
-        randomize(model, 0)
+        model = randomize(MODELS.build(detector_cfg(*args, **neck)))
         slab_det.set_gamma(model, 0)
         return model.eval()
 

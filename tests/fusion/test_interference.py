@@ -28,20 +28,10 @@ PVT = dict(
 )
 
 
-@pytest.fixture
-def build_pvt():
-    def build(**options):
-        model = MODELS.build({**PVT, **options})
-        randomize(model, 0)
-        slab_det.set_gamma(model, 0)
-        return model.eval().double()
-
-    return build
-
-
-@pytest.fixture
-def pvt(build_pvt):
-    return build_pvt()
+def build_pvt(**options):
+    model = randomize(MODELS.build({**PVT, **options}))
+    slab_det.set_gamma(model, 0)
+    return model.eval().double()
 
 
 def nosy(kind, method='forward'):
@@ -68,7 +58,7 @@ STOCK_SWIN = dict(type='SwinTransformer')
         (PVT, 'layers.0.1.1.attn', nosy(SpatialReductionAttention), ['norm1', 'attn.norm']),
     ],
 )
-def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(small_detector, build_pvt, backbone, part, kind, norms):
+def test_an_unknown_reader_of_a_norm_leaves_it_as_affine(small_detector, backbone, part, kind, norms):
     model = build_pvt(type='PyramidVisionTransformer') if backbone is PVT else small_detector(**backbone).double()
     block = part.partition('.attn')[0].removesuffix('.ffn')
     model.get_submodule(part).__class__ = kind
@@ -87,7 +77,8 @@ class NosyPatchEmbed(PatchEmbed):
         return tokens + x.mean(), hw_shape
 
 
-def test_an_unknown_patch_embedding_keeps_the_norm_of_the_stage_before(pvt):
+def test_an_unknown_patch_embedding_keeps_the_norm_of_the_stage_before():
+    pvt = build_pvt()
     pvt.out_indices = (3,)
     pvt.layers[1][0].__class__ = NosyPatchEmbed
     fused = slab_det.fuse(pvt)
@@ -146,7 +137,8 @@ def test_hooks_on_what_reads_the_outputs_keep_their_norms(small_detector):
 
 
 @pytest.mark.parametrize('shared', ['layers.0', 'layers.0.weight', 'layers.0.bias'])
-def test_a_shared_layer_or_weight_takes_no_norm(pvt, shared):
+def test_a_shared_layer_or_weight_takes_no_norm(shared):
+    pvt = build_pvt()
     one, other = (pvt.layers[0][1][i].ffn for i in (1, 2))
     owner, _, name = shared.rpartition('.')
     setattr(other.get_submodule(owner), name, getattr(one.get_submodule(owner), name))

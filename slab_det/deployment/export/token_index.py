@@ -30,10 +30,10 @@ class WindowIndex(Windows):
         self._rows, self._columns = rows, columns = [
             _axis(side, window_size, shift, device) for side in (height, width)
         ]
-        self._is_padding = (rows.source >= height)[:, None, :, None] | (columns.source >= width)[None, :, None, :]
+        is_padding = (rows.source >= height)[:, None, :, None] | (columns.source >= width)[None, :, None, :]
         # The token in each slot, (nW, N); H * W, one behind the last token, in slots of padding.
         tokens = rows.source[:, None, :, None] * width + columns.source[None, :, None, :]
-        self._tokens = torch.where(self._is_padding, height * width, tokens).reshape(-1, self._num_slots)
+        self._tokens = torch.where(is_padding, height * width, tokens).reshape(-1, self._num_slots)
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         qkv = qkv[0]
@@ -58,9 +58,6 @@ class WindowIndex(Windows):
             return None
         regions = self._rows.band[:, None, :, None] * 3 + self._columns.band[None, :, None, :]
         return mask_regions(regions.reshape(-1, self._num_slots), dtype)
-
-    def padding_mask(self) -> Tensor:
-        return self._is_padding.reshape(-1, self._num_slots)
 
 
 class _Axis(NamedTuple):

@@ -38,7 +38,7 @@ PVT = dict(
 )
 BACKBONES = {
     'Swin': {},
-    'SLAB-Swin': dict(SLA, mask_padding=True),
+    'SLAB-Swin': SLA,
     'Flatten-Swin': dict(attention='focused', norm_cfg=dict(type='LN'), use_abs_pos_embed=True),
     'stock Swin': dict(type='SwinTransformer'),
     'PVT': PVT,
