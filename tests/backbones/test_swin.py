@@ -163,9 +163,9 @@ def test_an_ffn_norm_that_the_checkpoint_lacks_is_reported():
     assert len(report.missing_unexpected) and not report.complete
     for key in ('stages.1.blocks.1.ffn.layers.0.0.weight', 'stages.1.blocks.1.ffn.layers.1.bias'):
         assert torch.equal(ours.state_dict()[key], theirs.state_dict()[key]), key
+    assert ours.train().stages[0].blocks[0].ffn.norm.training
     # With statistics of a checkpoint of its own they are frozen.
     assert load_pretrained(other, randomize(ours).state_dict()).complete
-    assert ours.train().stages[0].blocks[0].ffn.norm.training
     assert not other.train().stages[0].blocks[0].ffn.norm.training
 
 
