@@ -35,22 +35,14 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     model.eval()
     if checkpoint is None:
         return model
-    try:
-        loaded = read_checkpoint(checkpoint)
-    except FileNotFoundError as error:
-        raise CheckpointError(f'checkpoint {checkpoint} not found') from error
+    loaded = read_checkpoint(checkpoint)
     check_detector_checkpoint(model, loaded, checkpoint, complete=True)
     load_state_dict(model, loaded['state_dict'])
-    model.dataset_meta = _dataset_meta(loaded.get('meta') or {})
-    return model
-
-
-def _dataset_meta(meta: dict) -> dict | None:
-    """Class names and palette as mmdet 3 stores them; mmdet 2 had them in capitals, at the top."""
-    if meta.get('dataset_meta'):
-        return meta['dataset_meta']
+    meta = loaded.get('meta') or {}
+    # mmdet 2 had both in capitals, at the top.
     found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
-    return found if 'classes' in found else None
+    model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else None)
+    return model
 
 
 def is_deployed(model: nn.Module) -> bool:
@@ -74,10 +66,7 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
     """
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     backbone = MODELS.build(cfg.model.backbone)
-    try:
-        report = load_pretrained(backbone, source)
-    except FileNotFoundError as error:
-        raise CheckpointError(f'checkpoint {source} not found') from error
+    report = load_pretrained(backbone, source)
     if report.missing_unexpected:
         raise CheckpointError(
             f'{source} has nothing for {len(report.missing_unexpected)} weights of {type(backbone).__name__} '

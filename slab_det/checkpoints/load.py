@@ -1,16 +1,15 @@
-"""Loads a checkpoint of any known layout into a backbone: all of it that has a place, or nothing."""
+"""Loads checkpoints of any known layout into backbones and detectors: all of it that has a place, or nothing."""
 
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.checkpoints.layouts import Weight, Weights, check_pvt_options, find_format, nothing_matched
+from slab_det.checkpoints.layouts import Weight, Weights, find_layout, nothing_matched
 from slab_det.checkpoints.norms import check_fused, fit_norms
 from slab_det.checkpoints.position_tables import resize_tables
 from slab_det.checkpoints.report import LoadReport, name_some
@@ -28,9 +27,8 @@ EXPECTED_MISSING = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
     (r'\.num_batches_tracked$', 'bookkeeping'),
 )
-# The key of a module's metadata in a state dict that load_pretrained or CheckedLoadHook has fitted to the model.
-CHECKED = 'checked_by_slab_det'
-OUTPUT_NORM = re.compile(r'^(norm\d+|layers\.\d+\.2)\.')
+# A classifier ends in one norm; those after each stage are detection's.
+OUTPUT_NORM = (r'^(norm\d+|layers\.\d+\.2)\.', 'output norm, new in detection')
 
 
 def load_pretrained(
@@ -53,8 +51,8 @@ def load_pretrained(
             left out. Without it ``backbone.`` is found.
 
     Raises:
-        CheckpointError: If nothing matches, a shape does not fit, norms cannot hold what the checkpoint has for
-            them, or the checkpoint is of another family of models.
+        CheckpointError: If nothing matches, a shape does not fit, or norms cannot hold what the checkpoint has for
+            them.
         ValueError: If ``source`` is unknown.
     """
     if isinstance(path_or_state_dict, Mapping):
@@ -62,59 +60,98 @@ def load_pretrained(
     else:
         name = fspath(path_or_state_dict)
         checkpoint = read_checkpoint(name)
-    report = LoadReport(name)
-    state = backbone_weights(find_state_dict(checkpoint, name), report, prefix)
-    check_fused(checkpoint, state, backbone, name)
-    values = fit_weights(state, backbone, report, source, keep_averages=False)
-    backbone.load_state_dict(mark_checked(values, ''), strict=False)
+    state, report = find_state_dict(checkpoint, name), LoadReport(name)
+    # mmengine's Pretrained takes the prefix with and without the dot; find_state_dict has dropped `module.`.
+    wanted = f'{prefix.removesuffix(".")}.'.removeprefix('module.') if prefix else 'backbone.'
+    if not any(key.startswith(wanted) for key in state):
+        if prefix:
+            raise CheckpointError(
+                f'{name} has no weights under the prefix {prefix!r}, but {name_some(sorted(state))}; correct the '
+                'prefix or leave it out'
+            )
+        wanted = ''
+    report.unused_expected = {key: 'not of the backbone' for key in state if not key.startswith(wanted)}
+    weights = {key[len(wanted) :]: Weight(value, key) for key, value in state.items() if key.startswith(wanted)}
+    values = fit_weights(weights, backbone, report, source, keep_averages=False)
+    backbone.load_state_dict({**backbone.state_dict(), **values})
     log_report(report)
     return report
 
 
-def register_load_check(backbone: nn.Module) -> None:
-    """Registers :func:`check_state_dict` for every way to load weights into ``backbone`` or a model that holds it."""
-    # Its public name came with torch 2.5.
-    backbone._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
-
-
-def check_state_dict(
-    backbone: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: Mapping, *_: object
-) -> None:
-    """Converts weights for ``backbone`` in place before ``load_state_dict`` copies them, and refuses a part of them.
+def check_detector_checkpoint(
+    model: nn.Module,
+    checkpoint: dict,
+    name: str = 'the checkpoint',
+    complete: bool = False,
+    reinitialize: Sequence[str] = (),
+) -> LoadReport:
+    """Checks ``checkpoint`` against ``model`` and logs the report; a foreign backbone is converted in place.
 
     Args:
-        backbone: Where the weights will go.
-        state_dict: Weights in any known layout under ``prefix``, or none at all for the backbone.
-        prefix: What stands before the names of the backbone's weights.
-        local_metadata: Says whether :func:`mark_checked` has marked the weights.
+        model: A detector; nothing is loaded into it here.
+        checkpoint: What a file held. Afterwards ``state_dict`` fills the model, with the model's own values where the
+            file has none, and mmengine's loading of it cannot go wrong.
+        name: The file, for report and errors.
+        complete: Whether every weight of the model must be there, as for resuming and testing.
+        reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
+            another number of classes.
 
     Raises:
-        CheckpointError: As :func:`load_pretrained`, and if weights of the backbone are missing.
+        CheckpointError: If nothing matches, a shape does not fit, only one of both is fused, or, with ``complete``,
+            weights are missing.
     """
-    given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
-    if not given or local_metadata.get(CHECKED):
+    report, dropped = LoadReport(name), tuple(reinitialize)
+    state = find_state_dict(checkpoint, name)
+    kept = {key: value for key, value in state.items() if not key.startswith(dropped)}
+    report.unused_expected = {key: 'reinitialized' for key in state if key not in kept}
+    values = fit_weights({key: Weight(value, key) for key, value in kept.items()}, model, report)
+    report.missing_expected.update(
+        {key: 'reinitialized' for key in report.missing_unexpected if key.startswith(dropped)}
+    )
+    report.missing_unexpected = [key for key in report.missing_unexpected if not key.startswith(dropped)]
+    if complete:
+        check_complete(report)
+    log_report(report)
+    if dropped or not has_shapes_of(model, checkpoint.get('state_dict', {})):
+        surplus = {key: state[key] for key in report.unused_unexpected}
+        checkpoint['state_dict'] = {**surplus, **model.state_dict(), **values}
+    return report
+
+
+def register_load_check(model: nn.Module) -> None:
+    """Registers :func:`check_state_dict` for every way to load weights into ``model`` or a model that holds it."""
+    # Its public name came with torch 2.5.
+    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+
+
+def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Converts weights for ``model`` in place before ``load_state_dict`` copies them, and refuses a part of them.
+
+    Args:
+        model: A backbone or a detector.
+        state_dict: Weights in any known layout under ``prefix``, or none at all for the model.
+        prefix: What stands before the names of the model's weights.
+
+    Raises:
+        CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing.
+    """
+    given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    if not given or has_shapes_of(model, given):
         return
-    targets = backbone.state_dict()
-    weights = {key[len(prefix) :]: Weight(value, key) for key, value in given.items()}
-    if {key: weight.value.shape for key, weight in weights.items()} == {k: v.shape for k, v in targets.items()}:
-        return
-    check_fused({}, weights, backbone, 'the state dict')
     report = LoadReport('the state dict')
-    values = fit_weights(weights, backbone, report)
+    values = fit_weights({key: Weight(value, prefix + key) for key, value in given.items()}, model, report)
     check_complete(report)
     if report.converted:
         log_report(report)
-    for key in given.keys() - set(report.unused_unexpected):
+    # What has no place is the loader's to report.
+    for key in {prefix + key for key in given} - set(report.unused_unexpected):
         del state_dict[key]
-    own_index = {key: value for key, value in targets.items() if key.endswith('relative_position_index')}
-    state_dict.update({prefix + key: value for key, value in {**own_index, **values}.items()})
+    state_dict.update({prefix + key: value for key, value in {**model.state_dict(), **values}.items()})
 
 
-def mark_checked(values: Mapping[str, Tensor], *modules: str) -> OrderedDict[str, Tensor]:
-    """``values`` as a state dict whose metadata tells :func:`check_state_dict` of these modules to let it pass."""
-    state = OrderedDict(values)
-    state._metadata = OrderedDict((name, {CHECKED: True}) for name in modules)
-    return state
+def has_shapes_of(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
+    """Whether ``state`` has the keys and shapes of the model's own state dict."""
+    return {key: value.shape for key, value in state.items()} == {k: v.shape for k, v in model.state_dict().items()}
 
 
 def check_complete(report: LoadReport) -> None:
@@ -140,45 +177,24 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     for wrapper in ('state_dict', 'model'):
         if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
             state = state[wrapper]
-    tensors = {}
-    if isinstance(state, Mapping):
-        tensors = {str(key).removeprefix('module.'): value for key, value in state.items() if isinstance(value, Tensor)}
+    held = state if isinstance(state, Mapping) else {}
+    tensors = {str(key).removeprefix('module.'): value for key, value in held.items() if isinstance(value, Tensor)}
     if not tensors:
-        held = name_some(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
-            f'{name} holds no weights under `state_dict`, under `model` or at the top, but {held or "nothing"}; '
-            'give a checkpoint'
+            f'{name} holds no weights under `state_dict`, under `model` or at the top, but '
+            f'{name_some(map(str, held)) or type(state).__name__}; give a checkpoint'
         )
     return tensors
-
-
-def backbone_weights(state: Mapping[str, Tensor], report: LoadReport, prefix: str = '') -> Weights:
-    """The weights of the backbone, without their prefix, if ``state`` is a whole detector's.
-
-    Raises:
-        CheckpointError: If a prefix is given and nothing has it.
-    """
-    # mmengine's Pretrained takes it with and without the dot; find_state_dict has dropped `module.`.
-    wanted = f'{prefix.removesuffix(".")}.'.removeprefix('module.') if prefix else 'backbone.'
-    if not any(key.startswith(wanted) for key in state):
-        if prefix:
-            raise CheckpointError(
-                f'{report.source} has no weights under the prefix {prefix!r}, but '
-                f'{name_some(sorted(state))}; correct the prefix or leave it out'
-            )
-        return {key: Weight(value, key) for key, value in state.items()}
-    report.unused_expected.update({key: 'not of the backbone' for key in state if not key.startswith(wanted)})
-    return {key.removeprefix(wanted): Weight(value, key) for key, value in state.items() if key.startswith(wanted)}
 
 
 def fit_weights(
     weights: Weights, model: nn.Module, report: LoadReport, source: str | None = None, keep_averages: bool = True
 ) -> dict[str, Tensor]:
-    """What ``model.load_state_dict`` should get: converted, complete in the report, and checked.
+    """What ``model.load_state_dict`` should get: converted, checked, and every key in the report.
 
     Args:
-        weights: Weights in any known layout, without prefixes.
-        model: The model they are for; left as it is.
+        weights: Weights of a backbone in any known layout, or of a detector whose backbone is.
+        model: The backbone or detector they are for; left as it is.
         report: Filled with what was found.
         source: The layout; None detects it.
         keep_averages: Whether what UN, MABN and PowerNorm remember of their training belongs to the weights.
@@ -187,73 +203,74 @@ def fit_weights(
         CheckpointError: As :func:`load_pretrained`.
         ValueError: If ``source`` is unknown.
     """
-    targets = model.state_dict()
-    layout = find_format(set(weights), set(targets), source, report.source)
-    report.format = layout.name
-    given = sorted(weights)
     try:
-        weights = layout.convert(weights)
-        report.notes += layout.notes(model, weights)
-        check_pvt_options(weights, targets, 'the checkpoint')
-        weights = resize_tables(fit_norms(weights, model, report, keep_averages), model)
+        return _fit(weights, model, report, source, keep_averages)
     except CheckpointError as error:
         raise CheckpointError(f'{report.source}: {error}') from error
 
+
+def _fit(
+    weights: Weights, model: nn.Module, report: LoadReport, source: str | None, keep_averages: bool
+) -> dict[str, Tensor]:
+    targets = model.state_dict()
+    is_detector = isinstance(getattr(model, 'backbone', None), nn.Module)
+    prefix = 'backbone.' if is_detector else ''
+    inner = {key[len(prefix) :]: weight for key, weight in weights.items() if key.startswith(prefix)}
+    given = {key: weight for key, weight in weights.items() if not key.startswith(prefix)}
+    report.format = 'native'
+    if inner:
+        layout = find_layout(inner, [key[len(prefix) :] for key in targets if key.startswith(prefix)], source)
+        report.format = layout.name
+        given.update({prefix + key: weight for key, weight in layout.to_native(inner).items()})
+    check_fused(given, model)
+    given = resize_tables(fit_norms(given, model, report, keep_averages), model)
+
     # The index follows from the window, which may be another one than the checkpoint's.
-    filled = {
-        key: weight for key, weight in weights.items() if key in targets and not key.endswith('relative_position_index')
-    }
-    _report_unused({key: weight for key, weight in weights.items() if key not in filled}, report)
+    filled = {key: w for key, w in given.items() if key in targets and not key.endswith('relative_position_index')}
     if not filled:
-        raise nothing_matched(report.source, given, targets)
-    check_shapes(filled, targets, report.source)
-
-    report.matched = list(filled)
-    report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
-    is_classifier = any(key.startswith(('head.', 'norm.')) for key in weights)
-    _report_missing(targets, filled, is_classifier, report)
-    return {key: weight.value for key, weight in filled.items()}
-
-
-def check_shapes(weights: Weights, targets: Mapping[str, Tensor], name: str, or_else: str = '') -> None:
-    """Raises CheckpointError, naming keys and shapes, if a weight does not fit its place."""
+        raise nothing_matched(
+            weights,
+            targets,
+            "; weights of a backbone alone belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
+            if is_detector
+            else '',
+        )
     misfits = [
         f'{weight.key} {tuple(weight.value.shape)} -> {key} {tuple(targets[key].shape)}'
-        for key, weight in weights.items()
+        for key, weight in filled.items()
         if weight.value.shape != targets[key].shape
     ]
     if misfits:
         raise CheckpointError(
-            f'{name}: {len(misfits)} shapes do not fit (checkpoint -> model): {"; ".join(misfits[:4])}'
+            f'{len(misfits)} shapes do not fit (checkpoint -> model): {"; ".join(misfits[:4])}'
             f'{"; …" if len(misfits) > 4 else ""}; make the config agree with the checkpoint'
-            f'{" " if or_else else ""}{or_else}'
+            + (', or name what should start anew in CheckedLoadHook(reinitialize=[...])' if is_detector else '')
         )
+
+    report.matched = list(filled)
+    report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
+    for key in [key for key in given if key not in filled]:
+        reason = _first_match(EXPECTED_UNUSED, key.removeprefix(prefix))
+        if reason:
+            report.unused_expected[given[key].key] = reason
+        else:
+            report.unused_unexpected.append(given[key].key)
+    is_classifier = any(key.startswith(('head.', 'norm.')) for key in inner)
+    rules = (*EXPECTED_MISSING, OUTPUT_NORM) if is_classifier else EXPECTED_MISSING
+    for key in [key for key in targets if key not in filled and key not in report.missing_expected]:
+        reason = _first_match(rules, key.removeprefix(prefix))
+        if reason:
+            report.missing_expected[key] = reason
+        else:
+            report.missing_unexpected.append(key)
+    return {key: weight.value for key, weight in filled.items()}
+
+
+def _first_match(rules: tuple[tuple[str, str], ...], key: str) -> str | None:
+    return next((reason for pattern, reason in rules if re.search(pattern, key)), None)
 
 
 def log_report(report: LoadReport) -> None:
     """Prints the report; a warning if something is missing or unused that should not be."""
     logger = MMLogger.get_current_instance()
     (logger.info if report.complete else logger.warning)(f'Loaded {report}')
-
-
-def _report_unused(unused: Weights, report: LoadReport) -> None:
-    for key, weight in unused.items():
-        reason = _first_match(EXPECTED_UNUSED, key)
-        if reason:
-            report.unused_expected[weight.key] = reason
-        else:
-            report.unused_unexpected.append(weight.key)
-
-
-def _report_missing(targets: Mapping[str, Tensor], filled: Weights, is_classifier: bool, report: LoadReport) -> None:
-    missing = [key for key in targets if key not in filled]
-    expected = {key: report.missing_expected.get(key) or _first_match(EXPECTED_MISSING, key) for key in missing}
-    if is_classifier:
-        # A classifier ends in one norm; those after each stage are detection's.
-        expected.update({key: 'output norm, new in detection' for key in missing if OUTPUT_NORM.match(key)})
-    report.missing_expected = {key: reason for key, reason in expected.items() if reason}
-    report.missing_unexpected = [key for key, reason in expected.items() if not reason]
-
-
-def _first_match(rules: tuple[tuple[str, str], ...], key: str) -> str | None:
-    return next((reason for pattern, reason in rules if re.search(pattern, key)), None)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from slab_det.attention.geometry import resize_table
-from slab_det.checkpoints.layouts import Weight, Weights
+from slab_det.checkpoints.layouts import Weights
 from slab_det.runtime.errors import CheckpointError
-
-CHANGE = 'position table interpolated'
 
 
 def resize_tables(weights: Weights, model: nn.Module) -> Weights:
@@ -24,45 +22,27 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
         model: Where they will go; left as it is.
 
     Raises:
-        CheckpointError: If the table's rows are those of no square and the model's are others, or what shape the
-            model's have cannot be known.
+        CheckpointError: If the table's rows are those of no square, or what shape the model's have cannot be known.
     """
     targets = model.state_dict()
     resized = dict(weights)
     for key, weight in weights.items():
+        owner, _, name = key.rpartition('.')
         target, table = targets.get(key), weight.value
-        if target is None or target.shape == table.shape or target.ndim != table.ndim:
+        is_table = name in ('relative_position_bias_table', 'positional_encoding', 'pos_embed')
+        if not is_table or target is None or target.shape == table.shape or target.ndim != table.ndim:
             continue
-        if key.endswith('.relative_position_bias_table'):  # (M * M, heads), M = 2 w - 1
-            value = _resize_bicubic(weight, table[None], key, target.shape[0])[0]
-        elif key.endswith('.w_msa.positional_encoding'):  # (1, M * M, C)
-            value = _resize_bicubic(weight, table, key, target.shape[1])
-        elif key.endswith(('.attn.positional_encoding', '.pos_embed')):  # (1, H * W, C)
-            old, new = _side(table.shape[1], weight.key), _map_shape(model, key, target.shape[1])
-            value = resize_table(_at_least_float32(table), (old, old), new).to(table.dtype)
-        else:
-            continue
-        resized[key] = weight.changed(value, CHANGE)
+        # (M * M, heads), M = 2 w - 1, or (1, H * W, C).
+        side, module = _side(table.shape[-2], weight.key), model.get_submodule(owner)
+        shape = None if table.ndim == 2 else getattr(module, 'pos_shape', getattr(module, 'table_shape', None))
+        shape = [_side(target.shape[-2], key)] * 2 if shape is None else [int(size) for size in shape]
+        # Half precision has no interpolation on every device.
+        image = table.to(torch.promote_types(table.dtype, torch.float32)).mT.unflatten(-1, (side, side))
+        mode = 'bicubic' if owner.endswith('.w_msa') else 'bilinear'
+        image = F.interpolate(image.view(1, -1, side, side), shape, mode=mode, align_corners=False)
+        value = image.flatten(2).mT.to(table.dtype).view(target.shape)
+        resized[key] = weight.changed(value, 'position table interpolated')
     return resized
-
-
-def _resize_bicubic(weight: Weight, table: Tensor, key: str, length: int) -> Tensor:
-    """Bicubic interpolation of (1, M * M, C) to (1, length, C)."""
-    old, new = _side(table.shape[1], weight.key), _side(length, key)
-    image = _at_least_float32(table).transpose(1, 2).unflatten(2, (old, old))
-    image = F.interpolate(image, (new, new), mode='bicubic', align_corners=False)
-    return image.flatten(2).transpose(1, 2).to(table.dtype)
-
-
-def _map_shape(model: nn.Module, key: str, length: int) -> tuple[int, int]:
-    """(H, W) of one of the model's own tables: what its module says, or a square."""
-    module = model.get_submodule(key.rpartition('.')[0])
-    for name in ('pos_shape', 'table_shape'):
-        if hasattr(module, name):
-            height, width = getattr(module, name)
-            return int(height), int(width)
-    side = _side(length, key)
-    return side, side
 
 
 def _side(length: int, key: str) -> int:
@@ -73,8 +53,3 @@ def _side(length: int, key: str) -> int:
             'model the image and window sizes that the checkpoint was trained with'
         )
     return side
-
-
-def _at_least_float32(table: Tensor) -> Tensor:
-    # Half precision has no interpolation on every device.
-    return table if table.dtype.itemsize >= 4 else table.float()

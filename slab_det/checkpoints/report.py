@@ -21,7 +21,6 @@ class LoadReport:
         unused_expected: Keys of the checkpoint that the model has no use for, and why.
         unused_unexpected: Keys of the checkpoint that should have had a place in the model.
         gammas: gamma of every PRepBN that the checkpoint decides.
-        notes: What to know about the result.
     """
 
     source: str
@@ -33,7 +32,6 @@ class LoadReport:
     unused_expected: dict[str, str] = field(default_factory=dict)
     unused_unexpected: list[str] = field(default_factory=list)
     gammas: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -41,28 +39,18 @@ class LoadReport:
         return not self.missing_unexpected and not self.unused_unexpected
 
     def __str__(self) -> str:
-        rows = [
-            ('matched', f'{len(self.matched)}'),
-            ('  converted', _by_reason(self.converted)),
-            ('missing, expected', _by_reason(self.missing_expected)),
-            ('missing', _some(self.missing_unexpected)),
-            ('unused, expected', _by_reason(self.unused_expected)),
-            ('unused', _some(self.unused_unexpected)),
-        ]
+        rows = {
+            'matched': str(len(self.matched)),
+            '  converted': _count_reasons(self.converted),
+            'missing, expected': _count_reasons(self.missing_expected),
+            'missing': f'{len(self.missing_unexpected)} {name_some(self.missing_unexpected)}',
+            'unused, expected': _count_reasons(self.unused_expected),
+            'unused': f'{len(self.unused_unexpected)} {name_some(self.unused_unexpected)}',
+        }
         if self.gammas:
-            counts = Counter(self.gammas.values())
-            rows.append(('gamma', ', '.join(f'{gamma:g} in {counts[gamma]} norms' for gamma in sorted(counts))))
-        rows += [('note', note) for note in self.notes]
-        table = '\n'.join(f'  {name:<18} {value}' for name, value in rows)
-        return f'{self.source} ({self.format})\n{table}'
-
-
-def _some(keys: Iterable[str], limit: int = 4) -> str:
-    """How many keys, and the first few."""
-    keys = list(keys)
-    if not keys:
-        return '0'
-    return f'{len(keys)}: {name_some(keys, limit)}'
+            counts = sorted(Counter(self.gammas.values()).items())
+            rows['gamma'] = ', '.join(f'{gamma:g} in {count} norms' for gamma, count in counts)
+        return '\n'.join([f'{self.source} ({self.format})', *(f'  {name:<18} {text}' for name, text in rows.items())])
 
 
 def name_some(keys: Iterable[str], limit: int = 4) -> str:
@@ -71,7 +59,6 @@ def name_some(keys: Iterable[str], limit: int = 4) -> str:
     return ', '.join(keys[:limit]) + (', …' if len(keys) > limit else '')
 
 
-def _by_reason(reasons: dict[str, str]) -> str:
-    counts = Counter(reasons.values())
-    total = f'{len(reasons)}'
-    return f'{total}: ' + ', '.join(f'{reason} ({count})' for reason, count in counts.items()) if counts else total
+def _count_reasons(reasons: dict[str, str]) -> str:
+    counts = Counter(reasons.values()).items()
+    return f'{len(reasons)} ' + ', '.join(f'{reason} ({count})' for reason, count in counts)

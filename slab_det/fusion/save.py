@@ -15,7 +15,7 @@ from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
-from slab_det.checkpoints import register_detector_check
+from slab_det.checkpoints import register_load_check
 from slab_det.fusion.fuse import apply_folds, fuse
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
@@ -49,7 +49,7 @@ def FusedDetector(model: dict, folds: Sequence[dict] | None = None) -> nn.Module
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
     detector.eval()  # mmdet's backbones return None from it
-    register_detector_check(detector)
+    register_load_check(detector)
     if folds is not None:
         return apply_folds(detector, [NormFate(**fold) for fold in folds])
     # 0.1 trusted every detector that had an extract_feat of these two.

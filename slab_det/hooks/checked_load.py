@@ -9,7 +9,7 @@ from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop, Runner
 
-from slab_det.checkpoints.detector import check_detector_checkpoint
+from slab_det.checkpoints import check_detector_checkpoint
 from slab_det.checkpoints.load import EXPECTED_MISSING
 from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime.errors import CheckpointError

@@ -1,16 +1,21 @@
-"""Whole detectors: what load_from, --resume and testing may load."""
+"""Whole detectors: what load_from, --resume, testing and mmdet's own API may load."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from mmdet.apis import init_detector
+from mmdet.registry import MODELS
+from mmengine.config import Config
 from mmengine.model import BaseModel
 from mmengine.runner import BaseLoop, Runner, load_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
+import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import check_detector_checkpoint
+from slab_det.fusion import save_fused
 from slab_det.hooks.checked_load import CheckedLoadHook
 from slab_det.runtime.errors import CheckpointError
 
@@ -75,19 +80,6 @@ def test_own_checkpoints_load(options, prefix):
         torch.testing.assert_close(value, saved[prefix + key].to(value.dtype), msg=key)
 
 
-def test_renamed_norms_and_wrapped_models_load_without_a_runner(tmp_path):
-    source, target = Detector(norm_cfg=dict(type='PRepBN')), Detector(norm_cfg=dict(type='RepBN'))
-    checkpoint = checkpoint_of(source, 'module.')
-    for key in checkpoint['state_dict']:
-        if key.endswith('_gamma'):
-            checkpoint['state_dict'][key] = torch.zeros((), dtype=torch.float64)
-    check_detector_checkpoint(target, checkpoint, complete=True)
-    # As slab_det.checkpoints.build.build_detector loads it: nothing strips a prefix there.
-    missing, unexpected = target.load_state_dict(checkpoint['state_dict'], strict=False)
-    assert not [key for key in missing if not key.endswith('relative_position_index')]
-    assert not unexpected
-
-
 def test_official_backbone_is_converted_in_place():
     checkpoint = official_checkpoint()
     eta = checkpoint['state_dict']['backbone.layers.0.blocks.0.norm1.alpha']
@@ -121,6 +113,11 @@ def test_shapes_that_do_not_fit_are_errors_unless_reinitialized():
     load(model, checkpoint, hook=dict(reinitialize=['bbox_head']))
     assert torch.equal(model.bbox_head.weight, before)
     assert torch.equal(model.neck.weight, checkpoint['state_dict']['neck.weight'])
+    # What a training began anew is loaded when it is resumed or tested.
+    for options in (dict(resume=True), dict(training=False)):
+        checkpoint = checkpoint_of(model)
+        load(model, checkpoint, hook=dict(reinitialize=['bbox_head']), **options)
+        assert torch.equal(model.bbox_head.weight, checkpoint['state_dict']['bbox_head.weight'])
 
 
 @pytest.mark.parametrize(
@@ -147,28 +144,6 @@ def test_surplus_keys_are_reported():
     assert 'mask_head.weight' in str(report)
 
 
-QUADRATIC = dict(UN=dict(type='UN'), PowerNorm=dict(type='PowerNorm'), wide=dict(type='UN', window_size=8))
-
-
-@pytest.mark.parametrize(('source', 'target'), [('UN', 'wide'), ('UN', 'PowerNorm'), ('PowerNorm', 'UN')])
-@pytest.mark.parametrize('prefix', ['', 'module.'])
-def test_what_the_check_leaves_out_is_not_loaded_after_it(source, target, prefix):
-    source, target = (Detector(norm_cfg=QUADRATIC[name]) for name in (source, target))
-    fresh = {key: value.clone() for key, value in target.state_dict().items()}
-    checkpoint = checkpoint_of(source, prefix)
-    for key, value in checkpoint['state_dict'].items():
-        if not value.is_floating_point() and 'norm' in key:
-            checkpoint['state_dict'][key] = torch.full_like(value, 7)
-    given = dict(checkpoint['state_dict'])
-    report = check_detector_checkpoint(target, checkpoint)
-    _load_checkpoint_to_model(target, checkpoint)
-    norm_keys = [key for key in fresh if key.startswith('backbone.norm0.')]
-    assert any(key in report.missing_expected for key in norm_keys)
-    for key in norm_keys:
-        taken = key.endswith(('.weight', '.bias', '.running_var'))
-        assert torch.equal(target.state_dict()[key], given[prefix + key] if taken else fresh[key]), key
-
-
 @pytest.mark.parametrize('norm', ['LN', 'PRepBN', 'UN'])
 def test_a_checkpoint_of_the_same_model_stays_as_it_is(norm):
     # EMAHook swaps its weights with these by name.
@@ -179,6 +154,18 @@ def test_a_checkpoint_of_the_same_model_stays_as_it_is(norm):
     assert checkpoint['state_dict'] is state
 
 
+def test_what_the_check_leaves_out_is_not_loaded_after_it():
+    source, target = Detector(norm_cfg=dict(type='UN')), Detector(norm_cfg=dict(type='UN', window_size=8))
+    fresh = {key: value.clone() for key, value in target.state_dict().items()}
+    checkpoint = checkpoint_of(source, 'module.')
+    given = dict(checkpoint['state_dict'])
+    load(target, checkpoint)
+    for key, value in target.backbone.norm0.state_dict().items():
+        name = f'backbone.norm0.{key}'
+        expected = given[f'module.{name}'] if key in ('weight', 'bias', 'running_var') else fresh[name]
+        assert torch.equal(value, expected), key
+
+
 def saved(tmp_path, model: nn.Module, lost: tuple[str, ...] = ()) -> tuple[str, dict]:
     state = checkpoint_of(model)['state_dict']
     path = tmp_path / 'saved.pth'
@@ -186,38 +173,27 @@ def saved(tmp_path, model: nn.Module, lost: tuple[str, ...] = ()) -> tuple[str, 
     return str(path), state
 
 
-def load_as_torch(model, path):
-    model.load_state_dict(torch.load(path, weights_only=True)['state_dict'])
-
-
-def load_as_init_detector(model, path):
-    load_checkpoint(model, path, map_location='cpu')
-
-
-@pytest.mark.parametrize('load_plainly', [load_as_torch, load_as_init_detector])
 @pytest.mark.parametrize('norm', ['LN', 'PRepBN'])
-def test_a_backbone_checks_what_any_loader_gives_it(tmp_path, load_plainly, norm):
-    path, state = saved(tmp_path, Detector(norm_cfg=dict(type=norm)))
-    model = Detector(norm_cfg=dict(type=norm))
-    load_plainly(model, path)
-    for key, value in model.state_dict().items():
+def test_a_backbone_checks_what_any_loader_gives_it(tmp_path, norm):
+    def load_plainly(path) -> Detector:
+        model = Detector(norm_cfg=dict(type=norm))
+        load_checkpoint(model, path, map_location='cpu')
+        return model
+
+    source = Detector(norm_cfg=dict(type=norm))
+    path, state = saved(tmp_path, source)
+    for key, value in load_plainly(path).state_dict().items():
         torch.testing.assert_close(value, state[key].to(value.dtype), msg=key)
-    path, _ = saved(tmp_path, Detector(norm_cfg=dict(type=norm)), lost=('backbone.norm1.',))
     with pytest.raises(CheckpointError, match='weights of the model are missing: norm1'):
-        load_plainly(Detector(norm_cfg=dict(type=norm)), path)
-    path, _ = saved(tmp_path, Detector(norm_cfg=dict(type=norm), embed_dims=16))
+        load_plainly(saved(tmp_path, source, lost=('backbone.norm1.',))[0])
     with pytest.raises(CheckpointError, match='shapes do not fit'):
-        load_plainly(Detector(norm_cfg=dict(type=norm)), path)
-    path, _ = saved(tmp_path, Detector(norm_cfg=dict(type='RepBN')))
-    if norm == 'LN':
-        with pytest.raises(CheckpointError, match='holds a RepBN, the model a LayerNorm'):
-            load_plainly(Detector(), path)
+        load_plainly(saved(tmp_path, Detector(norm_cfg=dict(type=norm), embed_dims=16))[0])
 
 
 def test_a_backbone_converts_what_any_loader_gives_it(tmp_path):
     path, state = saved(tmp_path, Detector())
     model = Detector(norm_cfg=dict(type='PRepBN'))
-    load_as_init_detector(model, path)
+    load_checkpoint(model, path, map_location='cpu')
     assert model.backbone.norm0.gamma == 1.0
     assert torch.equal(model.backbone.norm0.ln.weight, state['backbone.norm0.weight'])
     official = official_checkpoint()
@@ -292,10 +268,64 @@ def test_a_runner_checks_what_it_loads(tmp_path):
         make_runner(tmp_path / 'wrong', load_from=str(foreign)).train()
 
 
-def test_what_a_training_began_anew_is_loaded_when_it_is_resumed_or_tested():
-    hook = dict(reinitialize=['bbox_head'])
-    for options in (dict(resume=True), dict(training=False)):
-        model = Detector()
-        checkpoint = checkpoint_of(model)
-        load(model, checkpoint, hook=hook, **options)
-        assert torch.equal(model.bbox_head.weight, checkpoint['state_dict']['bbox_head.weight'])
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+    return tmp_path_factory.mktemp('files')
+
+
+@pytest.fixture
+def unfused_and_fused(files, small_detector, small_detector_cfg):
+    """(config, checkpoint) of a small Faster R-CNN, unfused and fused."""
+    backbone = dict(norm_cfg=dict(type='RepBN'))
+    cfg, path = Config(dict(model=small_detector_cfg('faster_rcnn', **backbone))), files / 'fused.pth'
+    model = small_detector('faster_rcnn', **backbone)
+    torch.save(dict(state_dict=model.state_dict(), meta=dict(dataset_meta=dict(classes='abc'))), files / 'unfused.pth')
+    save_fused(slab_det.fuse(model), cfg, path, dict(classes='abc'))
+    return (cfg, files / 'unfused.pth'), (Config.fromfile(files / 'fused_config.py'), path)
+
+
+def build(cfg, path):
+    # Without options init_detector reads cfg.model.backbone, which a FusedDetector has inside.
+    return init_detector(cfg, str(path), palette='coco', device='cpu', cfg_options={})
+
+
+def lose(prefix):
+    return lambda state: {key: value for key, value in state.items() if not key.startswith(prefix)}
+
+
+def resize(key):
+    return lambda state: {**state, key: torch.zeros(11, *state[key].shape[1:])}
+
+
+@pytest.mark.parametrize(
+    ('config', 'weights', 'change', 'words'),
+    [
+        ('fused', 'unfused', lambda state: state, 'is not fused as the model is'),
+        ('unfused', 'fused', lambda state: state, 'is fused: it has no norms, the model still has them'),
+        ('fused', 'fused', lose('neck.fpn_convs.'), 'weights of the model are missing: neck.fpn_convs.0.conv.weight'),
+        ('fused', 'fused', lose('roi_head.'), 'weights of the model are missing: roi_head.bbox_head'),
+        ('fused', 'fused', lose('backbone.stages.3.'), 'weights of the model are missing: backbone.stages.3'),
+        ('fused', 'fused', resize('neck.fpn_convs.0.conv.bias'), r'neck.fpn_convs.0.conv.bias \(11,\)'),
+        ('fused', 'fused', resize('backbone.stages.0.blocks.0.attn.w_msa.qkv.bias'), r'qkv.bias \(11,\)'),
+    ],
+)
+@pytest.mark.parametrize('way', ['init_detector', 'load_state_dict'])
+def test_what_does_not_fill_a_detector_is_refused(unfused_and_fused, tmp_path, config, weights, change, words, way):
+    pairs = dict(zip(('unfused', 'fused'), unfused_and_fused, strict=True))
+    checkpoint = torch.load(pairs[weights][1], weights_only=True)
+    # Without the word of the file: the keys alone tell.
+    checkpoint = dict(state_dict=change(checkpoint['state_dict']), meta=dict(dataset_meta=dict(classes='abc')))
+    path, cfg = tmp_path / 'weights.pth', pairs[config][0]
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=words):
+        if way == 'init_detector':
+            build(cfg, path)
+        else:
+            MODELS.build(cfg.model).load_state_dict(checkpoint['state_dict'])
+
+
+def test_whole_detectors_load(unfused_and_fused):
+    for cfg, path in unfused_and_fused:
+        model = build(cfg, path)
+        for key, value in torch.load(path, weights_only=True)['state_dict'].items():
+            assert torch.equal(model.state_dict()[key], value), key

@@ -1,0 +1,628 @@
+"""Every layout is read whole: models that load it compute what the models compute that wrote it."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
+from torch import Tensor, nn
+
+from slab_det.backbones import SLABPVT, SLABSwin
+from slab_det.checkpoints import load_pretrained
+from slab_det.norms import PRepBN
+from slab_det.runtime.errors import CheckpointError
+
+DATA = Path(__file__).parents[1] / 'data'
+LN, PREPBN, REPBN = dict(type='LN'), dict(type='PRepBN'), dict(type='RepBN')
+PVT_PREPBN = dict(type='PRepBN', ln_eps=1e-6)
+SLAB = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7))
+V2 = dict(
+    patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
+TINY, LARGER = dict(num_layers=(2, 2, 2, 2)), dict(num_layers=(3, 4, 6, 3))
+COUNTERS = ('.warm', '.iter', '.total_step')
+
+with gzip.open(DATA / 'checkpoint_manifests.json.gz') as file:
+    MANIFESTS = json.load(file)
+
+
+def released_state(name: str) -> dict[str, Tensor]:
+    """Random weights in the shapes of a released checkpoint, whose decay is finished."""
+    generator = torch.Generator().manual_seed(0)
+    state = {key: torch.rand(shape, generator=generator) for key, shape in MANIFESTS[name].items()}
+    for key in state:
+        if key.endswith(COUNTERS):
+            state[key] = torch.tensor(300000 if key.endswith('total_step') else 0)
+    return state
+
+
+@pytest.mark.parametrize(
+    ('name', 'layout', 'model', 'config', 'gammas'),
+    [
+        ('slab_swin_tiny', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN, **SLAB), {0.0}),
+        ('swin_tiny_prepbn', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN), {0.0}),
+        ('swin_tiny_prepbn', 'slab_official', SwinTransformer, dict(norm_cfg=PREPBN), {0.0}),
+        ('swin_tiny_prepbn', 'slab_official', SLABSwin, dict(norm_cfg=REPBN), set()),
+        ('swin_tiny_prepbn_wrapped', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN), {0.0}),
+        ('swin_tiny_prepbn_wrapped', 'slab_official', SLABSwin, dict(norm_cfg=REPBN), set()),
+        ('microsoft_swin_tiny', 'microsoft_swin', SLABSwin, dict(norm_cfg=LN), set()),
+        ('microsoft_swin_tiny', 'microsoft_swin', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
+        ('timm_swin_tiny_patch4_window7_224', 'timm_swin', SLABSwin, dict(norm_cfg=LN), set()),
+        ('mmdet_swin_tiny', 'native', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
+        ('official_pvt_tiny', 'official_pvt', SLABPVT, TINY, set()),
+        ('official_pvt_small', 'official_pvt', SLABPVT, LARGER, set()),
+        ('timm_pvt_v2_b1', 'timm_pvt_v2', SLABPVT, TINY | V2, set()),
+        ('mmdet_pvt_tiny', 'native', SLABPVT, TINY, set()),
+        ('mmdet_pvt_v2_b1', 'native', SLABPVT, TINY | V2, set()),
+        ('slab_pvt_tiny', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
+        ('slab_pvt_small', 'slab_official', SLABPVT, dict(LARGER, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
+        ('pvt_tiny_prepbn_like', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN), {0.0}),
+    ],
+)
+def test_released_layouts_load_with_nothing_unexpected(name, layout, model, config, gammas):
+    backbone = model(**config)
+    report = load_pretrained(backbone, {'model': released_state(name)})
+    assert report.complete, str(report)
+    assert report.format == layout
+    assert set(report.gammas.values()) == gammas
+    assert set(report.matched) | set(report.missing_expected) == set(backbone.state_dict()), 'every key is reported'
+    for key, norm in backbone.named_modules():
+        if isinstance(norm, PRepBN):
+            # Output norms are new where the checkpoint is a classifier's, and begin as LayerNorm.
+            assert norm.gamma == report.gammas.get(key, 1.0), key
+            assert norm.statistics_loaded == (norm.gamma == 0.0), key
+
+
+def refuse(model: nn.Module, state: dict, match: str) -> None:
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=match):
+        load_pretrained(model, state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('model', [SLABSwin, SLABPVT])
+def test_other_families_are_refused(model):
+    family = 'pvt' if model is SLABPVT else 'swin_tiny'
+    for name, shapes in MANIFESTS.items():
+        if family not in name or 'cswin' in name:
+            refuse(
+                model(embed_dims=8, num_heads=(1, 2, 2, 4)),
+                {key: torch.zeros(shape) for key, shape in shapes.items()},
+                'nothing matches the model',
+            )
+    # The second has the names of Swin, but is another function.
+    for name in ('swinv2_cr_tiny_224', 'swinv2_tiny_window8_256', 'resnet18', 'convnext_atto', 'deit_tiny_patch16_224'):
+        with torch.device('meta'):
+            state = timm.create_model(name).state_dict()
+        refuse(model(embed_dims=8, num_heads=(1, 2, 2, 4)), state, 'nothing matches the model')
+
+
+def test_a_running_decay_keeps_its_gamma():
+    state = released_state('swin_tiny_prepbn_wrapped')
+    state.update({key: torch.tensor(75000) for key in state if key.endswith('.iter')})
+    backbone = SLABSwin(norm_cfg=PREPBN)
+    assert set(load_pretrained(backbone, state).gammas.values()) == {0.25}
+    assert backbone.stages[0].blocks[0].norm1.gamma == 0.25
+    refuse(SLABSwin(norm_cfg=REPBN), state, r'gamma 0\.25.*norm_cfg')
+    lost = {key: value for key, value in state.items() if not key.endswith('.total_step')}
+    refuse(backbone, lost, r'norm\d?\.total_step is missing.*iter 75000')
+
+
+def test_a_wrapped_file_without_counters_is_a_finished_decay():
+    state = released_state('swin_tiny_prepbn_wrapped')
+    expected, backbone = SLABSwin(norm_cfg=PREPBN), SLABSwin(norm_cfg=PREPBN)
+    load_pretrained(expected, state)
+    report = load_pretrained(backbone, {key: value for key, value in state.items() if not key.endswith(COUNTERS)})
+    assert report.complete and report.format == 'slab_official', str(report)
+    assert set(report.gammas.values()) == {0.0} and 'gamma 0 for want of counters' in str(report)
+    for key, value in expected.state_dict().items():
+        if key in report.matched:
+            assert torch.equal(backbone.state_dict()[key], value), key
+
+
+def test_a_block_of_layernorm_and_plain_repbn_is_not_one_progressive_norm():
+    state = {
+        key: value
+        for key, value in released_state('swin_tiny_prepbn').items()
+        if not key.startswith('layers.0.blocks.0.norm1.')
+    }
+    state.update({f'layers.0.blocks.0.norm1.{name}': torch.rand(96) for name in ('weight', 'bias')})
+    report = load_pretrained(SLABSwin(norm_cfg=PREPBN), state)
+    assert report.complete, str(report)
+    gammas = [report.gammas[f'stages.0.blocks.0.{norm}'] for norm in ('norm1', 'norm2')]
+    assert gammas == [1.0, 0.0]
+
+
+@pytest.mark.parametrize('name', ['swin_tiny_prepbn', 'swin_tiny_prepbn_wrapped'])
+@pytest.mark.parametrize('lost', ['running_mean', 'running_var'])
+def test_released_norms_without_statistics_are_refused(name, lost):
+    state = {key: value for key, value in released_state(name).items() if not key.endswith(lost)}
+    refuse(SLABSwin(norm_cfg=PREPBN), state, r'patch_embed\.norm: .*bn\.weight.* make none of .*a part is missing')
+
+
+@pytest.mark.parametrize(
+    ('name', 'stable_stages'),
+    # From its third stage on this one has logits of 10^6, where one rounding lets another token win.
+    [('slab_swin_official', 4), ('prepbn_swin_official', 2)],
+)
+@torch.no_grad()
+def test_official_outputs_are_reproduced(name, stable_stages, tmp_path):
+    """Ours is at most 3 times as far from the official float32 outputs as those are from exact arithmetic."""
+    fixture = torch.load(DATA / f'{name}.pt', weights_only=True)
+    path, config = tmp_path / 'official.pth', fixture['config']
+    torch.save(fixture['state_dict'], path)
+    backbone = SLABSwin(
+        embed_dims=config['embed_dim'],
+        depths=config['depths'],
+        num_heads=config['num_heads'],
+        norm_cfg=PREPBN,
+        out_norm_cfg=LN,
+        norm_eval=True,
+        init_cfg=dict(type='Pretrained', checkpoint=str(path)),
+        **(SLAB if name.startswith('slab') else {}),
+    )
+    backbone.init_weights()
+    norm = backbone.train().stages[0].blocks[0].norm1
+    assert norm.gamma == 0.0 and norm.statistics_loaded and not norm.training, 'norm_eval freezes loaded statistics'
+    backbone.eval()
+    official = [out.double() for out in fixture['outputs']]
+
+    def relative_distances(outputs):
+        return torch.stack(
+            [(out.double() - other).norm() / other.norm() for out, other in zip(outputs, official, strict=True)]
+        )
+
+    ours = relative_distances(backbone(fixture['input']))
+    rounding = relative_distances(backbone.double()(fixture['input'].double()))
+    assert rounding[0] < 1e-5, rounding
+    assert ours.norm() <= 3 * rounding.norm(), (ours, rounding)
+    assert (ours <= 3 * rounding)[:stable_stages].all(), (ours, rounding)
+
+
+def test_patch_merging_order_against_the_formula():
+    """Microsoft's PatchMerging, written out, on the weights before conversion; mmdet's Swin on those after."""
+    model = SwinTransformer(
+        embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4
+    ).double()
+    norm, reduction = torch.rand(2, 32).double(), torch.rand(16, 32).double()
+    state = {
+        'layers.0.blocks.0.attn.qkv.weight': torch.rand(24, 8),
+        'layers.0.downsample.norm.weight': norm[0],
+        'layers.0.downsample.norm.bias': norm[1],
+        'layers.0.downsample.reduction.weight': reduction,
+    }
+    assert load_pretrained(model, state).format == 'microsoft_swin'
+    x = torch.rand(2, 6, 10, 8).double()
+    merged = torch.cat([x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]], -1)
+    mean, var = merged.mean(-1, keepdim=True), merged.var(-1, unbiased=False, keepdim=True)
+    expected = ((merged - mean) / (var + 1e-5).sqrt() * norm[0] + norm[1]) @ reduction.T
+    got, hw_shape = model.stages[0].downsample(x.flatten(1, 2), (6, 10))
+    assert hw_shape == (3, 5)
+    torch.testing.assert_close(got, expected.flatten(1, 2), rtol=1e-10, atol=1e-10)
+
+
+def test_statistics_of_patch_merging_are_reordered_with_its_weights():
+    backbone, state = SLABSwin(norm_cfg=PREPBN, **SLAB), released_state('slab_swin_tiny')
+    load_pretrained(backbone, state)
+    for part in ('running_mean', 'running_var', 'weight', 'bias'):
+        given = state[f'layers.1.downsample.norm.norm2.bn.{part}'].view(4, 192)
+        norm = backbone.state_dict()[f'stages.1.downsample.norm.repbn.{part}']
+        for channel, place in ((0, 0), (7, 1), (191, 3)):
+            # Slices stand column by column, mmdet's places row by row.
+            assert norm[channel * 4 + place] == given[(0, 2, 1, 3)[place], channel], (part, channel, place)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """In float64, with no two weights alike and activations of the size of the image's."""
+    generator = torch.Generator().manual_seed(0)
+    model = model.double()
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            value.copy_(noise / value[0].numel() ** 0.5 if value.ndim > 1 else 1 + noise / 2)
+    model.eval()
+    return model
+
+
+@torch.no_grad()
+def largest_distance(model: nn.Module, expected: list[Tensor], image: Tensor) -> float:
+    """Largest difference over largest value, of the worst stage."""
+    return max(
+        ((got - want).abs().max() / want.abs().max()).item() for got, want in zip(model(image), expected, strict=True)
+    )
+
+
+def with_official_eps(model: nn.Module) -> nn.Module:
+    """PVT's authors have another eps than mmdet in patch embeddings and reductions."""
+    for name, module in model.named_modules():
+        if name.endswith(('.0.norm', '.attn.norm')):
+            module.eps = 1e-5
+    return model
+
+
+SMALL_PVT = dict(embed_dims=8, num_layers=(1, 2, 1, 1), num_heads=(1, 2, 2, 4))
+SMALL_SWIN = dict(embed_dims=8, depths=(2, 2, 2, 2), num_heads=(1, 2, 2, 4))
+
+
+@pytest.mark.parametrize('norm', ['LN', 'PRepBN'])
+@pytest.mark.parametrize(
+    ('theirs', 'ours', 'eps'),
+    [
+        (lambda: SwinTransformer(**SMALL_SWIN), lambda **norm: SLABSwin(**SMALL_SWIN, **norm), 1e-5),
+        (lambda: PyramidVisionTransformer(**SMALL_PVT), lambda **norm: SLABPVT(**SMALL_PVT, **norm), 1e-6),
+        (lambda: PyramidVisionTransformerV2(**SMALL_PVT), lambda **norm: SLABPVT(**SMALL_PVT, **V2, **norm), 1e-6),
+    ],
+    ids=['swin', 'pvt', 'pvt_v2'],
+)
+def test_features_are_those_of_mmdet(theirs, ours, eps, norm):
+    theirs = randomized(theirs())
+    ours = ours(norm_cfg=dict(type='LN', eps=eps) if norm == 'LN' else dict(type='PRepBN', ln_eps=eps)).double().eval()
+    state = {f'backbone.{key}': value for key, value in theirs.state_dict().items()}
+    report = load_pretrained(ours, dict(meta={}, state_dict=state | {'bbox_head.fc_cls.weight': torch.zeros(2)}))
+    assert report.complete and report.format == 'native', str(report)
+    assert set(report.gammas.values()) == ({1.0} if norm == 'PRepBN' else set())
+    assert ('train before fusing' in str(report)) == (norm == 'PRepBN')
+    for size in ((224, 224), (91, 117)):
+        image = torch.randn(1, 3, *size, dtype=torch.float64)
+        assert largest_distance(ours, theirs(image), image) < 1e-10, size
+
+
+def timm_swin(**options) -> nn.Module:
+    """Windows and shifts in every block, for every size of image."""
+    small = dict(embed_dim=8, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), num_classes=5, strict_img_size=False)
+    return randomized(timm.models.swin_transformer.SwinTransformer(**{**small, 'always_partition': True, **options}))
+
+
+def swin_like(kind: str, theirs: nn.Module, window_size: int = 7) -> nn.Module:
+    """Ours or mmdet's, without norms on the outputs."""
+    depths = [len(stage.blocks) for stage in theirs.layers]
+    stages = range(len(depths))
+    config = dict(
+        embed_dims=8,
+        depths=depths,
+        num_heads=[2**i for i in stages],
+        strides=(4, 2, 2, 2)[: len(depths)],
+        out_indices=tuple(stages),
+        window_size=window_size,
+    )
+    if kind == 'ours':
+        return SLABSwin(out_norm_cfg=None, **config).double().eval()
+    model = SwinTransformer(**config).double()
+    for i in stages:
+        setattr(model, f'norm{i}', nn.Identity())
+    model.eval()
+    return model
+
+
+def timm_features(theirs: nn.Module, image: Tensor) -> list[Tensor]:
+    return theirs.forward_intermediates(image, intermediates_only=True, output_fmt='NCHW')
+
+
+@pytest.mark.parametrize('kind', ['ours', 'mmdet'])
+@pytest.mark.parametrize(
+    ('options', 'size'),
+    [
+        (dict(), (224, 224)),
+        # Neither maps nor windows are even, and windows fill every map.
+        (dict(depths=(2, 2), num_heads=(1, 2), window_size=3), (72, 120)),
+        # Windows do not fill the maps, which is the same without shifted windows; merging pads odd maps.
+        (dict(depths=(1, 1, 1, 1)), (92, 116)),
+    ],
+)
+def test_swin_features_are_those_of_timm(kind, options, size):
+    theirs = timm_swin(**options)
+    ours = swin_like(kind, theirs, options.get('window_size', 7))
+    report = load_pretrained(ours, theirs.state_dict())
+    assert report.complete and report.format == 'timm_swin', str(report)
+    image = torch.randn(2, 3, *size, dtype=torch.float64)
+    assert largest_distance(ours, timm_features(theirs, image), image) < 1e-10
+
+
+@pytest.mark.parametrize('kind', ['ours', 'mmdet'])
+def test_pvt_v2_features_are_those_of_timm(kind):
+    config = dict(num_heads=(1, 2, 5, 8))
+    theirs = randomized(
+        timm.models.pvt_v2.PyramidVisionTransformerV2(
+            embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_classes=5, **config
+        )
+    )
+    config |= dict(embed_dims=8, num_layers=(1, 2, 1, 1))
+    ours = (SLABPVT(**config, **V2) if kind == 'ours' else PyramidVisionTransformerV2(**config)).double().eval()
+    report = load_pretrained(with_official_eps(ours), theirs.state_dict())
+    assert report.complete and report.format == 'timm_pvt_v2', str(report)
+    image = torch.randn(2, 3, 97, 131, dtype=torch.float64)
+    assert largest_distance(ours, timm_features(theirs, image), image) < 1e-10
+
+
+def test_variants_of_timm_that_no_backbone_of_ours_computes_are_refused():
+    pooling = timm.models.pvt_v2.PyramidVisionTransformerV2(
+        embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), linear=True
+    )
+    ours = SLABPVT(embed_dims=8, num_layers=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), **V2)
+    refuse(ours, pooling.state_dict(), r'shapes do not fit.*attn\.sr\.weight')
+    oblong = timm_swin(window_size=(3, 5))
+    refuse(swin_like('ours', oblong), oblong.state_dict(), r'relative_position_bias_table has 45 positions.*no square')
+
+
+# Of the PVT authors' and the SLAB authors' PVT there is no package: their forwards are written from their key names.
+DIMS, DEPTHS, HEADS, RATIOS, REDUCTIONS = (8, 16, 16, 32), (1, 2, 1, 1), (1, 2, 2, 4), (8, 8, 4, 4), (8, 4, 2, 1)
+
+
+def official_shapes(version: int = 1, linear: bool = False) -> dict:
+    """Shapes of a small PVT for images of 64 in the authors' names; ``linear``: of SLAB's, but for its norms."""
+    shapes = {}
+
+    def affine(name: str, *shape: int) -> None:
+        shapes[f'{name}.weight'], shapes[f'{name}.bias'] = shape, shape[:1]
+
+    previous = 3
+    for i, (dim, depth, heads, ratio, r) in enumerate(zip(DIMS, DEPTHS, HEADS, RATIOS, REDUCTIONS, strict=True), 1):
+        kernel = (4 if i == 1 else 2) if version == 1 else (7 if i == 1 else 3)
+        affine(f'patch_embed{i}.proj', dim, previous, kernel, kernel)
+        affine(f'patch_embed{i}.norm', dim)
+        positions = (64 // 2 ** (i + 1)) ** 2
+        if version == 1:
+            shapes[f'pos_embed{i}'] = (1, positions + (i == 4 and not linear), dim)
+        for block in (f'block{i}.{j}' for j in range(depth)):
+            affine(f'{block}.norm1', dim)
+            affine(f'{block}.attn.q', dim, dim)
+            affine(f'{block}.attn.kv', 2 * dim, dim)
+            affine(f'{block}.attn.proj', dim, dim)
+            affine(f'{block}.norm2', dim)
+            affine(f'{block}.mlp.fc1', ratio * dim, dim)
+            affine(f'{block}.mlp.fc2', dim, ratio * dim)
+            if linear:
+                shapes[f'{block}.attn.positional_encoding'] = (1, positions, dim)
+                affine(f'{block}.attn.dwc', dim // heads, 1, 5, 5)
+            elif r > 1:
+                affine(f'{block}.attn.sr', dim, dim, r, r)
+                affine(f'{block}.attn.norm', dim)
+            if version == 2:
+                affine(f'{block}.mlp.dwconv.dwconv', ratio * dim, 1, 3, 3)
+        if version == 2:
+            affine(f'norm{i}', dim)
+        previous = dim
+    if version == 1 and not linear:
+        shapes['cls_token'] = (1, 1, previous)
+        affine('norm', previous)
+    affine('head', 10, previous)
+    return shapes
+
+
+def official_state(version: int = 1, linear: bool = False) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        key: torch.randn(shape, generator=generator, dtype=torch.float64)
+        / math.sqrt(math.prod(shape[1:]) if len(shape) in (2, 4) else 2)
+        + ('norm' in key)
+        for key, shape in official_shapes(version, linear).items()
+    }
+
+
+def layer_norm(state: dict, name: str, x: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    unit = centred / ((centred**2).mean(-1, keepdim=True) + eps).sqrt()
+    return unit * state[f'{name}.weight'] + state[f'{name}.bias']
+
+
+def official_norm(state: dict, name: str, x: Tensor) -> Tensor:
+    """PVT's LayerNorms: eps is 1e-6 but for two places that take PyTorch's default."""
+    return layer_norm(state, name, x, 1e-5 if 'patch_embed' in name or 'attn.norm' in name else 1e-6)
+
+
+def slab_norm(state: dict, name: str, x: Tensor) -> Tensor:
+    """gamma LN + (1 - gamma) (BN + eta x), gamma from the counters; plain RepBN without them."""
+    gamma = 0.0
+    bn, eta = f'{name}.bn', state.get(f'{name}.alpha')
+    if f'{name}.total_step' in state:
+        gamma = (state[f'{name}.iter'] / state[f'{name}.total_step']).item()
+        bn, eta = f'{name}.norm2.bn', state[f'{name}.norm2.alpha']
+    normed = (x - state[f'{bn}.running_mean']) / (state[f'{bn}.running_var'] + 1e-5).sqrt()
+    out = normed * state[f'{bn}.weight'] + state[f'{bn}.bias'] + eta * x
+    return gamma * layer_norm(state, f'{name}.norm1', x, 1e-6) + (1 - gamma) * out if gamma else out
+
+
+def linear(state: dict, name: str, x: Tensor) -> Tensor:
+    return x @ state[f'{name}.weight'].T + state[f'{name}.bias']
+
+
+def conv(state: dict, name: str, image: Tensor, stride: int, **options) -> Tensor:
+    return F.conv2d(image, state[f'{name}.weight'], state[f'{name}.bias'], stride, **options)
+
+
+def to_image(x: Tensor, h: int, w: int) -> Tensor:
+    return x.transpose(1, 2).reshape(x.shape[0], -1, h, w)
+
+
+def to_tokens(image: Tensor) -> Tensor:
+    return image.flatten(2).transpose(1, 2)
+
+
+def official_attention(state: dict, name: str, x: Tensor, h: int, w: int, heads: int, norm) -> Tensor:
+    """Softmax with spatial reduction, or linear where the state holds a table P; head by head."""
+    source = x
+    if f'{name}.sr.weight' in state:
+        reduced = conv(state, f'{name}.sr', to_image(x, h, w), state[f'{name}.sr.weight'].shape[-1])
+        source = norm(state, f'{name}.norm', to_tokens(reduced))
+    q, (k, v) = linear(state, f'{name}.q', x), linear(state, f'{name}.kv', source).chunk(2, -1)
+    is_linear = f'{name}.positional_encoding' in state
+    if is_linear:
+        q, k = q.relu(), (k + state[f'{name}.positional_encoding']).relu()
+    mixed = []
+    for q_h, k_h, v_h in zip(*(t.chunk(heads, -1) for t in (q, k, v)), strict=True):
+        products = q_h @ k_h.transpose(1, 2)
+        if is_linear:
+            local = to_tokens(conv(state, f'{name}.dwc', to_image(v_h, h, w), 1, padding=2, groups=v_h.shape[-1]))
+            mixed.append(products / (products.sum(-1, keepdim=True) + 1e-6) @ v_h + local)
+        else:
+            mixed.append((products / math.sqrt(q_h.shape[-1])).softmax(-1) @ v_h)
+    return linear(state, f'{name}.proj', torch.cat(mixed, -1))
+
+
+def official_features(state: dict, image: Tensor, norm=official_norm) -> list[Tensor]:
+    """One map per stage, as the authors' detectors compute it."""
+    outs = []
+    for i, (depth, heads) in enumerate(zip(DEPTHS, HEADS, strict=True), 1):
+        kernel = state[f'patch_embed{i}.proj.weight'].shape[-1]
+        overlap = kernel // 2 if kernel % 2 else 0
+        image = conv(state, f'patch_embed{i}.proj', image, 4 if i == 1 else 2, padding=overlap)
+        h, w = image.shape[2:]
+        x = norm(state, f'patch_embed{i}.norm', to_tokens(image))
+        if f'pos_embed{i}' in state:
+            table = state[f'pos_embed{i}']
+            side = math.isqrt(table.shape[1])
+            table = to_image(table[:, -side * side :], side, side)
+            x = x + to_tokens(F.interpolate(table, (h, w), mode='bilinear'))
+        for block in (f'block{i}.{j}' for j in range(depth)):
+            x = x + official_attention(state, f'{block}.attn', norm(state, f'{block}.norm1', x), h, w, heads, norm)
+            hidden = linear(state, f'{block}.mlp.fc1', norm(state, f'{block}.norm2', x))
+            name = f'{block}.mlp.dwconv.dwconv'
+            if f'{name}.weight' in state:
+                hidden = to_tokens(conv(state, name, to_image(hidden, h, w), 1, padding=1, groups=hidden.shape[-1]))
+            x = x + linear(state, f'{block}.mlp.fc2', F.gelu(hidden))
+        if f'norm{i}.weight' in state:
+            x = norm(state, f'norm{i}', x)
+        image = to_image(x, h, w)
+        outs.append(image)
+    return outs
+
+
+def small_pvt(kind: str = 'ours', version: int = 1, size: int | tuple = 64, **options) -> nn.Module:
+    """A PVT of ours or mmdet's with the sizes of :func:`official_shapes`."""
+    options |= dict(embed_dims=8, num_layers=DEPTHS, num_heads=HEADS, pretrain_img_size=size)
+    if kind == 'ours':
+        return SLABPVT(**options, **(V2 if version == 2 else {})).double().eval()
+    return (PyramidVisionTransformer if version == 1 else PyramidVisionTransformerV2)(**options).double().eval()
+
+
+@pytest.mark.parametrize('kind', ['ours', 'mmdet'])
+@pytest.mark.parametrize('version', [1, 2])
+def test_features_equal_the_official_forward(kind, version):
+    state = official_state(version)
+    model = with_official_eps(small_pvt(kind, version))
+    report = load_pretrained(model, state)
+    assert report.complete and report.format == 'official_pvt', str(report)
+    assert set(report.matched) | set(report.missing_expected) == set(model.state_dict()), str(report)
+    blocks = 2 * sum(DEPTHS)
+    assert f'linear to 1x1 convolution ({blocks})' in str(report) and f'q and kv packed ({blocks})' in str(report)
+    assert ("class token's position dropped (1)" in str(report)) == (version == 1)
+    for size in ((64, 64), (75, 109)):
+        image = torch.randn(2, 3, *size, dtype=torch.float64)
+        assert largest_distance(model, official_features(state, image), image) < 1e-10, size
+
+
+def slab_state(remaining: int | None) -> dict:
+    """A small SLAB-PVT; ``remaining`` of 40 steps to go, None for plain RepBN without counters."""
+    state = {}
+    for key, value in official_state(linear=True).items():
+        name, _, part = key.rpartition('.')
+        if not name.endswith(('norm', 'norm1', 'norm2')):
+            state[key] = value
+            continue
+        prefix = name if remaining is None else f'{name}.norm2'
+        state[f'{prefix}.bn.{part}'] = value
+        if part == 'weight':
+            state[f'{prefix}.bn.running_mean'] = torch.randn_like(value)
+            state[f'{prefix}.bn.running_var'] = torch.rand_like(value) + 0.5
+            state[f'{prefix}.bn.num_batches_tracked'] = torch.tensor(7)
+            state[f'{prefix}.alpha'] = torch.full((1,), 0.75, dtype=torch.float64)
+        if remaining is not None:
+            state[f'{name}.norm1.{part}'] = value.flip(0)
+            for counter, count in (('warm', 0), ('iter', remaining), ('total_step', 40)):
+                state[f'{name}.{counter}'] = torch.tensor(count)
+    return state
+
+
+@pytest.mark.parametrize('remaining', [0, 10, 40, None])
+def test_slab_pvt_equals_the_official_forward(remaining):
+    state = slab_state(remaining)
+    model = small_pvt(norm_cfg=PVT_PREPBN, attention='sla')
+    report = load_pretrained(model, {'model': state})
+    assert report.complete and report.format == 'slab_official', str(report)
+    assert f'{(remaining or 0) / 40:g} in {4 + 2 * sum(DEPTHS)} norms' in str(report)
+    image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    assert largest_distance(model, official_features(state, image, slab_norm), image) < 1e-10
+
+
+@pytest.mark.parametrize('has_row', [False, True])
+@pytest.mark.parametrize('size', [(64, 160), (96, 96), (160, 32)])
+def test_maps_that_are_no_square_keep_their_first_position(size, has_row):
+    """Official detectors keep the position of a token that they do not have."""
+    state = {key: value for key, value in official_state().items() if key != 'cls_token'}
+    for stage in range(4):
+        # A map of 2x5 has one position more than one of 3x3.
+        length = math.prod(side // 2 ** (stage + 2) for side in size) + (has_row and stage == 3)
+        state[f'pos_embed{stage + 1}'] = torch.randn(1, length, DIMS[stage], dtype=torch.float64)
+    model = small_pvt(size=size)
+    assert load_pretrained(model, state).complete
+    assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, int(has_row) :])
+
+
+def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
+    state = official_state()
+    same, other = small_pvt(), small_pvt(size=(96, 160))
+    load_pretrained(same, state)
+    report = load_pretrained(other, state)
+    assert report.complete, str(report)
+    changes = {key: change for key, change in report.converted.items() if key.endswith('pos_embed')}
+    assert len(changes) == 4 and all('position table interpolated' in change for change in changes.values())
+    image = torch.randn(1, 3, 96, 160, dtype=torch.float64)
+    assert largest_distance(other, same(image), image) < 1e-10
+    # Rows of a table that says where it is: the new rows must be the old ones' neighbours, in order.
+    ramp = torch.arange(16.0, dtype=torch.float64)[:, None].expand(16, 16).reshape(1, -1, 1)
+    load_pretrained(other, state | {'pos_embed1': ramp.expand(-1, -1, 8)})
+    got = other.state_dict()['layers.0.1.0.pos_embed'].view(24, 40, 8)
+    rows = ((torch.arange(24, dtype=torch.float64) + 0.5) * 16 / 24 - 0.5).clamp(0, 15)
+    torch.testing.assert_close(got, rows[:, None, None].expand_as(got))
+
+
+def test_linear_tables_follow_the_image_size():
+    state, config = slab_state(0), dict(norm_cfg=PVT_PREPBN, attention='sla')
+    same, model = small_pvt(**config), small_pvt(size=(96, 64), **config)
+    load_pretrained(same, state)
+    report = load_pretrained(model, state)
+    assert sum('interpolated' in change for change in report.converted.values()) == 4 + sum(DEPTHS)
+    image = torch.randn(1, 3, 96, 64, dtype=torch.float64)
+    assert largest_distance(model, same(image), image) < 1e-10
+
+
+@pytest.mark.parametrize(('source', 'target'), [(1, 2), (2, 1)])
+@pytest.mark.parametrize('kind', ['official', 'native'])
+def test_the_other_version_of_pvt_is_refused(kind, source, target):
+    # Block 1 of V2 has the keys of block 0 of V1.
+    state = official_state(source) if kind == 'official' else small_pvt('ours', source).state_dict()
+    refuse(small_pvt('ours', target), state, r'shapes do not fit.*projection\.weight')
+
+
+@pytest.mark.parametrize(
+    ('shape', 'named'),
+    [
+        ((8, 9), r'block1\.0\.attn\.q\.weight \(8, 9\) and block1\.0\.attn\.kv\.weight \(16, 8\) do not make one'),
+        ((9, 8), r'block1\.0\.attn\.\{q,kv\}\.weight \(25, 8\).*in_proj_weight \(24, 8\)'),
+    ],
+)
+def test_wrong_sizes_are_named_by_the_keys_of_the_file(shape, named):
+    refuse(small_pvt(), official_state() | {'block1.0.attn.q.weight': torch.zeros(shape)}, named)
+
+
+def test_mixed_kinds_of_norms_have_a_gamma_each():
+    """SLAB's PVTv2 has LayerNorm in the reductions of its softmax stages."""
+    state, name = slab_state(0), 'block4.0.norm2'
+    mixed = {key: value for key, value in state.items() if not key.startswith(name)}
+    mixed |= {f'{name}.{part}': state[f'{name}.norm1.{part}'] for part in ('weight', 'bias')}
+    gammas = load_pretrained(small_pvt(norm_cfg=PVT_PREPBN, attention='sla'), mixed).gammas
+    assert gammas.pop('layers.3.1.1.norm2') == 1.0
+    assert set(gammas.values()) == {0.0}
+
+
+def test_output_norms_are_new_for_classifiers_of_v1():
+    report = load_pretrained(small_pvt(norm_after_stage=True), official_state())
+    assert report.complete, str(report)
+    assert report.missing_expected == {
+        f'layers.{stage}.2.{name}': 'output norm, new in detection' for stage in range(4) for name in ('weight', 'bias')
+    }
