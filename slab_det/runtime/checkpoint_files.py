@@ -1,6 +1,5 @@
 """Checkpoint files, read without running what is in them."""
 
-import errno
 import os
 import pickle
 import re
@@ -18,12 +17,8 @@ from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
 from slab_det.runtime.errors import CheckpointError, CheckpointNotFoundError
-from slab_det.runtime.timm_weights import SCHEME, load_from_timm
 
-SAFETENSORS = '.safetensors'
-
-# What torch.load(map_location=...) takes.
-MapLocation = str | torch.device | dict | Callable | None
+SAFETENSORS, TIMM = '.safetensors', 'timm://'
 
 
 def install_safe_reading() -> None:
@@ -51,21 +46,14 @@ def read_checkpoint(name: str | os.PathLike) -> Any:
         CheckpointError: If it is not there, is not a whole checkpoint, or holds objects that are not allowed.
     """
     name = os.fspath(name)
-    if name.startswith(SCHEME):
+    if name.startswith(TIMM):
         return load_from_timm(name)
     load = load_from_http if name.startswith(('http://', 'https://')) else load_from_local
     return load(name, map_location='cpu')
 
 
-def load_from_local(filename: str, map_location: MapLocation = None) -> Any:
-    """Reads a local checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: If there is no such file.
-        CheckpointError: If it is not a whole checkpoint, or holds objects that are not allowed.
-    """
-    if not filename:
-        raise CheckpointError('The name of the checkpoint is empty; name one.')
+def load_from_local(filename: str, map_location: Any = None) -> Any:
+    """Reads a local file; raises as :func:`read_checkpoint`."""
     path = os.path.expanduser(filename)
     scheme, separator, _ = path.partition('://')
     if separator:
@@ -76,20 +64,18 @@ def load_from_local(filename: str, map_location: MapLocation = None) -> Any:
     if os.path.isdir(path):
         raise CheckpointError(f'{path} is a folder; name the checkpoint in it.')
     if not os.path.isfile(path):
-        raise CheckpointNotFoundError(f'There is no checkpoint {path}; check its name.')
-    if path.endswith(SAFETENSORS):
-        return read_safetensors(path)
-    return read_torch_file(path, map_location)
+        raise CheckpointNotFoundError(f'There is no checkpoint {path or repr(path)}; check its name.')
+    if not path.endswith(SAFETENSORS):
+        return read_torch_file(path, map_location)
+    # timm needs it, so it is there.
+    from safetensors.torch import load_file
+
+    with checkpoint_errors(path):
+        return load_file(path)
 
 
-def load_from_http(
-    filename: str, map_location: MapLocation = None, model_dir: str | None = None, progress: bool = True
-) -> Any:
-    """Downloads a checkpoint once, into torch's cache or ``model_dir``, and reads it there.
-
-    Raises:
-        CheckpointError: If it cannot be downloaded, is not a whole checkpoint, or holds objects that are not allowed.
-    """
+def load_from_http(filename: str, map_location: Any = None, model_dir: str | None = None, progress: bool = True) -> Any:
+    """Downloads a checkpoint once, into torch's cache or ``model_dir``; raises as :func:`read_checkpoint`."""
     if filename.partition('?')[0].endswith(SAFETENSORS):
         # torch names its copy after the last part of the address, and on model hubs that is the same for all models.
         raise CheckpointError(
@@ -114,35 +100,43 @@ def load_from_http(
     return checkpoint
 
 
-def read_torch_file(file: Any, map_location: MapLocation = None) -> Any:
-    """``torch.load`` for what mmengine and its kin write, and for nothing that could run code.
+@CheckpointLoader.register_scheme(prefixes=TIMM, force=True)
+def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.Tensor]:
+    """The state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`.
 
-    Args:
-        file: A path, or a file that can seek.
-        map_location: Where tensors go, as for ``torch.load``.
-
-    Raises:
-        CheckpointError: If it is not a whole checkpoint, or holds objects that are not allowed.
+    timm downloads it once, into its own cache.
     """
+    import timm
+
+    name = filename.removeprefix(TIMM)
+    if not timm.models.is_model_pretrained(name):
+        raise CheckpointError(
+            f'{filename}: timm has no pretrained weights of this name; python -c "import timm; '
+            "print(timm.list_models(['swin_*', 'pvt_v2_b?'], pretrained=True))\" lists those that load here"
+        )
+    # torch then refuses to run what a file holds, whatever the timm at hand asks it for, and refuses all files with
+    # both of them set.
+    force, forbid = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'
+    before = {name: os.environ.pop(name) for name in (force, forbid) if name in os.environ}
+    os.environ[force] = '1'
+    try:
+        return timm.create_model(name, pretrained=True).state_dict()
+    except Exception as error:  # whatever timm, the hub's client and its network raise
+        reason = str(error).strip().partition('\n')[0] or type(error).__name__
+        raise CheckpointError(
+            f'{filename}: timm cannot get the weights ({reason}). Where there is a network, run python -c "import '
+            f"timm, torch; torch.save(timm.create_model('{name}', pretrained=True).state_dict(), '{name}.pth')\" "
+            f'and name that file; or train from scratch with init_cfg=None'
+        ) from error
+    finally:
+        del os.environ[force]
+        os.environ.update(before)
+
+
+def read_torch_file(file: Any, map_location: Any = None) -> Any:
+    """``torch.load`` for what mmengine and its kin write; raises as :func:`read_checkpoint`."""
     with safe_globals(), checkpoint_errors(file):
         return torch.load(file, map_location=map_location, weights_only=True)  # noqa: TID251
-
-
-def read_safetensors(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, which holds nothing else.
-
-    Raises:
-        CheckpointError: If it is not a whole safetensors file, or the package is not installed.
-    """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise CheckpointError(f'{path}: reading it needs the safetensors package: pip install safetensors') from error
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise broken(path, str(error)) from error
 
 
 @contextmanager
@@ -150,35 +144,27 @@ def checkpoint_errors(file: Any) -> Iterator[None]:
     """Turns the many errors of reading a broken or unsafe checkpoint into one that says what to do."""
     try:
         yield
-    except (MemoryError, torch.cuda.OutOfMemoryError):
+    except (MemoryError, torch.cuda.OutOfMemoryError, URLError, PermissionError):
         raise
-    except OSError as error:
-        # A cut off archive has torch seek before the beginning. Other errors are the disk's or the network's.
-        if error.errno != errno.EINVAL:
-            raise
-        raise broken(file, 'it ends too early') from error
-    except pickle.UnpicklingError as error:
-        # torch words it differently for a name it does not know and for a call it does not allow.
-        found = re.search(r'GLOBAL (\S+)|unrecognized function (<.+?>)|instantiate (?:class|object) (\S+)', str(error))
-        if found is None:
-            # torch's own message recommends weights_only=False.
-            raise broken(file, "its content is not in torch's format") from error
-        name = next(filter(None, found.groups()))
-        raise CheckpointError(
-            f'{file}: holds {name}, which is neither weights nor what mmengine saves, and could run code. Not loaded. '
-            'If you trust where it comes from, save its weights alone: torch.save(torch.load(FILE, '
-            "weights_only=False)['state_dict'], NEW_FILE)"
-        ) from error
     except Exception as error:
-        raise broken(file, str(error).partition('\n')[0].partition('. ')[0] or type(error).__name__) from error
-
-
-def broken(file: Any, reason: str) -> CheckpointError:
-    """The error for a file that torch cannot make sense of."""
-    return CheckpointError(
-        f'{file}: cannot be read as a checkpoint ({reason}). It may have been cut off while it was written or '
-        'downloaded, or be no checkpoint: get it again, or take an earlier one.'
-    )
+        reason = str(error).partition('\n')[0].partition('. ')[0] or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            # torch words it differently for a name it does not know and for a call it does not allow.
+            found = re.search(
+                r'GLOBAL (\S+)|unrecognized function (<.+?>)|instantiate (?:class|object) (\S+)', str(error)
+            )
+            if found is not None:
+                raise CheckpointError(
+                    f'{file}: holds {next(filter(None, found.groups()))}, which is neither weights nor what mmengine '
+                    'saves, and could run code. Not loaded. If you trust where it comes from, save its weights alone: '
+                    "torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW_FILE)"
+                ) from error
+            # torch's own message recommends weights_only=False.
+            reason = "its content is not in torch's format"
+        raise CheckpointError(
+            f'{file}: cannot be read as a checkpoint ({reason}). It may have been cut off while it was written or '
+            'downloaded, or be no checkpoint: get it again, or take an earlier one.'
+        ) from error
 
 
 @contextmanager
@@ -195,11 +181,7 @@ def safe_globals() -> Iterator[None]:
 
 
 def known_method(owner: type, name: str) -> Callable:
-    """``getattr`` as far as pickled methods of the message hub and of the schedulers need it.
-
-    Raises:
-        UnpicklingError: If it is asked for anything else.
-    """
+    """``getattr`` as far as pickled methods of the message hub and of the schedulers need it."""
     if owner not in METHOD_OWNERS or name.startswith('__'):
         raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
     return getattr(owner, name)

@@ -45,28 +45,17 @@ def init_gloo(backend: str, init_backend: str = 'torch', **kwargs: Any) -> None:
 
 
 class CpuDataParallel(MMDistributedDataParallel):
-    """mmengine's wrapper, without the ``device_ids`` that the runner always passes.
-
-    Args:
-        module: The model to wrap.
-        device_ids: Not used.
-        **kwargs: See :class:`mmengine.model.MMDistributedDataParallel`.
-    """
+    """mmengine's wrapper, without the ``device_ids`` that the runner always passes."""
 
     def __init__(self, module: nn.Module, device_ids: list[int] | None = None, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
 
 
 class CpuAmpOptimWrapper(OptimWrapper):
-    """Autocast to bfloat16, without loss scaling: bfloat16 has the range of float32.
-
-    Args:
-        loss_scale: Not used.
-        dtype: None or bfloat16.
-        **kwargs: Arguments of mmengine's ``OptimWrapper``.
+    """Autocast to bfloat16, which has the range of float32: ``loss_scale`` is not used.
 
     Raises:
-        SlabDetError: If ``dtype`` is another one.
+        SlabDetError: If ``dtype`` is neither None nor bfloat16.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Which distributions of mmengine, mmcv and mmdet are installed, and whether they get along."""
 
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 # Import name: the maintained distribution, and those that install files of the same names.
@@ -46,11 +46,7 @@ def check_distributions() -> None:
 
 def is_installed(name: str) -> bool:
     """Whether pip knows a distribution of this name here."""
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True
+    return next(iter(distributions(name=name)), None) is not None
 
 
 def is_importable(package: str) -> bool:

@@ -40,31 +40,22 @@ def install_ops() -> bool:
         Whether the stand-in is in place.
 
     Raises:
-        ImportError: If there is a compiled extension and it does not load.
+        ImportError: If there is a compiled extension and it does not load; with the commands that repair it.
     """
     if EXTENSION not in sys.modules:
         if find_spec(EXTENSION) is None:
             sys.modules[EXTENSION] = mmcv._ext = TorchvisionOps()
         else:
-            load_compiled_ops()
+            try:
+                import_module(EXTENSION)
+            except ImportError as error:
+                raise ImportError(
+                    f'mmcv has compiled operators, but they do not load with torch {torch.__version__}: {error}\n'
+                    f'Compile them again:\n  {COMPILE}\n'
+                    'or remove them (slab_det then takes NMS and RoIAlign from torchvision):\n'
+                    '  pip install --force-reinstall --no-deps onedl-mmcv'
+                ) from error
     return isinstance(sys.modules[EXTENSION], TorchvisionOps)
-
-
-def load_compiled_ops() -> ModuleType:
-    """Imports mmcv's own extension.
-
-    Raises:
-        ImportError: If it was compiled for another torch or Python; with the commands that repair it.
-    """
-    try:
-        return import_module(EXTENSION)
-    except ImportError as error:
-        raise ImportError(
-            f'mmcv has compiled operators, but they do not load with torch {torch.__version__}: {error}\n'
-            f'Compile them again:\n  {COMPILE}\n'
-            'or remove them (slab_det then takes NMS and RoIAlign from torchvision):\n'
-            '  pip install --force-reinstall --no-deps onedl-mmcv'
-        ) from error
 
 
 class TorchvisionOps(ModuleType):
@@ -94,11 +85,7 @@ class TorchvisionOps(ModuleType):
 
 
 def raise_unavailable(op: str) -> NoReturn:
-    """Says that an operator of mmcv exists nowhere here, and what to do.
-
-    Raises:
-        SlabDetError: Always.
-    """
+    """Raises SlabDetError: an operator of mmcv exists nowhere here."""
     raise SlabDetError(
         f'mmcv.ops: this model calls the operator "{op}". The installed mmcv has no compiled operators, and slab_det '
         'supplies only nms and roi_align (average pooling), from torchvision. Choose a model without this operator, '
@@ -128,22 +115,11 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
 
 
 def roi_align_forward(
-    input: Tensor,
-    rois: Tensor,
-    output: Tensor,
-    argmax_y: Tensor,
-    argmax_x: Tensor,
-    *,
-    aligned_height: int,
-    aligned_width: int,
-    spatial_scale: float,
-    sampling_ratio: int,
-    pool_mode: int,
-    aligned: bool,
+    input: Tensor, rois: Tensor, output: Tensor, argmax_y: Tensor, argmax_x: Tensor, **options: Any
 ) -> None:
     """Average-pools each RoI of ``input`` into ``output``, in place.
 
-    The arguments are mmcv's. ``argmax_y`` and ``argmax_x`` are for maximum pooling and stay unused.
+    The arguments are mmcv's; ``argmax_y`` and ``argmax_x`` are for maximum pooling and stay unused.
 
     Shape:
         (B, C, H, W), (K, 5), (K, C, aligned_height, aligned_width)
@@ -151,22 +127,27 @@ def roi_align_forward(
     Raises:
         SlabDetError: If ``pool_mode`` is maximum.
     """
-    check_pool_mode(pool_mode)
+    scale, height, width, ratio, aligned = roi_align_options(**options)
     # torchvision has no bfloat16 kernels.
     dtype = at_least_float32(input.dtype)
-    output.copy_(
-        torchvision.ops.roi_align(
-            input.to(dtype), rois.to(dtype), (aligned_height, aligned_width), spatial_scale, sampling_ratio, aligned
-        )
-    )
+    output.copy_(torchvision.ops.roi_align(input.to(dtype), rois.to(dtype), (height, width), scale, ratio, aligned))
 
 
 def roi_align_backward(
-    grad_output: Tensor,
-    rois: Tensor,
-    argmax_y: Tensor,
-    argmax_x: Tensor,
-    grad_input: Tensor,
+    grad_output: Tensor, rois: Tensor, argmax_y: Tensor, argmax_x: Tensor, grad_input: Tensor, **options: Any
+) -> None:
+    """Writes the gradient of :func:`roi_align_forward`'s ``input`` into ``grad_input``; other arguments as there."""
+    scale, height, width, ratio, aligned = roi_align_options(**options)
+    dtype = at_least_float32(grad_output.dtype)
+    # The operator that torchvision's own autograd calls. Differentiating torchvision.ops.roi_align instead would
+    # repeat the forward.
+    backward = torch.ops.torchvision._roi_align_backward
+    grad_input.copy_(
+        backward(grad_output.to(dtype), rois.to(dtype), scale, height, width, *grad_input.shape, ratio, aligned)
+    )
+
+
+def roi_align_options(
     *,
     aligned_height: int,
     aligned_width: int,
@@ -174,38 +155,11 @@ def roi_align_backward(
     sampling_ratio: int,
     pool_mode: int,
     aligned: bool,
-) -> None:
-    """Writes the gradient of :func:`roi_align_forward`'s ``input`` into ``grad_input``; other arguments as there.
-
-    Raises:
-        SlabDetError: If ``pool_mode`` is maximum.
-    """
-    check_pool_mode(pool_mode)
-    dtype = at_least_float32(grad_output.dtype)
-    # The operator that torchvision's own autograd calls. Differentiating torchvision.ops.roi_align instead would
-    # repeat the forward.
-    grad_input.copy_(
-        torch.ops.torchvision._roi_align_backward(
-            grad_output.to(dtype),
-            rois.to(dtype),
-            spatial_scale,
-            aligned_height,
-            aligned_width,
-            *grad_input.shape,
-            sampling_ratio,
-            aligned,
-        )
-    )
-
-
-def check_pool_mode(pool_mode: int) -> None:
-    """Refuses RoIAlign's maximum pooling, which torchvision does not have.
-
-    Raises:
-        SlabDetError: If ``pool_mode`` is not 1, average.
-    """
+) -> tuple[float, int, int, int, bool]:
+    """The options of mmcv's RoIAlign in torchvision's order, which has no maximum pooling."""
     if pool_mode != 1:
         raise_unavailable("roi_align with pool_mode='max'")
+    return spatial_scale, aligned_height, aligned_width, sampling_ratio, aligned
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -31,14 +31,14 @@ def set_random_state(state: Mapping) -> None:
 @contextmanager
 def fixed_random_state(seed: int) -> Iterator[None]:
     """Within, what these generators draw on the CPU depends on ``seed`` alone; after it they go on undisturbed."""
+    python, legacy = random.getstate(), np.random.get_state()
     # Not the CUDA generators: a worker of a data loader must not touch them.
-    python, legacy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        torch.set_rng_state(torch_state)
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -56,10 +57,6 @@ class AtomicLocalBackend(LocalBackend):
         """Writes bytes to a file and makes its folder if it has none."""
         # A link keeps pointing to its file, whose content changes.
         path = Path(os.path.realpath(filepath))
-        if path.exists() and not path.is_file():
-            # A device or a pipe, such as /dev/stdout: renaming would replace it.
-            super().put(obj, filepath)
-            return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f'.{path.name}.{uuid4().hex[:8]}.tmp')
         try:
@@ -98,61 +95,44 @@ def remove_after_saving(save: Callable) -> Callable:
 
     @wraps(save)
     def save_then_remove(self: CheckpointHook, *args: Any, **kwargs: Any) -> None:
-        backend = self.file_backend
-        self.file_backend = recorder = RemovalRecorder(backend)
+        backend, removals = self.file_backend, []
+        self.file_backend = copy.copy(backend)
+        self.file_backend.remove = removals.append
         try:
             save(self, *args, **kwargs)
         finally:
             self.file_backend = backend
         best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
-        for remove, path in recorder.removals:
+        for path in removals:
+            # A resumed run saves under the same name what it removes.
             if path not in (self.last_ckpt, *best):
-                remove(path)
+                backend.remove(path)
 
     return save_then_remove
-
-
-class RemovalRecorder:
-    """A file backend that records what it is asked to remove."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.removals: list[tuple[Callable, str]] = []
-
-    def remove(self, path: str) -> None:
-        """Records a file."""
-        self.removals.append((self._backend.remove, path))
-
-    def rmtree(self, path: str) -> None:
-        """Records a folder, as DeepSpeed's checkpoints are."""
-        self.removals.append((self._backend.rmtree, path))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
 
 
 def find_latest_checkpoint(folder: str | Path) -> str | None:
     """The checkpoint to resume from in a work directory, None if there is none yet.
 
-    The file ``last_checkpoint`` names it, also after the folder was moved. Where a run was killed just before it wrote
-    that name, the newest ``iter_N.pth`` or ``epoch_N.pth`` is taken.
+    The file ``last_checkpoint`` names it, also after the folder was moved. Where a run was killed before all of that
+    name was written, the newest ``iter_N.pth`` or ``epoch_N.pth`` is taken.
 
     Raises:
         CheckpointError: If ``last_checkpoint`` is there, but no checkpoint.
     """
     folder = Path(folder)
     marker = folder / MARKER
-    named = marker.read_text().strip() if marker.is_file() else ''
+    name = marker.read_text().strip() if marker.is_file() else ''
     # In the folder first: of a copied folder, the original may have gone on.
-    for candidate in (folder / Path(named).name, Path(named)) if named else ():
-        if candidate.exists():
+    for candidate in (folder / Path(name).name, Path(name)):
+        if candidate.is_file():
             return str(candidate)
     saved = [file for file in folder.glob('*.pth') if re.fullmatch(r'(iter|epoch)_\d+\.pth', file.name)]
     if saved:
         return str(max(saved, key=lambda file: file.stat().st_mtime_ns))
     if marker.exists():
         raise CheckpointError(
-            f'{marker} names {named or "nothing"}, which is not there, and {folder} has no other '
+            f'{marker} names {name or "nothing"}, which is not there, and {folder} has no other '
             f'checkpoint; name the one to resume from, or remove {MARKER} to start anew'
         )
     return None

@@ -138,7 +138,7 @@ def test_broken_safetensors_are_named_with_what_to_do(tmp_path, content):
         ('ftp://somewhere/swin.pth', r'ftp://somewhere/swin\.pth: nothing here can read ftp://.*https://'),
         ('tim://swin_tiny', r'nothing here can read tim://.*timm://'),
         ('https://127.0.0.1:9/model.safetensors?download=true', 'download it and name the file'),
-        ('', 'is empty'),
+        ('', "no checkpoint ''"),
         ('nowhere.pth', r'no checkpoint nowhere\.pth; check its name'),
         # Port 9 of this machine: nothing listens there.
         ('http://127.0.0.1:9/swin.pth', r'cannot be downloaded .*init_cfg\.checkpoint=FILE'),

@@ -61,9 +61,15 @@ def test_nms_of_degenerate_boxes():
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_nms_takes_half_precision_scores(dtype):
+def test_half_precision(dtype):
     boxes, scores = random_boxes(50), torch.arange(50).to(dtype) / 64
     assert nms(boxes, scores, 0.5)[1].tolist() == greedy_nms(boxes, scores, 0.5)
+    features, rois = torch.randn(1, 3, 8, 8).to(dtype).requires_grad_(), torch.tensor([[0.0, 1, 1, 6, 7]])
+    out = RoIAlign(2, sampling_ratio=2)(features, rois.to(dtype))
+    expected = torchvision.ops.roi_align(features.detach().float(), rois, 2, 1.0, 2, True)
+    out.sum().backward()
+    assert out.dtype == features.grad.dtype == dtype
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 def rois_for(batch, count, dtype=torch.float64):
@@ -98,22 +104,9 @@ def test_roi_align_without_rois():
     assert out.shape == (0, 3, 7, 7) and not features.grad.any()
 
 
-def test_roi_align_in_bfloat16():
-    features = torch.randn(1, 3, 8, 8).bfloat16().requires_grad_()
-    rois = torch.tensor([[0.0, 1, 1, 6, 7]])
-    out = RoIAlign(2, sampling_ratio=2)(features, rois.bfloat16())
-    expected = torchvision.ops.roi_align(features.detach().float(), rois, 2, 1.0, 2, True)
-    out.sum().backward()
-    assert out.dtype == features.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
-
-
-def test_max_pooling_raises():
+def test_unavailable_operator_raises_its_name_when_called():
     with pytest.raises(RuntimeError, match='roi_align.*max'):
         RoIAlign(2, pool_mode='max')(torch.randn(1, 1, 4, 4), torch.tensor([[0.0, 0, 0, 3, 3]]))
-
-
-def test_unavailable_operator_raises_its_name_when_called():
     boxes, scores = random_boxes(3), torch.rand(3)
     with pytest.raises(RuntimeError, match='"softnms".*compile mmcv'):
         batched_nms(boxes, scores, torch.zeros(3), dict(type='soft_nms', iou_threshold=0.5))

@@ -1,0 +1,102 @@
+"""Weights of timm by their names, and safetensors files."""
+
+import os
+
+import pytest
+import timm
+import timm.models._hub
+import torch
+from mmengine.runner import CheckpointLoader
+from safetensors.torch import save_file
+from torch import nn
+
+from slab_det.backbones import SLABPVT
+from slab_det.checkpoints import load_pretrained
+from slab_det.runtime.errors import CheckpointError
+
+# pvt_v2_b0.
+CONFIG = dict(
+    embed_dims=32,
+    num_layers=(2, 2, 2, 2),
+    patch_sizes=(7, 3, 3, 3),
+    paddings=(3, 1, 1, 1),
+    use_abs_pos_embed=False,
+    norm_after_stage=True,
+    use_conv_ffn=True,
+)
+
+
+def serve(monkeypatch, path) -> None:
+    """Every download of timm is this file."""
+
+    def download(repo_id: str, filename: str, **kwargs) -> str:
+        if not filename.endswith(path.suffix):
+            raise timm.models._hub.EntryNotFoundError('no such file')
+        return str(path)
+
+    monkeypatch.setattr(timm.models._hub, 'hf_hub_download', download)
+
+
+def same_weights(model: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('suffix', ['.safetensors', '.bin'])
+def test_timm_names_and_files_load(tmp_path, monkeypatch, suffix):
+    path = tmp_path / f'weights{suffix}'
+    state = timm.create_model('pvt_v2_b0').state_dict()
+    (save_file if suffix == '.safetensors' else torch.save)(state, path)
+    serve(monkeypatch, path)
+    expected, by_file = SLABPVT(**CONFIG), SLABPVT(**CONFIG)
+    load_pretrained(expected, state)
+    report = load_pretrained(by_file, path)
+    assert report.complete and report.format == 'timm_pvt_v2', str(report)
+    assert same_weights(by_file, expected)
+    for name in ('pvt_v2_b0', 'pvt_v2_b0.in1k'):
+        ours = SLABPVT(**CONFIG, init_cfg=dict(type='Pretrained', checkpoint=f'timm://{name}'))
+        ours.init_weights()
+        assert same_weights(ours, expected)
+
+
+@pytest.mark.parametrize('name', ['swin_enormous', 'pvt_v2_b0.no_such_tag', '', 'hf-hub:someone/swin', 'swin_tiny'])
+def test_unknown_timm_names_say_where_the_names_are(name):
+    with pytest.raises(CheckpointError, match=r'timm has no pretrained weights of this name.*list_models'):
+        load_pretrained(SLABPVT(**CONFIG), f'timm://{name}')
+
+
+def test_weights_that_cannot_be_downloaded_say_how_to_go_on(monkeypatch):
+    def download(**kwargs) -> str:
+        raise OSError('no route to host\nTraceback')
+
+    monkeypatch.setattr(timm.models._hub, 'hf_hub_download', download)
+    with pytest.raises(CheckpointError, match=r'no route to host.*name that file') as error:
+        load_pretrained(SLABPVT(**CONFIG), 'timm://pvt_v2_b0')
+    assert '\n' not in str(error.value)
+
+
+class RunsCode:
+    def __init__(self, *call) -> None:
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+@pytest.mark.parametrize('variables', [{}, {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}], ids=str)
+def test_downloads_of_timm_run_no_code(tmp_path, monkeypatch, variables):
+    for name in ('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    path, proof = tmp_path / 'evil.bin', tmp_path / 'it ran'
+    torch.save({'head.bias': RunsCode(os.mkdir, str(proof))}, path)
+    serve(monkeypatch, path)
+    # As an older timm reads the files of some models.
+    monkeypatch.setattr(timm.models._hub, '_torch_load', lambda file, **kwargs: torch.load(file, weights_only=None))
+    with pytest.raises(CheckpointError, match='timm cannot get the weights'):
+        CheckpointLoader.load_checkpoint('timm://pvt_v2_b0')
+    assert not proof.exists()
+    assert dict(os.environ) == before
+    torch.save(timm.create_model('pvt_v2_b0').state_dict(), path)
+    assert CheckpointLoader.load_checkpoint('timm://pvt_v2_b0')
