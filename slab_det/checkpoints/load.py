@@ -228,46 +228,39 @@ def _fit(
     # The index follows from the window, which may be another one than the checkpoint's.
     filled = {key: w for key, w in given.items() if key in targets and not key.endswith('relative_position_index')}
     if not filled:
-        raise nothing_matched(
-            weights,
-            targets,
-            "; weights of a backbone alone belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
-            if is_detector
-            else '',
-        )
+        alone = "; a backbone's own weights belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
+        raise nothing_matched(weights, targets, alone if is_detector else '')
     misfits = [
         f'{weight.key} {tuple(weight.value.shape)} -> {key} {tuple(targets[key].shape)}'
         for key, weight in filled.items()
         if weight.value.shape != targets[key].shape
     ]
     if misfits:
+        remedy = ', or name what should start anew in CheckedLoadHook(reinitialize=[...])' if is_detector else ''
         raise CheckpointError(
-            f'{len(misfits)} shapes do not fit (checkpoint -> model): {"; ".join(misfits[:4])}'
-            f'{"; …" if len(misfits) > 4 else ""}; make the config agree with the checkpoint'
-            + (', or name what should start anew in CheckedLoadHook(reinitialize=[...])' if is_detector else '')
+            f'{len(misfits)} shapes do not fit (checkpoint -> model): {name_some(misfits)}; make the config agree with '
+            f'the checkpoint{remedy}'
         )
-
-    report.matched = list(filled)
-    report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
-    for key in [key for key in given if key not in filled]:
-        reason = _first_match(EXPECTED_UNUSED, key.removeprefix(prefix))
-        if reason:
-            report.unused_expected[given[key].key] = reason
-        else:
-            report.unused_unexpected.append(given[key].key)
+    unused = {weight.key: key.removeprefix(prefix) for key, weight in given.items() if key not in filled}
+    accounted = filled.keys() | report.missing_expected.keys()
+    missing = {key: key.removeprefix(prefix) for key in targets if key not in accounted}
     is_classifier = any(key.startswith(('head.', 'norm.')) for key in inner)
     rules = (*EXPECTED_MISSING, OUTPUT_NORM) if is_classifier else EXPECTED_MISSING
-    for key in [key for key in targets if key not in filled and key not in report.missing_expected]:
-        reason = _first_match(rules, key.removeprefix(prefix))
-        if reason:
-            report.missing_expected[key] = reason
-        else:
-            report.missing_unexpected.append(key)
+    report.matched = list(filled)
+    report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
+    report.unused_unexpected = _sort_out(unused, EXPECTED_UNUSED, report.unused_expected)
+    report.missing_unexpected = _sort_out(missing, rules, report.missing_expected)
     return {key: weight.value for key, weight in filled.items()}
 
 
-def _first_match(rules: tuple[tuple[str, str], ...], key: str) -> str | None:
-    return next((reason for pattern, reason in rules if re.search(pattern, key)), None)
+def _sort_out(names: dict[str, str], rules: tuple[tuple[str, str], ...], expected: dict[str, str]) -> list[str]:
+    """Adds those keys to ``expected`` for whose name a rule has a reason, and returns the others."""
+    reasons = {
+        key: next((reason for pattern, reason in rules if re.search(pattern, name)), None)
+        for key, name in names.items()
+    }
+    expected.update({key: reason for key, reason in reasons.items() if reason})
+    return [key for key, reason in reasons.items() if reason is None]
 
 
 def log_report(report: LoadReport) -> None:

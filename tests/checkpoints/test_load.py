@@ -78,7 +78,7 @@ def test_a_prefix_that_nothing_has_is_an_error():
 @pytest.mark.parametrize(
     ('init_cfg', 'named'),
     [
-        (dict(type='Pretrained', checkpoint='x.pth', strict=True, map_location='cpu'), 'remove map_location, strict'),
+        (dict(type='Pretrained', checkpoint='x.pth', strict=True, map_location='cpu'), 'takes init_cfg=None.*strict'),
         (dict(type='Pretrained'), 'takes init_cfg=None'),
         ([dict(type='Pretrained', checkpoint='x.pth')], 'got'),
     ],
@@ -95,6 +95,60 @@ def test_surplus_and_missing_weights_are_reported():
     assert all(re.match(r'stages\.1\.blocks\.[23]\.', key) for key in report.unused_unexpected)
     report = load_pretrained(deep, random_state(shallow))
     assert {key.split('.')[3] for key in report.missing_unexpected} == {'2', '3'}
+
+
+def dyt(state: dict) -> dict:
+    """Part of a Swin or PVT with DyT for its norms, in the authors' names: tanh(alpha x), weight and bias."""
+    is_swin = 'patch_embed.projection.weight' in state
+    names = ['layers.0.blocks.0.attn.qkv.weight'] if is_swin else ['block1.0.attn.q.weight', 'block1.0.attn.kv.weight']
+    norm = f'{names[0].partition(".attn")[0]}.norm1'
+    shapes = dict(alpha=1, weight=8, bias=8)
+    state = {name: torch.ones(8, 8) for name in names} | {'pos_embed1': torch.ones(1, 3137, 8)}
+    return state | {f'{norm}.{k}': torch.ones(size) for k, size in shapes.items()}
+
+
+def norm_key(state: dict) -> str:
+    return next(key for key in state if key.endswith('norm1.weight'))
+
+
+BAD = {
+    'numbers': (lambda state: {'epoch': 3, 'lr': 0.1}, 'no weights.*epoch, lr'),
+    'no dict': (lambda state: [1, 2], 'no weights.*list'),
+    'a tensor': (lambda state: torch.ones(2), 'no weights.*Tensor'),
+    'zero matches': (lambda state: {'encoder.weight': torch.ones(2)}, 'nothing matches'),
+    'one name in common': (
+        lambda state: {norm_key(state): torch.ones(8), 'foo.bar': torch.ones(1)},
+        'nothing matches',
+    ),
+    'wrong size': (
+        lambda state: {**state, norm_key(state): torch.ones(11)},
+        r'1 shapes do not fit.*norm1\.weight \(11,\).*\(8,\)',
+    ),
+    'DyT': (dyt, r'norm1: .*norm1\.alpha.* make none of LayerNorm'),
+}
+
+
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda **options: SLABSwin(**SMALL, **options),
+        lambda **options: SLABPVT(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), **options),
+    ],
+    ids=['swin', 'pvt'],
+)
+@pytest.mark.parametrize('kind', BAD)
+def test_bad_content_is_refused_in_one_line_and_nothing_is_loaded(tmp_path, build, kind):
+    content, expected = BAD[kind]
+    path = tmp_path / 'weights.pth'
+    model = build(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.save(content(before), path)
+    with pytest.raises(CheckpointError, match=expected) as error:
+        load_pretrained(model, path)
+    assert '\n' not in str(error.value) and 'weights.pth' in str(error.value)
+    assert_holds(model, before)
+    with pytest.raises(CheckpointError, match=expected):
+        model.init_weights()
 
 
 def test_source_overrides_and_is_checked():

@@ -69,7 +69,8 @@ BROKEN = {
     'half legacy': LEGACY[: len(LEGACY) // 2],
     'git lfs pointer': b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n',
     'html': b'<!DOCTYPE html><title>404</title>',
-    'json': b'{"state_dict": {}}',
+    'image': b'\x89PNG\r\n\x1a\n',
+    'other archive': b'PK\x05\x06' + bytes(18),
     'plain pickle': pickle.dumps({'state_dict': {}}, protocol=2)[:-4],
 }
 
@@ -123,13 +124,13 @@ def test_downloads_are_read_with_the_allow_list(tmp_path, monkeypatch, load, add
     assert os.listdir(tmp_path / 'hub' / 'checkpoints') and not (tmp_path / 'it ran').exists()
 
 
-@pytest.mark.parametrize('content', [b'', b'\x10', b'\xff' * 40, lambda whole: whole[:-1]])
-def test_broken_safetensors_are_named_with_what_to_do(tmp_path, content):
+def test_broken_safetensors_are_named_with_what_to_do(tmp_path):
     path = tmp_path / 'cut.safetensors'
     save_file({'weight': torch.ones(50)}, path)
-    path.write_bytes(content(path.read_bytes()) if callable(content) else content)
-    with pytest.raises(CheckpointError, match=r'cut\.safetensors: cannot be read as a checkpoint'):
-        read_checkpoint(path)
+    for content in (b'', b'\xff' * 40, path.read_bytes()[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r'cut\.safetensors: cannot be read as a checkpoint'):
+            read_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,7 @@ def test_broken_safetensors_are_named_with_what_to_do(tmp_path, content):
         ('tim://swin_tiny', r'nothing here can read tim://.*timm://'),
         ('https://127.0.0.1:9/model.safetensors?download=true', 'download it and name the file'),
         ('', "no checkpoint ''"),
+        (os.path.dirname(__file__), 'is a folder'),
         ('nowhere.pth', r'no checkpoint nowhere\.pth; check its name'),
         # Port 9 of this machine: nothing listens there.
         ('http://127.0.0.1:9/swin.pth', r'cannot be downloaded .*init_cfg\.checkpoint=FILE'),
