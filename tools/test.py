@@ -64,8 +64,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise SlabDetError('--latency, --fuse and --deploy are for the plain detector; leave out --tta')
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
         raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
-    if '://' not in args.checkpoint and not Path(args.checkpoint).is_file():
-        raise SlabDetError(f'checkpoint {args.checkpoint} not found')
 
 
 def plain_model(runner: Runner) -> nn.Module:
