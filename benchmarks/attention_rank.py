@@ -100,7 +100,7 @@ def measure_attention_rank(
     handle = attention.register_forward_pre_hook(lambda module, args: calls.append(args))
     backbone(image.double())
     handle.remove()
-    x, hw_shape = calls[0]
+    x, hw_shape, *_ = calls[0]
     windows = window_tokens(hw_shape, attention.w_msa.window_size, attention.shift_size)
     tokens, dims = windows[len(windows) // 2], x.shape[-1] // heads
     convolution = getattr(attention.w_msa, 'dwc', None)
