@@ -30,6 +30,20 @@ def run(call: Callable[..., Outcome]) -> Callable[[str], str]:
     return run
 
 
+def run_in_process(command: str) -> str:
+    """The same in a process of its own, as a user has it."""
+    tool, *arguments = shlex.split(command)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / 'tools' / tool), *arguments],
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, f'{command}: {result.stdout[-3000:]}\n{result.stderr[-3000:]}'
+    return result.stdout
+
+
 def dump_without_folder(cfg, path: Path) -> None:
     cfg.pop('work_dir')
     cfg.pop('experiment_name')
@@ -38,15 +52,13 @@ def dump_without_folder(cfg, path: Path) -> None:
 
 def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     dump_without_folder(small_run_cfg('unused'), tmp_path / 'small.py')
-    # In a process of its own, as a user has it.
-    train = [sys.executable, str(ROOT / 'tools' / 'train.py'), 'small.py', '--work-dir', 'run']
-    subprocess.run(train, env={**os.environ, 'PYTHONPATH': str(ROOT)}, check=True)
+    run_in_process('train.py small.py --work-dir run')
     checkpoint = Path((tmp_path / 'run' / 'last_checkpoint').read_text())
     assert (tmp_path / checkpoint).name == 'iter_6.pth'
     rounds = '--rounds 3 --warmup 1 --size 64 96'
     for model in (f'small.py {checkpoint}', 'run/fused_config.py run/fused.pth'):
         report = '--work-dir tested --report run/report.json --show-dir drawn --latency'
-        assert re.search(r'\| ms \|.*box AP', run(f'test.py {model} {report} {rounds}'))
+        assert re.search(r'\| ms \|.*box AP', run_in_process(f'test.py {model} {report} {rounds}'))
     assert list(tmp_path.glob('tested/*/drawn/*'))
 
     entries = {entry.variant: entry for entry in read_report(tmp_path / 'run' / 'report.json')}
