@@ -13,7 +13,6 @@ from torch import nn
 import slab_det
 from slab_det.conversion import ConversionError, calibrate_norms
 from slab_det.norms import PRepBN, TokenBN, set_gamma
-from slab_det.recalibration import RecalibrationError
 from slab_det.runtime.errors import SlabDetError
 
 SMALL = dict(embed_dims=8, depths=(2, 1, 1), num_heads=(1, 2, 2), strides=(4, 2, 2), out_indices=(0, 1, 2))
@@ -151,7 +150,7 @@ def test_frozen_norms_are_frozen_whole(gamma):
     ('norm_cfg', 'calibrate', 'message'),
     [
         (dict(type='PRepBN'), [], 'no batch'),
-        (dict(type='PRepBN'), [torch.full((2, 5, 3), torch.nan)], 'NaN'),
+        (dict(type='PRepBN'), [torch.full((2, 5, 3), torch.nan)], '0.0: .*NaN'),
         (dict(type='TokenBN'), [torch.randn(2, 5, 3)], 'only PRepBN'),
         (dict(type='GN', num_groups=1), None, 'no offline norm'),
     ],
@@ -214,14 +213,8 @@ def test_calibrated_mixture_moves_less_than_the_default_start():
 
 
 def test_wrong_uses_are_named():
-    model = slab_det.convert_norms(swin())
     for norms, message in ((nn.Linear(2, 2), 'no LayerNorm'), (nn.LayerNorm(2), 'whole model')):
         with pytest.raises(ConversionError, match=message):
             slab_det.convert_norms(norms)
-    with pytest.raises(RecalibrationError, match=r'patch_embed\.norm.*NaN'):
-        calibrate_norms(model, [images() * float('nan')])
-    set_gamma(model, 0.5)
-    with pytest.raises(ConversionError, match='gamma = 0.5.*gamma = 1'):
-        calibrate_norms(model, [images()])
     with pytest.raises(ConversionError, match='no PRepBN'):
         calibrate_norms(swin(), [images()])

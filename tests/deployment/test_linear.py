@@ -1,9 +1,8 @@
 import pytest
 import torch
-from torch import nn
 
 from slab_det.deployment import linear as linear_module
-from slab_det.deployment.linear import DeployedLinear, linear, linear_add, takes_onednn
+from slab_det.deployment.linear import linear, linear_add, takes_onednn
 
 ERF = {'none': lambda x: x, 'relu': lambda x: x.clamp(min=0), 'gelu': lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2}
 
@@ -43,10 +42,3 @@ def test_gradients_and_autocast_take_the_public_operators(onednn):
     assert x.grad is not None
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
         assert linear(x, weight, None).dtype == torch.bfloat16
-
-
-def test_deployed_linear_shares_parameters():
-    layer = nn.Linear(3, 4)
-    deployed = DeployedLinear(layer)
-    assert deployed.weight is layer.weight and deployed.bias is layer.bias
-    assert deployed.state_dict().keys() == layer.state_dict().keys()
