@@ -40,7 +40,7 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
         image = table.to(torch.promote_types(table.dtype, torch.float32)).mT.unflatten(-1, (side, side))
         mode = 'bicubic' if owner.endswith('.w_msa') else 'bilinear'
         image = F.interpolate(image.view(1, -1, side, side), shape, mode=mode, align_corners=False)
-        value = image.flatten(2).mT.to(table.dtype).view(target.shape)
+        value = image.flatten(2).mT.to(table.dtype).reshape(*target.shape[:-1], table.shape[-1])
         resized[key] = weight.changed(value, 'position table interpolated')
     return resized
 
