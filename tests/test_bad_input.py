@@ -156,7 +156,7 @@ COMMANDS = [
     ('report.py cut_off.json --out table', r'cut_off\.json is no report'),
     ('test.py small.py small.pth --out x.txt', r'--out x\.txt.*\.pkl'),
     ('test.py small.py small.pth --tta --latency', '--latency.*leave out --tta'),
-    ('fuse.py small.py nowhere.pth --out x.pth', 'checkpoint nowhere.pth not found'),
+    ('fuse.py small.py nowhere.pth --out x.pth', 'no checkpoint nowhere.pth; check its name'),
     ('test.py small.py nowhere.pth', 'no checkpoint nowhere.pth; check its name'),
     ('recalibrate.py small.py small.pth --out x.pth --max-passes 0', 'max_passes must be at least 1'),
     ('recalibrate.py fused_config.py fused.pth --out x.pth', 'no train_dataloader; give the one'),
