@@ -124,13 +124,13 @@ COMMANDS = [
     ('train.py small.py --work-dir notes.txt/run', r'notes\.txt.*choose a folder'),
     ('train.py small.py --resume nowhere.pth', r'no checkpoint nowhere\.pth.*check its name'),
     ('train.py small.py --resume wider.pth', r'wider\.pth: \d+ shapes do not fit.*make the config agree'),
-    ('test.py small.py resnet.pth', r'resnet\.pth looks like ResNet: nothing matches'),
-    ('test.py small.py fused.pth', r'fused\.pth is fused.*use the fused config'),
-    ('test.py fused_config.py small.pth', r'small\.pth is not fused.*tools/fuse\.py'),
+    ('test.py small.py resnet.pth', r'resnet\.pth: nothing matches'),
+    ('test.py small.py fused.pth', r'fused\.pth: the checkpoint is fused.*use the fused config'),
+    ('test.py fused_config.py small.pth', r'small\.pth: the checkpoint is not fused.*tools/fuse\.py'),
     ('fuse.py un4.py layernorm.pth --out x.pth', r'layernorm\.pth: 16 of 16 norms have no statistics.*train it'),
     (
         'train.py un8.py --resume un4.pth',
-        r'un4\.pth cannot be resumed from: .*averages of training.*config in its work_dir',
+        r'un4\.pth cannot be resumed from: .*averages of another training.*config in its work_dir',
     ),
     ('train.py small.py --resume layernorm.pth', r'layernorm\.pth cannot be resumed from.*load_from=FILE'),
     (
