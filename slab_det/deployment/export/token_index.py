@@ -27,9 +27,8 @@ class WindowIndex(Windows):
         self.window_size = window_size
         self._num_slots = window_size**2
         self._shift = shift
-        self._rows, self._columns = rows, columns = [
-            _axis(side, window_size, shift, device) for side in (height, width)
-        ]
+        rows, columns = (_axis(side, window_size, shift, device) for side in (height, width))
+        self._rows, self._columns = rows, columns
         is_padding = (rows.source >= height)[:, None, :, None] | (columns.source >= width)[None, :, None, :]
         # The token in each slot, (nW, N); H * W, one behind the last token, in slots of padding.
         tokens = rows.source[:, None, :, None] * width + columns.source[None, :, None, :]
