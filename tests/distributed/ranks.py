@@ -21,9 +21,9 @@ from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from mmengine.config import Config
 from mmengine.dist import all_gather_object, get_rank, init_dist
-from mmengine.hooks import EMAHook, Hook
+from mmengine.hooks import EMAHook
 from mmengine.runner import Runner
-from recorder import digest
+from recorder import StepRecorder, digest
 from regression import Regression, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -189,42 +189,18 @@ def recalibration_fails_on_one():
 # A run -----------------------------------------------------------------------------------------------------------
 
 
-class Watch(Hook):
-    """Notes the state after the hooks of an iteration, and what is validated."""
-
-    priority = 'LOWEST'
-
-    def __init__(self):
-        self.notes = {'after': [], 'norms': [], 'validated': [], 'gammas': []}
-
-    def before_train_iter(self, runner, batch_idx, data_batch=None):
-        self.notes['gammas'].append(runner.model.module.norms[0].gamma)
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        model = runner.model.module
-        self.notes['after'].append(digest(model.state_dict()))
-        self.notes['norms'].append(digest({**model.norms[0].state_dict(), **model.norms[1][0].state_dict()}))
-
-    def before_val_epoch(self, runner):
-        self.notes['validated'].append(digest(runner.model.module.state_dict()))
-
-    def after_train(self, runner):
-        self.notes['ema'] = [digest(hook.ema_model.state_dict()) for hook in runner.hooks if isinstance(hook, EMAHook)]
-
-
 def training(folder):
     """PRepBN, UN and PyTorch's BatchNorm, which has statistics of its own in each process."""
-    folder, watch = folder / f'regression{get_rank()}', Watch()
+    folder, watch = folder / f'regression{get_rank()}', StepRecorder()
 
     def run(**options):
         norms = iter([PRepBN(4), nn.Sequential(UN(4, warmup_iters=1), nn.BatchNorm1d(5))])
         hooks = [ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), EMAHook(), watch]
-        model = Regression(lambda num_features: next(norms))
         options.update(launcher='pytorch', default_scope='mmengine', max_iters=6, batch_size=1, interval=3)
-        return train(folder, hooks, model, val=True, accumulate=2, **options)
+        return train(folder, hooks, lambda: Regression(lambda c: next(norms)), val=True, accumulate=2, **options)
 
-    runner = run()
-    found = {**watch.notes, 'find_unused': runner.model.find_unused_parameters, 'files': len([*folder.glob('*.pth')])}
+    run()
+    found = {**watch.notes, 'files': len([*folder.glob('*.pth')])}
     if get_rank() == 0:
         saved = torch.load(folder / 'iter_3.pth', weights_only=False)
         # With EMAHook the model that is trained lies there.

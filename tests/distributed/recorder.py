@@ -1,11 +1,13 @@
-"""What a process of a run that the command lines started notes for the tests; imported by its config."""
+"""What a process of a run notes for the tests; imported by the config of the command lines too."""
 
 import hashlib
 import json
 from pathlib import Path
 
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
+
+from slab_det.norms import named_offline_norms, named_progressive_norms
 
 
 def digest(tensors):
@@ -17,20 +19,25 @@ def digest(tensors):
 
 
 class StepRecorder(Hook):
-    """State at the end of every iteration, at every validation and at the end of the run."""
+    """The model at the end of every iteration, at every validation and at the end of the run."""
 
     priority = 'LOWEST'
 
     def __init__(self):
-        self.notes = {'gammas': [], 'parameters': [], 'buffers': [], 'validated': []}
+        self.notes = {'gammas': [], 'parameters': [], 'norms': [], 'states': [], 'validated': []}
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
-        self.notes['gammas'].append(sorted({norm.gamma for norm in self.norms(runner)}))
+        gammas = {norm.gamma for norm in named_progressive_norms(runner.model.module).values()}
+        self.notes['gammas'].append(sorted(gammas))
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         model = runner.model.module
+        norms = {
+            f'{name}.{key}': value for name, norm in named_offline_norms(model) for key, value in norm.named_buffers()
+        }
         self.notes['parameters'].append(digest(model.named_parameters()))
-        self.notes['buffers'].append(digest(model.named_buffers()))
+        self.notes['norms'].append(digest(norms))
+        self.notes['states'].append(digest(model.state_dict()))
 
     def before_val_epoch(self, runner):
         self.notes['validated'].append(digest(runner.model.module.state_dict()))
@@ -38,16 +45,12 @@ class StepRecorder(Hook):
     def after_train(self, runner):
         self.notes.update(
             end=digest(runner.model.module.state_dict()),
-            gamma=max(norm.gamma for norm in self.norms(runner)),
+            ema=[digest(hook.ema_model.state_dict()) for hook in runner.hooks if isinstance(hook, EMAHook)],
             wrapper=type(runner.model).__name__,
             find_unused=runner.model.find_unused_parameters,
-            lr=runner.optim_wrapper.param_groups[0]['initial_lr'],
+            lr=runner.optim_wrapper.param_groups[0].get('initial_lr'),
         )
         Path(runner.work_dir, 'notes.json').write_text(json.dumps(self.notes))
-
-    @staticmethod
-    def norms(runner):
-        return [module for module in runner.model.modules() if hasattr(module, 'gamma')]
 
 
 HOOKS.register_module(module=StepRecorder)

@@ -75,14 +75,14 @@ def test_processes_train_alike_and_only_the_main_process_writes(folder, notes):
     first, second = notes
     for rank in notes:
         assert rank['wrapper'] == 'CpuDataParallel' and rank['find_unused'] is False
-        assert rank['gammas'] == [[1.0], [0.5], [0.0], [0.0]] and rank['gamma'] == 0
+        assert rank['gammas'] == [[1.0], [0.5], [0.0], [0.0]]
         # Twice the batch of the base: 2 processes with 2 images each.
         assert rank['lr'] == pytest.approx(2 * 5e-4)
         changed = [after != before for before, after in zip(rank['parameters'], rank['parameters'][1:], strict=False)]
         assert changed == [True, False, True], 'one step of the optimizer in two iterations'
     assert first['parameters'] == second['parameters']
     # Checkpoints are written after iterations 2 and 4; in between each process has statistics of its own images.
-    same = [a == b for a, b in zip(first['buffers'], second['buffers'], strict=True)]
+    same = [a == b for a, b in zip(first['states'], second['states'], strict=True)]
     assert same == [False, True, False, True]
     assert first['validated'] == second['validated'] and len(first['validated']) == 2
     written = ({path.name for path in (folder / f'rank{rank}').glob('*')} for rank in range(2))

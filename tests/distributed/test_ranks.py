@@ -91,13 +91,13 @@ def test_values_that_are_not_finite_on_one_stop_the_recalibration_of_all(ranks):
 def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks):
     found = of_all(ranks, 'training')
     # BatchNorm is not synchronised; checkpoints come after iterations 3 and 6, validations after 2, 4 and 6.
-    assert [len(set(states)) for states in zip(*of_all(found, 'after'), strict=True)] == [4, 4, 1, 4, 4, 1]
-    assert found[0]['saved'] == found[0]['after'][2]
+    assert [len(set(states)) for states in zip(*of_all(found, 'states'), strict=True)] == [4, 4, 1, 4, 4, 1]
+    assert found[0]['saved'] == found[0]['states'][2]
     # PRepBN is, from single images, and UN always.
-    for key in ('norms', 'validated', 'ema', 'gammas'):
+    for key in ('parameters', 'norms', 'validated', 'ema', 'gammas'):
         assert found[0][key] and all_equal(of_all(found, key)), key
     assert len(found[0]['validated']) == 3
-    assert found[0]['gammas'] == [1, 0.75, 0.5, 0.25, 0, 0]
+    assert found[0]['gammas'] == [[1], [0.75], [0.5], [0.25], [0], [0]]
     assert not any(of_all(found, 'find_unused'))
     assert of_all(found, 'files') == [2, 0, 0, 0]
 

@@ -43,33 +43,41 @@ class Regression(BaseModel):
 def train(
     work_dir,
     hooks,
-    model=None,
+    model=Regression,
     max_iters=10,
+    by_epoch=False,
     batch_size=4,
     interval=1,
     val=False,
     optim_wrapper='OptimWrapper',
     accumulate=1,
+    seed=0,
     **options,
 ):
-    """Trains, up to a KeyboardInterrupt of a hook, and returns the runner."""
+    """Trains what ``model()`` builds, up to a KeyboardInterrupt of a hook, and returns the runner."""
     torch.manual_seed(3)
     collate = dict(type='default_collate')
     loader = dict(dataset=Points(), batch_size=batch_size, num_workers=0, collate_fn=collate)
+    if by_epoch:
+        length = dict(by_epoch=True, max_epochs=max_iters * batch_size // len(Points()))
+        sampler = dict(type='DefaultSampler', shuffle=True)
+    else:
+        length = dict(by_epoch=False, max_iters=max_iters, val_interval=2 if val else max_iters + 1)
+        sampler = dict(type='InfiniteSampler', seed=seed)
     dump = dict(type='DumpResults', out_file_path=f'{work_dir}/out.pkl', collect_device='gpu')
     runner = Runner(
-        model or Regression(),
+        model(),
         str(work_dir),
-        train_dataloader=dict(**loader, sampler=dict(type='InfiniteSampler', seed=0)),
-        train_cfg=dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=2 if val else max_iters + 1),
+        train_dataloader=dict(**loader, sampler=sampler),
+        train_cfg=length,
         optim_wrapper=dict(type=optim_wrapper, optimizer=dict(type='AdamW', lr=0.01), accumulative_counts=accumulate),
         val_dataloader=dict(**loader, sampler=dict(type='DefaultSampler', shuffle=False)) if val else None,
         val_cfg={} if val else None,
         val_evaluator=dump if val else None,
-        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=interval, by_epoch=False)),
+        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=interval, by_epoch=by_epoch)),
         custom_hooks=hooks,
-        experiment_name=f'{work_dir.name}-{max_iters}-{sorted(options)}',
-        randomness=dict(seed=0),
+        experiment_name=f'{work_dir}-{sorted(options)}',
+        randomness=dict(seed=seed),
         **options,
     )
     try:

@@ -1,44 +1,44 @@
-"""NormStateHook in real runs of a small Mask R-CNN on generated images."""
-
-from pathlib import Path
+"""NormStateHook: averages start with a run, and bad batches are warned of."""
 
 import pytest
 import torch
 from conftest import StopAfter
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
-from mmengine.runner import Runner
+from mmengine.registry import OPTIM_WRAPPERS
+from regression import Regression, differing, train
 
-from slab_det.hooks import norm_state
-from slab_det.norms import OfflineNorm, named_offline_norms
+from slab_det.hooks import NormStateHook, norm_state
+from slab_det.norms import UN, OfflineNorm, PowerNorm, PRepBN
 
-NORM = dict(type='UN', warmup_iters=2, window_size=2)
+
+def small_un(num_features):
+    return UN(num_features, warmup_iters=2, window_size=2)
 
 
 class Start(Hook):
-    """Looks at the first output norm before the first iteration."""
+    """Looks at the first norm before the first iteration."""
 
     priority = 'LOWEST'
 
     def before_run(self, runner):
-        # As the weights of a pretrained detector may have it.
-        runner.model.backbone.norm0.iteration.fill_(9)
+        # As the weights of a pretrained model may have it.
+        runner.model.norms[0].iteration.fill_(9)
 
     def before_train(self, runner):
-        self.state = {name: buffer.clone() for name, buffer in runner.model.backbone.norm0.named_buffers()}
+        self.state = {name: buffer.clone() for name, buffer in runner.model.norms[0].named_buffers()}
         self.is_clear = not any(buffer.any() for name, buffer in self.state.items() if name != 'running_var')
 
 
 class Overflow(Hook):
-    """Makes the images of some iterations infinite."""
+    """Makes the input of some iterations infinite."""
 
     def __init__(self, *iterations):
         self.iterations = iterations
 
-    def before_train(self, runner):
-        runner.model.backbone.register_forward_pre_hook(
-            lambda module, args: (args[0] * float('inf'),) if runner.iter in self.iterations else None
-        )
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter in self.iterations:
+            data_batch[0].fill_(float('inf'))
 
 
 class StepWhereFinite(OptimWrapper):
@@ -50,58 +50,38 @@ class StepWhereFinite(OptimWrapper):
             super().step(**kwargs)
 
 
-@pytest.fixture
-def run(small_run_cfg):
-    """A function: trains with some hooks, and returns the runner and the warnings of bad batches."""
+def test_fine_tuning_starts_with_a_warm_up_and_a_resumed_run_does_not(tmp_path):
+    def run(name, hook, **options):
+        start = Start()
+        runner = train(tmp_path / name, [NormStateHook(), start, hook], lambda: Regression(small_un), **options)
+        return runner.model, start
 
-    def train(name, *hooks, norm_cfg=NORM, max_iters=2, **changes):
-        cfg = small_run_cfg(name, max_iters, norm_cfg=norm_cfg)
-        cfg.optim_wrapper.type = StepWhereFinite
-        cfg.custom_hooks = []
-        cfg.update(val_dataloader=None, val_cfg=None, val_evaluator=None, randomness=dict(seed=0), **changes)
-        cfg.experiment_name += f'-{max_iters}-{sorted(changes)}'
-        runner = Runner.from_cfg(cfg)
-        for hook in hooks:
-            runner.register_hook(hook)
-        try:
-            runner.train()
-        except KeyboardInterrupt:
-            pass
-        log = next(Path(runner.work_dir, runner.timestamp).glob('*.log')).read_text()
-        return runner, [line for line in log.splitlines() if 'NaN or infinite' in line]
-
-    return train
-
-
-def test_fine_tuning_starts_with_a_warm_up_and_a_resumed_run_does_not(run):
-    start = Start()
-    whole, _ = run('whole', start, max_iters=4)
+    whole, start = run('whole', StopAfter(None))
     assert start.is_clear
-    run('parts', StopAfter(3), max_iters=4)
-    start = Start()
-    resumed, _ = run('parts', start, max_iters=4, resume=True)
-    assert start.state['iteration'] == 2
-    state = resumed.model.state_dict()
-    assert not [key for key, value in whole.model.state_dict().items() if not torch.equal(state[key], value)]
-    start = Start()
-    run('tuned', start, max_iters=1, load_from=str(Path(whole.work_dir) / 'iter_4.pth'))
-    loaded = whole.model.backbone.norm0.running_var
+    run('parts', StopAfter(3))
+    resumed, start = run('parts', StopAfter(None), resume=True)
+    assert start.state['iteration'] == 3
+    assert not differing(resumed, whole)
+    _, start = run('tuned', StopAfter(1), load_from=str(tmp_path / 'whole/iter_10.pth'))
+    loaded = whole.norms[0].running_var
     assert start.is_clear and torch.equal(start.state['running_var'], loaded) and (loaded != 1).any()
 
 
-def test_resume_without_a_checkpoint_to_resume_from_starts_with_a_warm_up(run):
+def test_resume_without_a_checkpoint_to_resume_from_starts_with_a_warm_up(tmp_path):
     start = Start()
-    run('new', start, norm_cfg=dict(type='PowerNorm'), max_iters=1, resume=True)
+    train(tmp_path, [NormStateHook(), start, StopAfter(1)], lambda: Regression(PowerNorm), resume=True)
     assert start.is_clear
 
 
-@pytest.mark.parametrize('norm', ['PRepBN', 'UN'])
-def test_skipped_batches_are_warned_of(run, monkeypatch, norm):
+@pytest.mark.parametrize('norm', [PRepBN, small_un])
+def test_skipped_batches_are_warned_of(tmp_path, monkeypatch, norm):
     monkeypatch.setattr(norm_state, 'INTERVAL', 2)
-    runner, warnings = run('run', Overflow(1, 4, 6), norm_cfg=dict(type=norm), max_iters=7)
-    names = [name for name, _ in named_offline_norms(runner.model)]
+    monkeypatch.setitem(OPTIM_WRAPPERS.module_dict, 'StepWhereFinite', StepWhereFinite)
+    hooks = [NormStateHook(), Overflow(1, 4, 6)]
+    runner = train(tmp_path, hooks, lambda: Regression(norm), max_iters=7, optim_wrapper='StepWhereFinite')
+    log = next(tmp_path.glob('*/*.log')).read_text()
+    warnings = [line for line in log.splitlines() if 'NaN or infinite' in line]
     assert len(warnings) == 3
     for warning, iteration, count in zip(warnings, (2, 6, 7), (1, 2, 3), strict=True):
-        assert f'iteration {iteration} {len(names)} of {len(names)} norms left up to {count} batches' in warning
-        assert names[0] in warning
+        assert f'iteration {iteration} 2 of 2 norms left up to {count} batches' in warning and 'norms.0' in warning
     assert all(norm.num_skipped == 3 for norm in runner.model.modules() if isinstance(norm, OfflineNorm))

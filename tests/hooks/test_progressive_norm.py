@@ -6,11 +6,8 @@ import pytest
 import torch
 from conftest import StopAfter
 from mmengine.hooks import EMAHook, Hook
-from mmengine.model import BaseModel
 from mmengine.runner import Runner
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
+from regression import Regression, differing, train
 
 import slab_det
 from slab_det.hooks import ProgressiveNormHook
@@ -20,85 +17,29 @@ from slab_det.runtime.errors import SlabDetError
 NUM_ITERS = 10
 
 
-class Points(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(5, 4, generator=generator) * 3 + 1, torch.randn(5, 2, generator=generator)
-
-
-class Regression(BaseModel):
-    """Two norms between linear layers, one of them recomputed in the backward pass if asked."""
-
-    def __init__(self, with_cp=False):
-        super().__init__()
-        self.norms = nn.ModuleList(PRepBN(4) for _ in range(2))
-        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 2)
-        self.with_cp = with_cp
-        self.gammas_in_eval = []
-
-    def forward(self, x, target, mode='tensor'):
-        for norm, linear in zip(self.norms, self.linears, strict=True):
-
-            def block(x, norm=norm, linear=linear):
-                return x + linear(norm(x)).relu()
-
-            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and self.training else block(x)
-        if not self.training:
-            self.gammas_in_eval.append(self.norms[0].gamma)
-        loss = (self.head(x) - target).square().mean()
-        return dict(loss=loss) if mode == 'loss' else [loss]
-
-
 class Recorder(Hook):
     priority = 'VERY_LOW'
 
     def __init__(self):
-        self.ran_with, self.logged = [], []
+        self.ran_with, self.logged, self.validated_with = [], [], []
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         self.ran_with.append(runner.model.norms[0].gamma)
         self.logged.append(runner.message_hub.get_scalar('train/gamma').current())
 
+    def before_val_epoch(self, runner):
+        self.validated_with.append(runner.model.norms[0].gamma)
 
-def run(work_dir, model=None, stop_after=None, val=False, accumulate=1, hook=None, max_iters=NUM_ITERS, **options):
+
+def run(work_dir, stop_after=None, hook=None, hooks=(), **options):
     """Trains, and returns the model and the recorder."""
-    torch.manual_seed(3)
     recorder = Recorder()
-    loader = dict(dataset=Points(), batch_size=4, num_workers=0, collate_fn=dict(type='default_collate'))
-    hooks = [hook or ProgressiveNormHook(), recorder, *options.pop('hooks', ()), StopAfter(stop_after)]
-    runner = Runner(
-        model or Regression(),
-        str(work_dir),
-        train_dataloader=dict(**loader, sampler=dict(type='InfiniteSampler', seed=0)),
-        train_cfg=dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=2 if val else max_iters + 1),
-        optim_wrapper=dict(optimizer=dict(type='AdamW', lr=0.01), accumulative_counts=accumulate),
-        val_dataloader=dict(**loader, sampler=dict(type='DefaultSampler', shuffle=False)) if val else None,
-        val_cfg={} if val else None,
-        val_evaluator=dict(type='DumpResults', out_file_path=f'{work_dir}/out.pkl') if val else None,
-        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, by_epoch=False)),
-        custom_hooks=hooks,
-        experiment_name=f'{work_dir.name}-{sorted(options)}',
-        randomness=dict(seed=0),
-        **options,
-    )
-    try:
-        runner.train()
-    except KeyboardInterrupt:
-        pass
-    return runner.model, recorder
+    hooks = [hook or ProgressiveNormHook(), recorder, *hooks, StopAfter(stop_after)]
+    return train(work_dir, hooks, **options).model, recorder
 
 
 def default_gammas(start=1.0, first=0):
     return pytest.approx([start * max(0, 1 - t / 8) for t in range(first, NUM_ITERS)], abs=1e-12)
-
-
-def differing(model, other):
-    state = other.state_dict()
-    return [key for key, value in model.state_dict().items() if not torch.equal(value, state[key])]
 
 
 @pytest.fixture(scope='module')
@@ -141,13 +82,12 @@ def test_resumed_run_equals_the_uninterrupted_one(whole, tmp_path, stop_after):
 
 
 def test_validation_accumulation_and_activation_checkpointing_count_no_iteration(whole, tmp_path):
-    torch.manual_seed(3)
-    checkpointed, recorder = run(tmp_path / 'checkpointed', model=Regression(with_cp=True))
+    checkpointed, recorder = run(tmp_path / 'checkpointed', model=lambda: Regression(with_cp=True))
     assert recorder.ran_with == default_gammas() and not differing(checkpointed, whole[1])
     validated, recorder = run(tmp_path / 'validated', val=True)
     assert recorder.ran_with == default_gammas() and not differing(validated, whole[1])
-    # Two batches in each validation, after every other iteration.
-    assert validated.gammas_in_eval[::2] == pytest.approx([0.75, 0.5, 0.25, 0, 0], abs=1e-12)
+    # After every other iteration.
+    assert recorder.validated_with == pytest.approx([0.75, 0.5, 0.25, 0, 0], abs=1e-12)
     accumulated, recorder = run(tmp_path / 'accumulated', accumulate=2)
     assert recorder.ran_with == default_gammas()
     # The first norm's input depends on no weight: its statistics see every iteration once, whoever steps when.
