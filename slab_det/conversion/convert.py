@@ -87,7 +87,8 @@ def convert_norms(
     report, replaced = ConversionReport(), {}
     for name, norm in model.named_modules():
         if isinstance(norm, nn.LayerNorm) and norm not in inner:
-            reason = _reason_to_keep(name, norm, tuple(skip))
+            owner = model.get_submodule(name.rpartition('.')[0])
+            reason = _reason_to_keep(name, norm, owner, tuple(skip))
             if reason is None:
                 report.converted.append(name)
                 replaced[norm] = _build_converted(norm, norm_cfg, model)
@@ -109,7 +110,7 @@ def convert_norms(
     return model
 
 
-def _reason_to_keep(name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str | None:
+def _reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module, skip: tuple[str, ...]) -> str | None:
     if any(name == part or name.startswith(f'{part}.') for part in skip):
         return 'skipped'
     if not name:
@@ -118,6 +119,8 @@ def _reason_to_keep(name: str, norm: nn.LayerNorm, skip: tuple[str, ...]) -> str
         return f'it normalizes over {len(norm.normalized_shape)} dimensions'
     if type(norm).forward not in LAST_DIMENSION:
         return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
+    if isinstance(owner, nn.TransformerEncoderLayer):
+        return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
     return None
 
 

@@ -25,7 +25,7 @@ class TokenBN(OfflineNorm):
         eps: Added to the variance.
         momentum: Weight of the new batch in the running statistics.
         sync: Pool the batch over all processes in training, each token with the same weight, as SyncBatchNorm does.
-            Processes with a single image each, (1, L, C), always do.
+            All processes must then call the norm equally often.
 
     Shape:
         (..., C) -> (..., C), channels last.
@@ -45,7 +45,7 @@ class TokenBN(OfflineNorm):
 
     def train_forward(self, x: Tensor) -> Tensor:
         # In recalibration each process has a number of batches of its own.
-        if (self.sync or len(x) == 1) and not self.calibrating and get_world_size() > 1:
+        if self.sync and not self.calibrating and get_world_size() > 1:
             return self._normalize_pooled(x)
         # As a channels-last image (1, C, 1, N): on a CPU its kernel is 7 times as fast as the one for (N, C).
         image = x.reshape(1, 1, -1, self.num_features).permute(0, 3, 1, 2)

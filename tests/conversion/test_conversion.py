@@ -88,6 +88,7 @@ def test_skip_and_what_cannot_be_converted_are_reported():
             f=LayerNormAct(4),
             g=CenteredNorm(4),
             h=timm.layers.LayerNorm2dFp32(4),
+            i=nn.TransformerEncoderLayer(4, 2, 8),
         )
     )
     converted = slab_det.convert_norms(model, skip=['b'])
@@ -100,9 +101,11 @@ def test_skip_and_what_cannot_be_converted_are_reported():
         'f': 'LayerNormAct',
         'g': 'CenteredNorm',
         'h': 'LayerNorm2dFp32',
+        'i.norm1': 'the',
+        'i.norm2': 'the',
     }
     assert all(type(converted[name]) is type(model[name]) for name in 'cdefgh')
-    assert '1 norms converted, 6 kept' in str(report)
+    assert '1 norms converted, 8 kept' in str(report)
 
 
 @pytest.mark.parametrize('norm', [timm.layers.LayerNorm(4), timm.layers.LayerNormFp32(4), LayerNormNoBias(4)])

@@ -64,7 +64,6 @@ def message(function, *args):
 NORMS = {
     'TokenBN': lambda: TokenBN(CHANNELS, sync=True),
     'RepBN': lambda: RepBN(CHANNELS, sync=True),
-    'RepBN of single images': lambda: RepBN(CHANNELS),
     'PRepBN': lambda: PRepBN(CHANNELS, sync=True),
     'UN': lambda: UN(CHANNELS, warmup_iters=2, window_size=2),
     'MABN': lambda: MABN(CHANNELS, warmup_iters=2, window_size=2),
@@ -89,8 +88,6 @@ def trained(name, ranks, recompute=False):
     by_token = {'output': [], 'input gradient': []}
     for step in range(12):
         x, gradient = map(torch.cat, zip(*(tokens_of(rank, step) for rank in ranks), strict=True))
-        if 'single' in name:
-            x, gradient = x.transpose(0, 1), gradient.transpose(0, 1)
         x.requires_grad_()
         y = checkpoint(norm, x, use_reentrant=False) if recompute else norm(x)
         y.backward(gradient)
@@ -194,7 +191,7 @@ def training(folder):
     folder, watch = folder / f'regression{get_rank()}', StepRecorder()
 
     def run(**options):
-        norms = iter([PRepBN(4), nn.Sequential(UN(4, warmup_iters=1), nn.BatchNorm1d(5))])
+        norms = iter([PRepBN(4, sync=True), nn.Sequential(UN(4, warmup_iters=1), nn.BatchNorm1d(5))])
         hooks = [ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), EMAHook(), watch]
         options.update(launcher='pytorch', default_scope='mmengine', max_iters=6, batch_size=1, interval=3)
         return train(folder, hooks, lambda: Regression(lambda c: next(norms)), val=True, accumulate=2, **options)

@@ -93,7 +93,7 @@ def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks):
     # BatchNorm is not synchronised; checkpoints come after iterations 3 and 6, validations after 2, 4 and 6.
     assert [len(set(states)) for states in zip(*of_all(found, 'states'), strict=True)] == [4, 4, 1, 4, 4, 1]
     assert found[0]['saved'] == found[0]['states'][2]
-    # PRepBN is, from single images, and UN always.
+    # PRepBN is asked to, and UN always is.
     for key in ('parameters', 'norms', 'validated', 'ema', 'gammas'):
         assert found[0][key] and all_equal(of_all(found, key)), key
     assert len(found[0]['validated']) == 3
