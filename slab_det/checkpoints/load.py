@@ -222,7 +222,7 @@ def _fit(
         layout = find_layout(inner, [key[len(prefix) :] for key in targets if key.startswith(prefix)], source)
         report.format = layout.name
         given.update({prefix + key: weight for key, weight in layout.to_native(inner).items()})
-    check_fused(given, model)
+    check_fused(given, model, prefix)
     given = resize_tables(fit_norms(given, model, report, keep_averages), model)
 
     # The index follows from the window, which may be another one than the checkpoint's.

@@ -92,11 +92,11 @@ def named_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _fit_norm(name: str, given: Weights, norm: nn.Module, keep_averages: bool) -> tuple[Weights, str]:
-    """What ``norm`` loads, and why some of its own or of the given weights are left out."""
+    """The weights that ``norm`` loads, and the reason why others, of the norm or of the file, are left out."""
     targets = norm.state_dict()
     if isinstance(norm, nn.LayerNorm) and given.keys() <= targets.keys():
         return given, ''
-    # Its own weights, whatever a norm of somebody else's calls them.
+    # A norm from outside this package may name its weights as it likes.
     is_own = isinstance(norm, OfflineNorm) and given.keys() == targets.keys()
     if is_own and not isinstance(norm, QuadraticNorm):
         return given, ''
@@ -157,12 +157,13 @@ def is_fused(model: nn.Module) -> bool:
     return report is not None and any(norm.fate != 'kept' for norm in report.norms)
 
 
-def check_fused(keys: Collection[str], model: nn.Module) -> None:
+def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> None:
     """Refuses a fused checkpoint for an unfused model and the reverse.
 
     Args:
         keys: The names of its weights, as the model would call them.
         model: The detector or backbone that they are for.
+        prefix: ``backbone.`` for a detector: its heads may have other norms, or weights that the file has not.
 
     Raises:
         CheckpointError: If only one of them is fused, or if other norms of the checkpoint were folded.
@@ -177,11 +178,12 @@ def check_fused(keys: Collection[str], model: nn.Module) -> None:
                 'trained with, or fuse it with tools/fuse.py'
             )
         return
-    norms = tuple(f'{norm}.' for norm, _ in named_norms(model))
-    # A norm that could not be folded is an affine, with a scale and a shift.
-    owners = {key.rpartition('.')[0] + '.' for key in keys if not key.endswith(('.scale', '.shift'))}
-    lacking = [norm for norm in norms if not any(owner.startswith(norm) for owner in owners)]
-    others = {key for key in targets if not key.startswith(norms) and not key.endswith('.relative_position_index')}
+    norms = tuple(f'{norm}.' for norm, _ in named_norms(model) if norm.startswith(prefix))
+    # Fusion turns a norm that it cannot fold into an affine, whose scale and shift are no weights of a norm.
+    norm_keys = [key for key in keys if key in targets or not key.endswith(('.scale', '.shift'))]
+    lacking = [norm for norm in norms if not any(key.startswith(norm) for key in norm_keys)]
+    others = {key for key in targets if key.startswith(prefix) and not key.startswith(norms)}
+    others = {key for key in others if not key.endswith('.relative_position_index')}
     if 2 * len(lacking) > len(norms) and others <= set(keys):
         raise CheckpointError(
             'the checkpoint is fused: it has no norms, the model still has them; use the fused config that was written '

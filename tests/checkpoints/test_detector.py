@@ -302,6 +302,16 @@ def test_what_does_not_fill_a_detector_is_refused(unfused_and_fused, tmp_path, c
             MODELS.build(cfg.model).load_state_dict(checkpoint['state_dict'])
 
 
+@pytest.mark.parametrize('hook', [dict(), dict(reinitialize=['roi_head.bbox_head'])])
+def test_no_training_starts_from_a_fused_backbone(unfused_and_fused, hook):
+    (cfg, _), (_, path) = unfused_and_fused
+    model = MODELS.build(cfg.model)
+    # A detector whose heads have many norms, and one weight that the file has not.
+    model.decoder = nn.ModuleList(nn.LayerNorm(4) for _ in range(60))
+    with pytest.raises(CheckpointError, match='the checkpoint is fused'):
+        load(model, torch.load(path, weights_only=True), hook=hook)
+
+
 def test_whole_detectors_load(unfused_and_fused):
     for cfg, path in unfused_and_fused:
         model = build(cfg, path)
