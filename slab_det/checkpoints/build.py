@@ -1,4 +1,4 @@
-"""Builds what a config describes outside a runner, with the weights of a checkpoint."""
+"""Builds the detector or backbone of a config without a runner, and fills it from a checkpoint."""
 
 from pathlib import Path
 
@@ -39,19 +39,14 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     check_detector_checkpoint(model, loaded, checkpoint, complete=True)
     load_state_dict(model, loaded['state_dict'])
     meta = loaded.get('meta') or {}
-    # mmdet 2 had both in capitals, at the top.
+    # mmdet 2 wrote class names and palette in capitals, straight into meta.
     found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
     model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else None)
     return model
 
 
-def is_deployed(model: nn.Module) -> bool:
-    """Whether the model is what ``slab_det.deploy`` returned."""
-    return getattr(model, 'deployed', False)
-
-
 def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
-    """Writes the weights of the backbone of ``cfg`` with ``source`` loaded, under ``state_dict``.
+    """Writes pretrained weights in mmdet's layout, for the backbone of ``cfg``, under ``state_dict``.
 
     Args:
         cfg: A config of a detector; only its backbone is built.

@@ -62,10 +62,10 @@ class Layout(NamedTuple):
 
     Attributes:
         name: What ``source`` and the report call it.
-        has: Patterns, each of some key in every file of the layout.
-        renames: Patterns and what takes their place in a key, one after the other.
-        steps: What else turns renamed weights into ours.
-        lacks: Patterns of no key.
+        has: Patterns. Every file of the layout has a key for each.
+        renames: Patterns and their replacements, applied to each key one after the other.
+        steps: Functions that turn the renamed weights into ours, in this order.
+        lacks: Patterns. No file of the layout has a key for any.
     """
 
     name: str
@@ -135,7 +135,7 @@ def nothing_matched(keys: Iterable[str], targets: Iterable[str], remedy: str = '
 
 
 def _stage_before(template: str) -> Callable[[re.Match], str]:
-    """What takes the place of a name whose first group is a stage, counted from one more."""
+    """A replacement for names whose first group is a stage counted from 1: ours are counted from 0."""
     return lambda match: template.format(int(match[1]) - 1)
 
 
@@ -182,8 +182,8 @@ def _finish_pvt(weights: Weights) -> Weights:
     has_convs = any('.ffn.layers.1.' in key for key in weights)
     tables = sorted(key for key in weights if key.endswith('.pos_embed'))
     sizes = [weights[key].value.shape[1] for key in tables]
-    # Official detectors keep the row but not the token; the SLAB authors' PVT has neither. Of both, the stage before
-    # has four times as many positions as the last one.
+    # Official detectors keep the row but not the token; the SLAB authors' PVT has neither. Without that row, the stage
+    # before has four times as many positions as the last one.
     has_class_position = bool(tables) and ('cls_token' in weights or 4 * sizes[-1] != sizes[-2:][0])
     native = {}
     for key, weight in weights.items():

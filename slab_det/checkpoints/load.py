@@ -27,7 +27,7 @@ EXPECTED_MISSING = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
     (r'\.num_batches_tracked$', 'bookkeeping'),
 )
-# A classifier ends in one norm; those after each stage are detection's.
+# A classifier ends in one norm; only a detector has one after each stage.
 OUTPUT_NORM = (r'^(norm\d+|layers\.\d+\.2)\.', 'output norm, new in detection')
 
 
@@ -89,8 +89,8 @@ def check_detector_checkpoint(
 
     Args:
         model: A detector; nothing is loaded into it here.
-        checkpoint: What a file held. Afterwards ``state_dict`` fills the model, with the model's own values where the
-            file has none, and mmengine's loading of it cannot go wrong.
+        checkpoint: What a file held. Afterwards its ``state_dict`` fills the model, with the model's own values where
+            the file has none: mmengine loads it without a word, so the report is where missing weights are named.
         name: The file, for report and errors.
         complete: Whether every weight of the model must be there, as for resuming and testing.
         reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
@@ -113,8 +113,7 @@ def check_detector_checkpoint(
         check_complete(report)
     log_report(report)
     if dropped or not has_shapes_of(model, checkpoint.get('state_dict', {})):
-        surplus = {key: state[key] for key in report.unused_unexpected}
-        checkpoint['state_dict'] = {**surplus, **model.state_dict(), **values}
+        checkpoint['state_dict'] = {**model.state_dict(), **values}
     return report
 
 
@@ -143,7 +142,7 @@ def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     check_complete(report)
     if report.converted:
         log_report(report)
-    # What has no place is the loader's to report.
+    # Keys without a place stay: the loader reports them.
     for key in {prefix + key for key in given} - set(report.unused_unexpected):
         del state_dict[key]
     state_dict.update({prefix + key: value for key, value in {**model.state_dict(), **values}.items()})
@@ -254,7 +253,7 @@ def _fit(
 
 
 def _sort_out(names: dict[str, str], rules: tuple[tuple[str, str], ...], expected: dict[str, str]) -> list[str]:
-    """Adds those keys to ``expected`` for whose name a rule has a reason, and returns the others."""
+    """Adds the keys that a rule explains to ``expected``, with the reason, and returns the other keys."""
     reasons = {
         key: next((reason for pattern, reason in rules if re.search(pattern, name)), None)
         for key, name in names.items()

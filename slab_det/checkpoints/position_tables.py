@@ -15,14 +15,15 @@ from slab_det.runtime.errors import CheckpointError
 def resize_tables(weights: Weights, model: nn.Module) -> Weights:
     """Fits relative position biases and position embeddings to the sizes that the model has.
 
-    Swin's tables bicubically, as its authors do; PVT's bilinearly, as they are at run time for every size of image.
+    Swin's tables are interpolated bicubically, as its authors do; PVT's bilinearly, as PVT itself does for every image
+    of another size.
 
     Args:
         weights: Weights in the model's layout.
         model: Where they will go; left as it is.
 
     Raises:
-        CheckpointError: If the table's rows are those of no square, or what shape the model's have cannot be known.
+        CheckpointError: If the positions of a table make no square.
     """
     targets = model.state_dict()
     resized = dict(weights)
@@ -36,7 +37,7 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
         side, module = _side(table.shape[-2], weight.key), model.get_submodule(owner)
         shape = None if table.ndim == 2 else getattr(module, 'pos_shape', getattr(module, 'table_shape', None))
         shape = [_side(target.shape[-2], key)] * 2 if shape is None else [int(size) for size in shape]
-        # Half precision has no interpolation on every device.
+        # Not every device interpolates in half precision.
         image = table.to(torch.promote_types(table.dtype, torch.float32)).mT.unflatten(-1, (side, side))
         mode = 'bicubic' if owner.endswith('.w_msa') else 'bilinear'
         image = F.interpolate(image.view(1, -1, side, side), shape, mode=mode, align_corners=False)

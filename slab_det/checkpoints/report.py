@@ -1,4 +1,4 @@
-"""LoadReport: what came of a checkpoint."""
+"""LoadReport: what became of every key of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoadReport:
         source: The file, or a word for what was given instead.
         format: The layout that was found.
         matched: Keys of the model that were filled.
-        converted: Those of them whose values were changed on the way, and how.
+        converted: Matched keys whose values were changed on the way, and how.
         missing_expected: Keys of the model that the checkpoint need not hold, and why.
         missing_unexpected: Keys of the model that keep their initial values although they should not.
         unused_expected: Keys of the checkpoint that the model has no use for, and why.

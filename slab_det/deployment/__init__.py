@@ -1,5 +1,5 @@
 """The form of a detector that ships: fused weights in the fastest layout, tiles that fit the cache, half precision."""
 
-from slab_det.deployment.deploy import COMPILE_MODES, deploy
+from slab_det.deployment.deploy import COMPILE_MODES, deploy, is_deployed
 
-__all__ = ['COMPILE_MODES', 'deploy']
+__all__ = ['COMPILE_MODES', 'deploy', 'is_deployed']

@@ -49,7 +49,7 @@ def deploy(
         raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
     if any(module.training for module in model.modules()):
         raise DeploymentError('the model is in training mode; call model.eval() before slab_det.deploy')
-    if getattr(model, 'deployed', False):
+    if is_deployed(model):
         raise DeploymentError('the model is deployed already; deploy the fused model that it was made of')
     waiting = [name for name, norm in named_offline_norms(model)]
     if waiting:
@@ -83,3 +83,8 @@ def deploy(
             part.forward = torch.compile(part.forward, mode=None if compile is True else compile, dynamic=False)
     model.deployed = True
     return model
+
+
+def is_deployed(model: nn.Module) -> bool:
+    """Whether :func:`deploy` made this model."""
+    return getattr(model, 'deployed', False)

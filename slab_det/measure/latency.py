@@ -24,15 +24,14 @@ from rich.progress import track
 from torch import nn
 
 from slab_det.checkpoints import is_fused
-from slab_det.checkpoints.build import is_deployed
-from slab_det.deployment import COMPILE_MODES
+from slab_det.deployment import COMPILE_MODES, is_deployed
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.errors import LatencyError
 
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
 # glibc reads these when a process starts; keep_freed_memory sets them for child processes, and as its mark.
-KEEPING = {'MALLOC_MMAP_MAX_': '0', 'MALLOC_TRIM_THRESHOLD_': '16000000000'}
+MALLOC_SETTINGS = {'MALLOC_MMAP_MAX_': '0', 'MALLOC_TRIM_THRESHOLD_': '16000000000'}
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class LatencyResult:
         name: Which model.
         scope: One of ``SCOPES``.
         timed: What is inside the timed region, in words.
-        size, warmup, rounds, compile_mode: As :func:`measure_latency` was asked; no mode is None.
+        size, warmup, rounds, compile_mode: Arguments of :func:`measure_latency`; no torch.compile is None.
         image: File name of the input, or 'seeded noise'.
         detections: Objects found in the last round; None where no heads run. Heads are cheap where nothing is found,
             so compare detectors at equal counts.
@@ -159,7 +158,7 @@ def measure_latency(
             for name, model in models.items()
         }
         if keep_memory:
-            # Only now, when nothing can be refused any more.
+            # This cannot be undone, so everything that may raise comes before.
             keep_freed_memory()
         costs = {name: model.cost() if cost else None for name, model in measured.items()}
         if mode:
@@ -179,7 +178,7 @@ def measure_latency(
             image='seeded noise' if image is None else str(image),
             device=environment['device'],
             threads=environment['threads'],
-            kept_memory=KEEPING.keys() <= os.environ.keys(),
+            kept_memory=MALLOC_SETTINGS.keys() <= os.environ.keys(),
             warmup=warmup,
             rounds=rounds,
             interleaved=tuple(models),
@@ -207,7 +206,7 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
         LatencyError: If the results are not of one call of :func:`measure_latency`.
     """
     first = results[0]
-    # Where only some of the models are run so, their rows or names say which.
+    # A form that only some of the models have stands in their rows or names, not in the scope below the table.
     forms = ('dtype', 'autocast', 'deployed', 'compile_mode')
     mixed = {key: None for key in forms if len({getattr(result, key) for result in results}) > 1}
     scopes = {(result.interleaved, describe_scope(result.to_dict() | mixed)) for result in results}
@@ -283,11 +282,11 @@ def keep_freed_memory() -> None:
     # M_MMAP_MAX = -4: all blocks come from the heap. M_TRIM_THRESHOLD = -1: its end is never cut off.
     if mallopt is None or not (mallopt(-4, 0) and mallopt(-1, -1)):
         raise LatencyError('only glibc can be told to keep freed memory; leave out keep_memory (--keep-memory)')
-    os.environ.update(KEEPING)
+    os.environ.update(MALLOC_SETTINGS)
 
 
 class _MeasuredModel:
-    """One model, and one image on its way into it as the test loop brings it there; a call is one round."""
+    """One model and one image, preprocessed as in the test loop; a call is one round."""
 
     def __init__(
         self, model: nn.Module, scope: Scope, image: bytes, size: tuple[int, int], device: torch.device, dtype: str
@@ -298,7 +297,7 @@ class _MeasuredModel:
         model.eval()
         weights = chain(getattr(model, 'backbone', model).parameters(), model.parameters())
         self.weights_dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
-        # slab_det.deploy has chosen the dtype, and casts inside the model.
+        # A deployed model casts inside; half-precision weights compute in their own dtype.
         chosen = is_deployed(model) or self.weights_dtype != torch.float32
         self.dtype = self.weights_dtype if chosen else DTYPES[dtype]
         self.autocast = self.weights_dtype != self.dtype

@@ -13,7 +13,7 @@ from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransf
 from torch import Tensor, nn
 
 from slab_det.backbones import SLABPVT, SLABSwin
-from slab_det.checkpoints import load_pretrained
+from slab_det.checkpoints import check_detector_checkpoint, load_pretrained
 from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
 
@@ -76,6 +76,14 @@ def test_released_layouts_load_with_nothing_unexpected(name, layout, model, conf
             # Output norms are new where the checkpoint is a classifier's, and begin as LayerNorm.
             assert norm.gamma == report.gammas.get(key, 1.0), key
             assert norm.statistics_loaded == (norm.gamma == 0.0), key
+
+
+def test_surplus_blocks_of_a_detector_are_reported():
+    model = nn.Module()
+    model.backbone = SLABPVT(**TINY)
+    state = {f'backbone.{key}': value for key, value in released_state('official_pvt_small').items()}
+    report = check_detector_checkpoint(model, dict(state_dict=state))
+    assert 'backbone.block3.5.attn.{q,kv}.weight' in report.unused_unexpected
 
 
 def refuse(model: nn.Module, state: dict, match: str) -> None:
