@@ -138,6 +138,7 @@ COMMANDS = [
         r'truncated\.pth: cannot be read as a checkpoint.*get it again, or take an earlier',
     ),
     ('fuse.py small.py bomb.pth --out x.pth', r'bomb\.pth: holds posix\.mkdir.*Not loaded'),
+    ('fuse.py small.py small.pth --out x.pth --size 0 32', '--size 0 32: height and width are at least 1'),
     ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5.*finish the training'),
     (
         'fuse.py layernorm.py layernorm.pth --out x.pth',
@@ -154,6 +155,8 @@ COMMANDS = [
     ('latency.py small.py --checkpoint small.pth --image notes.txt', r'image notes\.txt cannot be decoded'),
     ('report.py no_entries.json --out table', 'no entr'),
     ('report.py cut_off.json --out table', r'cut_off\.json is no report'),
+    ('latency.py small.py --checkpoint nowhere.pth --json cut_off.json', r'cut_off\.json is no report'),
+    ('test.py small.py nowhere.pth --report cut_off.json', r'cut_off\.json is no report'),
     ('test.py small.py small.pth --out x.txt', r'--out x\.txt.*\.pkl'),
     ('test.py small.py small.pth --tta --latency', '--latency.*leave out --tta'),
     ('fuse.py small.py nowhere.pth --out x.pth', 'no checkpoint nowhere.pth; check its name'),

@@ -35,6 +35,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    if min(args.size) < 1:
+        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
     cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)
     norms = dict(named_offline_norms(model))

@@ -15,7 +15,7 @@ from slab_det.checkpoints import is_fused
 from slab_det.runtime.errors import SlabDetError
 from slab_det.measure.latency import DTYPES, latency_table
 from slab_det.norms import named_offline_norms
-from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report
+from slab_det.measure.report import ReportEntry, describe_model, form_suffix, read_report, update_report
 from slab_det.measure.untrained import OBJECTS, prepare_untrained
 
 
@@ -58,6 +58,9 @@ def main() -> None:
     if len(checkpoints) != len(args.configs):
         raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
     pairs = list(zip(args.configs, checkpoints, strict=True))
+    if args.json and Path(args.json).exists():
+        # A file that cannot be added to is found now, not after the measurement.
+        read_report(args.json)
     models, entries = {}, {}
     for config, checkpoint in pairs:
         if pairs.count((config, checkpoint)) > 1:

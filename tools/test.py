@@ -37,6 +37,7 @@ from slab_det.measure.report import (
     describe_model,
     form_suffix,
     markdown_table,
+    read_report,
     update_report,
 )
 
@@ -81,7 +82,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     if args.tta:
         enable_test_time_augmentation(cfg)
     if args.fuse or args.deploy:
-        # EMAHook would swap parameters with those of a copy as it was; the checkpoint's are the averaged ones already.
+        # EMAHook would swap in its copy of the model as built; the checkpoint has the averaged weights already.
         cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if type_name(hook.type) != 'EMAHook']
     runner = build_runner(cfg)
     model, dtype = plain_model(runner), None if args.dtype == 'float32' else DTYPES[args.dtype]
@@ -105,6 +106,10 @@ def main() -> None:
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
+    path = Path(args.report or Path(cfg.work_dir) / 'report.json')
+    if path.exists():
+        # A file that cannot be added to is found now, not after the test.
+        read_report(path)
     # Every form of a detector has an entry of its own.
     description = describe_model(cfg.model)
     description['name'] += '-TTA' * args.tta + form_suffix(args.deploy, args.dtype)
@@ -130,7 +135,6 @@ def main() -> None:
         latency=latency,
         environment=describe_environment(device),
     )
-    path = Path(args.report or Path(cfg.work_dir) / 'report.json')
     update_report(path, entry)
     print(f'\n{markdown_table([entry])}\nWritten to {path}')
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from mmengine.fileio import put_text
 
@@ -144,8 +144,8 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
     """Picks AP out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
 
     Returns:
-        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}}`` for the kinds that were evaluated. COCO's -1, which says that no
-        object has that size, becomes None.
+        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}}`` for the kinds that were evaluated on any object. COCO's -1,
+        which says that no object has that size, becomes None.
     """
     by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
     return {
@@ -154,7 +154,7 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
             for column, suffix in AP_SUFFIXES.items()
         }
         for kind in AP_KINDS
-        if f'{kind}_mAP' in by_name
+        if by_name.get(f'{kind}_mAP', -1) >= 0
     }
 
 
@@ -169,9 +169,26 @@ def read_report(path: str | Path) -> list[ReportEntry]:
         content = json.loads(text)
         if content['schema'] != SCHEMA:
             raise ValueError(f'schema {content["schema"]}, expected {SCHEMA}')
-        return [ReportEntry(**entry) for entry in content['entries']]
+        entries = [ReportEntry(**entry) for entry in content['entries']]
+        for entry in entries:
+            _check_entry(entry)
+        return entries
     except (ValueError, KeyError, TypeError) as error:
         raise ReportError(f'{path} is no report.json of slab_det: {error!r}; measure again') from error
+
+
+def _check_entry(entry: ReportEntry) -> None:
+    """Raises ValueError, KeyError or TypeError unless table and picture can show the entry."""
+    for name, kind in get_type_hints(ReportEntry).items():
+        if not isinstance(value := getattr(entry, name), kind):
+            raise TypeError(f'{name} of {entry.name} is {value!r}')
+    if entry.latency:
+        float(entry.latency['median_ms'])
+        latency_scope(entry)
+    for kind, values in (entry.ap or {}).items():
+        float(values['AP'])
+        if kind not in AP_KINDS:
+            raise ValueError(f'AP of {entry.name} is of {kind}, not of {" or ".join(AP_KINDS)}')
 
 
 def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:

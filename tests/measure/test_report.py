@@ -1,7 +1,8 @@
 """report.json, its table and its picture."""
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,11 @@ def entry(name: str = 'SLAB-Swin-T', variant: str = 'fused', **changes: object) 
     return ReportEntry(name=name, variant=variant, **values)
 
 
+def with_entry(**changes: object) -> str:
+    """The content of a report with one entry."""
+    return json.dumps({'schema': 1, 'entries': [{**asdict(entry()), **changes}]})
+
+
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     entries = [entry(ap=AP, latency=latency(5.0), dataset=DATASET), entry(variant='unfused')]
     path = tmp_path / 'new' / 'report.json'
@@ -90,6 +96,12 @@ def test_other_configs_and_variants_stay_rows_of_their_own() -> None:
         ('{"schema": 2, "entries": []}', 'schema 2, expected 1'),
         ('{"schema": 1}', "KeyError.*'entries'"),
         ('{"schema": 1, "entries": [{"speed": 3}]}', 'speed'),
+        (with_entry(name=3), 'name of 3 is 3'),
+        (with_entry(latency=5.0), r'latency of SLAB-Swin-T is 5\.0'),
+        (with_entry(latency={'scope': 'detector'}), "KeyError.*'median_ms'"),
+        (with_entry(latency={'median_ms': 5.0}), "KeyError.*'size'"),
+        (with_entry(ap={'bbox': 0.4}), 'TypeError'),
+        (with_entry(ap={'proposal': {'AP': 0.4}}), 'proposal, not of bbox or segm'),
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -104,7 +116,8 @@ def test_metrics_of_the_runner_become_ap() -> None:
     assert ap_from_metrics({**metrics, 'coco/cat_precision': 0.1}) == {
         'bbox': {'AP': 0.5, 'AP50': 0.7, 'AP75': 0.55, 'APs': None, 'APm': 0.0, 'APl': 0.6}
     }
-    assert ap_from_metrics({'accuracy': 0.3}) == {}
+    # No object at all to find.
+    assert ap_from_metrics({'coco/bbox_mAP': -1.0, 'accuracy': 0.3}) == {}
 
 
 # Beside those of the configs: tests/test_model_index.py.
