@@ -59,13 +59,14 @@ def set_data_root(cfg: Config, root: str) -> None:
     if not osp.isdir(root):
         raise DataError(f'--data-root {root} is not a folder')
     for split in SPLITS:
-        evaluators = cfg.get(f'{split}_evaluator') or []
-        for dataset in _datasets(cfg, split):
-            old_root = osp.join(dataset.get('data_root') or '', '')
-            for evaluator in evaluators if isinstance(evaluators, list | tuple) else [evaluators]:
-                ann_file = evaluator.get('ann_file') or ''
-                if old_root and osp.normpath(ann_file).startswith(osp.join(osp.normpath(old_root), '')):
+        datasets, evaluators = list(_datasets(cfg, split)), cfg.get(f'{split}_evaluator') or []
+        old_roots = {osp.normpath(dataset.data_root) for dataset in datasets if dataset.get('data_root')}
+        for evaluator in evaluators if isinstance(evaluators, list | tuple) else [evaluators]:
+            ann_file = osp.normpath(evaluator.get('ann_file') or '')
+            for old_root in old_roots:
+                if ann_file.startswith(osp.join(old_root, '')):
                     evaluator.ann_file = osp.join(root, osp.relpath(ann_file, old_root))
+        for dataset in datasets:
             dataset.data_root = root
             for name, prefix in dataset.get('data_prefix', {}).items():
                 if not osp.exists(osp.join(root, prefix)) and osp.exists(osp.join(root, 'images', prefix)):

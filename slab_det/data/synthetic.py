@@ -26,7 +26,7 @@ from slab_det.runtime.errors import DataError
 CLASSES = ('circle', 'square', 'triangle', 'star')
 # Bump with every change that alters a pixel or an annotation: the cache key contains it.
 GENERATOR_VERSION = 2
-# An object of which less than this fraction of its area is visible is neither drawn over nor annotated.
+# A shape is left out if it would leave less than this fraction of what is visible of another one.
 MIN_VISIBLE = 0.5
 # Objects are this many pixels across, whatever the image size is.
 OBJECT_SIZE = (28, 76)

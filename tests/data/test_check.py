@@ -146,3 +146,11 @@ def test_data_root_finds_image_folders_below_images(root: Path, tmp_path: Path) 
     assert cfg.val_dataloader.dataset.data_prefix.img == 'val/'
     with pytest.raises(DataError, match='--data-root .*nowhere is not a folder'):
         set_data_root(cfg, str(tmp_path / 'nowhere'))
+
+
+def test_the_evaluators_file_moves_once_where_datasets_share_a_root(root: Path) -> None:
+    above = root.parent
+    cfg = config(above)
+    cfg.val_dataloader.dataset = {'type': 'ConcatDataset', 'datasets': [leaf(above, 'val'), leaf(above, 'train')]}
+    set_data_root(cfg, str(root))
+    assert cfg.val_evaluator.ann_file == str(root / 'annotations' / 'val.json')
