@@ -34,7 +34,7 @@ SEED = 0
 # Unit values mixed in one call of the attention.
 CHUNK = 32
 FONT_SIZE = 8
-# Part of the largest singular value; below lies nothing that an output would show.
+# Share of the largest singular value; smaller values, which no output would show, are not drawn.
 FLOOR = 1e-5
 
 

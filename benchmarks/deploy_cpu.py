@@ -3,8 +3,8 @@
     python benchmarks/deploy_cpu.py --threads 2
 
 Latency of backbone and whole detector, our LayerNorm Swin-T in the same forms beside them, and how the cost grows with
-the pixels. The latency is measured as glibc hands out memory by default, and again with freed memory kept. Everything
-into benchmarks/results/deploy_cpu.json, whose tiles and operators an earlier version of this script measured.
+the pixels. The latency is measured as glibc hands out memory by default, and again with freed memory kept. Results are
+added to benchmarks/results/deploy_cpu.json; its tiles and operators are from an earlier version of this script.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -22,7 +22,7 @@ from slab_det.measure.latency import latency_table, measure_latency
 from slab_det.measure.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
-# Config, and how it is called as it is built; none is deployed with LayerNorm to be fast, but to tell what norms cost.
+# Config, and the word for the model as it is built. The LayerNorm row shows what the norms cost.
 ROWS = {
     'Swin-T': ('mask_rcnn_swin_t', 'ours'),
     'Swin-T-PRepBN': ('mask_rcnn_prepbn_swin_t', 'fused'),

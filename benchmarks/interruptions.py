@@ -34,7 +34,7 @@ from slab_det.runtime import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.0005
-# So long after SIGSTOP a process has stopped, but for a system call that it is in.
+# A process stops within this time after SIGSTOP, unless it is inside a system call.
 STOP_SECONDS = 0.02
 FORK_SERVER = multiprocessing.get_context('forkserver')
 FORK_SERVER.set_forkserver_preload(['slab_det.cli', 'mmdet.utils', 'mmdet.evaluation'])

@@ -33,7 +33,7 @@ LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)
 
 
 class Step:
-    """One training step of a backbone: its own model and optimizer, the batch of everybody."""
+    """One training step of a backbone, with a model and an optimizer of its own."""
 
     def __init__(self, backbone: dict, norm_cfg: dict, device: str, gamma: float = 0.0) -> None:
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ def peak_bytes(step: Step, images: Tensor) -> int:
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with recorder:
         step(images)
-    # One event for each allocation, of what it adds, and for each release.
+    # Each allocation is an event with the bytes that it adds, each release one with those that it takes away.
     events = [event for event in recorder.profiler.kineto_results.events() if event.name() == '[memory]']
     return max(accumulate((event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), initial=0))
 

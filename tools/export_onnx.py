@@ -67,7 +67,7 @@ def main() -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
     if args.int8:
-        # First: exporting takes minutes.
+        # Missing data is found now, not after minutes of exporting.
         calibration = calibration_images(args.calibrate_with or args.config, args.data_root, args.num_images)
     detector = build_detector(read_config(args.config), args.checkpoint)
     export_onnx(detector, args.out, args.scope, args.opset)

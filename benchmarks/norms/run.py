@@ -96,7 +96,7 @@ def run_config(study: Study, name: str, seed: int) -> Config:
     config = Config.fromfile(ROOT / study.config)
     _, backbone, hooks = RUNS[name]
     if name in ('un', 'mabn', 'powernorm'):
-        # So that they differ only in their averages.
+        # One warm-up for all three, so that only their averages differ.
         backbone = dict(norm_cfg=dict(backbone['norm_cfg'], warmup_iters=study.iterations // 10))
     if name != 'ln':
         hooks = [*hooks, dict(type='RecalibrateFuseHook', num_images=study.images, pipeline='test')]

@@ -13,7 +13,7 @@ optim_wrapper = dict(
             'backbone.layers.1.2.': dict(decay_mult=0.0),
             'backbone.layers.2.2.': dict(decay_mult=0.0),
             'backbone.layers.3.2.': dict(decay_mult=0.0),
-            # Those of any other name that slab_det.convert_norms made.
+            # PRepBN of any other name, where slab_det.convert_norms made it.
             '.repbn.': dict(decay_mult=0.0),
             '.ln.': dict(decay_mult=0.0),
         }
