@@ -19,7 +19,7 @@ PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 
 
 def check_foldable(layer: nn.Module, side: Side, part: str = '', name: str = 'layer') -> None:
-    """Raises CannotFold unless an affine map on one side of the layer, or of a part of it, can become its part."""
+    """Raises CannotFold unless the layer, or the named part of it, can take an affine map on this side."""
     kind = type(layer)
     is_attention = kind is nn.MultiheadAttention
     if kind not in FOLDABLE_LAYERS or (part and not is_attention):

@@ -45,7 +45,7 @@ def register_folds(
     output_folds: Callable[[nn.Module], Iterable[Fold]] | None = None,
     replace: Callable[[nn.Module], nn.Module] | None = None,
 ) -> None:
-    """Says for classes of another library what a module of one's own says in methods of these names.
+    """Says for classes of another library what modules of one's own say in methods of these names.
 
     A fold holds for a module of exactly such a class; a subclass may read a norm in another place.
 
@@ -70,10 +70,10 @@ def register_folds(
 
 
 def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
-    """What answers 'folds', 'input_layers', 'output_folds' or 'replace' for ``module``, bound to it; None if unknown.
+    """The rule or method 'folds', 'input_layers', 'output_folds' or 'replace' for ``module``, bound to it, or None.
 
-    A method counts only as long as no subclass replaces another method of the class that has it, such as
-    ``forward``: the subclass may read its norms and its input in other places, and has to define the method anew.
+    A method counts only as long as no subclass replaces another method of its class, such as ``forward``: the
+    subclass may read its norms and its input in other places, and has to define the method anew.
     """
     kind = type(module)
     if question in _RULES.get(kind, {}):
@@ -83,16 +83,17 @@ def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
     index = next((i for i, ancestor in enumerate(mro) if question in vars(ancestor)), None)
     if index is None:
         return None
-    for name in {name for descendant in mro[:index] for name in vars(descendant)} - _ADMINISTRATION:
-        replaced = next((vars(ancestor)[name] for ancestor in mro[index:] if name in vars(ancestor)), None)
-        # To implement an abstract method is not to replace it.
-        if callable(replaced) and not getattr(replaced, '__isabstractmethod__', False):
+    known = {name for ancestor in mro[index:] for name in vars(ancestor)} - _ADMINISTRATION
+    for name in known & {name for descendant in mro[:index] for name in vars(descendant)}:
+        # The first implementation of an abstract method replaces nothing, the second does.
+        values = [vars(ancestor)[name] for ancestor in mro if name in vars(ancestor)]
+        if sum(callable(value) and not getattr(value, '__isabstractmethod__', False) for value in values) > 1:
             return None
     return getattr(module, question)
 
 
 def find_hooks(module: nn.Module) -> str:
-    """What runs besides the forward of the module's class, which forbids changing the module; '' if nothing does."""
+    """Names what runs besides the forward of the module's class; '' if nothing does."""
     if module._forward_pre_hooks or module._forward_hooks:
         return 'forward hooks'
     return 'a forward of its own' if 'forward' in vars(module) else ''

@@ -155,7 +155,7 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
 
 
 def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
-    """The layers that read what a module, or a part of one, gets; CannotFold if a module on the way does not say."""
+    """The layers that read the input of a module or of its part; CannotFold if a module on the way does not say."""
     name, part = _split_part(reader)
     module = model.get_submodule(name)
     if type(module) in FOLDABLE_LAYERS:
@@ -177,11 +177,16 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side) -> None:
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
     check_foldable(layer, side, part, target)
-    own = {*map(id, layer.parameters())}
-    names = [n for n, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own]
+    own = {*map(_memory, layer.parameters())}
+    names = [n for n, parameter in model.named_parameters(remove_duplicate=False) if _memory(parameter) in own]
     others = [other for other in names if not other.startswith(f'{name}.')]
     if others:
         raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
+
+
+def _memory(parameter: nn.Parameter) -> int:
+    # After `one.weight.data = other.weight.data` two parameters share their memory. On the meta device none has any.
+    return parameter.data_ptr() or id(parameter)
 
 
 def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
