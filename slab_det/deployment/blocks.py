@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import join_groups, split_groups
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
-from slab_det.deployment.linear import ACTIVATIONS, linear, linear_add
+from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
 from slab_det.deployment.tiles import MapTile, row_tiles, tile_tokens, window_tiles
 from slab_det.fusion.folds import find_hooks
 
@@ -18,7 +18,7 @@ class TiledAttention(nn.Module):
 
     Args:
         norm: The norm before the attention; an identity once it is fused.
-        attention: What to deploy; its parameters are shared.
+        attention: The attention to deploy; its parameters are shared.
 
     Shape:
         (B, H * W, C), contiguous; changed in place and returned.
@@ -111,19 +111,23 @@ def deploy_blocks(backbone: nn.Module) -> None:
 
 
 def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | None:
-    """None where a subclass does more than the mathematics."""
-    if type(attention) is ShiftedWindowAttention and type(attention.w_msa).attend is WindowAttention.attend:
-        return TiledWindowAttention(norm, attention)
+    """The tiled form of an attention; None where a subclass or another projection computes something else."""
+    if type(attention) is ShiftedWindowAttention:
+        w_msa = attention.w_msa
+        is_known = type(w_msa).attend is WindowAttention.attend and is_plain_linear(w_msa.proj)
+        return TiledWindowAttention(norm, attention) if is_known else None
     if isinstance(attention, MapAttention) and type(attention).forward is MapAttention.forward:
         return TiledMapAttention(norm, attention)
     return None
 
 
 def _tile_ffn(norm: nn.Module, ffn: nn.Module) -> TiledFFN | None:
-    """None for an FFN that computes something else, with a depthwise convolution or an unfused norm in between."""
+    """The tiled form of an FFN; None where something else is computed, such as a convolution or a norm in between."""
     if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
         return None
     fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
+    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
+        return None
     if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return TiledFFN(norm, fc1, ACTIVATIONS[type(activation)], fc2)

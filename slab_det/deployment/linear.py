@@ -71,11 +71,16 @@ class DeployedLinear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether ``layer`` computes ``x weight^T + bias`` of its parameters and nothing else."""
+    # Exact classes: a subclass may compute its weight, or add something.
+    return type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters and not find_hooks(layer)
+
+
 def replace_linears(module: nn.Module, kind: type[DeployedLinear] = DeployedLinear) -> None:
     """Replaces every plain linear layer below ``module`` by one of ``kind``, in place."""
     for name, child in module.named_children():
-        # Exactly these classes, and nothing that computes its weight or watches it: those do something else.
-        if type(child) in (nn.Linear, Linear) and 'weight' in child._parameters and not find_hooks(child):
+        if is_plain_linear(child):
             setattr(module, name, kind(child).train(child.training))
         else:
             replace_linears(child, kind)

@@ -10,7 +10,7 @@ import slab_det
 from slab_det.attention import WINDOW_ATTENTIONS, WindowAttention, repeat_windows
 from slab_det.deployment import tiles
 from slab_det.deployment.blocks import TiledWindowAttention
-from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.deployment.export import build_graph, check_parity, export_onnx, load_runtime, random_images
 from slab_det.norms import OfflineNorm
 
 
@@ -49,6 +49,30 @@ def test_fuses_and_deploys(cosine, small_detector, monkeypatch):
     for form in (fused, deployed):
         for out, expected in zip(form(images), backbone(images), strict=True):
             torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+class GatedAttention(CosineAttention):
+    """Has a layer of its own, which reads the heads of windows."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gate = nn.Linear(self.head_dims, self.head_dims)
+
+    def mix(self, q, k, v, geometry):
+        return super().mix(self.gate(q), k, v, geometry)
+
+
+@torch.no_grad()
+def test_a_layer_inside_mix_reads_every_window_in_an_exported_graph(cosine, small_detector, monkeypatch):
+    monkeypatch.setitem(WINDOW_ATTENTIONS, 'cosine', GatedAttention)
+    detector = small_detector(**cosine).double()
+    image = torch.rand(1, 3, 96, 128, dtype=torch.double) * 255
+    outs = build_graph(detector, 'backbone+neck+rpn')(image)
+    preprocessor = detector.data_preprocessor
+    for out, expected in zip(
+        outs, detector.extract_feat((image.flip(1) - preprocessor.mean) / preprocessor.std), strict=False
+    ):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_exports(cosine, small_detector, tmp_path):

@@ -9,6 +9,7 @@ from torch import nn
 
 import slab_det
 from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.backbones.blocks import LinearFFN
 from slab_det.deployment import linear, tiles
 from slab_det.deployment.blocks import TiledFFN, TiledWindowAttention
 from slab_det.deployment.linear import DeployedLinear
@@ -136,6 +137,13 @@ class OwnAttention(SoftmaxWindowAttention):
         return super().attend(x, windows) + 1
 
 
+class OwnLinear(nn.Linear):
+    """Adds something to its product, as an adapter does."""
+
+    def forward(self, x):
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
 @torch.no_grad()
 def test_what_computes_in_another_way_stays(fused_backbone):
     model, images = fused_backbone('swin'), torch.randn(1, 3, 64, 64)
@@ -143,12 +151,14 @@ def test_what_computes_in_another_way_stays(fused_backbone):
     blocks[0].attn.w_msa.__class__ = OwnAttention
     seen = []
     blocks[1].attn.w_msa.qkv.register_forward_hook(lambda *_: seen.append(1))
+    blocks[2].attn.w_msa.proj.__class__ = blocks[3].ffn.layers[1].__class__ = OwnLinear
     expected = model(images)
     deployed = slab_det.deploy(model)
     seen.clear()
-    assert relative_difference(deployed(images), expected) < 1e-2 and seen == [1]
+    assert relative_difference(deployed(images), expected) < 1e-4 and seen == [1]
     kinds = [type(block.attn) for stage in deployed.stages for block in stage.blocks]
-    assert kinds == [ShiftedWindowAttention] * 2 + [TiledWindowAttention] * 2
+    assert kinds == [ShiftedWindowAttention] * 3 + [TiledWindowAttention]
+    assert type(deployed.stages[1].blocks[1].ffn) is LinearFFN
 
 
 @pytest.mark.parametrize(

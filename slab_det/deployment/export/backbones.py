@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
 from slab_det.deployment.export.token_index import WindowIndex
-from slab_det.deployment.linear import DeployedLinear, replace_linears
+from slab_det.deployment.linear import DeployedLinear, is_plain_linear, replace_linears
 from slab_det.fusion.stock_mmdet import own_attention
 from slab_det.runtime.errors import ExportError
 
@@ -52,7 +52,12 @@ def make_size_free(model: nn.Module) -> None:
             module.adap_padding = nn.ZeroPad2d((0, stride[1] - 1, 0, stride[0] - 1))
         if isinstance(module, ShiftedWindowAttention):
             module.make_windows = WindowIndex
-        if isinstance(module, ShiftedWindowAttention | PatchMerging | FFN | LinearFFN):
+            # Only these: mix() may give other layers the rows of windows.
+            for name in ('qkv', 'proj'):
+                layer = getattr(module.w_msa, name)
+                if is_plain_linear(layer):
+                    setattr(module.w_msa, name, RowsLinear(layer).eval())
+        if isinstance(module, PatchMerging | FFN | LinearFFN):
             replace_linears(module, RowsLinear)
 
 

@@ -35,6 +35,8 @@ BOX_PARTS = {
     'roi_head.bbox_head.bbox_coder': DeltaXYWHBBoxCoder,
 }
 MASK_PARTS = {'roi_head.mask_roi_extractor': SingleRoIExtractor, 'roi_head.mask_head': FCNMaskHead}
+# DetectorGraph does what StandardRoIHead does in these; MaskScoringRoIHead, for one, changes the scores in the third.
+ROI_METHODS = ('predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward')
 
 
 def _check_parts(detector: nn.Module, parts: dict[str, type]) -> None:
@@ -48,8 +50,12 @@ def _check_options(detector: TwoStageDetector) -> None:
     roi_head, box_head, rpn_head = detector.roi_head, detector.roi_head.bbox_head, detector.rpn_head
     per_class = not (box_head.reg_class_agnostic or detector.with_mask and roi_head.mask_head.class_agnostic)
     layers = [layer for module in roi_head.children() for layer in getattr(module, 'roi_layers', ())]
+    kind = type(roi_head)
     needed = {
         'an rpn_head with sigmoid scores': rpn_head.use_sigmoid_cls,
+        'a roi_head that predicts as StandardRoIHead does': all(
+            getattr(kind, name) is getattr(StandardRoIHead, name) for name in ROI_METHODS
+        ),
         'a roi_head without shared_head': not roi_head.with_shared_head,
         'a bbox_head with softmax scores and boxes': not box_head.custom_cls_channels and box_head.with_reg,
         'a box and a mask for each class': per_class,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import slab_det
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import DenseGraph, DetectorGraph
-from slab_det.deployment.export.runtime import METADATA_KEY, need
+from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ExportError
 
@@ -57,7 +57,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     """
     if opset < MIN_OPSET:
         raise ExportError(f'opset {opset} is too old: give {MIN_OPSET} or more')
-    onnx = need('onnx')
+    onnx = import_extra('onnx')
     graph = build_graph(detector, scope).float()
     names = graph.output_names()
     buffer = io.BytesIO()

@@ -49,7 +49,9 @@ class ParityCheck:
     def exact(self) -> bool:
         """Whether float32 explains the difference: at most ten times PyTorch's own, as fusion promises."""
         is_matched = self.unmatched <= max(1, UNMATCHED_SHARE * (self.detections or 0))
-        return is_matched and self.difference <= FLOAT32_FACTOR * self.own + FLOAT64_BOUND
+        bound = FLOAT32_FACTOR * self.own + FLOAT64_BOUND
+        # Infinite: an output is not finite or has another shape. PyTorch's own may be infinite too.
+        return is_matched and math.isfinite(self.difference) and self.difference <= bound
 
     def __str__(self) -> str:
         text = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slab_det.deployment.export.runtime import need
+from slab_det.deployment.export.runtime import import_extra
 
 # Layers that keep float32, by a part of their node's name: the first, which reads pixels and is a hundredth of the
 # work, and the last ones. A quantum of a delta moves a large anchor by pixels.
@@ -29,7 +29,8 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
     Returns:
         The names of the nodes that were quantized.
     """
-    onnx, onnxruntime, quantization = need('onnx'), need('onnxruntime'), need('onnxruntime.quantization')
+    onnx, onnxruntime = import_extra('onnx'), import_extra('onnxruntime')
+    quantization = import_extra('onnxruntime.quantization')
 
     class Reader(quantization.CalibrationDataReader):
         inputs = ({'image': image} for image in images)

@@ -25,7 +25,7 @@ PRECISIONS = ('f32', 'bf16')
 Run = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
-def need(name: str) -> ModuleType:
+def import_extra(name: str) -> ModuleType:
     """Imports a package of the extra 'onnx' or 'openvino'.
 
     Raises:
@@ -41,7 +41,7 @@ def need(name: str) -> ModuleType:
 def _run_in_onnxruntime(path: str | Path, threads: int, precision: str) -> Run:
     if precision != 'f32':
         raise ExportError(f'ONNX Runtime computes as the file says, not in {precision}: use runtime openvino')
-    onnxruntime = need('onnxruntime')
+    onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
@@ -53,7 +53,7 @@ def _run_in_openvino(path: str | Path, threads: int, precision: str) -> Run:
     options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
     if threads:
         options['INFERENCE_NUM_THREADS'] = threads
-    core = need('openvino').Core()
+    core = import_extra('openvino').Core()
     request = core.compile_model(core.read_model(path), 'CPU', options).create_infer_request()
     # Copies: the next image overwrites the memory of the request.
     return lambda image: {port.any_name: np.array(value) for port, value in request.infer([image]).items()}
@@ -92,7 +92,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
-    properties = need('onnx').load(path, load_external_data=False).metadata_props
+    properties = import_extra('onnx').load(path, load_external_data=False).metadata_props
     text = next((entry.value for entry in properties if entry.key == METADATA_KEY), None)
     if text is None:
         raise ExportError(f'{path} was not written by tools/export_onnx.py')

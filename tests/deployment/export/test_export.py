@@ -9,6 +9,7 @@ import onnx.parser
 import pytest
 import torch
 from conftest import SLA, randomize
+from mmdet.models.roi_heads import MaskScoringRoIHead
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox2roi
@@ -166,6 +167,14 @@ def test_parity_check_refuses_a_file_of_other_weights(exported, scope):
         check_parity(other, load_runtime(file, threads=1), random_images(SIZES))
 
 
+def test_parity_check_refuses_a_detector_that_is_not_finite(detector, tmp_path):
+    model = detector()
+    model.neck.fpn_convs[0].conv.bias.data.fill_(float('nan'))
+    export_onnx(model, tmp_path / 'model.onnx', 'backbone+neck+rpn')
+    with pytest.raises(ExportError, match='largest relative difference inf in feature0'):
+        check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
+
+
 def test_what_has_no_export_form_is_named(detector, tmp_path):
     model = detector()
 
@@ -179,6 +188,8 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
     refuses('plain NMS per class in test_cfg.rcnn.nms')
     model.roi_head.mask_head.class_agnostic = True
     refuses('a box and a mask for each class')
+    model.roi_head.__class__ = MaskScoringRoIHead
+    refuses('a roi_head that predicts as StandardRoIHead does')
     model.rpn_head = torch.nn.Identity()
     refuses('rpn_head is a Identity')
 
