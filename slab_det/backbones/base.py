@@ -120,9 +120,9 @@ def check_norm_cfg(name: str, norm_cfg: dict) -> None:
     """Raises ValueError unless ``norm_cfg`` builds a norm that takes tokens, channels last."""
     try:
         norm = build_norm_layer(norm_cfg, 1)[1]
-    except (KeyError, TypeError) as error:
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name}={norm_cfg}: {error.args[0]}; give a dict(type=...) of 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
+            f"{name}={norm_cfg}: {error!r}; give a dict(type=...) of 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
             "'MABN', 'PowerNorm' or what custom_imports registers in mmengine's MODELS"
         ) from error
     if isinstance(norm, (_NormBase, nn.GroupNorm)):

@@ -38,22 +38,39 @@ class PositionEmbedding(BaseModule):
 class SLABPVT(Backbone):
     """Pyramid Vision Transformer whose norms and attention are chosen by a word (PVT, PVTv2, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are those of mmdet's PyramidVisionTransformer, whose checkpoints load;
-    what is listed below comes on top or means more. The rows of the papers: PVT-S is the default, PVT-T has
-    ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``; PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``;
-    SLAB-PVT adds ``attention='sla'``. PVTv2, mmdet's PyramidVisionTransformerV2, is ``patch_sizes=(7, 3, 3, 3),
-    paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True``.
+    Arguments, defaults and state-dict keys are those of mmdet's PyramidVisionTransformer, whose checkpoints load.
+    The rows of the papers: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``;
+    PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-PVT adds ``attention='sla'``. PVTv2, mmdet's
+    PyramidVisionTransformerV2, is ``patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False,
+    norm_after_stage=True, use_conv_ffn=True``.
 
     Args:
+        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
+        in_channels: Channels of the image.
         embed_dims: Channels C of one head; stage i has C * num_heads[i].
+        num_stages: Stages.
+        num_layers: Blocks per stage.
+        num_heads: Heads per stage.
+        patch_sizes: Kernel of each stage's patch embedding.
+        strides: Stride of each patch embedding.
         paddings: Padding of each patch embedding: zeros on every side, or 'corner' or 'same', which add as few as
             cover the map with patches.
         sr_ratios: Spatial reduction of keys and values in the softmax stages.
+        out_indices: Stages whose output is returned.
+        mlp_ratios: Hidden channels of the FFN over the stage's channels.
         qkv_bias: Whether the attention's projections have a bias: those of q, k, v and, as in mmdet, of the output.
+        drop_rate: Dropout after the position embeddings, the output projections and in the FFN.
+        attn_drop_rate: Dropout on softmax attention weights.
+        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
+        use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the map at hand.
         norm_after_stage: Put a norm after each stage; the next stage reads it too.
+        use_conv_ffn: Put a depthwise 3x3 convolution into the FFN.
+        act_cfg: Activation of the FFN.
+        norm_cfg: Every norm.
+        pretrained: mmdet's older spelling of ``init_cfg=dict(type='Pretrained', checkpoint=pretrained)``.
         convert_weights: Accepted for mmdet's configs; the format of a checkpoint is always detected.
         init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
-            :func:`slab_det.load_pretrained` reads; ``pretrained=...`` is mmdet's older spelling.
+            :func:`slab_det.load_pretrained` reads.
         attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         la_sr_ratios: What the stages with 'sla' or 'focused' attention use in place of ``sr_ratios``.
         norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms

@@ -40,18 +40,36 @@ class SwinStage(BaseModule):
 class SLABSwin(Backbone):
     """Swin Transformer whose norms and attention are chosen by a word (Swin, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are those of mmdet's SwinTransformer, whose checkpoints load; what is
-    listed below comes on top or means more. The rows of the papers: Swin is the default; Swin-PRepBN is
-    ``norm_cfg=dict(type='PRepBN')``; SLAB-Swin adds ``attention=('sla', 'sla', 'softmax', 'softmax'),
-    window_sizes=(56, 28, 7, 7)``.
+    Arguments, defaults and state-dict keys are those of mmdet's SwinTransformer, whose checkpoints load. The rows
+    of the papers: Swin is the default; Swin-PRepBN is ``norm_cfg=dict(type='PRepBN')``; SLAB-Swin adds
+    ``attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7)``.
 
     Args:
+        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
+        in_channels: Channels of the image.
+        embed_dims: Channels C of the first stage; each stage doubles them.
+        patch_size: Side of a patch, in pixels.
+        window_size: Side of a window, in tokens.
+        mlp_ratio: Hidden channels of the FFN over C.
+        depths: Blocks per stage.
+        num_heads: Heads per stage.
+        strides: Patch size, then the stride of each patch merging.
+        out_indices: Stages whose output is returned.
+        qkv_bias: Whether q, k and v have a bias.
+        qk_scale: Replaces 1 / sqrt(d) in softmax attention.
+        patch_norm: Whether patch embedding and patch merging have a norm.
+        drop_rate: Dropout after the position embedding, the output projections and in the FFN.
+        attn_drop_rate: Dropout on softmax attention weights.
+        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
         use_abs_pos_embed: Add a learned position embedding, interpolated to the map at hand.
+        act_cfg: Activation of the FFN.
         norm_cfg: Every norm but the output norms.
+        with_cp: Recompute activations in the backward pass instead of keeping them.
+        pretrained: mmdet's older spelling of ``init_cfg=dict(type='Pretrained', checkpoint=pretrained)``.
         convert_weights: Accepted for mmdet's configs; the format of a checkpoint is always detected.
         frozen_stages: Patch embedding (0) and stages (1...) that do not train; -1 freezes nothing.
         init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
-            :func:`slab_det.load_pretrained` reads; ``pretrained=...`` is mmdet's older spelling.
+            :func:`slab_det.load_pretrained` reads.
         attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         window_sizes: Window side per stage; None means ``window_size`` everywhere.
         out_norm_cfg: The output norms: 'same' takes ``norm_cfg``, a dict another norm, None none.

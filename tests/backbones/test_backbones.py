@@ -123,6 +123,7 @@ def test_arguments_and_keys_are_mmdets(kind, theirs, options):
             (dict(out_indices=(0, 0)), r'out_indices=\(0, 0\)'),
             (dict(norm_cfg=dict(type='NoNorm')), 'norm_cfg=.*NoNorm.*PRepBN'),
             (dict(norm_cfg=dict(type='BN')), 'takes channels first.*TokenBN'),
+            (dict(norm_cfg=dict(type='GN', num_groups=4)), 'norm_cfg=.*GN.*divisible.*TokenBN'),
             (dict(norm_cfg=None), 'norm_cfg=None: .*dict'),
             (dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
             (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
