@@ -53,7 +53,7 @@ class Attention(BaseModule):
         """Mixes the values for every query.
 
         Args:
-            q: Queries (B, h, N, d) of B windows or maps, views that may be overwritten where no gradient is needed.
+            q: Queries (B, h, N, d) of B windows or maps; they may be overwritten.
             k: Keys (B, h, M, d).
             v: Values (B, h, M, d).
             geometry: Where the tokens lie.
@@ -88,18 +88,18 @@ class WindowAttention(Attention):
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(proj_drop_rate)
-        # What padding tokens have for q, k, v once a norm is folded into qkv; see slab_det.fusion.
+        # q, k and v of padding tokens once a norm is folded into qkv; see slab_det.fusion.
         self.register_buffer('padding_qkv', None)
 
     def padding_row(self) -> Tensor:
-        """What a padding token has behind qkv, (3C,): it is zero before, so it has qkv's bias."""
+        """q, k and v of a padding token, (3C,): qkv's bias, because the token is zero."""
         # Padding tokens never passed the norm: they must keep the unfused bias.
         if self.padding_qkv is not None:
             return self.padding_qkv
         return self.qkv.weight.new_zeros(3 * self.embed_dims) if self.qkv.bias is None else self.qkv.bias
 
     def keep_padding(self) -> None:
-        """Fixes what padding tokens have now, before something is folded into qkv."""
+        """Stores q, k and v of padding tokens, before a norm is folded into qkv."""
         self.padding_qkv = self.padding_row().detach().clone()
 
     def input_layers(self) -> tuple[str]:
@@ -115,8 +115,8 @@ class WindowAttention(Attention):
 class ShiftedWindowAttention(BaseModule):
     """Attention in (shifted) windows of a feature map; state-dict keys are those of mmdet's ShiftWindowMSA.
 
-    q, k and v are computed once per token of the map, and padding slots of the windows are filled afterwards
-    with what a zero token would have become.
+    q, k and v are computed once per token of the map. Padding slots of the windows then get q, k and v of a zero
+    token.
 
     Args:
         w_msa: The attention inside a window.
@@ -148,13 +148,12 @@ class ShiftedWindowAttention(BaseModule):
 class MapAttention(Attention):
     """Attention over a map, with spatial reduction (PVT, Wang et al., ICCV 2021). Subclasses write :meth:`mix`.
 
-    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm. Rows and
-    columns that fill no r x r block are left out of them. State-dict keys are those of mmdet's
-    SpatialReductionAttention.
+    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm, which leave
+    out rows and columns that fill no r x r block. State-dict keys are those of mmdet's SpatialReductionAttention.
 
     Args:
         sr_ratio: Side r of the blocks that become one key and value.
-        qkv_bias: Whether the projections have a bias; as in mmdet, those of q, k, v and of the output.
+        qkv_bias: Whether the projections have a bias: those of q, k, v and, as in mmdet, of the output.
         proj_drop_rate: Dropout after the output projection.
         drop_path_rate: Stochastic depth.
         norm_cfg: The norm of the reduced map.

@@ -52,18 +52,22 @@ class Geometry(ABC):
         return v
 
     def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that follows from this geometry, one weight of an attention and a dtype; perhaps made before.
+        """Returns ``make()``, or what it returned before for this geometry, ``weight`` and ``dtype``.
 
-        The attention ``owner`` has an attribute ``kept``, None at first, for the geometry.
+        Args:
+            owner: The attention. Its attribute ``kept``, None at first, may hold the tensor.
+            weight: The parameter that the tensor is made of.
+            dtype: Of the tensor.
+            make: Makes the tensor.
         """
         return make()
 
     def share(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """What all queries of a map read, computed once for them in this forward."""
+        """Returns ``make()``, computed once per forward for all queries of a map."""
         return make()
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """The rows of the queries at hand, of a tensor (B, N, C) with a row for every query of the map."""
+        """Selects the rows of this geometry's queries from a tensor (B, N, C) with one row per query of the map."""
         return x
 
 
@@ -106,7 +110,7 @@ def join_groups(x: Tensor) -> Tensor:
 
 
 def repeat_windows(x: Tensor, count: int) -> Tensor:
-    """What holds for each window of a map, (nW, ...), for the ``count`` windows of all maps of a batch."""
+    """Repeats a tensor (nW, ...) of the windows of one map for the ``count`` windows of a batch; (1, ...) stays."""
     return x if x.shape[0] in (1, count) else x.repeat(count // x.shape[0], *[1] * (x.ndim - 1))
 
 
@@ -207,7 +211,7 @@ class WindowGeometry(Windows):
     def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
         if owner.training or torch.is_grad_enabled():
             return make()
-        # Of one size only, the last: masks of large maps take tens of megabytes in each block.
+        # Only the last size is kept: masks of large maps take tens of megabytes in each block.
         key = self, dtype, id(weight), None if weight.is_inference() else weight._version
         if owner.kept is None or owner.kept[0] != key:
             owner.kept = key, make()

@@ -13,7 +13,7 @@ from slab_det.attention.geometry import Geometry
 
 
 class LinearMixing(Attention):
-    """Linear attention plus a depthwise convolution of the values; put before the class of the projections.
+    """Linear attention plus a depthwise convolution of the values; a base before WindowAttention or MapAttention.
 
     ``O_i = f(q_i) (sum_j f(k_j + P_j)^T v_j) / (f(q_i) sum_j f(k_j + P_j) + 1e-6) + DWC(v)_i`` per head, linear in
     the number of tokens. Subclasses give the feature map f. P is a learned addend of the keys, one row per position;
@@ -57,7 +57,7 @@ class LinearMixing(Attention):
         """f(k), non-negative, (B, M, C); may write into k."""
 
     def summarize(self, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
-        """All that queries see of keys and values, (B, C, C + h): the first sum, block by block, beside the second."""
+        """Both sums over the keys, (B, C, C + h): the first, block-diagonal over heads, beside the second."""
         # Sums over thousands of tokens and a quotient of them: not for half precision.
         if k.dtype.itemsize < 4:
             k, v = k.float(), v.float()
@@ -69,7 +69,7 @@ class LinearMixing(Attention):
             return torch.cat([(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]], 2)
 
     def read(self, q: Tensor, summary: Tensor) -> Tensor:
-        """What the queries (B, N, C) get from a summary: the quotient of the sums, (B, N, C)."""
+        """The quotient of both sums for the queries (B, N, C), of the same shape."""
         q = q.float() if q.dtype.itemsize < 4 else q
         with torch.autocast(q.device.type, enabled=False):
             out, weight_sum = (self.query_features(q) @ summary).split([self.embed_dims, self.num_heads], 2)

@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, d
 
 
 class SoftmaxMixing(Attention):
-    """``softmax(q k^T / sqrt(d) + B) v`` per head; put before the class of the projections among the bases."""
+    """``softmax(q k^T / sqrt(d) + B) v`` per head; a base before WindowAttention or MapAttention."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
         bias = self.logit_bias(geometry, q.dtype)
@@ -59,7 +59,7 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
         offset = places[:, None] - places[None] + self.window_size - 1
         # The row of the table for each pair of slots, (N, N).
         self.register_buffer('relative_position_index', offset[..., 0] * (2 * self.window_size - 1) + offset[..., 1])
-        # What a geometry keeps here, with what it is for.
+        # Key and tensor of Geometry.keep().
         self.kept: tuple[object, Tensor] | None = None
 
     def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
@@ -72,8 +72,8 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
 
         return geometry.keep(self, self.relative_position_bias_table, dtype, make)
 
-    # Writes through `.data`, as EMAHook does, leave no trace in the table's version; they are followed by
-    # train() or eval(). Moves to another device or dtype replace the table.
+    # EMAHook writes through `.data`, which leaves the table's version as it is; train() or eval() follows. A move to
+    # another device or dtype replaces the table.
 
     def train(self, mode: bool = True) -> SoftmaxWindowAttention:
         self.kept = None

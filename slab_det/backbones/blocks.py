@@ -74,7 +74,7 @@ class FFN(BaseModule):
         return identity + self.drop_path(self.transform(x, hw_shape))
 
     def activate(self, hidden: Tensor, activation: nn.Module) -> Tensor:
-        """Activation and norm of the hidden channels."""
+        """Applies the activation and the norm to the hidden channels."""
         if self.ffn_norm == 'pre_act':
             return activation(self.norm(hidden))
         # Before the dropout, whose noise would widen the statistics that inference uses.
@@ -180,8 +180,8 @@ class PatchMerging(BaseModule):
 
     A block is gathered in memory order (row, column, C), and norm and reduction hold their weights in that order. A
     state dict holds them in the order of mmdet's class, (C, row, column): loading and ``state_dict()`` permute the
-    weights, so that no activation is ever transposed. The tensors of ``state_dict()`` are therefore copies; those of
-    ``state_dict(keep_vars=True)`` are the ones in use, in the order of a block.
+    weights, so that no activation is ever transposed. The tensors of ``state_dict()`` are therefore copies;
+    ``state_dict(keep_vars=True)`` holds the parameters themselves, in the order of a block.
 
     Args:
         in_channels: Channels C of a token.
@@ -242,7 +242,7 @@ def _save_unfold_order(merging: PatchMerging, state_dict: dict[str, Tensor], pre
 
 
 def _block_keys(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str) -> list[str]:
-    """What has one entry per channel of a block; what has another shape is refused by the layer that it is for."""
+    """Keys of the tensors with one entry per channel of a block; a tensor of another shape is refused by its layer."""
     own = {
         key: value for key, value in state_dict.items() if key.startswith((f'{prefix}reduction.w', f'{prefix}norm.'))
     }

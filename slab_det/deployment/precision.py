@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slab_det.runtime.errors import DeploymentError
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
-# They read features and return scores, deltas or logits: coordinates are made of these later, outside of them.
+# Heads read features and return scores, deltas or logits. Coordinates are made of these later, outside the heads.
 HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
 
 

@@ -36,8 +36,8 @@ class WindowTile(Windows):
         window_size: Side w of a window; N = w * w slots.
         num_windows: Windows m of the tile.
         tokens: The map's token in each slot that holds one, (n,).
-        slots: Which slots of the tile those are, (n,); None for all.
-        kept: What :meth:`keep` keeps; tiles without regions share it.
+        slots: The slots of the tile that hold these tokens, (n,); None for all.
+        kept: The tensor that :meth:`keep` made; tiles without regions share it.
         regions: (m, N), as in WindowGeometry; None where each window lies in one region.
     """
 
@@ -127,8 +127,8 @@ class MapTile(MapGeometry):
     """Some of the queries of a map, and all of its keys and values.
 
     Attributes:
-        rows: Which queries.
-        shared: What :meth:`share` shares between the tiles of one forward.
+        rows: The queries of the tile.
+        shared: The tensors that :meth:`share` made, for all tiles of one forward.
     """
 
     rows: slice
