@@ -212,10 +212,11 @@ class WindowGeometry(Windows):
         if owner.training or torch.is_grad_enabled():
             return make()
         # Only the last size is kept: masks of large maps take tens of megabytes in each block.
-        key = self, dtype, id(weight), None if weight.is_inference() else weight._version
-        if owner.kept is None or owner.kept[0] != key:
-            owner.kept = key, make()
-        return owner.kept[1]
+        key = self, dtype, None if weight.is_inference() else weight._version
+        # The weight is kept too: torch.func.functional_call frees one table, and the next may get its id.
+        if owner.kept is None or owner.kept[0] is not weight or owner.kept[1] != key:
+            owner.kept = weight, key, make()
+        return owner.kept[2]
 
 
 def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:

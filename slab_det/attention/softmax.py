@@ -59,8 +59,8 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
         offset = places[:, None] - places[None] + self.window_size - 1
         # The row of the table for each pair of slots, (N, N).
         self.register_buffer('relative_position_index', offset[..., 0] * (2 * self.window_size - 1) + offset[..., 1])
-        # Key and tensor of Geometry.keep().
-        self.kept: tuple[object, Tensor] | None = None
+        # Weight, key and tensor of Geometry.keep().
+        self.kept: tuple[Tensor, object, Tensor] | None = None
 
     def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
         def make() -> Tensor:

@@ -276,6 +276,20 @@ def test_cached_bias_follows_the_table_the_size_and_the_mode():
     check(7, 9)
 
 
+@torch.no_grad()
+def test_cached_bias_follows_weights_that_are_lent_for_one_call():
+    block = make_block('softmax', 4, 2)
+    x = torch.randn(1, 63, CHANNELS, dtype=torch.double)
+    for scale in (1.0, 2.0, 3.0):
+        # The weights of the call before are freed: these may get their addresses.
+        weights = {name: scale * parameter for name, parameter in block.named_parameters()}
+        out = torch.func.functional_call(block, weights, (x, (7, 9)))
+        other = copy.deepcopy(block)
+        other.load_state_dict(weights, strict=False)
+        torch.testing.assert_close(out, shifted_formula(other, x, 7, 9), rtol=1e-9, atol=1e-9)
+        del weights, other
+
+
 def test_heads_must_divide_channels():
     with pytest.raises(ValueError, match='does not divide'):
         WINDOW_ATTENTIONS['sla'](10, 3, 7)
