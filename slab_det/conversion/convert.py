@@ -84,16 +84,21 @@ def convert_norms(
         model = copy.deepcopy(model)
     # The LayerNorm of a PRepBN is converted already.
     inner = {module for _, norm in named_offline_norms(model) for module in norm.modules()}
-    report, replaced = ConversionReport(), {}
-    for name, norm in model.named_modules():
+    aliases: dict[nn.LayerNorm, list[str]] = {}
+    for name, norm in model.named_modules(remove_duplicate=False):
         if isinstance(norm, nn.LayerNorm) and norm not in inner:
-            owner = model.get_submodule(name.rpartition('.')[0])
-            reason = _reason_to_keep(name, norm, owner, tuple(skip))
-            if reason is None:
-                report.converted.append(name)
-                replaced[norm] = _build_converted(norm, norm_cfg, model)
-            else:
-                report.kept[name] = reason
+            aliases.setdefault(norm, []).append(name)
+    report, replaced, skip = ConversionReport(), {}, tuple(skip)
+    for norm, names in aliases.items():
+        # A reason to keep a norm under one of its names keeps it under all: the norm stays shared.
+        owners = (model.get_submodule(name.rpartition('.')[0]) for name in names)
+        reasons = (_reason_to_keep(name, norm, owner, skip) for name, owner in zip(names, owners, strict=True))
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            report.converted.append(names[0])
+            replaced[norm] = _build_converted(norm, norm_cfg, model)
+        else:
+            report.kept[names[0]] = reason
     if not replaced:
         kept = '; '.join(f'{name}: {reason}' for name, reason in report.kept.items())
         raise ConversionError(f'the model has no LayerNorm to convert{f" ({kept})" if kept else ""}')
@@ -165,7 +170,7 @@ def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) 
 
         alpha = (s - eta) sigma,    beta = E y - eta E x,
 
-    with any eta. Taken is the eta that makes the sum of alpha^2 smallest, ``eta = sum(sigma^2 s) / sum(sigma^2)``: what
+    with any eta. The eta taken makes the sum of alpha^2 smallest, ``eta = sum(sigma^2 s) / sum(sigma^2)``: what
     is common to all channels passes through eta, which no later change of statistics disturbs. A channel that is
     constant but for rounding has s = 0.
 
