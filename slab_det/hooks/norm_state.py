@@ -19,16 +19,18 @@ INTERVAL = 50
 class NormStateHook(Hook):
     """Resets moving averages where a training starts; warns of batches that norms left out of their statistics.
 
-    UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because batches and gradients are
-    others than before; their running variance comes from the loaded weights. ``--resume`` keeps the whole state.
+    UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because its batches and gradients are
+    not those of the training before; their running variance comes from the loaded weights. ``--resume`` keeps the whole
+    state.
 
-    Norms leave out batches with NaN or infinite values. Every 50 iterations, and after the last, a warning counts those
-    of the run so far. A few in half precision are harmless, because the gradient scaler skips their step.
+    Norms leave batches with NaN or infinite values out of their statistics. Every 50 iterations, and after the last, a
+    warning tells of norms that left out more. It counts from the start of the run or from its last ``--resume``. A few
+    such batches in half precision are harmless, because the gradient scaler skips their step.
     """
 
     def __init__(self) -> None:
         self._resumed = False
-        self._num_skipped = 0
+        self._skipped: dict[str, int] = {}
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # Not in before_train: --resume without a checkpoint to resume from is a new run.
@@ -53,13 +55,13 @@ class NormStateHook(Hook):
         skipped = {
             name.rpartition('.')[0]: count for name, count in zip(counters, counts.tolist(), strict=True) if count
         }
-        largest = max(skipped.values(), default=0)
-        if largest > self._num_skipped:
+        if skipped != self._skipped:
             # The first norm of the network is where it began. mmengine drops warnings that repeat: the iteration
             # makes each text a new one.
             runner.logger.warning(
-                f'Up to iteration {runner.iter + 1} {len(skipped)} of {len(counters)} norms left up to {largest} '
-                f'batches with NaN or infinite values out of their statistics, {next(iter(skipped))} for one. A few '
-                'are harmless under --amp; if they go on, lower the learning rate or look at the images and the losses'
+                f'Up to iteration {runner.iter + 1} {len(skipped)} of {len(counters)} norms left up to '
+                f'{max(skipped.values())} batches with NaN or infinite values out of their statistics, '
+                f'{next(iter(skipped))} for one. A few are harmless under --amp; if they go on, lower the learning '
+                'rate or look at the images and the losses'
             )
-        self._num_skipped = largest
+        self._skipped = skipped

@@ -85,3 +85,18 @@ def test_skipped_batches_are_warned_of(tmp_path, monkeypatch, norm):
     for warning, iteration, count in zip(warnings, (2, 6, 7), (1, 2, 3), strict=True):
         assert f'iteration {iteration} 2 of 2 norms left up to {count} batches' in warning and 'norms.0' in warning
     assert all(norm.num_skipped == 3 for norm in runner.model.modules() if isinstance(norm, OfflineNorm))
+
+
+class CountSkipped(Hook):
+    """The first norm has left out three batches, and in the second iteration the second norm leaves out one."""
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        runner.model.norms[runner.iter].num_skipped.fill_(3 - 2 * runner.iter)
+
+
+def test_a_norm_that_begins_to_skip_after_others_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(norm_state, 'INTERVAL', 1)
+    train(tmp_path, [NormStateHook(), CountSkipped()], lambda: Regression(small_un), max_iters=2)
+    log = next(tmp_path.glob('*/*.log')).read_text()
+    warnings = [line for line in log.splitlines() if 'NaN or infinite' in line]
+    assert [line.split(' norms left')[0][-6:] for line in warnings] == ['1 of 2', '2 of 2']
