@@ -11,11 +11,12 @@ from urllib.error import URLError
 import mmengine.runner.checkpoint
 import numpy as np
 import torch
-from mmengine.dist import barrier, get_rank
+from mmengine.dist import is_main_process
 from mmengine.logging import HistoryBuffer
 from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
+from slab_det.runtime.distributed import run_on_main
 from slab_det.runtime.errors import CheckpointError, CheckpointNotFoundError
 
 SAFETENSORS, TIMM = '.safetensors', 'timm://'
@@ -37,7 +38,7 @@ def install_safe_reading() -> None:
 
 
 def read_checkpoint(name: str | os.PathLike) -> Any:
-    """What a checkpoint holds, tensors on the CPU. Every function of slab_det reads through it.
+    """Returns the content of a checkpoint, tensors on the CPU. Every function of slab_det reads checkpoints with it.
 
     Args:
         name: A file in torch's format or safetensors, an address, or ``timm://NAME``.
@@ -75,29 +76,33 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
 
 
 def load_from_http(filename: str, map_location: Any = None, model_dir: str | None = None, progress: bool = True) -> Any:
-    """Downloads a checkpoint once, into torch's cache or ``model_dir``; raises as :func:`read_checkpoint`."""
+    """Downloads a checkpoint once, into torch's cache or ``model_dir``; raises as :func:`read_checkpoint`.
+
+    All processes of a run call it.
+    """
     if filename.partition('?')[0].endswith(SAFETENSORS):
         # torch names its copy after the last part of the address, and on model hubs that is the same for all models.
         raise CheckpointError(
             f'{filename}: safetensors are read from files; download it and name the file, or use '
             'timm://NAME for weights that timm knows.'
         )
-    if get_rank() != 0:
-        barrier()
-    try:
-        with safe_globals(), checkpoint_errors(filename):
-            checkpoint = torch.hub.load_state_dict_from_url(  # noqa: TID251 (weights_only=True)
-                filename, model_dir, map_location=map_location, progress=progress, weights_only=True
-            )
-    except URLError as error:
-        raise CheckpointError(
-            f'{filename} cannot be downloaded ({error.reason}). Download it elsewhere and name the file, for '
-            'a backbone with --cfg-options model.backbone.init_cfg.checkpoint=FILE; or train from scratch with '
-            '--cfg-options model.backbone.init_cfg=None'
-        ) from error
-    if get_rank() == 0:
-        barrier()
-    return checkpoint
+
+    def load() -> Any:
+        try:
+            with safe_globals(), checkpoint_errors(filename):
+                return torch.hub.load_state_dict_from_url(  # noqa: TID251 (weights_only=True)
+                    filename, model_dir, map_location=map_location, progress=progress, weights_only=True
+                )
+        except URLError as error:
+            raise CheckpointError(
+                f'{filename} cannot be downloaded ({error.reason}). Download it elsewhere and name the file, for '
+                'a backbone with --cfg-options model.backbone.init_cfg.checkpoint=FILE; or train from scratch with '
+                '--cfg-options model.backbone.init_cfg=None'
+            ) from error
+
+    # The other processes find the main one's copy in the cache, or learn of its error.
+    checkpoint = run_on_main(load)
+    return checkpoint if is_main_process() else load()
 
 
 @CheckpointLoader.register_scheme(prefixes=TIMM, force=True)
@@ -114,8 +119,8 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
             f'{filename}: timm has no pretrained weights of this name; python -c "import timm; '
             "print(timm.list_models(['swin_*', 'pvt_v2_b?'], pretrained=True))\" lists those that load here"
         )
-    # torch then refuses to run what a file holds, whatever the timm at hand asks it for, and refuses all files with
-    # both of them set.
+    # With the first variable torch refuses to run what a file holds, whatever the installed timm asks for. With both
+    # set it refuses every file.
     force, forbid = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'
     before = {name: os.environ.pop(name) for name in (force, forbid) if name in os.environ}
     os.environ[force] = '1'

@@ -173,6 +173,11 @@ def recalibrated_together(alone):
     }
 
 
+def download_fails():
+    # Port 9 of this machine: nothing listens there.
+    return message(slab_det.runtime.read_checkpoint, 'http://127.0.0.1:9/swin.pth')
+
+
 def recalibration_fails_on_one():
     model = backbone().eval()
     before = digest(model.state_dict())
@@ -289,6 +294,7 @@ def run(rank, world_size, folder, port, norms, statistics, cfg):
     found['pooled statistics'] = pooled_statistics()
     found['recalibration'] = recalibrated_together(statistics)
     found['failed recalibration'] = recalibration_fails_on_one()
+    found['failed download'] = download_fails()
     found['training'] = training(folder)
     found['end of run'] = end_of_run(cfg)
     (folder / f'{rank}.json').write_text(json.dumps(found))

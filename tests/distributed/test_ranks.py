@@ -88,6 +88,10 @@ def test_values_that_are_not_finite_on_one_stop_the_recalibration_of_all(ranks):
     assert all(of_all(ranks, 'failed recalibration', 'unchanged'))
 
 
+def test_a_download_that_fails_stops_all(ranks):
+    assert stops_all(of_all(ranks, 'failed download'), 0, 'CheckpointError', 'cannot be downloaded')
+
+
 def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks):
     found = of_all(ranks, 'training')
     # BatchNorm is not synchronised; checkpoints come after iterations 3 and 6, validations after 2, 4 and 6.
