@@ -57,6 +57,10 @@ class AtomicLocalBackend(LocalBackend):
         """Writes bytes to a file and makes its folder if it has none."""
         # A link keeps pointing to its file, whose content changes.
         path = Path(os.path.realpath(filepath))
+        if path.exists() and not path.is_file():
+            # Renaming would replace a device: for root, that of the whole machine.
+            super().put(obj, filepath)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f'.{path.name}.{uuid4().hex[:8]}.tmp')
         try:

@@ -171,6 +171,16 @@ def test_files_have_the_usual_permissions_and_links_stay(tmp_path):
     assert link.is_symlink() and target.read_text(encoding='utf-8') == 'ä'
 
 
+def test_a_device_is_written_to_and_not_replaced(tmp_path):
+    # As root, --out /dev/null would leave the machine without one.
+    device = tmp_path / 'pipe'
+    os.mkfifo(device)
+    reader = os.open(device, os.O_RDWR)
+    mmengine.fileio.put_text('a', device)
+    assert os.read(reader, 2) == b'a' and device.is_fifo()
+    os.close(reader)
+
+
 def test_what_a_killed_run_was_writing_is_removed(tmp_path):
     (tmp_path / '.epoch_1.pth.0123abcd.tmp').write_bytes(b'half')
     (tmp_path / '.mine.tmp').write_text('a note')
