@@ -13,8 +13,8 @@ from slab_det.recalibration.moments import RecalibrationError, collect_moments
 
 # A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
 # final. Normalising by what it found there would pass the error on: where images differ, it grows from norm to norm,
-# and with 32 norms reached 1e14 sigmas, with 50 infinity. At 1 there were more passes than without this (33 for 23), at
-# 3 as many.
+# and with 32 norms reached 1e14 sigmas, with 50 infinity. A threshold of 1 took more passes than none (33 for 23), a
+# threshold of 3 as many.
 JUMP = 3.0
 # Mean and variance, (C,) each, by the name of the norm.
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -143,7 +143,8 @@ def _run_pass(
         for norm in norms.values():
             norm.calibrating = False
     for name, norm in norms.items():
-        norm.set_statistics(moments[name].mean[0], moments[name].var[0])
+        device = norm.statistics()[0].device
+        norm.set_statistics(moments[name].mean[0].to(device), moments[name].var[0].to(device))
         # Moments are float64, and may be finite where the buffers of a norm are not.
         if not all(values.isfinite().all() for values in norm.statistics()):
             raise RecalibrationError(
@@ -166,8 +167,8 @@ def statistics_drift(norms: Mapping[str, OfflineNorm], before: Statistics) -> di
         before: What :func:`copy_statistics` returned for these norms, or for more.
 
     Returns:
-        'mean', distances of means in sigmas before, averaged over all channels of all norms; 'log_var', those of log
-        variances, with eps in the variance; 'largest', the largest of both kinds.
+        'mean', the distance of the means in sigmas of ``before``, and 'log_var', that of the log variances, with eps in
+        the variance, each averaged over all channels of all norms; 'largest', the largest distance of both kinds.
     """
     means, log_vars = [], []
     for name, norm in norms.items():

@@ -81,7 +81,7 @@ class RepeatableImages(Dataset):
     Args:
         dataset: Any dataset of mmdet.
         num_images: How many, from the first on; all of a smaller dataset.
-        test_mode: Whether the items are as inference sees them; :func:`slab_det.recalibrate` asks for it.
+        test_mode: Whether the items are as inference sees them; :func:`slab_det.recalibrate` reads it.
     """
 
     def __init__(self, dataset: Dataset, num_images: int, test_mode: bool) -> None:

@@ -186,6 +186,9 @@ def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) 
             inputs, samples = pad(inputs, samples)
         if before_heads:
             return model.extract_feat(inputs)
+        for sample in samples:
+            # Heads go back to the size before Resize, which not every training pipeline has.
+            sample.set_metainfo(dict(scale_factor=sample.get('scale_factor', (1.0, 1.0))))
         return model(inputs, samples, mode='predict')
 
     return forward

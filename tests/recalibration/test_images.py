@@ -9,9 +9,11 @@ from conftest import CONFIGS
 from mmcv.transforms import BaseTransform
 from mmdet.registry import MODELS, TRANSFORMS
 from mmengine.config import Config
+from torch import nn
 
 import slab_det
 from slab_det.data import generate, set_data_root
+from slab_det.norms import TokenBN
 from slab_det.recalibration import configured_pipeline, recalibration_dataloader
 
 
@@ -120,6 +122,16 @@ def test_a_fixed_size_of_the_training_is_padded_to(cfg, small_detector_cfg, augm
         slab_det.recalibrate(model, loader, max_passes=1, progress=False)
     # One by one as inference has them, then in the batches of the training.
     assert seen == [(160, 192)] * 3 + [size]
+
+
+def test_norms_in_heads_see_images_of_a_training_without_resize(cfg, small_detector):
+    # Their samples have no scale_factor, and predicting asks for one.
+    del cfg.train_dataloader.dataset.pipeline[2]
+    model = small_detector()
+    layers = model.roi_head.bbox_head.shared_fcs
+    layers[0] = nn.Sequential(layers[0], TokenBN(layers[0].out_features))
+    slab_det.recalibrate(model, recalibration_dataloader(cfg, 2), max_passes=1, progress=False)
+    assert (layers[0][1].running_var != 1).all()
 
 
 def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg):
