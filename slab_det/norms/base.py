@@ -30,10 +30,10 @@ class OfflineNorm(nn.Module, ABC):
     it averages. The base class does the rest:
 
     - evaluation is the affine map, differentiable in the parameters;
-    - a training batch that would make a buffer NaN or infinite changes no buffer, as mixed precision makes such batches
-      now and then and no average would ever forget them. ``num_skipped`` counts them, on the device;
+    - a training batch that would make a buffer NaN or infinite changes no buffer, and ``num_skipped`` counts it on the
+      device. Mixed precision makes such batches now and then, and no average would ever forget one;
     - the recomputation of activation checkpointing changes no buffer, and neither does ``calibrating``;
-    - buffers are float32 at least, also after ``half()`` or ``bfloat16()``.
+    - buffers are float32 at least, whatever casts the module, the default dtype or a checkpoint say.
 
     torch.compile breaks its graph around the training forward and runs it as it is. Evaluation compiles.
 
@@ -50,8 +50,8 @@ class OfflineNorm(nn.Module, ABC):
     Attributes:
         calibrating: Normalise with the statistics of each batch, as in training, and change no buffer. Set by
             :func:`slab_det.recalibrate` while statistics are collected.
-        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only those: to freeze
-            the initial ones, mean 0 and variance 1, would switch the norm off.
+        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only such statistics:
+            frozen at the initial ones, mean 0 and variance 1, a norm would be switched off.
         num_skipped: Training batches kept out of the buffers since the norm was built, 0-d; in no state dict.
     """
 
@@ -63,7 +63,7 @@ class OfflineNorm(nn.Module, ABC):
         self.num_features = num_features
         self.eps = eps
         self.register_buffer('num_skipped', torch.zeros((), dtype=torch.int64), persistent=False)
-        self.register_load_state_dict_post_hook(_note_loaded_statistics)
+        self.register_load_state_dict_post_hook(_after_loading)
 
     @abstractmethod
     def train_forward(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class OfflineNorm(nn.Module, ABC):
         values = at_least_float32(x)
         return torch.addcmul(shift.to(values.dtype), values, scale.to(values.dtype)).to(x.dtype)
 
-    # A graph cannot hold buffers that are kept or not, nor what quadratic norms leave for their backward pass.
+    # A graph can hold neither the choice of buffers to keep nor the state that quadratic norms leave for backward.
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
         with self._updating_buffers(not self.calibrating and not is_recomputing(), self.num_skipped):
@@ -100,7 +100,7 @@ class OfflineNorm(nn.Module, ABC):
 
     @contextmanager
     def _updating_buffers(self, keep: bool = True, counter: Tensor | None = None) -> Iterator[None]:
-        """Lets the block change copies of the buffers; keeps them if all are finite, and counts where they are not."""
+        """Lets the block change copies of the buffers, and keeps them if all are finite; else adds to ``counter``."""
         modules = [module for module in self.modules() if module._buffers]
         originals = [module._buffers for module in modules]
         # Autograd may hold the copies: nothing changes them after the block.
@@ -134,6 +134,10 @@ class OfflineNorm(nn.Module, ABC):
                 f'got {tuple(x.shape)}'
             )
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Registers ``tensor`` in float32 where ``torch.set_default_dtype`` made it half precision."""
+        super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if given and not self.state_dict().keys() & given:
@@ -155,8 +159,8 @@ class OfflineNorm(nn.Module, ABC):
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            # From what it was: through half precision it may have become infinite.
             is_half = moved.dtype in (torch.float16, torch.bfloat16)
+            # Not from `moved`: half precision may have made it infinite.
             return tensor.to(moved.device, torch.float32) if is_half and tensor in buffers else moved
 
         return super()._apply(move, recurse)
@@ -170,7 +174,9 @@ def _set_buffers(modules: list[nn.Module], values: list[dict[str, Tensor]]) -> N
         module._buffers = buffers
 
 
-def _note_loaded_statistics(norm: OfflineNorm, incompatible_keys: object) -> None:
+def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
+    # load_state_dict(assign=True) takes the checkpoint's tensors as they are: this raises buffers in half precision.
+    norm._apply(lambda tensor: tensor)
     mean, var = norm.statistics()
     norm.statistics_loaded = bool(mean.any() or (var != 1).any())
 

@@ -58,7 +58,7 @@ class TokenBN(OfflineNorm):
         """Normalises by the tokens of all processes."""
         tokens = at_least_float32(x).reshape(-1, self.num_features)
         var, mean = torch.var_mean(tokens, 0, correction=0)
-        # In float64: the mean of x^2 is about to lose the square of the mean.
+        # In float64: the difference of mean x^2 and the squared mean loses digits.
         var, mean = var.double(), mean.double()
         count = mean.new_full((1,), len(tokens))
         total = _SumOverProcesses.apply(torch.cat([count, count * mean, count * (var + mean.square())]))

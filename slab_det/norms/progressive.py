@@ -44,7 +44,7 @@ class PRepBN(OfflineNorm):
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
         self.repbn = RepBN(num_features, eps, momentum, sync)
-        # The RepBN has one, see below.
+        # The property below reads the RepBN's counter.
         del self.num_skipped
         # The buffer travels in checkpoints, the float is what forward reads: no device sync per layer.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
@@ -75,7 +75,7 @@ class PRepBN(OfflineNorm):
         self.repbn.calibrating = value
 
     def forward(self, x: Tensor) -> Tensor:
-        # The same in training and evaluation: whether statistics are those of the batch is for the RepBN to know.
+        # The same in training and evaluation: the RepBN alone decides whose statistics it takes.
         if self._gamma_value > 0.0:
             return self.train_forward(x)
         if torch.is_grad_enabled():

@@ -40,7 +40,7 @@ class QuadraticNorm(OfflineNorm):
     Attributes:
         running_var: Average of mean x^2, (C,): what inference divides by.
         psi: Latest average of gs, (C,).
-        iteration: Training iterations t so far, but for those that were not finite.
+        iteration: Training iterations t so far, without those whose values were not finite.
     """
 
     def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int) -> None:
@@ -52,7 +52,7 @@ class QuadraticNorm(OfflineNorm):
         self.register_buffer('running_var', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
-        # Of the last forward: the sum of x^2 over its own tokens, s^ and whether it was an outlier.
+        # The last forward: its sum of x^2 over the tokens of this process, its s^, and whether it was an outlier.
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ class _Window(nn.Module):
         super().__init__()
         if window_size < 1:
             raise ValueError(f'window_size must be at least 1, got {window_size}')
-        self.register_buffer('values', torch.zeros(window_size, num_features))
+        self.register_buffer('values', at_least_float32(torch.zeros(window_size, num_features)))
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
 
     def push(self, value: Tensor) -> None:
@@ -256,7 +256,7 @@ class UN(QuadraticNorm):
         # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
         geometric_mean = window.mean(window.values.clamp(min=1e-3 * self.eps).log()).exp()
         is_outlier = torch.zeros_like(was_full)
-        # One value is its own mean of either kind, whatever rounding says.
+        # Both means of a single value are that value: what rounding makes of their difference is no outlier.
         if self.filter_outliers and self.window_size > 1:
             exceeds = window.mean(window.values) - geometric_mean > self.window_size * before.sqrt().var()
             is_outlier = was_full & ~self.is_warming_up & exceeds.any()

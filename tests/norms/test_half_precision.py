@@ -133,6 +133,22 @@ def test_norms_keep_their_statistics_when_cast(kind, cast):
 
 
 @pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
+def test_norms_built_in_half_precision_or_given_its_tensors_average_in_float32(kind):
+    dtypes = {name: value.dtype for name, value in kind(C).named_buffers()}
+    half = {name: value.half() if value.is_floating_point() else value for name, value in kind(C).state_dict().items()}
+    assigned = nn.Sequential(kind(C))
+    assigned.load_state_dict({f'0.{name}': value for name, value in half.items()}, assign=True)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        built = kind(C)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for norm in (assigned[0], built):
+        assert {name: value.dtype for name, value in norm.named_buffers()} == dtypes
+        assert {value.dtype for value in norm.parameters()} < set(HALF)
+
+
+@pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
 def test_a_float16_module_knows_variances_beyond_float16(kind):
     """Those of tokens of 1000, which float16 holds well."""
     norm, parameters = make_norm(kind, 0.0, torch.float16)
