@@ -55,7 +55,7 @@ class CheckedLoadHook(Hook):
 
 def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
     """Raises CheckpointError unless a training can go on from ``checkpoint`` as if it had never stopped."""
-    # A training may leave out its optimizer, which then starts anew.
+    # A checkpoint may lack the optimizer, which then starts anew.
     if 'message_hub' not in checkpoint or not {'epoch', 'iter'} <= checkpoint.get('meta', {}).keys():
         raise CheckpointError(
             f'{name} cannot be resumed from: it holds weights, but not the state of a training. '

@@ -20,8 +20,8 @@ class ExactResumeHook(Hook):
     RoI sampling, drop-path and augmentation draw random numbers, and mmengine starts their generators anew. With this
     hook and ``num_workers=0``, in one process on a CPU, an interrupted and resumed run equals the uninterrupted one to
     the last bit. The order of images goes on too where the config fixes no seed. Augmentation in the workers of data
-    loaders and processes other than the first go on with other draws, as good but not the same. Validation draws
-    nothing, so that a run that is resumed right before a validation does without it.
+    loaders and processes other than the first go on with other draws, as good but not the same. Validation leaves the
+    generators as it found them: mmengine leaves out a validation that was due where a run is resumed.
 
     Between two updates of gradient accumulation the checkpoint also holds the gradients summed so far, and is larger by
     the size of the weights; mmengine drops the gradients and goes on counting. With several processes all get the

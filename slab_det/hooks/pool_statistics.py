@@ -17,13 +17,13 @@ from slab_det.runtime.errors import SlabDetError
 
 @HOOKS.register_module()
 class PoolStatisticsHook(Hook):
-    """Makes running statistics one over all processes, where mmengine leaves each process its own.
+    """Pools running statistics over all processes, where mmengine leaves each process its own.
 
-    Before every validation and every checkpoint they become the mean and the variance of the union of what the
-    processes have seen. So every process validates the model that is saved, and a resumed run goes on from where this
-    one does. PyTorch's BatchNorm is pooled too, and EMAHook's model.
+    Before every validation and every checkpoint, every process takes the mean and the variance of the union of what all
+    have seen. So every process validates the model that is saved, and a resumed run goes on as this one does. The
+    statistics of PyTorch's BatchNorm and of EMAHook's model are pooled too.
 
-    Processes that would start at different iterations, because one sees a checkpoint and another does not, stop.
+    If processes would start at different iterations, because one sees a checkpoint and another does not, all stop.
     """
 
     # After EMAHook (NORMAL), before RecalibrateFuseHook and CheckpointHook (VERY_LOW).

@@ -56,7 +56,7 @@ class RecalibrateFuseHook(Hook):
         num_images: Training images to recalibrate on.
         max_passes: See :func:`slab_det.recalibrate`.
         tol: See :func:`slab_det.recalibrate`.
-        recalibrate: False keeps the running statistics, as where they were frozen in training.
+        recalibrate: False keeps the running statistics, for weights that were trained with frozen ones.
         pipeline: 'train' for these images as training saw them, 'test' for them as inference sees them; see
             :func:`slab_det.recalibration.recalibration_dataloader`.
         fold_outputs: See :func:`slab_det.fuse`: for a detector class of one's own.
@@ -77,7 +77,7 @@ class RecalibrateFuseHook(Hook):
         pipeline: str = 'train',
         fold_outputs: bool = False,
     ) -> None:
-        # Now, not after the last epoch.
+        # A wrong argument is told now, not after the last epoch.
         if num_images < 1 or (max_passes is not None and max_passes < 1) or tol < 0:
             raise ValueError(
                 f'num_images={num_images} and max_passes={max_passes} must be at least 1, tol={tol} at least 0'
