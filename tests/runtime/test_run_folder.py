@@ -175,7 +175,7 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path):
     # As root, --out /dev/null would leave the machine without one.
     device = tmp_path / 'pipe'
     os.mkfifo(device)
-    reader = os.open(device, os.O_RDWR)
+    reader = os.open(device, os.O_RDWR | os.O_NONBLOCK)
     mmengine.fileio.put_text('a', device)
     assert os.read(reader, 2) == b'a' and device.is_fifo()
     os.close(reader)
