@@ -73,8 +73,10 @@ class ProgressiveNormHook(Hook):
             runner.logger.warning(
                 "ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') or remove the hook"
             )
-        iters_per_unit = {'iter': 1, 'fraction': runner.max_iters}.get(self.unit) or len(runner.train_dataloader)
-        self._num_iters = round(self.total * iters_per_unit)
+        if self.unit == 'epoch':
+            self._num_iters = round(self.total * len(runner.train_dataloader))
+        else:
+            self._num_iters = round(self.total * (runner.max_iters if self.unit == 'fraction' else 1))
         if self._gamma_start is None:
             self._gamma_start = {name: norm.gamma for name, norm in self._norms.items()}
         elif set(self._gamma_start) != set(self._norms):
