@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from mmdet.models import BatchFixedSizePad
+from mmdet.structures import DetDataSample
 from mmengine.dist import all_gather_object, get_world_size, is_main_process
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
@@ -125,10 +126,7 @@ def collect_moments(
     if title and is_main_process():
         print(title)
         bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
-    with raise_on_all_ranks(), torch.no_grad(), ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, 'training', module.training)
-            module.training = False
+    with raise_on_all_ranks(), torch.no_grad(), evaluating(model), ExitStack() as stack:
         for name, module in modules.items():
 
             def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
@@ -168,27 +166,53 @@ def _check_finite(moments: Mapping[str, Moments], num_batches: int) -> None:
         )
 
 
-def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Callable[[object], object]:
-    """A function that runs ``model`` on a batch, no further than needed to reach the modules named."""
-    before_heads = all(name.startswith(('backbone.', 'neck.')) for name in names)
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module of ``model`` in eval mode; afterwards each as it was. mmdet's ``train`` would unfreeze some."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, 'training', module.training)
+            module.training = False
+        yield
+
+
+def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tuple[Tensor, list[DetDataSample]]]:
+    """A function that makes of a batch of ``batches`` the images (B, 3, H, W) and samples that a detector predicts on.
+
+    What a data loader yields is prepared as ``test_step`` does, and padded to the fixed size of the training unless the
+    loader's dataset has ``test_mode``. Image tensors (B, 3, H, W) are taken as they are, without padding.
+    """
     augments = getattr(getattr(model, 'data_preprocessor', None), 'batch_augments', None) or ()
     if getattr(getattr(batches, 'dataset', None), 'test_mode', False):
         augments = ()
     # Other augmentations draw random numbers, and every pass must see the same images.
     pads = [augment for augment in augments if isinstance(augment, BatchFixedSizePad)]
 
-    def forward(batch: object) -> object:
+    def prepare(batch: object) -> tuple[Tensor, list[DetDataSample]]:
         if isinstance(batch, Tensor):
-            return model.extract_feat(batch) if hasattr(model, 'extract_feat') else model(batch)
+            shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), batch.shape[-2:])
+            return batch, [DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0))) for _ in batch]
         data = model.data_preprocessor(batch, False)
         inputs, samples = data['inputs'], data['data_samples']
         for pad in pads:
             inputs, samples = pad(inputs, samples)
-        if before_heads:
-            return model.extract_feat(inputs)
-        for sample in samples:
+        for sample in samples or ():
             # Heads go back to the size before Resize, which not every training pipeline has.
             sample.set_metainfo(dict(scale_factor=sample.get('scale_factor', (1.0, 1.0))))
-        return model(inputs, samples, mode='predict')
+        return inputs, samples
+
+    return prepare
+
+
+def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Callable[[object], object]:
+    """A function that runs ``model`` on a batch, no further than needed to reach the modules named."""
+    before_heads = all(name.startswith(('backbone.', 'neck.')) for name in names)
+    prepare = prepare_inputs(model, batches)
+
+    def forward(batch: object) -> object:
+        if isinstance(batch, Tensor):
+            return model.extract_feat(batch) if hasattr(model, 'extract_feat') else model(batch)
+        inputs, samples = prepare(batch)
+        return model.extract_feat(inputs) if before_heads else model(inputs, samples, mode='predict')
 
     return forward

@@ -23,6 +23,10 @@ class LatencyError(SlabDetError):
     """A latency measurement that this machine or model cannot make."""
 
 
+class AgreementError(SlabDetError):
+    """Detections that cannot be compared: of no image, of another number of images, or of no instances."""
+
+
 class ReportError(SlabDetError):
     """A report.json that cannot be read, or entries that cannot stand in one table."""
 

@@ -1,0 +1,146 @@
+"""Agreement of detectors: hand-made detections, whose precision one can count, and a real detector."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS
+from mmengine.config import Config
+from pycocotools import mask as coco_mask
+
+from slab_det.data import generate, set_data_root
+from slab_det.measure.agreement import Detections, agreement, detect
+from slab_det.recalibration import recalibration_dataloader
+from slab_det.runtime.errors import AgreementError
+
+SQUARE = [10.0, 10.0, 20.0, 20.0]
+
+
+def found(*objects: tuple[float, int, list[float]]) -> Detections:
+    """Detections from (score, label, box as x, y, width, height)."""
+    scores, labels, boxes = zip(*objects, strict=True) if objects else ((), (), ())
+    return Detections(np.array(scores, float), np.array(labels, int), np.array(boxes, float).reshape(-1, 4))
+
+
+def apart(index: int) -> list[float]:
+    """Boxes that do not overlap."""
+    return [100.0 * index, 0.0, 20.0, 20.0]
+
+
+TEACHER = [found((0.9, 0, apart(0)), (0.5, 0, apart(1)), (0.4, 1, apart(2))), found((0.7, 0, apart(0)))]
+
+
+def test_a_detector_agrees_with_itself_and_nothing_with_nothing() -> None:
+    assert agreement(TEACHER, TEACHER) == pytest.approx(1)
+    assert agreement([found()], [found()]) == 1
+    assert agreement([found()], [found((0.9, 0, SQUARE))]) == 0
+    assert agreement([found((0.9, 0, SQUARE))], [found()]) == 0
+    # Another class is another object.
+    assert agreement([found((0.9, 0, SQUARE))], [found((0.9, 1, SQUARE))]) == 0
+
+
+def test_only_the_order_of_scores_and_the_overlap_count_not_their_scale() -> None:
+    def change(detections: Detections, scale: float) -> Detections:
+        return Detections(detections.scores**3, detections.labels, detections.regions * scale)
+
+    changed = [change(detections, 1.0) for detections in TEACHER]
+    assert agreement(TEACHER, changed) == pytest.approx(1)
+    enlarged = [change(detections, 50.0) for detections in TEACHER]
+    assert agreement([Detections(d.scores, d.labels, d.regions * 50) for d in TEACHER], enlarged) == pytest.approx(1)
+
+
+def test_shift_counts_at_the_thresholds_that_it_keeps() -> None:
+    # 20x20 moved by 4: 320 / 480 = 0.667 reaches 0.50, 0.55, 0.60 and 0.65 of ten thresholds.
+    moved = [14.0, 10.0, 20.0, 20.0]
+    assert agreement([found((0.8, 0, SQUARE))], [found((0.8, 0, moved))]) == pytest.approx(0.4)
+
+
+def test_precision_counts_teachers_scores_as_probabilities() -> None:
+    reference = [found((0.8, 0, apart(0)), (0.2, 0, apart(1)))]
+    # The teacher: precision 0.8 up to recall 0.8, that is at 81 of 101 recalls, then (0.8 + 0.2) / 2.
+    best = (81 * 0.8 + 20 * 0.5) / 101
+    # In the wrong order: 0.2 after one, 0.5 after two, which is the best at every recall.
+    swapped = [found((0.8, 0, apart(1)), (0.2, 0, apart(0)))]
+    assert agreement(reference, swapped) == pytest.approx(0.5 / best)
+    # One is missing: the rest has no precision.
+    assert agreement(reference, [found((0.8, 0, apart(0)))]) == pytest.approx(81 * 0.8 / 101 / best)
+    # A wrong one between them: (0.8 + 0 + 0.2) / 3 at the last 20 recalls.
+    wrong = [found((0.8, 0, apart(0)), (0.5, 0, apart(7)), (0.2, 0, apart(1)))]
+    assert agreement(reference, wrong) == pytest.approx((81 * 0.8 + 20 / 3) / 101 / best)
+    # The same object twice: the second one is wrong too.
+    twice = [found((0.8, 0, apart(0)), (0.5, 0, apart(0)), (0.2, 0, apart(1)))]
+    assert agreement(reference, twice) == agreement(reference, wrong)
+
+
+def test_ties_have_no_order() -> None:
+    reference = [found((0.9, 0, apart(0)), (0.1, 0, apart(1)), (0.1, 0, apart(2)))]
+    tied = [found((0.5, 0, apart(i)), (0.5, 0, apart(9)), (0.5, 0, apart(2 - i))) for i in (0, 2)]
+    one, other = (agreement(reference, [detections]) for detections in tied)
+    assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_scores_are_compared_across_images() -> None:
+    sure, unsure = found((0.9, 0, SQUARE)), found((0.2, 0, SQUARE))
+    # Each image alone is in order.
+    assert agreement([sure, unsure], [unsure, sure]) < 0.8
+    assert agreement([sure, unsure], [sure, unsure]) == pytest.approx(1)
+
+
+def test_classes_weigh_by_their_surest_detection() -> None:
+    reference = [found((0.9, 0, apart(0)), (0.3, 1, apart(1)))]
+    other = [found((0.6, 0, apart(0)), (0.5, 2, apart(3)))]
+    # Class 0 is found, class 1 is not, and class 2 is not there.
+    assert agreement(reference, other) == pytest.approx(0.9 / (0.9 + 0.3 + 0.5))
+
+
+def test_masks_are_matched_by_their_pixels() -> None:
+    masks = np.zeros((40, 40, 2), np.uint8, order='F')
+    masks[:20, :20, 0] = 1
+    # The same box, 3/4 of the pixels.
+    masks[:20, :20, 1] = 1
+    masks[5:15, 5:15, 1] = 0
+    whole, hollow = ([mask] for mask in coco_mask.encode(masks))
+    one, other = (Detections(np.array([0.9]), np.array([0]), regions) for regions in (whole, hollow))
+    assert agreement([one], [other]) == pytest.approx(0.6)
+    with pytest.raises(AgreementError, match='masks'):
+        agreement([one], [found((0.9, 0, SQUARE))])
+    with pytest.raises(AgreementError, match='1 and 2 images'):
+        agreement([one], [one, one])
+
+
+@pytest.mark.parametrize('detector', ['mask_rcnn', 'faster_rcnn'])
+@torch.no_grad()
+def test_detections_are_those_of_the_test_loop(detector: str, tmp_path, small_detector) -> None:
+    generate(tmp_path / 'data', num_train=3, num_val=1, size=(96, 80))
+    cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
+    set_data_root(cfg, tmp_path / 'data')
+    model = small_detector(detector)
+    model.train()
+    model.neck.eval()
+    loader = recalibration_dataloader(cfg, 3, 'test')
+    detections = detect(model, loader)
+    assert model.training and model.backbone.training and not model.neck.training, 'as it was'
+    model.eval()
+    for batch, image in zip(loader, detections, strict=True):
+        (sample,) = model.test_step(batch)
+        wanted = sample.pred_instances
+        assert len(image.scores) > 0 and (np.diff(image.scores) <= 0).all()
+        if detector == 'mask_rcnn':
+            areas = sorted(int(mask.sum()) for mask in wanted.masks if mask.any())
+            assert sorted(coco_mask.area(image.regions)) == areas
+        else:
+            assert len(image.scores) == len(wanted)
+            corners = torch.from_numpy(image.regions[:, :2]), wanted.bboxes[wanted.scores.argsort(descending=True), :2]
+            torch.testing.assert_close(*corners, check_dtype=False)
+    assert agreement(detections, detections) == pytest.approx(1)
+
+
+def test_image_tensors_are_taken_as_they_are_and_no_image_is_an_error(small_detector) -> None:
+    model = small_detector('faster_rcnn')
+    images = torch.randn(2, 3, 64, 96)
+    together, one_by_one = detect(model, [images]), detect(model, [images[:1], images[1:]])
+    assert len(together) == len(one_by_one) == 2
+    assert agreement(together, one_by_one) > 0.999
+    other = small_detector('faster_rcnn', seed=1)
+    assert agreement(together, detect(other, [images])) < 0.5
+    with pytest.raises(AgreementError, match='no image'):
+        detect(model, [])
