@@ -18,7 +18,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 # isort: split
 from slab_det import backbones, data, hooks, norms  # noqa: F401 (register themselves)
 from slab_det.checkpoints import load_pretrained
-from slab_det.conversion import convert_norms
+from slab_det.conversion import absorb, convert_norms
 from slab_det.deployment import deploy
 from slab_det.fusion import fuse
 from slab_det.measure.latency import measure_latency
@@ -30,4 +30,13 @@ __version__ = '0.1.0'
 # The name of the norms' room in 0.1.
 sys.modules[f'{__name__}.layers'] = layers = norms
 
-__all__ = ['convert_norms', 'deploy', 'fuse', 'load_pretrained', 'measure_latency', 'recalibrate', 'set_gamma']
+__all__ = [
+    'absorb',
+    'convert_norms',
+    'deploy',
+    'fuse',
+    'load_pretrained',
+    'measure_latency',
+    'recalibrate',
+    'set_gamma',
+]

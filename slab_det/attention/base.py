@@ -140,6 +140,9 @@ class ShiftedWindowAttention(BaseModule):
         out = self.drop(self.w_msa.proj_drop(self.w_msa.proj(self.w_msa.attend(x, windows))))
         return out if identity is None else identity + out
 
+    # The layer that writes the output.
+    output_layer = 'w_msa.proj'
+
     def input_layers(self) -> tuple[str]:
         """The module that reads the input."""
         return ('w_msa',)
@@ -207,6 +210,9 @@ class MapAttention(Attention):
             return x, hw_shape
         image = self.sr(x.transpose(1, 2).unflatten(2, hw_shape))
         return self.norm(image.flatten(2).transpose(1, 2)), (image.shape[2], image.shape[3])
+
+    # The layer that writes the output.
+    output_layer = 'attn.out_proj'
 
     def folds(self) -> Iterator[tuple[str, str]]:
         """Where the norm of the reduced map goes at inference; see :mod:`slab_det.fusion`."""

@@ -14,7 +14,7 @@ from mmengine.model import BaseModule, Sequential
 from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
-from slab_det.fusion import Fold
+from slab_det.fusion import Fold, Write
 
 
 class FFN(BaseModule):
@@ -89,6 +89,10 @@ class FFN(BaseModule):
         """The layer that reads the input: the padding of a depthwise convolution comes behind it."""
         return (self.fc1,)
 
+    def writes(self) -> Iterator[Write]:
+        """The layer that writes the output; see :func:`slab_det.absorb`."""
+        yield Write(self.fc2)
+
 
 class LinearFFN(FFN):
     """An FFN of two linear layers; state-dict keys are those of mmcv's FFN."""
@@ -127,6 +131,11 @@ class ConvFFN(FFN):
         fc1 = nn.Conv2d(channels, hidden, 1)
         depthwise = [nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden)] if self.use_conv else []
         return Sequential(fc1, *depthwise, activation, drop, nn.Conv2d(hidden, channels, 1), drop)
+
+    def writes(self) -> Iterator[Write]:
+        last = len(self.layers) - 1
+        # The second layer runs as a linear one and is never called. The dropout before it is the one behind it too.
+        yield Write(f'layers.{last - 1}', source=f'layers.{last}')
 
     def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         fc1, *depthwise, activation, drop, fc2, _ = self.layers
@@ -173,6 +182,12 @@ class Block(BaseModule):
         """Where the norms go at inference; see :mod:`slab_det.fusion`."""
         yield Fold('norm1', before='attn')
         yield Fold('norm2', before='ffn')
+
+    def writes(self) -> Iterator[Write]:
+        """The layers that write the residual stream; see :func:`slab_det.absorb`."""
+        yield Write(f'attn.{self.attn.output_layer}', 'norm2')
+        for write in self.ffn.writes():
+            yield Write(f'ffn.{write.layer}', source=write.source and f'ffn.{write.source}')
 
 
 class PatchMerging(BaseModule):

@@ -92,7 +92,11 @@ def convert_norms(
     for norm, names in aliases.items():
         # A reason to keep a norm under one of its names keeps it under all: the norm stays shared.
         owners = (model.get_submodule(name.rpartition('.')[0]) for name in names)
-        reasons = (_reason_to_keep(name, norm, owner, skip) for name, owner in zip(names, owners, strict=True))
+        skipped = any(name == part or name.startswith(f'{part}.') for name in names for part in skip)
+        reasons = (
+            'skipped' if skipped else reason_to_keep(name, norm, owner)
+            for name, owner in zip(names, owners, strict=True)
+        )
         reason = next(filter(None, reasons), None)
         if reason is None:
             report.converted.append(names[0])
@@ -115,9 +119,8 @@ def convert_norms(
     return model
 
 
-def _reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module, skip: tuple[str, ...]) -> str | None:
-    if any(name == part or name.startswith(f'{part}.') for part in skip):
-        return 'skipped'
+def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | None:
+    """Why a LayerNorm of this name, an attribute of ``owner``, cannot be replaced; None if it can."""
     if not name:
         return 'it is the whole model'
     if len(norm.normalized_shape) != 1:

@@ -1,6 +1,6 @@
 """Exact fusion of offline norms into neighbouring linear layers."""
 
-from slab_det.fusion.folds import CannotFold, Fold, register_folds
+from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 from slab_det.fusion.fuse import FusionError, fuse
 from slab_det.fusion.report import FusionReport, NormFate
 from slab_det.fusion.save import FusedDetector, save_fused
@@ -14,6 +14,7 @@ __all__ = [
     'FusionError',
     'FusionReport',
     'NormFate',
+    'Write',
     'fuse',
     'register_folds',
     'save_fused',

@@ -42,7 +42,7 @@ def fold_into_input(layer: nn.Module, scale: Tensor, shift: Tensor, part: str = 
 
     Args:
         layer: A linear layer, a convolution without padding, or an attention.
-        scale: (C_in,).
+        scale: (C_in,), or a matrix (C_in, C_in) that maps ``x``.
         shift: (C_in,).
         part: For an attention the projections that read the map: 'q', 'k', 'v', 'kv' or 'qkv'.
 
@@ -51,10 +51,11 @@ def fold_into_input(layer: nn.Module, scale: Tensor, shift: Tensor, part: str = 
     """
     check_foldable(layer, 'input', part)
     weight, bias = _parameters(layer, part)
-    per_column = [-1, *[1] * (weight.ndim - 2)]
-    scale, shift = scale.double().view(per_column), shift.double().view(per_column)
-    bias.copy_(bias.double() + (weight.double() * shift).flatten(1).sum(1))
-    weight.copy_(weight.double() * scale)
+    # Channels in last, behind the positions of a convolution.
+    columns = weight.double().movedim(1, -1)
+    bias.copy_(bias.double() + (columns * shift.double()).flatten(1).sum(1))
+    columns = columns @ scale.double() if scale.ndim == 2 else columns * scale.double()
+    weight.copy_(columns.movedim(-1, 1))
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ def fold_into_output(layer: nn.Linear | nn.Conv2d, scale: Tensor, shift: Tensor)
 
     Args:
         layer: A linear layer or any convolution.
-        scale: (C_out,).
+        scale: (C_out,), or a matrix (C_out, C_out) that maps ``layer(x)``.
         shift: (C_out,).
 
     Raises:
@@ -73,9 +74,9 @@ def fold_into_output(layer: nn.Linear | nn.Conv2d, scale: Tensor, shift: Tensor)
     """
     check_foldable(layer, 'output')
     weight, bias = _parameters(layer)
-    scale, shift = scale.double(), shift.double()
-    weight.copy_(weight.double() * scale.view(-1, *[1] * (weight.ndim - 1)))
-    bias.copy_(bias.double() * scale + shift)
+    scale = scale.double() if scale.ndim == 2 else scale.double().diag()
+    weight.copy_((scale @ weight.double().flatten(1)).view_as(weight))
+    bias.copy_(scale @ bias.double() + shift.double())
 
 
 def _parameter_names(layer: nn.Module) -> tuple[str, str]:

@@ -33,9 +33,26 @@ class Fold(NamedTuple):
     after: str = ''
 
 
+class Write(NamedTuple):
+    """One layer that adds to the residual stream of a module, as a method ``writes()`` yields it.
+
+    Names are dotted and relative to the module. What the layer reads and the stream that it makes have the same tokens
+    in the same order, channels last.
+
+    Attributes:
+        layer: The linear layer that writes: an nn.Linear, or an nn.Conv2d of kernel 1.
+        stream: The norm whose input is the new stream; '' where the module returns it.
+        source: The module whose output the layer reads, at its first call; '' where the layer itself is called with it.
+    """
+
+    layer: str
+    stream: str = ''
+    source: str = ''
+
+
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 # What a subclass may replace without changing what the module computes.
-_ADMINISTRATION = {*dir(BaseModule), 'folds', 'input_layers', 'output_folds'} - {'forward'}
+_ADMINISTRATION = {*dir(BaseModule), 'folds', 'input_layers', 'output_folds', 'writes'} - {'forward'}
 
 
 def register_folds(
@@ -44,6 +61,7 @@ def register_folds(
     input_layers: Callable[..., tuple[str, ...]] | None = None,
     output_folds: Callable[[nn.Module], Iterable[Fold]] | None = None,
     replace: Callable[[nn.Module], nn.Module] | None = None,
+    writes: Callable[[nn.Module], Iterable[Write]] | None = None,
 ) -> None:
     """Says for classes of another library what modules of one's own say in methods of these names.
 
@@ -63,14 +81,15 @@ def register_folds(
             passed, and the modules inside the backbone that read the norm too.
         replace: Makes a module that computes the same from the same weights and has a method ``keep_padding()``. The
             module is replaced before one of its input layers changes.
+        writes: The layers of a module that write its residual stream, which :func:`slab_det.absorb` fits anew.
     """
-    rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds, replace=replace)
+    rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds, replace=replace, writes=writes)
     for kind in kinds:
         _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule is not None})
 
 
 def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
-    """The rule or method 'folds', 'input_layers', 'output_folds' or 'replace' for ``module``, bound to it, or None.
+    """The rule or method of :func:`register_folds` of this name for ``module``, bound to it, or None.
 
     A method counts only as long as no subclass replaces another method of its class, such as ``forward``: the
     subclass may read its norms and its input in other places, and has to define the method anew.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import accumulate, chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
@@ -50,13 +50,16 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
         FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, hooks
             on a norm, or one norm in several places. The model is then unchanged.
     """
-    _check(model)
+    check_fusible(model)
     fates = plan_folds(model, fold_outputs)
     return apply_folds(model if inplace else copy.deepcopy(model), fates)
 
 
-def plan_folds(model: nn.Module, fold_outputs: bool = False) -> list[NormFate]:
-    """What :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is."""
+def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFate]:
+    """What :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
+
+    ``absorbed`` are LayerNorms that :func:`slab_det.absorb` takes into their layers; one that no layer can take stays.
+    """
     offline = {norm for _, norm in named_offline_norms(model)}
     parts = {part for norm in offline for part in norm.modules()} - offline
     folds, outputs = _collect_folds(model)
@@ -65,7 +68,7 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False) -> list[NormFate]:
         if not isinstance(norm, (OfflineNorm, *LIVE_NORMS)) or norm in parts:
             continue
         kind = type(norm).__name__
-        if norm not in offline:
+        if norm not in offline and norm not in absorbed:
             fates.append(NormFate(name, kind, 'kept', reason='not an offline norm of slab_det'))
             continue
         try:
@@ -80,9 +83,10 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False) -> list[NormFate]:
             for layer in layers:
                 _check_layer(model, name, layer, side)
         except CannotFold as reason:
-            fates.append(NormFate(name, kind, 'affine', reason=str(reason)))
+            fates.append(NormFate(name, kind, 'kept' if norm in absorbed else 'affine', reason=str(reason)))
         else:
-            fates.append(NormFate(name, kind, 'folded', ', '.join(layers), side))
+            fate = 'absorbed' if norm in absorbed else 'folded'
+            fates.append(NormFate(name, kind, fate, ', '.join(layers), side))
     return fates
 
 
@@ -94,9 +98,7 @@ def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
     """
     try:
         for fate in fates:
-            if fate.fate != 'kept':
-                norm = model.get_submodule(fate.norm)
-                _replace(model, fate.norm, (_fold if fate.fate == 'folded' else _as_affine)(model, fate, norm))
+            apply_fold(model, fate)
     except (AttributeError, CannotFold) as error:
         raise FusionError(f'{fate.norm}: the model is not the one whose folds these are: {error}') from error
     left = [name for name, _ in named_offline_norms(model)]
@@ -106,7 +108,15 @@ def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
     return model
 
 
-def _check(model: nn.Module) -> None:
+def apply_fold(model: nn.Module, fate: NormFate) -> None:
+    """Does with one norm what its fate says; an absorbed one leaves layers that can hold its affine map."""
+    if fate.fate != 'kept':
+        norm = model.get_submodule(fate.norm)
+        replace_module(model, fate.norm, (_as_affine if fate.fate == 'affine' else _fold)(model, fate, norm))
+
+
+def check_fusible(model: nn.Module) -> None:
+    """Raises FusionError where :func:`fuse` cannot begin."""
     if isinstance(model, OfflineNorm):
         raise FusionError('the model is itself a norm: there is nothing to fold it into')
     norms = list(named_offline_norms(model))
@@ -146,9 +156,9 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
             rule = find_rule(module, question)
             for level, values in enumerate(rule() if rule else ()):
                 norm, before, after = Fold(*values)
-                norm = _join(prefix, norm)
+                norm = join_names(prefix, norm)
                 before = (before,) if isinstance(before, str) else before
-                folds[norm] = Fold(norm, tuple(_join(prefix, name) for name in before), _join(prefix, after))
+                folds[norm] = Fold(norm, tuple(join_names(prefix, name) for name in before), join_names(prefix, after))
                 if question == 'output_folds':
                     outputs[norm] = prefix, level
     return folds, outputs
@@ -156,7 +166,7 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
 
 def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
     """The layers that read the input of a module or of its part; CannotFold if a module on the way does not say."""
-    name, part = _split_part(reader)
+    name, part = split_part(reader)
     module = model.get_submodule(name)
     if type(module) in FOLDABLE_LAYERS:
         yield reader
@@ -170,10 +180,10 @@ def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
 
 def _check_layer(model: nn.Module, norm: str, target: str, side: Side) -> None:
     """Raises CannotFold unless a layer can take a norm, and nothing else would change."""
-    name, part = _split_part(target)
+    name, part = split_part(target)
     layer = model.get_submodule(name)
     # A hook on what contains only the norm or only the layer stands between the two.
-    for between in sorted({*_containers(norm)} ^ {*_containers(name), name}):
+    for between in sorted({*containers_of(norm)} ^ {*containers_of(name), name}):
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
     check_foldable(layer, side, part, target)
@@ -189,22 +199,32 @@ def _memory(parameter: nn.Parameter) -> int:
     return parameter.data_ptr() or id(parameter)
 
 
-def _fold(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> nn.Identity:
+def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:
     """Makes a norm part of its layers; returns what stands in the place of the norm."""
-    scale, shift = norm.float64_affine()
-    for name, part in map(_split_part, fate.into.split(', ')):
+    if fate.fate == 'absorbed':
+        # The layers get the form that takes an affine map; slab_det.absorb, or a checkpoint, brings its weights.
+        norm = ChannelAffine(norm.normalized_shape[0])
+        affine = norm.scale, norm.shift
+    else:
+        affine = norm.float64_affine()
+    fold_affine(model, fate, *affine)
+    return nn.Identity().eval()
+
+
+def fold_affine(model: nn.Module, fate: NormFate, scale: Tensor, shift: Tensor) -> None:
+    """Folds ``scale * x + shift`` into the layers that ``fate`` names; see :mod:`slab_det.fusion.affine`."""
+    for name, part in map(split_part, fate.into.split(', ')):
         if fate.side == 'output':
             fold_into_output(model.get_submodule(name), scale, shift)
             continue
         # Padding tokens never passed the norm: they must keep the unfused bias.
-        for container in sorted({*_containers(name)} - {*_containers(fate.norm)}):
+        for container in sorted({*containers_of(name)} - {*containers_of(fate.norm)}):
             replace = find_rule(model.get_submodule(container), 'replace')
             if replace is not None:
-                _replace(model, container, replace())
+                replace_module(model, container, replace())
             if hasattr(model.get_submodule(container), 'keep_padding'):
                 model.get_submodule(container).keep_padding()
         fold_into_input(model.get_submodule(name), scale, shift, part)
-    return nn.Identity().eval()
 
 
 @torch.no_grad()
@@ -217,21 +237,23 @@ def _as_affine(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> ChannelAf
     return affine
 
 
-def _split_part(target: str) -> tuple[str, str]:
+def split_part(target: str) -> tuple[str, str]:
     """``'attn[kv]'`` is the part 'kv' of 'attn'; a name without brackets has the part ''."""
     name, _, part = target.removesuffix(']').partition('[')
     return name, part
 
 
-def _join(prefix: str, name: str) -> str:
+def join_names(prefix: str, name: str) -> str:
+    """The dotted name of what is called ``name`` in the module called ``prefix``, '' for the model itself."""
     return f'{prefix}.{name}' if prefix and name else name
 
 
-def _containers(name: str) -> list[str]:
+def containers_of(name: str) -> list[str]:
     """The modules around the one of this name, the model itself left out: 'a' and 'a.b' around 'a.b.c'."""
-    return list(accumulate(name.split('.')[:-1], _join))
+    return list(accumulate(name.split('.')[:-1], join_names))
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts ``module`` into the place of this dotted name."""
     parent, _, attribute = name.rpartition('.')
     setattr(model.get_submodule(parent), attribute, module)

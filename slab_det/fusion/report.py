@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+FATES = ('folded', 'absorbed', 'affine', 'kept')
+
 
 @dataclass(frozen=True)
 class NormFate:
@@ -13,7 +15,8 @@ class NormFate:
     Attributes:
         norm: Its dotted name in the model.
         kind: Its class.
-        fate: 'folded' into a neighbour; left as one 'affine' multiply-add; or 'kept' as it was.
+        fate: 'folded' into a neighbour; 'absorbed' by a neighbour (:func:`slab_det.absorb`); left as one 'affine'
+            multiply-add; or 'kept' as it was.
         into: The layers it was folded into, separated by commas, or ''.
         side: Whether the norm stood at the 'input' or at the 'output' of these layers.
         reason: Why it was not folded, or ''.
@@ -21,7 +24,7 @@ class NormFate:
 
     norm: str
     kind: str
-    fate: Literal['folded', 'affine', 'kept']
+    fate: Literal['folded', 'absorbed', 'affine', 'kept']
     into: str = ''
     side: Literal['input', 'output'] = 'input'
     reason: str = ''
@@ -43,10 +46,16 @@ class FusionReport:
 
     def to_dict(self) -> dict:
         """The number of norms of each fate, and every norm."""
-        counts = {fate: len(self.select(fate)) for fate in ('folded', 'affine', 'kept')}
-        return {**counts, 'norms': [norm.to_dict() for norm in self.norms]}
+        return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms]}
 
     def __str__(self) -> str:
-        counts = ', '.join(f'{len(self.select(fate))} {fate}' for fate in ('folded', 'affine', 'kept'))
+        counts = ', '.join(f'{count} {fate}' for fate, count in self._count().items())
         left = [f'  {norm.norm} ({norm.kind}): {norm.fate} - {norm.reason}' for norm in self.norms if not norm.into]
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left])
+
+    def _count(self) -> dict[str, int]:
+        counts = {fate: len(self.select(fate)) for fate in FATES}
+        if not counts['absorbed']:
+            # Only models of slab_det.absorb have such norms.
+            del counts['absorbed']
+        return counts

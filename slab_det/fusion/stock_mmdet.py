@@ -14,8 +14,8 @@ from mmdet.models.necks import FPN
 from torch import nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
-from slab_det.attention.softmax import SoftmaxWindowAttention
-from slab_det.fusion.folds import CannotFold, Fold, register_folds
+from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
+from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 
 # Their extract_feat, that of Single- or TwoStageDetector, hands the outputs of the backbone to the neck, and nothing
 # else in mmdet 3.5.1 reads these outputs. Exact classes: a subclass may.
@@ -88,6 +88,23 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
     return ours
 
 
+def own_map_attention(attn: SpatialReductionAttention) -> MapAttention:
+    """Our attention with the layers of mmdet's: it computes the same under the same keys.
+
+    mmdet's output projection is never called as a module, so that nothing can see what it reads.
+    """
+    if not attn.batch_first:
+        raise CannotFold('its tokens come batch last')
+    with torch.device('meta'):
+        ours = SoftmaxMapAttention(attn.embed_dims, attn.num_heads, attn_drop_rate=attn.attn.dropout)
+    ours.attn, ours.sr_ratio = attn.attn, attn.sr_ratio
+    ours.proj_drop, ours.drop = attn.proj_drop, attn.dropout_layer
+    if attn.sr_ratio > 1:
+        ours.sr, ours.norm = attn.sr, attn.norm
+    ours.training = attn.training
+    return ours
+
+
 def pvt_folds(backbone: nn.Module) -> list[Fold]:
     """The norm behind each stage of a PVT: the next patch embedding reads it."""
     last = len(backbone.layers) - 1
@@ -112,6 +129,12 @@ register_folds(
 register_folds(
     SwinBlock, PVTEncoderLayer, folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='ffn')]
 )
+register_folds(SwinBlock, writes=lambda block: [Write('attn.w_msa.proj', 'norm2'), Write('ffn.layers.1')])
+register_folds(
+    PVTEncoderLayer,
+    # The second layer stands before the last dropout.
+    writes=lambda block: [Write('attn.attn.out_proj', 'norm2'), Write(f'ffn.layers.{len(block.ffn.layers) - 2}')],
+)
 register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',))
 
 # The next stage reads what is before an output norm.
@@ -124,7 +147,12 @@ register_folds(WindowMSA, input_layers=SoftmaxWindowAttention.input_layers)
 register_folds(PatchMerging, folds=lambda merging: [Fold('norm', before='reduction')])
 
 register_folds(PyramidVisionTransformer, PyramidVisionTransformerV2, folds=pvt_folds, output_folds=pvt_output_folds)
-register_folds(SpatialReductionAttention, folds=MapAttention.folds, input_layers=MapAttention.input_layers)
+register_folds(
+    SpatialReductionAttention,
+    folds=MapAttention.folds,
+    input_layers=MapAttention.input_layers,
+    replace=own_map_attention,
+)
 # The padding of PVTv2's depthwise convolution comes behind this layer.
 register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',))
 register_folds(FPN, input_layers=_fpn_input_layers)

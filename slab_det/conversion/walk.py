@@ -1,0 +1,204 @@
+"""Runs a model unit by unit over many batches: what lies before the current unit is read from files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# Sides of the image on which is found what reads what.
+SMALL = 256
+
+
+class Probe(NamedTuple):
+    """A place in a model: the first input of a module, or its (first) output, at the first call in a forward."""
+
+    module: str
+    side: str
+
+
+class _Reached(BaseException):  # noqa: N818 (ends a forward early; nothing may take it for an error)
+    pass
+
+
+class Walk:
+    """One model and the stored outputs of its units, which are called one after the other, once per forward.
+
+    Only outputs that a later unit reads are stored; in the place of others stands NaN, which takes no memory.
+
+    Args:
+        model: In eval mode.
+        forward: Runs the model on an image tensor, as far as the last unit at least.
+        units: Names of modules in the order of their calls.
+        last_uses: For the image, at index -1, and for each unit the last unit that reads it; see :func:`last_uses`.
+        images: A file for each batch that holds its image tensor, (B, 3, H, W).
+        folder: Where outputs are stored, one file for each unit and batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[Tensor], object],
+        units: Sequence[str],
+        last_uses: Mapping[int, int],
+        images: Sequence[Path],
+        folder: Path,
+    ) -> None:
+        self.model, self.forward, self.units, self.last_uses, self.folder = model, forward, units, last_uses, folder
+        self.images = images
+        self.device = next(model.parameters()).device
+        # What stands for an output that is not stored.
+        self.placeholders: dict[tuple[int, int], object] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(
+        self, batch: int, unit: int, probes: Sequence[Probe], live_from: int | None = None, store: bool = False
+    ) -> list[Tensor]:
+        """Runs ``unit`` on a batch and returns what stands at the probes.
+
+        Args:
+            batch: Its index.
+            unit: Index of the unit.
+            probes: Places up to the end of the unit; without ``store`` the forward ends at the last of them.
+            live_from: The first unit that is computed, not read; ``unit`` itself by default.
+            store: Store the outputs of all computed units.
+        """
+        live_from = unit if live_from is None else live_from
+        found: dict[Probe, Tensor] = {}
+        with ExitStack() as stack, torch.no_grad():
+            for index, name in enumerate(self.units[:live_from]):
+                stack.enter_context(_replaced_forward(self.model.get_submodule(name), self._load(index, batch, unit)))
+            for probe in probes:
+
+                def look(value: object, probe: Probe = probe) -> None:
+                    found.setdefault(probe, first_tensor(value))
+                    if len(found) == len(probes) and not store:
+                        raise _Reached
+
+                stack.callback(register_probe(self.model.get_submodule(probe.module), probe.side, look).remove)
+            if store:
+                for index in range(live_from, unit + 1):
+
+                    def keep(module: nn.Module, args: tuple, output: object, index: int = index) -> None:
+                        self._store(index, batch, output)
+                        if index == unit:
+                            raise _Reached
+
+                    module = self.model.get_submodule(self.units[index])
+                    stack.callback(module.register_forward_hook(keep).remove)
+            try:
+                self.forward(self._load(-1, batch, unit))
+            except _Reached:
+                pass
+        return [found[probe] for probe in probes]
+
+    def drop_before(self, unit: int) -> None:
+        """Removes what neither this unit nor a later one reads."""
+        for path in self.folder.iterdir():
+            if self.last_uses[int(path.name.split('_')[0])] < unit:
+                path.unlink()
+
+    def _store(self, unit: int, batch: int, output: object) -> None:
+        self.placeholders[unit, batch] = _map_tensors(output, _nan_like)
+        if self.last_uses[unit] > unit:
+            # A view would bring all of its memory along.
+            torch.save(_map_tensors(output, torch.clone), self.folder / f'{unit}_{batch}.pt')
+
+    def _load(self, unit: int, batch: int, reader: int) -> object:
+        if self.last_uses[unit] < reader and (unit, batch) in self.placeholders:
+            return self.placeholders[unit, batch]
+        path = self.images[batch] if unit < 0 else self.folder / f'{unit}_{batch}.pt'
+        output = load_tensors(path, self.device)
+        if unit < 0:
+            self.placeholders[unit, batch] = _nan_like(output)
+        return output
+
+
+def last_uses(
+    model: nn.Module, forward: Callable[[Tensor], object], units: Sequence[str], image: Tensor
+) -> dict[int, int]:
+    """For the image (-1) and each unit the last unit whose input depends on it while all other units stay the same.
+
+    Units are replaced by what they returned, one of them by NaN: where NaN arrives is what reads it.
+    """
+    image = image[..., :SMALL, :SMALL]
+    outputs: dict[str, object] = {}
+    modules = {name: model.get_submodule(name) for name in units}
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in modules.items():
+
+            def keep(module: nn.Module, args: tuple, output: object, name: str = name) -> None:
+                outputs[name] = output
+
+            stack.callback(module.register_forward_hook(keep).remove)
+        forward(image)
+    uses = {}
+    for index in range(-1, len(units)):
+        readers: list[int] = []
+        with ExitStack() as stack, torch.no_grad():
+            for other, (name, module) in enumerate(modules.items()):
+                given = _map_tensors(outputs[name], _nan_like) if other == index else outputs[name]
+                stack.enter_context(_replaced_forward(module, given))
+
+                def look(
+                    module: nn.Module, args: tuple, kwargs: dict, other: int = other, readers: list = readers
+                ) -> None:
+                    if any(tensor.isnan().any() for tensor in _tensors((args, kwargs))):
+                        readers.append(other)
+
+                stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
+            forward(_nan_like(image) if index < 0 else image)
+        uses[index] = max(readers, default=index)
+    return uses
+
+
+def load_tensors(path: Path, device: torch.device) -> object:
+    """Reads what a walk has written: tensors in tuples."""
+    return torch.load(path, map_location=device, weights_only=True)  # noqa: TID251 (no file of another's)
+
+
+def first_tensor(value: object) -> Tensor:
+    """The first tensor of an output."""
+    return next(_tensors(value))
+
+
+def register_probe(module: nn.Module, side: str, look: Callable[[object], None]) -> torch.utils.hooks.RemovableHandle:
+    """Calls ``look`` with the arguments or the output of every call of a module."""
+    if side == 'input':
+        return module.register_forward_pre_hook(lambda module, args: look(args))
+    return module.register_forward_hook(lambda module, args, output: look(output))
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, output: object) -> Iterator[None]:
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _nan_like(tensor: Tensor) -> Tensor:
+    return tensor.new_full((), torch.nan).expand(tensor.shape) if tensor.is_floating_point() else tensor
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return type(value)(_map_tensors(part, change) for part in value)
+    return value

@@ -1,0 +1,252 @@
+"""absorb: LayerNorms go into linear layers, front to back; what is saved rebuilds; what is interrupted goes on."""
+
+import copy
+
+import pytest
+import torch
+from conftest import randomize, raw_outputs
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from torch import nn
+
+import slab_det
+from slab_det.checkpoints.build import build_detector
+from slab_det.conversion import ConversionError, absorb, walk
+from slab_det.fusion import register_folds, save_fused
+
+LN = dict(type='LN')
+SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=LN)
+PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratios=(2, 2, 2, 2), norm_cfg=LN)
+BACKBONES = {
+    'SLABSwin': dict(type='SLABSwin', **SWIN),
+    'SLA': dict(type='SLABSwin', **SWIN, attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7)),
+    'FFN norm': dict(type='SLABSwin', **SWIN, ffn_norm='post_act'),
+    'SwinTransformer': dict(type='SwinTransformer', **SWIN),
+    'SLABPVT': dict(type='SLABPVT', **PVT, pretrain_img_size=64),
+    'PVTv2': dict(
+        type='SLABPVT', **PVT, use_abs_pos_embed=False, use_conv_ffn=True, patch_sizes=(7, 3, 3, 3),
+        paddings=(3, 1, 1, 1), norm_after_stage=True,
+    ),
+    'PyramidVisionTransformer': dict(type='PyramidVisionTransformer', **PVT, pretrain_img_size=64),
+    'PyramidVisionTransformerV2': dict(type='PyramidVisionTransformerV2', **PVT),
+}  # fmt: skip
+
+
+def pictures(count=6, size=(66, 70), seed=0):
+    """Coarse blobs: tokens differ within an image and between images."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = [torch.randn(1, 3, 9, 9, generator=generator) for _ in range(count)]
+    return [nn.functional.interpolate(n, size=size, mode='bicubic') * (1 + i % 3) for i, n in enumerate(noise)]
+
+
+@pytest.fixture
+def teacher(small_detector_cfg):
+    """A function: a Mask R-CNN with one of BACKBONES and random weights."""
+
+    def build(backbone='SLABSwin'):
+        cfg = small_detector_cfg(**BACKBONES['SLABSwin'])
+        cfg.backbone = BACKBONES[backbone]
+        # Of PVT the channels of a stage are those of a head times its heads.
+        cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
+        model = randomize(MODELS.build(cfg), 0)
+        model.eval()
+        model.cfg = cfg
+        return model
+
+    return build
+
+
+def layer_norms(model):
+    return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+
+
+@pytest.mark.parametrize('backbone', BACKBONES)
+def test_norms_that_are_affine_go_exactly(teacher, backbone):
+    """With a large eps, 1 / sigma is the same for all tokens: then the student is the teacher, at every size, in the
+    padding of windows too."""
+    model = teacher(backbone).double()
+    for norm in model.modules():
+        if isinstance(norm, nn.LayerNorm):
+            norm.weight.data *= 1e6
+            norm.eps = 1e12
+    images = [image.double() for image in pictures()]
+    student = absorb(model, images, progress=False)
+    report = student.absorption_report
+    assert [norm.norm for norm in report.kept] == layer_norms(student)
+    if 'V2' in backbone or 'v2' in backbone:
+        # The convolution that reads them pads.
+        assert len(report.kept) == 3
+        assert all('padding=0' in norm.reason for norm in report.kept)
+    else:
+        assert not report.kept
+    assert all(norm.left < 1e-9 for norm in report.norms if norm.fate == 'absorbed')
+    for size in ((66, 70), (75, 101)):
+        image = pictures(1, size, seed=5)[0].double()
+        with torch.no_grad():
+            for one, other in zip(raw_outputs(model, image), raw_outputs(student, image), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(('ours', 'stock'), [('SLABSwin', 'SwinTransformer'), ('SLABPVT', 'PyramidVisionTransformer')])
+def test_mmdets_backbones_end_as_ours(teacher, ours, stock):
+    """Same weights, same images: the same student, though mmdet's show less of what their layers read."""
+    one, other = teacher(ours).double(), teacher(stock).double()
+    other.load_state_dict(one.state_dict())
+    images = [image.double() for image in pictures()]
+    one, other = (absorb(model, images, progress=False) for model in (one, other))
+    with torch.no_grad():
+        for a, b in zip(one.extract_feat(images[0]), other.extract_feat(images[0]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert len(one.absorption_report.writers) == len(other.absorption_report.writers) > 0
+
+
+@pytest.mark.parametrize('backbone', ['SLABSwin', 'PyramidVisionTransformer'])
+def test_the_student_is_nearer_than_a_diagonal_map(teacher, backbone):
+    """Feature maps of new images; the diagonal map is what convert_norms calibrates."""
+    model = teacher(backbone)
+    student = absorb(model, pictures(20), progress=False)
+    diagonal = slab_det.convert_norms(model, calibrate=pictures(20), skip=('neck', 'rpn_head', 'roi_head'))
+    slab_det.set_gamma(diagonal, 0.0)
+    slab_det.recalibrate(diagonal.eval(), pictures(20), progress=False)
+    distances = []
+    for other in (student, diagonal):
+        with torch.no_grad():
+            pairs = [zip(model.extract_feat(i), other.extract_feat(i), strict=True) for i in pictures(5, seed=3)]
+        pairs = [pair for image in pairs for pair in image]
+        distances.append(sum(float((a - b).square().sum() / a.square().sum()) for a, b in pairs))
+    assert distances[0] < 0.6 * distances[1]
+
+
+def test_every_writer_brings_the_stream_nearer(teacher):
+    report = absorb(teacher(), pictures(20), progress=False).absorption_report
+    assert len(report.writers) == 10
+    assert all(writer.after <= writer.before for writer in report.writers)
+    assert sum(writer.after < 0.99 * writer.before for writer in report.writers) >= 5
+    assert report.norms[0].norm == 'backbone.patch_embed.norm'
+    assert all(0 <= norm.within and 0 <= norm.between for norm in report.norms)
+
+
+def test_kept_norms_stay_and_the_others_go(teacher):
+    model = teacher()
+    none = absorb(model, pictures(), progress=False).absorption_report
+    worst = none.rank()[:3]
+    student = absorb(model, pictures(), keep=3, progress=False)
+    assert {*layer_norms(student)} == {*worst} == {fate.norm for fate in student.fusion_report.select('kept')}
+    bound = sorted(norm.left for norm in none.norms)[-2] * 0.99
+    by_bound = absorb(model, pictures(), keep=bound, progress=False).absorption_report
+    assert by_bound.kept and all(norm.left > bound for norm in by_bound.kept)
+    assert all(norm.left <= bound for norm in by_bound.norms if norm.fate == 'absorbed')
+
+
+def test_the_teacher_stays_as_it_was(teacher):
+    model = teacher()
+    model.train()
+    model.backbone.stages[0].eval()
+    flags = [module.training for module in model.modules()]
+    before = copy.deepcopy(model.state_dict())
+    student = absorb(model, pictures(), progress=False)
+    assert flags == [module.training for module in model.modules()]
+    assert not any(module.training for module in student.modules())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert not any(
+        module._forward_hooks or 'forward' in vars(module) for m in (model, student) for module in m.modules()
+    )
+
+
+@pytest.mark.parametrize('backbone', ['SLABSwin', 'SwinTransformer', 'PyramidVisionTransformer'])
+def test_saved_and_rebuilt_from_its_config(teacher, tmp_path, backbone):
+    model = teacher(backbone)
+    student = absorb(model, pictures(), keep=layer_norms(model)[3:5], progress=False)
+    checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
+    rebuilt = build_detector(Config.fromfile(config), str(checkpoint))
+    assert layer_norms(rebuilt) == layer_norms(student)
+    image = pictures(1, (75, 101))[0]
+    with torch.no_grad():
+        for one, other in zip(student.extract_feat(image), rebuilt.extract_feat(image), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch):
+    model, images = teacher(), pictures()
+    whole = absorb(model, images, progress=False)
+
+    class Killed(BaseException):
+        pass
+
+    calls = []
+    run = walk.Walk.run
+
+    def killed(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 150:
+            raise Killed
+        return run(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(walk.Walk, 'run', killed)
+        with pytest.raises(Killed):
+            absorb(model, images, work_dir=tmp_path, progress=False)
+    assert not any('forward' in vars(module) for module in model.modules())
+    monkeypatch.setattr(walk.Walk, 'run', lambda self, *args, **kwargs: calls.append(0) or run(self, *args, **kwargs))
+    calls.clear()
+    resumed = absorb(model, images, work_dir=tmp_path, progress=False)
+    spent = len(calls)
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+    assert resumed.absorption_report == whole.absorption_report
+    calls.clear()
+    finished = absorb(model, images, work_dir=tmp_path, progress=False)
+    assert len(calls) == 0 < spent
+    assert finished.absorption_report == whole.absorption_report
+    # Another teacher does not go on from there.
+    other = teacher()
+    other.backbone.patch_embed.projection.bias.data += 1
+    absorb(other, images, work_dir=tmp_path, progress=False)
+    assert len(calls) > spent
+
+
+def test_nothing_to_absorb_is_an_error(teacher, small_detector):
+    with pytest.raises(ConversionError, match='no LayerNorm'):
+        absorb(small_detector(), pictures(), progress=False)
+    with pytest.raises(ConversionError, match='no batch'):
+        absorb(teacher(), [], progress=False)
+    with pytest.raises(ConversionError, match='backbone.nrom1.*these can: backbone.patch_embed.norm'):
+        absorb(teacher(), pictures(), keep=['backbone.nrom1'], progress=False)
+    broken = teacher()
+    broken.backbone.stages[1].blocks[0].norm1.weight.data[0] = torch.inf
+    with pytest.raises(ConversionError, match='stages.1.blocks.0.norm1: .* NaN or infinite'):
+        absorb(broken, pictures(), progress=False)
+
+
+class Plain(nn.Module):
+    """A model of somebody else, pre-norm, with a norm that two layers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(3, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.gate = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.stem(x.flatten(2).transpose(1, 2))
+        y = self.norm(x)
+        return x + self.down(self.up(y).relu() * self.gate(y).sigmoid())
+
+
+class Twice(Plain):
+    def forward(self, x):
+        return super().forward(x) + self.norm(self.stem(x.flatten(2).transpose(1, 2)))
+
+
+def test_any_model_whose_readers_are_named():
+    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+    register_folds(Twice, folds=lambda m: [('norm', ('up', 'gate'))])
+    model = Plain().eval()
+    student = absorb(model, pictures(10), progress=False)
+    assert student.absorption_report.norms[0].into == 'up, gate'
+    assert isinstance(student.norm, nn.Identity) and student.absorption_report.writers[0].layer == 'down'
+    with pytest.raises(ConversionError, match='norm: a forward calls it 2 times'):
+        absorb(Twice().eval(), pictures(10), progress=False)

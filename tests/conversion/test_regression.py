@@ -1,0 +1,82 @@
+"""Ridge regression from sums over tokens, against least squares on the tokens themselves."""
+
+import pytest
+import torch
+
+from slab_det.conversion.regression import CrossMoments, choose_fit, diagonal_fit, ridge_fits
+
+
+def tokens(count=600, noise=0.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 9.0, 0.1, 2.0, 3.0])
+    matrix = torch.randn(4, 5, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    y = (x + 7) @ matrix.T + 2
+    return x + 7, y + noise * torch.randn(y.shape, generator=generator, dtype=torch.float64), matrix
+
+
+def moments_of(x, y, *cuts):
+    moments = CrossMoments()
+    for x_part, y_part in zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True):
+        moments.add(x_part[None], y_part[None])
+    return moments
+
+
+def test_batches_of_any_size_give_the_moments_of_all_tokens():
+    x, y, _ = tokens(noise=1.0)
+    whole, parts = moments_of(x, y), moments_of(x, y, 1, 17, 400)
+    for name, value in vars(whole).items():
+        torch.testing.assert_close(torch.as_tensor(getattr(parts, name)), torch.as_tensor(value), rtol=1e-12, atol=1e-9)
+    deviations = x - x.mean(0)
+    torch.testing.assert_close(whole.xx, deviations.T @ deviations)
+
+
+def test_ridge_minimises_what_it_says():
+    """Against the normal equations of the standardised tokens, with the pull as further rows."""
+    x, y, _ = tokens(noise=3.0)
+    prior = torch.randn(4, 5, dtype=torch.float64)
+    sigma, ridge = x.std(0, correction=0), 0.3
+    rows = torch.cat([(x - x.mean(0)) / sigma, (ridge * len(x)) ** 0.5 * torch.eye(5, dtype=torch.float64)])
+    targets = torch.cat([y - y.mean(0), (ridge * len(x)) ** 0.5 * (prior * sigma).T])
+    expected = torch.linalg.lstsq(rows, targets).solution.T / sigma
+    (fit,) = ridge_fits(moments_of(x, y), prior, (ridge,))
+    torch.testing.assert_close(fit.matrix, expected)
+    torch.testing.assert_close(x.mean(0) @ fit.matrix.T + fit.shift, y.mean(0))
+
+
+def test_what_is_left_is_measured_on_the_tokens():
+    x, y, _ = tokens(noise=3.0)
+    fit = ridge_fits(moments_of(x, y), torch.zeros(4, 5, dtype=torch.float64), (1.0,))[0]
+    other_x, other_y, _ = tokens(count=50, noise=3.0, seed=1)
+    residual = other_y - other_x @ fit.matrix.T - fit.shift
+    expected = residual.square().sum() / (other_y - other_y.mean(0)).square().sum()
+    assert moments_of(other_x, other_y).unexplained(fit) == pytest.approx(float(expected))
+
+
+def test_an_exact_map_is_found_and_a_constant_channel_keeps_its_prior():
+    x, _, matrix = tokens()
+    x[:, 2] = 7.0
+    prior = torch.ones(4, 5, dtype=torch.float64)
+    fit = ridge_fits(moments_of(x, x @ matrix.T), prior, (1e-6,))[0]
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(fit.matrix[:, others], matrix[:, others], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fit.matrix[:, 2], prior[:, 2])
+
+
+def test_held_out_tokens_choose_the_ridge():
+    """Few noisy tokens of a map that is the prior: the stronger the pull the better; many exact ones of another map:
+    the weaker the better."""
+    x, y, matrix = tokens(count=8, noise=20.0)
+    held_out = moments_of(*tokens(seed=1)[:2])
+    assert choose_fit(moments_of(x, y), held_out, matrix)[1] == 1.0
+    x, y, matrix = tokens()
+    assert choose_fit(moments_of(x, y), held_out, 0 * matrix)[1] < 1e-4
+
+
+def test_diagonal_fit_is_a_layer_norm_of_constant_scale():
+    x, _, _ = tokens()
+    scale = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0], dtype=torch.float64)
+    y = (x - x.mean(1, keepdim=True)) * scale + 1
+    moments = moments_of(x, y)
+    fit = diagonal_fit(moments)
+    torch.testing.assert_close(x @ fit.matrix.T + fit.shift, y)
+    assert moments.unexplained(fit) < 1e-12
