@@ -33,7 +33,7 @@ from slab_det.fusion.fuse import (
 )
 from slab_det.fusion.report import FusionReport
 from slab_det.norms import named_offline_norms
-from slab_det.recalibration.moments import Moments, prepare_inputs
+from slab_det.recalibration.moments import Moments, evaluating, prepare_inputs
 from slab_det.runtime import read_checkpoint
 
 # Every so many batches one is held out: it chooses ridges and measures what is left.
@@ -172,9 +172,7 @@ def absorb(
         FusionError: If the model has norms of ours that cannot be fused.
     """
     with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, 'training', module.training)
-            module.training = False
+        stack.enter_context(evaluating(model))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
         plan = AbsorptionPlan(model, images, folder, fold_outputs)
         run = partial(_Run, plan, work_dir=work_dir and Path(work_dir), progress=progress)
