@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from slab_det.recalibration.moments import evaluating, prepare_inputs
 from slab_det.runtime.errors import AgreementError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
+# Measured on 38 students of three teachers, on BCCD and DSB2018, with noise in their weights or calibrated diagonals in
+# the place of norms, on 40 to 60 images: the loss of AP is about 0.29 (1 - agreement)^2. At 0.9 and above (10 students)
+# it was 0.004 at most and -0.001 on average, from 0.8 to 0.9 (9) 0.015 and 0.009. On 20 images it is the same.
+NO_LOSS = 0.9
 _RECALLS = np.linspace(0.0, 1.0, 101)
 
 
@@ -41,12 +46,13 @@ class Detections:
 
 
 @torch.no_grad()
-def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
+def detect(model: nn.Module, batches: Iterable, every: int = 1) -> list[Detections]:
     """What a detector finds, by the forward of its test loop.
 
     Args:
         model: A detector.
         batches: What a data loader yields, or normalised images (B, 3, H, W).
+        every: Look at every so many batches only: those that :func:`slab_det.absorb` holds out.
 
     Returns:
         The detections of each image: masks where the detector has them, or else boxes.
@@ -56,7 +62,7 @@ def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
     """
     prepare, found = prepare_inputs(model, batches), []
     with evaluating(model):
-        for batch in batches:
+        for batch in islice(batches, every - 1, None, every):
             inputs, samples = prepare(batch)
             found += [_as_detections(sample) for sample in model(inputs, samples, mode='predict')]
     if not found:
@@ -125,6 +131,11 @@ def agreement(reference: Sequence[Detections], other: Sequence[Detections]) -> f
         best = _average_precision(true, true, true.sum())
         values.append(np.mean([_average_precision(scores, p, true.sum()) for p in matched]) / best if best else 0.0)
     return float(np.average(values, weights=weights)) if values else 1.0
+
+
+def expected_loss(value: float) -> float:
+    """The AP, of 1, that goes with an agreement; see :data:`NO_LOSS`."""
+    return 0.29 * (1 - value) ** 2
 
 
 def _match(reference: Detections, other: Detections) -> np.ndarray:

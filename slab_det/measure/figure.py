@@ -18,11 +18,11 @@ from matplotlib.lines import Line2D
 from slab_det.measure.report import AP_KINDS, ReportEntry, ap_scope, latency_scope
 from slab_det.runtime.errors import ReportError
 
-_WIDTH = 7.2  # inches: the text width of A4
-_FONT_SIZE = 8  # points; smaller is not read in print
+WIDTH = 7.2  # inches: the text width of A4
+FONT_SIZE = 8  # points; smaller is not read in print
 # Okabe and Ito's colours without yellow, which colour-blind readers tell apart. Seven colours and twelve markers share
 # no factor: 84 models differ in one of them.
-_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
 _MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*', '<', '>', 'p', 'h')
 # Narrower axes would blow the difference of two runs up to the size of the panel.
 _MIN_AP_SPAN = 4.0
@@ -54,20 +54,20 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     if not rows:
         raise ReportError('no entry has both AP and latency: run tools/test.py with --latency first')
     looks = {
-        name: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)])
+        name: (COLOURS[i % len(COLOURS)], _MARKERS[i % len(_MARKERS)])
         for i, name in enumerate(dict.fromkeys(entry.name for entry in timed))
     }
     legend = _legend(timed, looks)
     columns = max(1, min(4, 110 // (8 + max(len(handle.get_label()) for handle in legend))))
     legend_height = 0.2 * -(-len(legend) // columns) + 0.2
-    figure = Figure(figsize=(_WIDTH, 3.4 * len(rows) + legend_height), dpi=200, layout='constrained')
+    figure = Figure(figsize=(WIDTH, 3.4 * len(rows) + legend_height), dpi=200, layout='constrained')
     FigureCanvasAgg(figure)
-    figure.legend(handles=legend, loc='outside lower center', ncols=columns, fontsize=_FONT_SIZE, frameon=False)
+    figure.legend(handles=legend, loc='outside lower center', ncols=columns, fontsize=FONT_SIZE, frameon=False)
     for part, (detector, latency, scope) in zip(
         figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True
     ):
-        part.suptitle(textwrap.fill(f'{detector}, AP on {scope}', 105), fontsize=_FONT_SIZE)
-        part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 105), fontsize=_FONT_SIZE)
+        part.suptitle(textwrap.fill(f'{detector}, AP on {scope}', 105), fontsize=FONT_SIZE)
+        part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 105), fontsize=FONT_SIZE)
         measured = [e for e in timed if (e.detector, latency_scope(e)) == (detector, latency)]
         shown = [e for e in measured if not e.ap or ap_scope(e) == scope]
         kinds = [kind for kind in AP_KINDS if any(kind in (entry.ap or {}) for entry in shown)]
@@ -80,8 +80,8 @@ def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: di
     times = [entry.latency['median_ms'] for entry in entries]
     axes.set_xlim(_limits(times, _MIN_MS_SPAN * max(times)))
     axes.set_ylim(_limits([100 * e.ap[kind]['AP'] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN))
-    axes.set_ylabel(f'{AP_KINDS[kind]} AP', fontsize=_FONT_SIZE)
-    axes.tick_params(labelsize=_FONT_SIZE)
+    axes.set_ylabel(f'{AP_KINDS[kind]} AP', fontsize=FONT_SIZE)
+    axes.tick_params(labelsize=FONT_SIZE)
     axes.grid(color='0.9', linewidth=0.6)
     axes.set_axisbelow(True)
     for name in dict.fromkeys(entry.name for entry in entries):

@@ -6,7 +6,12 @@ from slab_det.recalibration.fixed_point import (
     recalibrate,
     statistics_drift,
 )
-from slab_det.recalibration.images import PIPELINES, configured_pipeline, recalibration_dataloader
+from slab_det.recalibration.images import (
+    PIPELINES,
+    configured_pipeline,
+    image_folder_dataloader,
+    recalibration_dataloader,
+)
 from slab_det.recalibration.moments import Moments, RecalibrationError, collect_moments
 
 __all__ = [
@@ -17,6 +22,7 @@ __all__ = [
     'collect_moments',
     'configured_pipeline',
     'copy_statistics',
+    'image_folder_dataloader',
     'recalibrate',
     'recalibration_dataloader',
     'statistics_drift',

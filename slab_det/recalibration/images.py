@@ -1,11 +1,14 @@
-"""The images of a recalibration: training images as training saw them, or as inference sees them."""
+"""Images to recalibrate or absorb on: training images as training saw them, or any as inference sees them."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
 
 from mmdet.registry import DATASETS
 from mmengine.config import Config
+from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
@@ -15,6 +18,7 @@ from slab_det.runtime.errors import DataError
 from slab_det.runtime.random_state import fixed_random_state
 
 PIPELINES = ('train', 'test')
+IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 
 def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'train') -> DataLoader:
@@ -35,9 +39,6 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one training image is needed')
-    test_loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
-    if pipeline == 'test' and not test_loader:
-        raise DataError('recalibration needs the test-time pipeline of test_dataloader or val_dataloader')
     if not cfg.get('train_dataloader'):
         raise DataError(
             'recalibration needs training images, and the config has no train_dataloader; '
@@ -49,10 +50,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         # Images evenly spaced over the repetitions may be repetitions of a few.
         dataset = dataset['dataset']
     if pipeline == 'test':
-        source = test_loader.dataset
-        while 'pipeline' not in source:
-            source = source['dataset'] if 'dataset' in source else source['datasets'][0]
-        dataset = _with_pipeline(dataset, source['pipeline'])
+        dataset = _with_pipeline(dataset, _test_pipeline(cfg))
     else:
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
@@ -73,6 +71,54 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
             collate_fn=dict(type='pseudo_collate'),
         )
     )
+
+
+def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) -> DataLoader:
+    """The pictures of a folder as inference sees them, one by one; nothing but the pictures is read.
+
+    Args:
+        cfg: A config with ``test_dataloader`` or ``val_dataloader``, for the test-time pipeline.
+        folder: Searched for images with all its folders.
+        num_images: How many, evenly spaced over the sorted names; all of a smaller folder.
+
+    Raises:
+        DataError: If there is no test-time pipeline to take, no image, or ``num_images`` is below 1.
+    """
+    if num_images < 1:
+        raise DataError(f'num_images={num_images}: at least one image is needed')
+    # LoadAnnotations would look for objects of a dataset.
+    steps = [step for step in _test_pipeline(cfg) if 'Annotations' not in type_name(step['type'])]
+    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    images = RepeatableImages(ImageFolder(folder, steps), num_images, test_mode=True)
+    return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
+
+
+class ImageFolder(Dataset):
+    """The images in a folder and its folders, by name.
+
+    Args:
+        folder: Where they lie.
+        pipeline: Configs of the transforms that they go through.
+
+    Raises:
+        DataError: If there is none; when one is read that cannot be decoded.
+    """
+
+    def __init__(self, folder: str | Path, pipeline: Sequence[dict]) -> None:
+        self.files = sorted(path for path in Path(folder).rglob('*') if path.suffix.lower() in IMAGE_SUFFIXES)
+        if not self.files:
+            what = 'holds no image' if Path(folder).is_dir() else 'is not a folder'
+            raise DataError(f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files')
+        self.transforms = Compose(pipeline)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict:
+        try:
+            return self.transforms(dict(img_path=str(self.files[index]), img_id=index))
+        except Exception as error:
+            raise DataError(f'{self.files[index]} does not pass the test pipeline: {error}') from error
 
 
 class RepeatableImages(Dataset):
@@ -105,6 +151,16 @@ def configured_pipeline(cfg: Config) -> str:
     """The pipeline that the RecalibrateFuseHook of ``cfg`` recalibrates with; 'train' where the config has none."""
     hooks = [hook for hook in cfg.get('custom_hooks') or () if type_name(hook['type']) == 'RecalibrateFuseHook']
     return hooks[0].get('pipeline', 'train') if hooks else 'train'
+
+
+def _test_pipeline(cfg: Config) -> list[dict]:
+    loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
+    if not loader:
+        raise DataError('images as inference sees them need the pipeline of test_dataloader or val_dataloader')
+    source = loader.dataset
+    while 'pipeline' not in source:
+        source = source['dataset'] if 'dataset' in source else source['datasets'][0]
+    return source['pipeline']
 
 
 def _with_pipeline(dataset: dict, pipeline: list) -> dict:

@@ -1,6 +1,7 @@
 """The images of a recalibration: as inference sees them, or as training did."""
 
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from torch import nn
 import slab_det
 from slab_det.data import generate, set_data_root
 from slab_det.norms import TokenBN
-from slab_det.recalibration import configured_pipeline, recalibration_dataloader
+from slab_det.recalibration import configured_pipeline, image_folder_dataloader, recalibration_dataloader
+from slab_det.runtime.errors import DataError
 
 
 @pytest.fixture
@@ -132,6 +134,31 @@ def test_norms_in_heads_see_images_of_a_training_without_resize(cfg, small_detec
     layers[0] = nn.Sequential(layers[0], TokenBN(layers[0].out_features))
     slab_det.recalibrate(model, recalibration_dataloader(cfg, 2), max_passes=1, progress=False)
     assert (layers[0][1].running_var != 1).all()
+
+
+def test_a_folder_of_pictures_goes_through_the_test_pipeline_without_annotations(cfg, tmp_path, small_detector):
+    root = tmp_path / 'data'
+    by_dataset = images_of(recalibration_dataloader(cfg, 6, 'test'))
+    shutil.rmtree(root / 'annotations')
+    (root / 'images/train/notes.txt').write_text('no picture')
+    cfg.pop('train_dataloader'), cfg.pop('val_dataloader')
+    cfg.test_dataloader.dataset = dict(type='RepeatDataset', times=2, dataset=cfg.test_dataloader.dataset)
+    loader = image_folder_dataloader(cfg, root / 'images/train', 6)
+    assert [[*map(torch.equal, *pair)] for pair in zip(images_of(loader), by_dataset, strict=True)] == [[True]] * 6
+    assert len(image_folder_dataloader(cfg, root, 100)) == 14, 'its folders too'
+    with torch.no_grad():
+        (sample,) = small_detector('faster_rcnn').test_step(next(iter(loader)))
+    assert sample.ori_shape == (80, 96)
+
+
+def test_a_folder_without_pictures_or_with_broken_ones_is_named(cfg, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    for folder, what in (('empty', 'holds no image'), ('none', 'is not a folder')):
+        with pytest.raises(DataError, match=f'{folder} {what}'):
+            image_folder_dataloader(cfg, tmp_path / folder, 4)
+    (tmp_path / 'empty/broken.jpg').write_bytes(b'no JPEG')
+    with pytest.raises(DataError, match=r'broken\.jpg does not pass the test pipeline'):
+        images_of(image_folder_dataloader(cfg, tmp_path / 'empty', 4))
 
 
 def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg):

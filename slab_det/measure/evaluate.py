@@ -1,0 +1,34 @@
+"""AP of a detector on the validation images of a config, without a runner."""
+
+from __future__ import annotations
+
+import torch
+from mmengine.config import Config
+from mmengine.evaluator import Evaluator
+from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
+from torch import nn
+
+from slab_det.measure.report import ap_from_metrics
+from slab_det.recalibration.moments import evaluating
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
+    """Runs a detector on the images of ``val_dataloader`` and evaluates it with ``val_evaluator``.
+
+    Args:
+        model: A detector.
+        cfg: A config with both.
+
+    Returns:
+        What :func:`slab_det.measure.report.ap_from_metrics` makes of the metrics.
+    """
+    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    loader = Runner.build_dataloader(cfg.val_dataloader)
+    evaluator = Evaluator(cfg.val_evaluator)
+    evaluator.dataset_meta = loader.dataset.metainfo
+    with evaluating(model):
+        for batch in loader:
+            evaluator.process(data_samples=model.test_step(batch), data_batch=batch)
+    return ap_from_metrics(evaluator.evaluate(len(loader.dataset)))

@@ -1,0 +1,39 @@
+"""AP without a runner: of a detector that finds all objects, and of one that finds those of every second image."""
+
+import pytest
+import torch
+from mmengine.structures import InstanceData
+from torch import nn
+
+from slab_det.measure.evaluate import evaluate
+
+
+class Oracle(nn.Module):
+    """Returns the annotations of an image as what it found."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every, self.calls = every, 0
+
+    def test_step(self, batch: dict) -> list:
+        assert not self.training
+        for sample in batch['data_samples']:
+            objects = sample.gt_instances if self.calls % self.every == 0 else sample.gt_instances[:0]
+            # At test time annotations are not resized.
+            found = dict(bboxes=objects.bboxes.tensor, labels=objects.labels, scores=torch.ones(len(objects)))
+            sample.pred_instances = InstanceData(**found)
+            self.calls += 1
+        return batch['data_samples']
+
+
+@pytest.mark.parametrize('every', [1, 2])
+def test_ap_is_that_of_the_annotations(every: int, small_run_cfg) -> None:
+    cfg = small_run_cfg()
+    cfg.val_evaluator.metric = 'bbox'
+    oracle = Oracle(every)
+    found = evaluate(oracle, cfg)
+    assert oracle.calls == 4 and oracle.training and {*found} == {'bbox'}
+    if every == 1:
+        assert found['bbox']['AP'] == pytest.approx(1, abs=1e-3)
+    else:
+        assert 0.1 < found['bbox']['AP'] < 0.9
