@@ -1,4 +1,4 @@
-"""A trained LayerNorm detector becomes a PRepBN detector with a config for its fine-tune."""
+"""Configs that train a converted detector: the fine-tune of a PRepBN one, the tune of an absorbed one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ DEFAULT_HOOKS = dict(
 )
 # The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
+NORM_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook')
 
 
 def convert_detector(
@@ -87,12 +88,61 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
         norm_cfg: The new norms of the backbone.
         checkpoint: What the run starts from.
     """
-    values, changes = cfg.to_dict(), schedule.to_dict()
+    values = cfg.to_dict()
     drop_pretrained(values['model'])
     backbone = values['model']['backbone']
     backbone['norm_cfg'] = norm_cfg
     if backbone.get('out_norm_cfg'):
         backbone['out_norm_cfg'] = 'same'
+    return _with_schedule(values, schedule, checkpoint)
+
+
+def write_tune_config(
+    cfg: Config,
+    fused_config: str | Path,
+    fused_checkpoint: str | Path,
+    teacher_checkpoint: str | Path,
+    schedule: Config,
+) -> Path:
+    """Writes ``<stem>_tune_config.py`` beside the checkpoint of an absorbed detector, which trains it with labels.
+
+    The detector learns from its teacher too: see :func:`slab_det.conversion.distill.DistilledDetector`. Checkpoints of
+    the run load into ``fused_config``.
+
+    Args:
+        cfg: The config that the LayerNorm detector, now the teacher, was trained with.
+        fused_config: What :func:`slab_det.fusion.save_fused` wrote for the absorbed detector.
+        fused_checkpoint: Its weights, ending in .pth.
+        teacher_checkpoint: The teacher's weights.
+        schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/tune_absorbed.py.
+
+    Returns:
+        The path of the written config.
+    """
+    fused_checkpoint = Path(fused_checkpoint)
+    values, student = cfg.to_dict(), Config.fromfile(fused_config).model.to_dict()
+    teacher = values['model']
+    drop_pretrained(teacher)
+    if 'data_preprocessor' in values:
+        # The runner would hand it to DistilledDetector.
+        teacher.setdefault('data_preprocessor', values.pop('data_preprocessor'))
+    values['model'] = dict(
+        type='DistilledDetector',
+        student=student,
+        teacher=teacher,
+        teacher_checkpoint=str(Path(teacher_checkpoint).resolve()),
+    )
+    hooks = values.get('custom_hooks') or []
+    # There is no norm left for them.
+    values['custom_hooks'] = [hook for hook in hooks if type_name(hook['type']) not in NORM_HOOKS]
+    path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
+    put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
+    return path
+
+
+def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
+    """A config of ``values``, edited in place, with the ``SCHEDULE_KEYS`` of ``schedule``; it loads ``checkpoint``."""
+    changes = schedule.to_dict()
     hooks = changes.get('custom_hooks') or []
     brought = {type_name(hook['type']) for hook in hooks}
     own_hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in brought]

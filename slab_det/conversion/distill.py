@@ -1,0 +1,224 @@
+"""A detector learns to compute what another one does: feature maps, dense outputs and outputs on boxes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import timm.layers
+import torch
+from mmcv.cnn.bricks import DropPath
+from mmdet.models.dense_heads import RPNHead
+from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
+from mmdet.models.utils import reweight_loss_dict
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmdet.structures.bbox import bbox2roi
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmengine.structures import InstanceData
+from torch import Tensor, nn
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.recalibration.moments import evaluating
+from slab_det.runtime.errors import SlabDetError
+
+
+class DistillationError(SlabDetError):
+    """A student that cannot learn from its teacher."""
+
+
+class Distillation:
+    """What separates a student from its teacher, as losses.
+
+    The error of outputs s of the student against t of the teacher is ``sum (s - t)^2 / sum t^2``: 0 where they are
+    equal, 1 for a student that puts out zeros. The mean error of all tensors of a kind is that kind's loss:
+
+    - ``loss_features``: what ``extract_feat`` returns, the levels of the neck.
+    - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.
+    - ``loss_roi``: logits, deltas and masks of the RoI head on the teacher's proposals. A cascade is compared stage
+      by stage on these proposals, without its masks.
+
+    Detectors of another kind, such as DETR's, are compared by their feature maps alone. Heads of the student put out
+    what they do in eval mode, because some compute something else in training mode.
+
+    Args:
+        teacher: A detector; it is set to eval mode and gets no gradient.
+        feature_weight: Weight of the first loss.
+        dense_weight: Weight of the second; 0 leaves it out.
+        roi_weight: Weight of the third; 0 leaves it out.
+
+    Raises:
+        ValueError: If a weight is negative.
+    """
+
+    def __init__(
+        self, teacher: nn.Module, feature_weight: float = 5.0, dense_weight: float = 1.0, roi_weight: float = 1.0
+    ) -> None:
+        if min(feature_weight, dense_weight, roi_weight) < 0:
+            raise ValueError(f'weights of losses must not be negative: {feature_weight}, {dense_weight}, {roi_weight}')
+        teacher.eval()
+        self.teacher = teacher
+        self.feature_weight, self.dense_weight, self.roi_weight = feature_weight, dense_weight, roi_weight
+
+    def __call__(
+        self, student: nn.Module, features: Sequence[Tensor], images: Tensor, samples: list[DetDataSample]
+    ) -> dict[str, Tensor]:
+        """The losses, weighted, and under ``feature_error`` the first without weight and gradient.
+
+        Args:
+            student: A detector with the heads of the teacher.
+            features: What its ``extract_feat`` returns for the images.
+            images: (B, 3, H, W), as the data preprocessor returns them.
+            samples: One for each image, with its shapes; labels are not read.
+
+        Raises:
+            DistillationError: If outputs of both have different shapes.
+        """
+        with torch.no_grad():
+            targets = self.teacher.extract_feat(images)
+        error = mean_relative_error(features, targets, 'feature maps')
+        losses = dict(loss_features=self.feature_weight * error, feature_error=error.detach())
+        if self.dense_weight > 0 and (name := _dense_head(self.teacher)):
+            with torch.no_grad():
+                wanted = getattr(self.teacher, name)(targets)
+            head = getattr(student, name)
+            with evaluating(head):
+                losses['loss_dense'] = self.dense_weight * mean_relative_error(head(features), wanted, name)
+        if self.roi_weight > 0 and _compares_roi_heads(self.teacher):
+            with torch.no_grad():
+                proposals = self.teacher.rpn_head.predict(targets, samples, rescale=False)
+                wanted = _roi_outputs(self.teacher.roi_head, targets, proposals, samples)
+            with evaluating(student.roi_head):
+                outputs = _roi_outputs(student.roi_head, features, proposals, samples)
+            losses['loss_roi'] = self.roi_weight * mean_relative_error(outputs, wanted, 'roi_head')
+        return losses
+
+    def __deepcopy__(self, memo: dict) -> Distillation:
+        # Nothing of it is trained: copies of a student, such as EMAHook's, share it.
+        return self
+
+
+def mean_relative_error(outputs: object, targets: object, name: str = 'outputs') -> Tensor:
+    """The mean over all tensors of ``sum (s - t)^2 / sum t^2``, in float32 at least.
+
+    Args:
+        outputs: Tensors s, in sequences and mappings of any depth.
+        targets: Tensors t, in the same order.
+        name: What they are, for the error.
+
+    Raises:
+        DistillationError: If the shapes differ.
+    """
+    outputs, targets = [*_tensors(outputs)], [*_tensors(targets)]
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (outputs, targets)]
+    if shapes[0] != shapes[1]:
+        raise DistillationError(f'{name}: student {shapes[0]}, teacher {shapes[1]}; give a student of the same config')
+    errors = []
+    for output, target in zip(outputs, targets, strict=True):
+        if target.numel():
+            # A sum of squares exceeds half precision soon.
+            output, target = (t if t.dtype == torch.float64 else t.float() for t in (output, target))
+            smallest = torch.finfo(target.dtype).tiny
+            errors.append((output - target).square().sum() / target.square().sum().clamp(min=smallest))
+    if errors:
+        return torch.stack(errors).mean()
+    # There were no proposals. Every parameter keeps its place in the graph, which DDP asks for.
+    return sum(output.sum() for output in outputs)
+
+
+@MODELS.register_module()
+def DistilledDetector(  # noqa: N802 (a config's type)
+    student: dict, teacher: dict, teacher_checkpoint: str, task_weight: float = 1.0, **weights: float
+) -> nn.Module:
+    """Builds a detector that learns from another one as well as from labels.
+
+    It is the student, of a class of its own that differs in ``loss``: keys, parts and inference are the student's, so
+    that its checkpoints load into the student's config. The teacher is none of its parts: it follows to each device,
+    stays in eval mode, and is in no checkpoint. Drop-path is off: the teacher has none.
+
+    Args:
+        student: Config of the detector to train; its weights come from a checkpoint (``load_from``).
+        teacher: Config of the detector to learn from.
+        teacher_checkpoint: The teacher's weights, all of them.
+        task_weight: Weight of the student's own losses; with 0 no labels are read, and DDP needs
+            ``find_unused_parameters`` where heads are not compared.
+        weights: See :class:`Distillation`.
+
+    Raises:
+        CheckpointError: If the teacher's checkpoint is missing or does not fit.
+        ValueError: If a weight is negative.
+    """
+    if task_weight < 0:
+        raise ValueError(f'task_weight={task_weight} must not be negative')
+    detector = MODELS.build(copy.deepcopy(student))
+    scope = DefaultScope.get_current_instance()
+    teacher_cfg = dict(model=copy.deepcopy(teacher), default_scope=scope.scope_name if scope else 'mmdet')
+    reference = build_detector(Config(teacher_cfg), teacher_checkpoint).requires_grad_(False)
+    for module in detector.modules():
+        if isinstance(module, (DropPath, timm.layers.DropPath)):
+            module.drop_prob = 0.0
+    kind = type(detector)
+    detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), {})
+    detector.distillation = Distillation(reference, **weights)
+    detector.task_weight, detector.student_features = task_weight, None
+    return detector
+
+
+class _Distilled:
+    """What :func:`DistilledDetector` puts before the class of the student."""
+
+    def loss(self, batch_inputs: Tensor, batch_data_samples: list[DetDataSample]) -> dict:
+        self.student_features = self.extract_feat(batch_inputs)
+        try:
+            losses = self.distillation(self, self.student_features, batch_inputs, batch_data_samples)
+            if self.task_weight > 0:
+                task = super().loss(batch_inputs, batch_data_samples)
+                losses.update(reweight_loss_dict(task, self.task_weight))
+        finally:
+            self.student_features = None
+        return losses
+
+    def extract_feat(self, *args: Tensor) -> Sequence[Tensor]:
+        # Within loss the student's own losses ask for the maps that are there already.
+        return super().extract_feat(*args) if self.student_features is None else self.student_features
+
+    def _apply(self, *args: object, **kwargs: object) -> nn.Module:
+        # to(), cuda(), half() and the like.
+        self.distillation.teacher._apply(*args, **kwargs)
+        return super()._apply(*args, **kwargs)
+
+
+def _dense_head(model: nn.Module) -> str | None:
+    """The name of the head whose forward takes all feature maps; None where there is none."""
+    if isinstance(getattr(model, 'rpn_head', None), RPNHead):
+        return 'rpn_head'
+    return 'bbox_head' if isinstance(getattr(model, 'bbox_head', None), BaseDenseHead) else None
+
+
+def _compares_roi_heads(model: nn.Module) -> bool:
+    known = isinstance(getattr(model, 'roi_head', None), (StandardRoIHead, CascadeRoIHead))
+    return known and _dense_head(model) == 'rpn_head'
+
+
+def _roi_outputs(
+    head: nn.Module, features: Sequence[Tensor], proposals: list[InstanceData], samples: list[DetDataSample]
+) -> list:
+    if not isinstance(head, CascadeRoIHead):
+        return head.forward(features, proposals, samples)
+    # Its forward refines the boxes by its own deltas, and would compare outputs on different boxes.
+    rois = bbox2roi([found.bboxes for found in proposals])
+    stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
+    return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
+
+
+def _tensors(outputs: object) -> Iterator[Tensor]:
+    """The tensors in sequences and mappings of any depth; what is no tensor is left out."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from _tensors([*outputs.values()])
+    elif isinstance(outputs, Iterable) and not isinstance(outputs, str):
+        for output in outputs:
+            yield from _tensors(output)

@@ -1,0 +1,207 @@
+"""A student learns from its teacher: losses against their formula, and a whole run with labels."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, SMALL_SWIN, StopAfter, randomize
+from mmdet.apis import DetInferencer
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+import slab_det
+from slab_det.checkpoints.build import build_detector
+from slab_det.conversion import DistillationError, write_tune_config
+from slab_det.conversion.distill import Distillation, mean_relative_error
+from slab_det.fusion import save_fused
+from slab_det.recalibration import recalibration_dataloader
+from slab_det.runtime.errors import CheckpointError
+
+
+def describe_images(images):
+    shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), tuple(images.shape[-2:]))
+    return [DetDataSample(metainfo=shapes) for _ in images]
+
+
+def relative(outputs, targets):
+    return sum((s - t).pow(2).sum() / t.pow(2).sum() for s, t in zip(outputs, targets, strict=True)) / len(outputs)
+
+
+def test_error_is_that_of_the_formula():
+    generator = torch.Generator().manual_seed(0)
+    targets = [torch.randn(2, 3, 4, generator=generator), torch.randn(5, generator=generator).double()]
+    outputs = [1.5 * targets[0], torch.zeros(5).double()]
+    # Half of the target off gives a quarter, zeros give one.
+    torch.testing.assert_close(mean_relative_error(outputs, targets), torch.tensor(0.625).double())
+    assert mean_relative_error(dict(a=targets), [targets]) == 0
+    halves = [tensor.half() * 1000 for tensor in outputs], [tensor.half() * 1000 for tensor in targets]
+    assert mean_relative_error(*halves).item() == pytest.approx(0.625, rel=1e-2)
+    with pytest.raises(DistillationError, match=r'levels: student \[\(2,\)\], teacher \[\(3,\)\]'):
+        mean_relative_error([torch.ones(2)], [torch.ones(3)], 'levels')
+
+
+def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teacher(small_detector):
+    teacher, student = small_detector(seed=0), small_detector(seed=1)
+    images = torch.randn(2, 3, 64, 96)
+    samples = describe_images(images)
+    with torch.no_grad():
+        s, t = student.extract_feat(images), teacher.extract_feat(images)
+        proposals = teacher.rpn_head.predict(t, samples, rescale=False)
+        dense = [[x for kind in model.rpn_head(maps) for x in kind] for model, maps in ((student, s), (teacher, t))]
+        roi = [model.roi_head.forward(maps, proposals, samples) for model, maps in ((student, s), (teacher, t))]
+        losses = Distillation(teacher, 5.0, 2.0, 3.0)(student, s, images, samples)
+    assert len(roi[0]) == 3
+    expected = dict(
+        loss_features=5 * relative(s, t),
+        loss_dense=2 * relative(*dense),
+        loss_roi=3 * relative(*roi),
+        feature_error=relative(s, t),
+    )
+    torch.testing.assert_close(losses, expected)
+    assert set(Distillation(teacher, 1.0, 0.0, 0.0)(student, s, images, samples)) == {'loss_features', 'feature_error'}
+
+
+def build_small(name):
+    cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
+    if 'encoder' in cfg:
+        cfg.backbone.depth, cfg.neck.in_channels = 18, [512]
+        cfg.encoder.num_layers = cfg.decoder.num_layers = 1
+        return MODELS.build(cfg)
+    cfg.backbone = dict(SMALL_SWIN, norm_cfg=dict(type='LN'))
+    cfg.neck.update(in_channels=[8, 16, 32, 64], out_channels=16)
+    if 'roi_head' in cfg:
+        cfg.rpn_head.update(in_channels=16, feat_channels=16)
+        cfg.roi_head.bbox_roi_extractor.out_channels = 16
+        for head in cfg.roi_head.bbox_head:
+            head.update(in_channels=16, fc_out_channels=16, num_classes=3)
+    else:
+        cfg.bbox_head.update(in_channels=16, feat_channels=64, num_classes=3)
+    return MODELS.build(cfg)
+
+
+@pytest.mark.parametrize(
+    ('name', 'parts'),
+    [
+        ('_base_/models/retinanet_r50_fpn', {'loss_dense'}),
+        # Its head multiplies deltas by the stride in eval mode only.
+        ('fcos/fcos_r50-caffe_fpn_gn-head_1x_coco', {'loss_dense'}),
+        ('_base_/models/cascade-rcnn_r50_fpn', {'loss_dense', 'loss_roi'}),
+        ('detr/detr_r50_8xb2-150e_coco', set()),
+    ],
+)
+def test_a_copy_in_training_mode_has_no_loss_in_any_kind_of_detector(name, parts):
+    teacher = build_small(name)
+    student = copy.deepcopy(teacher).train()
+    student.backbone.eval()
+    images = torch.randn(1, 3, 64, 64)
+    losses = Distillation(teacher)(student, student.extract_feat(images), images, describe_images(images))
+    assert losses.keys() == {'loss_features', 'feature_error'} | parts
+    assert sum(losses.values()).item() < 1e-6, losses
+    assert all(head.training for head in student.children() if head is not student.backbone)
+
+
+@pytest.fixture(scope='module')
+def absorbed(module_run_cfg, tmp_path_factory):
+    """Config of a LayerNorm run, its checkpoint, and the fused config and checkpoint of a student of it."""
+    folder, cfg = tmp_path_factory.mktemp('absorbed'), module_run_cfg(norm_cfg=dict(type='LN'), drop_path_rate=0.5)
+    cfg.custom_hooks = [dict(type='RecalibrateFuseHook')]
+    # AP of random weights says nothing.
+    cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
+    teacher = build_detector(cfg)
+    torch.save(dict(state_dict=randomize(teacher).state_dict()), folder / 'teacher.pth')
+    student = slab_det.convert_norms(teacher, dict(type='TokenBN'))
+    slab_det.recalibrate(student, recalibration_dataloader(cfg, 4, 'test'), max_passes=2, progress=False)
+    converted = copy.deepcopy(cfg)
+    converted.model.backbone.norm_cfg = dict(type='TokenBN')
+    checkpoint, config = save_fused(slab_det.fuse(student), converted, folder / 'absorbed.pth')
+    return cfg, folder / 'teacher.pth', config, checkpoint
+
+
+def tune_cfg(absorbed, name):
+    cfg, teacher, fused_config, checkpoint = absorbed
+    schedule = Config.fromfile(CONFIGS / '_base_/schedules/tune_absorbed.py')
+    schedule.train_cfg = dict(type='IterBasedTrainLoop', max_iters=2)
+    schedule.param_scheduler[0].end = schedule.param_scheduler[1].begin = 1
+    path = write_tune_config(cfg, fused_config, checkpoint, teacher, schedule)
+    assert path == checkpoint.with_name('absorbed_tune_config.py')
+    new = Config.fromfile(path)
+    new.default_hooks.checkpoint.interval = 1
+    new.work_dir, new.experiment_name = str(checkpoint.parent / name), f'{checkpoint.parent.name}-{name}'
+    return new
+
+
+@pytest.fixture(scope='module')
+def whole_run(absorbed):
+    runner = Runner.from_cfg(tune_cfg(absorbed, 'whole'))
+    runner.train()
+    return runner
+
+
+def test_a_run_with_labels_writes_checkpoints_of_the_fused_config(absorbed, whole_run):
+    rates = {id(p): group['lr'] for group in whole_run.optim_wrapper.param_groups for p in group['params']}
+    lowest = min(rates.values())
+    for name, parameter in whole_run.model.named_parameters():
+        assert rates[id(parameter)] == pytest.approx(lowest * (1 if name.startswith('backbone') else 10)), name
+    logged = whole_run.message_hub.log_scalars
+    assert {'train/loss_features', 'train/loss_dense', 'train/loss_roi', 'train/loss_rpn_cls'} <= logged.keys()
+    teacher = whole_run.model.distillation.teacher
+    assert not any(part.training for part in teacher.modules())
+    assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())
+    before = torch.load(absorbed[1], weights_only=False)['state_dict']
+    torch.testing.assert_close(dict(teacher.state_dict()), dict(before), rtol=0, atol=0)
+
+    last = Path(whole_run.work_dir) / 'iter_2.pth'
+    fused, untuned = (build_detector(Config.fromfile(absorbed[2]), str(path)) for path in (last, absorbed[3]))
+    images = torch.randn(1, 3, 70, 90)
+    student = copy.deepcopy(whole_run.model).eval()
+    with torch.no_grad():
+        maps, served, old = (model.extract_feat(images) for model in (student, fused, untuned))
+    torch.testing.assert_close(served, maps)
+    assert all((a - b).abs().max() > 1e-4 for a, b in zip(served, old, strict=True))
+    assert DetInferencer(str(absorbed[2]), str(last), device='cpu', show_progress=False)
+
+
+def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(absorbed, whole_run):
+    runner = Runner.from_cfg(tune_cfg(absorbed, 'halted'))
+    runner.register_hook(StopAfter(1))
+    with pytest.raises(KeyboardInterrupt):
+        runner.train()
+    cfg = tune_cfg(absorbed, 'halted')
+    cfg.load_from, cfg.resume = str(Path(cfg.work_dir) / 'iter_1.pth'), True
+    resumed = Runner.from_cfg(cfg)
+    resumed.train()
+    torch.testing.assert_close(resumed.model.state_dict(), whole_run.model.state_dict())
+
+
+def test_without_a_task_loss_no_labels_are_read(absorbed):
+    cfg = tune_cfg(absorbed, 'unlabelled')
+    model = MODELS.build(dict(cfg.model, task_weight=0.0)).train()
+    images = torch.randn(1, 3, 64, 64)
+    losses = model(images, describe_images(images), mode='loss')
+    assert losses.keys() == {'loss_features', 'loss_dense', 'loss_roi', 'feature_error'}
+    assert sum(losses.values()).requires_grad
+    # Drop-path of 0.5 would be drawn anew.
+    torch.testing.assert_close(model(images, describe_images(images), mode='loss'), losses)
+    assert model.state_dict().keys() == MODELS.build(cfg.model.student).state_dict().keys()
+
+
+def test_the_teacher_follows_and_copies_share_it(absorbed):
+    model = MODELS.build(tune_cfg(absorbed, 'moved').model).double()
+    teacher = model.distillation.teacher
+    assert {p.dtype for p in teacher.parameters()} == {torch.float64}
+    assert copy.deepcopy(model).distillation.teacher is teacher
+    assert teacher not in set(model.modules())
+    assert not any(part.training for part in model.train().distillation.teacher.modules())
+
+
+def test_a_wrong_teacher_is_refused(absorbed, tmp_path):
+    cfg = tune_cfg(absorbed, 'refused')
+    with pytest.raises(CheckpointError):
+        MODELS.build(dict(cfg.model, teacher_checkpoint=str(absorbed[3])))
+    with pytest.raises(CheckpointError):
+        MODELS.build(dict(cfg.model, teacher_checkpoint=str(tmp_path / 'missing.pth')))
+    with pytest.raises(ValueError, match='negative'):
+        MODELS.build(dict(cfg.model, task_weight=-1.0))
