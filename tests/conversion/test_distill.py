@@ -112,11 +112,9 @@ def absorbed(module_run_cfg, tmp_path_factory):
     cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     teacher = build_detector(cfg)
     torch.save(dict(state_dict=randomize(teacher).state_dict()), folder / 'teacher.pth')
-    student = slab_det.convert_norms(teacher, dict(type='TokenBN'))
-    slab_det.recalibrate(student, recalibration_dataloader(cfg, 4, 'test'), max_passes=2, progress=False)
-    converted = copy.deepcopy(cfg)
-    converted.model.backbone.norm_cfg = dict(type='TokenBN')
-    checkpoint, config = save_fused(slab_det.fuse(student), converted, folder / 'absorbed.pth')
+    # Two norms are left.
+    student = slab_det.absorb(teacher, recalibration_dataloader(cfg, 4, 'test'), keep=2, progress=False)
+    checkpoint, config = save_fused(student, cfg, folder / 'absorbed.pth')
     return cfg, folder / 'teacher.pth', config, checkpoint
 
 
