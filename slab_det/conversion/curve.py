@@ -1,0 +1,156 @@
+"""Which norms an absorption keeps, and what they buy: agreement with the teacher, latency and AP over their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmengine.config import Config
+from torch import nn
+from torch.utils.data import DataLoader
+
+from slab_det.conversion.absorb import HELD_OUT, absorb
+from slab_det.measure.agreement import NO_LOSS, agreement, detect
+from slab_det.measure.evaluate import evaluate
+from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
+from slab_det.measure.report import AP_KINDS
+
+
+def absorb_until_agreement(
+    teacher: nn.Module,
+    images: Sequence | DataLoader,
+    least: float = NO_LOSS,
+    work_dir: str | Path | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """Absorbs all LayerNorms but as few as it takes to agree with the teacher.
+
+    No norm is kept at first, then the 1, 2, 4, 8, ... norms of which most is left, up to half of them.
+
+    Args:
+        teacher: See :func:`slab_det.absorb`; a whole detector.
+        images: A data loader or a list of what :func:`slab_det.absorb` takes.
+        least: The agreement on held-out images that suffices.
+        work_dir: See :func:`slab_det.absorb`.
+        progress: Show progress bars, and the agreements.
+
+    Returns:
+        The first student that agrees so well; if none does, the one that agrees best.
+    """
+    reference = detect(teacher, images, held_out_step(images))
+    found: list[tuple[float, nn.Module]] = []
+    ranked, count = [], 0
+    while not found or found[-1][0] < least and count <= len(ranked) // 2:
+        student = absorb(teacher, images, ranked[:count], work_dir=work_dir, progress=progress)
+        ranked = ranked or student.absorption_report.rank()
+        value = agreement(reference, detect(student, images, held_out_step(images)))
+        found.append((value, student))
+        if progress:
+            print(f'{count} of {len(ranked)} LayerNorms kept: agreement {value:.3f}')
+        count = max(1, 2 * count)
+    return max(found, key=lambda pair: (min(pair[0], least), -len(pair[1].absorption_report.kept)))[1]
+
+
+def held_out_step(images: Sequence | DataLoader) -> int:
+    """Every so many batches :func:`slab_det.absorb` holds one out; 1 where there are too few batches for that."""
+    return HELD_OUT if len(images) >= HELD_OUT else 1
+
+
+class FittedBatches:
+    """The batches of ``images`` that :func:`slab_det.absorb` does not hold out."""
+
+    def __init__(self, images: Sequence | DataLoader) -> None:
+        self.images, self.dataset = images, getattr(images, 'dataset', None)
+
+    def __iter__(self) -> Iterator:
+        step = held_out_step(self.images)
+        return (batch for index, batch in enumerate(self.images) if step == 1 or index % step != step - 1)
+
+
+@dataclass
+class CurvePoint:
+    """One absorbed detector, or the teacher, which keeps every norm.
+
+    Attributes:
+        name: Which it is.
+        num_kept: How many LayerNorms it has.
+        agreement: With the teacher, on held-out images.
+        latency: Measured in turns with that of the other points; None where it was not asked for.
+        ap: See :func:`slab_det.measure.evaluate.evaluate`; None where it was not asked for.
+    """
+
+    name: str
+    num_kept: int
+    agreement: float
+    latency: LatencyResult | None = None
+    ap: dict | None = None
+
+    def to_dict(self) -> dict:
+        """The attributes, as JSON holds them."""
+        return {**vars(self), 'latency': self.latency and self.latency.to_dict()}
+
+
+def measure_curve(
+    teacher: nn.Module,
+    students: Mapping[str, nn.Module],
+    images: Sequence | DataLoader,
+    rounds: int = 0,
+    eval_cfg: Config | None = None,
+    **latency_options,
+) -> list[CurvePoint]:
+    """Compares absorbed detectors with their teacher.
+
+    Agreement is that on the batches which :func:`slab_det.absorb` holds out; on all where they are too few for that.
+
+    Args:
+        teacher: The LayerNorm detector.
+        students: What :func:`slab_det.absorb` made of it, by names of their own.
+        images: The images that they were absorbed on.
+        rounds: Timed rounds; 0 measures no latency.
+        eval_cfg: A config with the data and the evaluator of a validation; None measures no AP.
+        latency_options: Further arguments of :func:`slab_det.measure_latency`.
+
+    Returns:
+        A point for the teacher, then one for each student.
+    """
+    models = {'LayerNorm': teacher, **students}
+    reference, points = detect(teacher, images, held_out_step(images)), []
+    for name, model in models.items():
+        report = getattr(model, 'absorption_report', None)
+        kept = report.kept if report else next(iter(students.values())).absorption_report.norms
+        found = detect(model, images, held_out_step(images)) if report else reference
+        points.append(CurvePoint(name, len(kept), agreement(reference, found)))
+    if rounds:
+        results = measure_latency(models, rounds=rounds, **latency_options)
+        for point in points:
+            point.latency = results[point.name]
+    if eval_cfg is not None:
+        for point in points:
+            point.ap = evaluate(models[point.name], eval_cfg)
+    return points
+
+
+def curve_table(points: Sequence[CurvePoint]) -> str:
+    """A Markdown table of points, the teacher first, with what the numbers depend on below it."""
+    teacher = points[0]
+    rows = [
+        {
+            'detector': point.name,
+            'LayerNorms kept': str(point.num_kept),
+            'agreement': f'{point.agreement:.3f}',
+            **(_latency_cells(point.latency, teacher.latency) if point.latency else {}),
+            **{f'{AP_KINDS[kind]} AP': f'{values["AP"]:.3f}' for kind, values in (point.ap or {}).items()},
+        }
+        for point in points
+    ]
+    lines = [f'| {" | ".join(cells)} |' for cells in (rows[0], *(row.values() for row in rows))]
+    lines.insert(1, '|---|' + '---:|' * (len(rows[0]) - 1))
+    if teacher.latency:
+        lines += ['', f'{describe_scope(teacher.latency.to_dict())}, {teacher.latency.rounds} rounds interleaved']
+    return '\n'.join(lines)
+
+
+def _latency_cells(latency: LatencyResult, base: LatencyResult) -> dict[str, str]:
+    (ratio,) = repeat_ratios(latency, base)
+    return {'median ms': f'{latency.median_ms:.2f}', 'ratio': f'{ratio:.3f}'}

@@ -1,0 +1,140 @@
+"""tools/absorb.py as a user calls it, on a small LayerNorm detector and generated images."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, randomize
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from torch import nn
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.data import generate
+from slab_det.measure.agreement import agreement, detect
+from slab_det.recalibration import image_folder_dataloader
+
+BACKBONE = dict(norm_cfg=dict(type='LN'), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
+NORMS = 1 + 2 * 4 + 3 + 4
+QUICK = ('--num-images', 5, '--rounds', 2, '--threads', 1)
+
+
+@pytest.fixture
+def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
+    """small.pth, beside its config small.py and images in data/."""
+    generate(tmp_path / 'data', num_train=5, num_val=2, size=(96, 80))
+    cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
+    cfg.model = small_detector_cfg('faster_rcnn', **BACKBONE)
+    cfg.model.roi_head.bbox_head.num_classes = 4
+    for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
+        loader.num_workers = 0
+        loader.persistent_workers = False
+    cfg.val_evaluator.metric = cfg.test_evaluator.metric = 'bbox'
+    cfg.dump(tmp_path / 'small.py')
+    model = randomize(MODELS.build(cfg.model))
+    meta = dict(dataset_meta=dict(classes=('a', 'b', 'c', 'd')))
+    torch.save(dict(state_dict=model.state_dict(), meta=meta), tmp_path / 'small.pth')
+    return tmp_path / 'small.pth'
+
+
+def norms_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+
+
+def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, call, tmp_path: Path) -> None:
+    options = ('--keep', 2, '--curve', 0, '--eval', '--json', 'report.json', '--figure', 'figure.png')
+    result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *options, *QUICK)
+    assert result.code == 0, result.err
+    rows = re.findall(
+        r'^\| ([^|]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', result.out, re.MULTILINE
+    )
+    expected = [('LayerNorm', str(NORMS)), ('worst 0 kept', '0'), ('written', '2')]
+    assert [row[:2] for row in rows] == expected, result.out
+    assert float(rows[0][2]) == 1 and float(rows[0][4]) == 1
+    assert f'{NORMS - 2} LayerNorms absorbed, 2 kept' in result.out
+    assert 'Agreement with the teacher' in result.out and 'fused.pth' in result.out
+
+    student, teacher = (
+        build_detector(Config.fromfile(f'{name}.py'), f'{weights}.pth')
+        for name, weights in (('fused_config', 'fused'), ('small', 'small'))
+    )
+    report = json.loads(Path('report.json').read_text())
+    kept = [norm['norm'] for norm in report['norms'] if norm['fate'] == 'kept']
+    assert sorted(norms_of(student)) == sorted(kept) and len(kept) == 2
+    assert all(norm['reason'] for norm in report['norms'] if norm['fate'] == 'kept')
+    assert student.dataset_meta['classes'] == ('a', 'b', 'c', 'd')
+    loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
+    value = agreement(*(detect(model, loader, every=5) for model in (teacher, student)))
+    assert {point['num_kept']: point['agreement'] for point in report['points']}[2] == pytest.approx(value, abs=1e-3)
+    assert [point['ap'].keys() for point in report['points']] == [{'bbox'}] * 3
+    assert all(point['latency']['rounds'] == 2 for point in report['points'])
+    assert (tmp_path / 'figure.png').stat().st_size > 10_000
+
+
+def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
+    shutil.move('data/images/train', 'pictures')
+    shutil.rmtree('data')
+    cfg = Config.fromfile('small.py')
+    for key in ('train_dataloader', 'val_dataloader', 'val_evaluator'):
+        cfg.pop(key)
+    cfg.dump('deployed.py')
+    command = ('absorb.py', 'deployed.py', detector, '--images', 'pictures', '--out', 'fused.pth', *QUICK)
+    result = call(
+        *command, '--keep', 'backbone.norm0', 'backbone.norm3', '--rounds', 0, '--work-dir', 'work', '--tune', 2
+    )
+    assert result.code == 0, result.err
+    student = build_detector(Config.fromfile('fused_config.py'), 'fused.pth')
+    assert norms_of(student) == ['backbone.norm0', 'backbone.norm3']
+    assert 'median ms' not in result.out and re.search('FPN error .* before, .* after', result.out)
+    assert list(Path('work').iterdir()), 'to go on from'
+
+
+def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Path, call) -> None:
+    result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *QUICK, '--rounds', 0)
+    assert result.code == 0, result.err
+    tried = re.findall(rf'^(\d+) of {NORMS} LayerNorms kept: agreement ([\d.]+)$', result.out, re.MULTILINE)
+    assert [int(count) for count, _ in tried] == [0, 1, 2, 4, 8][: len(tried)]
+    written = re.search(r'Agreement with the teacher: ([\d.]+), with (\d+) LayerNorms kept; (.*)', result.out)
+    values = {int(count): float(value) for count, value in tried}
+    assert values[int(written[2])] == float(written[1])
+    if max(values.values()) >= 0.9:
+        assert int(written[2]) == min(count for count, value in values.items() if value >= 0.9)
+        assert 'no loss' in written[3]
+    else:
+        assert float(written[1]) == max(values.values()) and 'a loss of AP of about' in written[3]
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (('--images', 'empty'), 'empty holds no image'),
+        (('--images', 'nowhere'), 'nowhere is not a folder'),
+        (('--images', 'data', '--pipeline', 'train'), 'needs the annotations'),
+        (('--data-root', 'data', '--keep', 'backbone.norm9'), 'backbone.norm9'),
+        (('--data-root', 'data', '--num-images', 0), 'num_images=0'),
+    ],
+)
+def test_errors_are_one_line(arguments: tuple, message: str, detector: Path, call) -> None:
+    Path('empty').mkdir()
+    result = call('absorb.py', 'small.py', detector, '--out', 'fused.pth', *arguments)
+    assert result.code == 1 and message in result.err.splitlines()[-1], result.err
+    assert result.err.splitlines()[-1].startswith('error: ')
+    assert not Path('fused.pth').exists()
+
+
+def test_what_has_no_layernorm_is_named(detector: Path, call) -> None:
+    cfg = Config.fromfile('small.py')
+    cfg.model = dict(type='FusedDetector', model=cfg.model, folds=[])
+    cfg.dump('fused_config.py')
+    result = call('absorb.py', 'fused_config.py', detector, '--out', 'again.pth', '--images', 'data')
+    assert result.code == 1 and 'its norms are gone' in result.err
+    cfg = Config.fromfile('small.py')
+    cfg.model.backbone.norm_cfg = dict(type='TokenBN')
+    cfg.dump('token_bn.py')
+    torch.save(dict(state_dict=randomize(MODELS.build(cfg.model)).state_dict()), 'token_bn.pth')
+    result = call('absorb.py', 'token_bn.py', 'token_bn.pth', '--out', 'again.pth', '--images', 'data', '--keep', 0)
+    assert result.code == 1 and 'no LayerNorm' in result.err.splitlines()[-1], result.err

@@ -1,0 +1,163 @@
+"""Absorbs the LayerNorms of a trained detector into its linear layers, on unlabelled images, without training: writes
+the fused checkpoint, and the config that loads it."""
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+import json
+from functools import partial
+
+import torch
+from mmengine.config import Config
+from mmengine.fileio import put_text
+from torch.utils.data import DataLoader
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.cli import read_config, run_cli
+from slab_det.conversion import ConversionError, tune
+from slab_det.conversion.curve import CurvePoint, FittedBatches, absorb_until_agreement, curve_table, measure_curve
+from slab_det.data import check_data, set_data_root
+from slab_det.fusion import save_fused
+from slab_det.measure.agreement import NO_LOSS, expected_loss
+from slab_det.recalibration import PIPELINES, image_folder_dataloader, recalibration_dataloader
+from slab_det.runtime.config import type_name
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config that the LayerNorm detector was trained with')
+    parser.add_argument('checkpoint', help='its weights')
+    parser.add_argument('--out', required=True, metavar='FILE.pth', help='FILE_config.py is written beside it')
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument(
+        '--images', metavar='DIR', help='pictures to absorb on, without annotations (default: training images)'
+    )
+    parser.add_argument('--num-images', type=int, default=100, help='how many images (default %(default)s)')
+    parser.add_argument(
+        '--pipeline',
+        choices=PIPELINES,
+        default='test',
+        help='these images as inference sees them, or as training did (default %(default)s)',
+    )
+    parser.add_argument(
+        '--keep',
+        nargs='+',
+        metavar='KEEP',
+        help='LayerNorms that stay: none; a number K, the worst K; a share such as 0.05, those of which more would be '
+        'left unexplained; or names (default: as few as it takes to agree with the teacher)',
+    )
+    parser.add_argument(
+        '--curve', type=int, nargs='+', default=[], metavar='K', help='also measure with the worst K kept'
+    )
+    parser.add_argument(
+        '--tune', type=int, default=0, metavar='N', help='then N iterations towards the teacher, without labels'
+    )
+    parser.add_argument('--eval', action='store_true', help="measure AP too, on the config's validation images")
+    parser.add_argument('--rounds', type=int, default=30, help='of the latency; 0: none (default %(default)s)')
+    parser.add_argument('--threads', type=int, metavar='N', help="CPU threads of the latency (default: torch's)")
+    parser.add_argument('--work-dir', metavar='DIR', help='for what is finished: the same command goes on from there')
+    parser.add_argument('--json', metavar='FILE', help='report of every norm and of every row of the table')
+    parser.add_argument('--figure', metavar='FILE.png', help='what is left of every norm; needs matplotlib')
+    return parser.parse_args()
+
+
+def parse_keep(values: list[str]) -> int | float | list[str]:
+    """What ``slab_det.absorb`` takes as ``keep``."""
+    if values == ['none']:
+        return 0
+    if len(values) == 1:
+        for kind in (int, float):
+            try:
+                return kind(values[0])
+            except ValueError:
+                continue
+    return values
+
+
+def load_images(cfg: Config, args: argparse.Namespace) -> DataLoader:
+    if args.images is None:
+        check_data(cfg, ('train',))
+        return recalibration_dataloader(cfg, args.num_images, args.pipeline)
+    if args.pipeline == 'train':
+        raise ConversionError('--pipeline train needs the annotations of a training; leave it or --images out')
+    return image_folder_dataloader(cfg, args.images, args.num_images)
+
+
+def advise(point: CurvePoint, tuned: int) -> str:
+    """What the agreement of the written detector means, and what to do about it."""
+    found = f'Agreement with the teacher: {point.agreement:.3f}, with {point.num_kept} LayerNorms kept'
+    if point.agreement >= NO_LOSS:
+        return f'{found}; from {NO_LOSS} on, no loss of AP is to be expected'
+    return (
+        f'{found}; below {NO_LOSS} it goes with a loss of AP of about {expected_loss(point.agreement):.3f}: keep '
+        f'more norms (--keep K), or train without labels (--tune {2 * tuned or 150})'
+    )
+
+
+def main() -> None:
+    args = parse_arguments()
+    cfg = read_config(args.config)
+    if type_name(cfg.model.type) == 'FusedDetector':
+        raise ConversionError(
+            f'{args.config} is that of a fused detector: its norms are gone; give config and checkpoint of the '
+            'LayerNorm detector'
+        )
+    if args.data_root is not None:
+        set_data_root(cfg, args.data_root)
+    if args.eval:
+        check_data(cfg, ('val',))
+        if not (cfg.get('val_dataloader') and cfg.get('val_evaluator')):
+            raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
+    teacher = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
+    images = load_images(cfg, args)
+    absorb = partial(slab_det.absorb, teacher, images, work_dir=args.work_dir)
+    students = {}
+    if args.curve:
+        everything = absorb(keep=0)
+        ranked = everything.absorption_report.rank()
+        students = {f'worst {k} kept': absorb(keep=ranked[:k]) if k else everything for k in sorted({*args.curve})}
+    if args.keep is None:
+        student = absorb_until_agreement(teacher, images, work_dir=args.work_dir)
+    else:
+        student = absorb(keep=parse_keep(args.keep))
+    report, tuned = student.absorption_report, None
+    if args.tune:
+        student, tuned = tune(student, teacher, FittedBatches(images), args.tune)
+    students['written'] = student
+    sample = next(iter(images))
+    points = measure_curve(
+        teacher,
+        students,
+        images,
+        rounds=args.rounds,
+        eval_cfg=cfg if args.eval else None,
+        size=tuple(sample['inputs'][0].shape[-2:]),
+        image=sample['data_samples'][0].get('img_path'),
+        warmup=5,
+        device=next(teacher.parameters()).device,
+        threads=args.threads,
+        progress=True,
+    )
+    checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
+    if args.json is not None:
+        values = dict(
+            **report.to_dict(),
+            tune=tuned and tuned.to_dict(),
+            points=[point.to_dict() for point in points],
+            config=args.config,
+            checkpoint=args.checkpoint,
+            images=args.images or f'{len(images)} batches of the training set, pipeline {args.pipeline!r}',
+        )
+        put_text(json.dumps(values, indent=1) + '\n', args.json)
+    if args.figure is not None:
+        from slab_det.conversion.figure import draw_absorption
+
+        agreements = {point.num_kept: point.agreement for point in points}
+        latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}
+        draw_absorption(report, args.figure, agreements, latencies)
+    print('\n'.join([str(report), *filter(None, [tuned and str(tuned)]), '', curve_table(points), '']))
+    print(f'{advise(points[-1], args.tune)}\nWritten to {checkpoint} and {config}')
+
+
+if __name__ == '__main__':
+    run_cli(main)
