@@ -5,7 +5,9 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import json
+import re
 from functools import partial
+from pathlib import Path
 
 import torch
 from mmengine.config import Config
@@ -21,6 +23,7 @@ from slab_det.fusion import save_fused
 from slab_det.measure.agreement import NO_LOSS, expected_loss
 from slab_det.recalibration import PIPELINES, image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.config import type_name
+from slab_det.runtime.errors import CheckpointError
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,21 +68,18 @@ def parse_keep(values: list[str]) -> int | float | list[str]:
     """What ``slab_det.absorb`` takes as ``keep``."""
     if values == ['none']:
         return 0
-    if len(values) == 1:
-        for kind in (int, float):
-            try:
-                return kind(values[0])
-            except ValueError:
-                continue
-    return values
+    numbers = [value for value in values if re.fullmatch(r'-?[\d.]+', value)]
+    if not numbers:
+        return values
+    if len(values) > 1 or numbers[0].startswith('-'):
+        raise ConversionError(f'--keep {" ".join(values)}: give one number from 0 on, or names')
+    return float(numbers[0]) if '.' in numbers[0] else int(numbers[0])
 
 
 def load_images(cfg: Config, args: argparse.Namespace) -> DataLoader:
     if args.images is None:
         check_data(cfg, ('train',))
         return recalibration_dataloader(cfg, args.num_images, args.pipeline)
-    if args.pipeline == 'train':
-        raise ConversionError('--pipeline train needs the annotations of a training; leave it or --images out')
     return image_folder_dataloader(cfg, args.images, args.num_images)
 
 
@@ -87,15 +87,26 @@ def advise(point: CurvePoint, tuned: int) -> str:
     """What the agreement of the written detector means, and what to do about it."""
     found = f'Agreement with the teacher: {point.agreement:.3f}, with {point.num_kept} LayerNorms kept'
     if point.agreement >= NO_LOSS:
-        return f'{found}; from {NO_LOSS} on, no loss of AP is to be expected'
+        return f'{found}; from {NO_LOSS} on, next to no AP was lost where it was measured'
     return (
         f'{found}; below {NO_LOSS} it goes with a loss of AP of about {expected_loss(point.agreement):.3f}: keep '
         f'more norms (--keep K), or train without labels (--tune {2 * tuned or 150})'
     )
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    if Path(args.out).is_dir() or Path(args.out).resolve() == Path(args.checkpoint).resolve():
+        raise CheckpointError(f'--out {args.out} is a folder or the checkpoint itself; give another file')
+    if min([args.tune, args.rounds, *args.curve]) < 0:
+        raise ConversionError('--curve, --tune and --rounds are numbers from 0 on')
+    if args.images is not None and args.pipeline == 'train':
+        raise ConversionError('--pipeline train needs the annotations of a training; leave it or --images out')
+
+
 def main() -> None:
     args = parse_arguments()
+    check_arguments(args)
+    keep = args.keep and parse_keep(args.keep)
     cfg = read_config(args.config)
     if type_name(cfg.model.type) == 'FusedDetector':
         raise ConversionError(
@@ -116,10 +127,10 @@ def main() -> None:
         everything = absorb(keep=0)
         ranked = everything.absorption_report.rank()
         students = {f'worst {k} kept': absorb(keep=ranked[:k]) if k else everything for k in sorted({*args.curve})}
-    if args.keep is None:
+    if keep is None:
         student = absorb_until_agreement(teacher, images, work_dir=args.work_dir)
     else:
-        student = absorb(keep=parse_keep(args.keep))
+        student = absorb(keep=keep)
     report, tuned = student.absorption_report, None
     if args.tune:
         student, tuned = tune(student, teacher, FittedBatches(images), args.tune)

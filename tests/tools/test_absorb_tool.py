@@ -103,7 +103,7 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
     assert values[int(written[2])] == float(written[1])
     if max(values.values()) >= 0.9:
         assert int(written[2]) == min(count for count, value in values.items() if value >= 0.9)
-        assert 'no loss' in written[3]
+        assert 'next to no AP was lost' in written[3]
     else:
         assert float(written[1]) == max(values.values()) and 'a loss of AP of about' in written[3]
 
@@ -116,6 +116,10 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--images', 'data', '--pipeline', 'train'), 'needs the annotations'),
         (('--data-root', 'data', '--keep', 'backbone.norm9'), 'backbone.norm9'),
         (('--data-root', 'data', '--num-images', 0), 'num_images=0'),
+        (('--data-root', 'data', '--curve', '-1'), 'from 0 on'),
+        (('--data-root', 'data', '--keep', '-1'), 'one number from 0 on'),
+        (('--data-root', 'data', '--keep', 'backbone.norm0', '0.1'), 'one number from 0 on'),
+        (('--out', 'small.pth'), 'the checkpoint itself'),
     ],
 )
 def test_errors_are_one_line(arguments: tuple, message: str, detector: Path, call) -> None:
