@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from slab_det.checkpoints.build import build_detector
 from slab_det.cli import read_config, run_cli
 from slab_det.conversion import ConversionError, tune
-from slab_det.conversion.curve import CurvePoint, FittedBatches, absorb_until_agreement, curve_table, measure_curve
+from slab_det.conversion.curve import CurvePoint, FittedBatches, curve_table, measure_curve
 from slab_det.data import check_data, set_data_root
 from slab_det.fusion import save_fused
 from slab_det.measure.agreement import NO_LOSS, expected_loss
@@ -46,8 +46,8 @@ def parse_arguments() -> argparse.Namespace:
         '--keep',
         nargs='+',
         metavar='KEEP',
-        help='LayerNorms that stay: none; a number K, the worst K; a share such as 0.05, those of which more would be '
-        'left unexplained; or names (default: as few as it takes to agree with the teacher)',
+        help='LayerNorms that stay: none; a number K, the worst K; a share such as 0.02, those of which more is '
+        'not affine; or names (default: as few as it takes to agree with the teacher)',
     )
     parser.add_argument(
         '--curve', type=int, nargs='+', default=[], metavar='K', help='also measure with the worst K kept'
@@ -64,8 +64,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def parse_keep(values: list[str]) -> int | float | list[str]:
+def parse_keep(values: list[str] | None) -> int | float | list[str] | None:
     """What ``slab_det.absorb`` takes as ``keep``."""
+    if values is None:
+        return None
     if values == ['none']:
         return 0
     numbers = [value for value in values if re.fullmatch(r'-?[\d.]+', value)]
@@ -127,10 +129,7 @@ def main() -> None:
         everything = absorb(keep=0)
         ranked = everything.absorption_report.rank()
         students = {f'worst {k} kept': absorb(keep=ranked[:k]) if k else everything for k in sorted({*args.curve})}
-    if keep is None:
-        student = absorb_until_agreement(teacher, images, work_dir=args.work_dir)
-    else:
-        student = absorb(keep=keep)
+    student = absorb(keep=keep)
     report, tuned = student.absorption_report, None
     if args.tune:
         student, tuned = tune(student, teacher, FittedBatches(images), args.tune)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from mmengine.logging import MMLogger
 from mmengine.runner import save_checkpoint
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from slab_det.conversion.convert import ConversionError, reason_to_keep
 from slab_det.conversion.regression import CrossMoments, choose_fit, diagonal_fit
@@ -32,6 +34,7 @@ from slab_det.fusion.fuse import (
     replace_module,
 )
 from slab_det.fusion.report import FusionReport
+from slab_det.measure.agreement import NO_LOSS, agreement, detect
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration.moments import Moments, evaluating, prepare_inputs
 from slab_det.runtime import read_checkpoint
@@ -49,9 +52,11 @@ class NormAbsorption:
         fate: 'absorbed' or 'kept'.
         into: The layers that hold it now, separated by commas, or ''.
         reason: Why it was kept, or ''.
-        diagonal: Share of the norm's variance that is left by the best scale per channel of its centred input.
-        left: Share that is left by the map that was folded, of the input that the absorbed model has there. Both shares
-            are of held-out batches, over tokens and channels; None where nothing was measured.
+        own: Share of the norm's variance that the best map of the teacher's input leaves: what of this norm is not
+            affine. Shares are of held-out batches, over tokens and channels; None where nothing was measured.
+        diagonal: Share that the best scale per channel leaves of the student's input, centred.
+        left: Share that the map that was folded leaves of the student's input; what is more than ``own`` comes from the
+            norms before.
         ridge: Strength of the pull to the diagonal map.
         within: Standard deviation of 1 / sigma over the tokens of an image, over its mean.
         between: Standard deviation of the images' mean 1 / sigma, over its mean.
@@ -61,6 +66,7 @@ class NormAbsorption:
     fate: Literal['absorbed', 'kept']
     into: str = ''
     reason: str = ''
+    own: float | None = None
     diagonal: float | None = None
     left: float | None = None
     ridge: float | None = None
@@ -92,10 +98,12 @@ class AbsorptionReport:
     Attributes:
         norms: The LayerNorms, in the order of their calls; those that are never called last.
         writers: The layers of the residual stream that were fitted, in the order of their calls.
+        agreement: With the teacher on held-out images, where it decided how many norms were kept.
     """
 
     norms: list[NormAbsorption] = field(default_factory=list)
     writers: list[StreamRefit] = field(default_factory=list)
+    agreement: float | None = None
 
     @property
     def kept(self) -> list[NormAbsorption]:
@@ -103,8 +111,8 @@ class AbsorptionReport:
         return [norm for norm in self.norms if norm.fate == 'kept']
 
     def rank(self) -> list[str]:
-        """The norms that were fitted, by the share that is left, largest first."""
-        return [norm.norm for norm in sorted(self.norms, key=lambda norm: -(norm.left or 0)) if norm.left is not None]
+        """The norms that were fitted, the least affine first."""
+        return [norm.norm for norm in sorted(self.norms, key=lambda norm: -(norm.own or 0)) if norm.own is not None]
 
     def to_dict(self) -> dict:
         """The attributes, as JSON holds them."""
@@ -124,7 +132,8 @@ class AbsorptionReport:
             worst = max(absorbed, key=lambda norm: norm.left)
             lines.append(
                 f'  left of their variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on average, most '
-                f'at {worst.norm}: {worst.left:.1%} (a scale per channel leaves {worst.diagonal:.1%})'
+                f'at {worst.norm}: {worst.left:.1%}, of which {worst.own:.1%} is its own '
+                f'(a scale per channel leaves {worst.diagonal:.1%})'
             )
         return '\n'.join(lines)
 
@@ -132,7 +141,8 @@ class AbsorptionReport:
 def absorb(
     model: nn.Module,
     images: Iterable,
-    keep: int | float | Collection[str] = 0,
+    keep: int | float | Collection[str] | None = None,
+    least: float = NO_LOSS,
     fold_outputs: bool = False,
     work_dir: str | Path | None = None,
     progress: bool = True,
@@ -157,8 +167,11 @@ def absorb(
             :func:`slab_det.fusion.register_folds` names the readers of the norms.
         images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
             kind that the detector will see.
-        keep: Norms that stay LayerNorm: a number K, the K of which most is left when all are absorbed; a float, all
-            of which a larger share is left; or their names.
+        keep: Norms that stay LayerNorm: a number K, the K that are the least affine; a float, all of which a larger
+            share is not affine (:attr:`NormAbsorption.own`); their names; or None, as few as it takes for an agreement
+            with the teacher of ``least`` on the held-out images: none, or else the 1, 2, 4, ... least affine ones, up
+            to half of them. The best is taken where none agrees so well.
+        least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`.
         fold_outputs: See :func:`slab_det.fuse`.
         work_dir: A folder for what is finished; a later call with the same arguments goes on from there.
         progress: Show a progress bar.
@@ -180,7 +193,42 @@ def absorb(
             return run(bound=keep).student
         if isinstance(keep, int):
             keep = run().student.absorption_report.rank()[:keep] if keep else ()
-        return run(names=keep).student
+        if keep is not None:
+            return run(names=keep).student
+        return _absorb_until_agreement(model, images, run, least, progress)
+
+
+def _absorb_until_agreement(
+    model: nn.Module, images: Sequence | DataLoader, run: Callable[..., _Run], least: float, progress: bool
+) -> nn.Module:
+    if not hasattr(model, 'data_preprocessor'):
+        raise ConversionError(
+            'keep=None compares detections, and the model is no detector; give a number, keep=0 for one'
+        )
+    reference = detect(model, images, held_out_step(images))
+    best, ranked, count = None, [], 0
+    while best is None or best.absorption_report.agreement < least and count <= len(ranked) // 2:
+        student = run(names=ranked[:count]).student
+        report = student.absorption_report
+        report.agreement = agreement(reference, detect(student, images, held_out_step(images)))
+        ranked = ranked or report.rank()
+        if progress:
+            print(f'{count} of {len(ranked)} LayerNorms kept: agreement with the teacher {report.agreement:.3f}')
+        if best is None or report.agreement > best.absorption_report.agreement:
+            best = student
+        count = max(1, 2 * count)
+    report = best.absorption_report
+    if report.agreement < least:
+        MMLogger.get_current_instance().warning(
+            f'agreement with the teacher is {report.agreement:.3f} at best, below {least:g}, with {len(report.kept)} '
+            'LayerNorms kept: expect a loss of AP; keep more (keep=K) or train towards the teacher (slab_det.tune)'
+        )
+    return best
+
+
+def held_out_step(images: Sequence | DataLoader) -> int:
+    """Every so many batches :func:`absorb` holds one out; 1 where there are too few batches for that."""
+    return HELD_OUT if len(images) >= HELD_OUT else 1
 
 
 class Writer(NamedTuple):
@@ -295,7 +343,7 @@ class AbsorptionPlan:
 
 
 class _Run:
-    """One student: every norm is absorbed but those named, and those of which more than ``bound`` is left."""
+    """One student: every norm is absorbed but those named, and those of which more than ``bound`` is not affine."""
 
     def __init__(
         self,
@@ -362,11 +410,14 @@ class _Run:
             if self.bar and live_from == unit:
                 self.bar.update()
 
+    def _is_held_out(self, batch: int) -> bool:
+        return batch % HELD_OUT == HELD_OUT - 1
+
     def _collect(self, name: str, tokens: Callable[[int], tuple[Tensor, Tensor]]) -> tuple[CrossMoments, CrossMoments]:
         """Moments of inputs and targets that ``tokens`` gives of each batch: those to fit, and those held out."""
         moments = CrossMoments(), CrossMoments()
         for batch in range(len(self.plan.images)):
-            moments[batch % HELD_OUT == HELD_OUT - 1].add(*tokens(batch))
+            moments[self._is_held_out(batch)].add(*tokens(batch))
             if self.bar:
                 self.bar.update()
         if not all(part.count == 0 or (part.xx.isfinite().all() and part.yy.isfinite().all()) for part in moments):
@@ -376,31 +427,35 @@ class _Run:
     def _absorb_norm(self, unit: int, name: str) -> NormAbsorption:
         eps = self.plan.model.get_submodule(name).eps
         means, variances = [], []
+        own = CrossMoments(), CrossMoments()
 
         def tokens(batch: int) -> tuple[Tensor, Tensor]:
             source, target = self.teacher_walk.run(batch, unit, (Probe(name, 'input'), Probe(name, 'output')))
             scales = (source.flatten(1, -2).double().var(-1, correction=0) + eps).rsqrt()
             means.append(scales.mean(1))
             variances.append(scales.var(1, correction=0))
+            own[self._is_held_out(batch)].add(source, target)
             return self.student_walk.run(batch, unit, (Probe(name, 'input'),))[0], target
 
         moments, held_out = self._collect(name, tokens)
         diagonal = diagonal_fit(moments)
         fit, ridge = choose_fit(moments, held_out, diagonal.matrix)
         judge = held_out if held_out.count else moments
+        own_fit, _ = choose_fit(*own, diagonal_fit(own[0]).matrix)
         mean = torch.cat(means).mean()
         result = NormAbsorption(
             name,
             'absorbed',
             self.plan.fates[name].into,
+            own=(own[1] if own[1].count else own[0]).unexplained(own_fit),
             diagonal=judge.unexplained(diagonal),
             left=judge.unexplained(fit),
             ridge=ridge,
             within=float(torch.cat(variances).mean().sqrt() / mean),
             between=float(torch.cat(means).std(correction=0) / mean),
         )
-        if name in self.names or result.left > self.bound:
-            reason = 'by name' if name in self.names else f'more than {self.bound:.3g} of its variance would be left'
+        if name in self.names or result.own > self.bound:
+            reason = 'by name' if name in self.names else f'no affine map holds {result.own:.1%} of it'
             return replace(result, fate='kept', into='', reason=reason)
         apply_fold(self.student, self.plan.fates[name])
         fold_affine(self.student, self.plan.fates[name], *fit)
@@ -414,7 +469,7 @@ class _Run:
         def tokens(batch: int) -> tuple[Tensor, Tensor]:
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,))
             source, stream = self.student_walk.run(batch, unit, (writer.source, writer.stream))
-            if batch % HELD_OUT == HELD_OUT - 1 or len(self.plan.images) < HELD_OUT:
+            if self._is_held_out(batch) or len(self.plan.images) < HELD_OUT:
                 energy.add(target)
             if source.ndim == 4 and isinstance(layer, nn.Conv2d):
                 source = source.flatten(2).transpose(1, 2)

@@ -4,57 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mmengine.config import Config
 from torch import nn
 from torch.utils.data import DataLoader
 
-from slab_det.conversion.absorb import HELD_OUT, absorb
-from slab_det.measure.agreement import NO_LOSS, agreement, detect
+from slab_det.conversion.absorb import held_out_step
+from slab_det.measure.agreement import agreement, detect
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
 from slab_det.measure.report import AP_KINDS
-
-
-def absorb_until_agreement(
-    teacher: nn.Module,
-    images: Sequence | DataLoader,
-    least: float = NO_LOSS,
-    work_dir: str | Path | None = None,
-    progress: bool = True,
-) -> nn.Module:
-    """Absorbs all LayerNorms but as few as it takes to agree with the teacher.
-
-    No norm is kept at first, then the 1, 2, 4, 8, ... norms of which most is left, up to half of them.
-
-    Args:
-        teacher: See :func:`slab_det.absorb`; a whole detector.
-        images: A data loader or a list of what :func:`slab_det.absorb` takes.
-        least: The agreement on held-out images that suffices.
-        work_dir: See :func:`slab_det.absorb`.
-        progress: Show progress bars, and the agreements.
-
-    Returns:
-        The first student that agrees so well; if none does, the one that agrees best.
-    """
-    reference = detect(teacher, images, held_out_step(images))
-    found: list[tuple[float, nn.Module]] = []
-    ranked, count = [], 0
-    while not found or found[-1][0] < least and count <= len(ranked) // 2:
-        student = absorb(teacher, images, ranked[:count], work_dir=work_dir, progress=progress)
-        ranked = ranked or student.absorption_report.rank()
-        value = agreement(reference, detect(student, images, held_out_step(images)))
-        found.append((value, student))
-        if progress:
-            print(f'{count} of {len(ranked)} LayerNorms kept: agreement {value:.3f}')
-        count = max(1, 2 * count)
-    return max(found, key=lambda pair: (min(pair[0], least), -len(pair[1].absorption_report.kept)))[1]
-
-
-def held_out_step(images: Sequence | DataLoader) -> int:
-    """Every so many batches :func:`slab_det.absorb` holds one out; 1 where there are too few batches for that."""
-    return HELD_OUT if len(images) >= HELD_OUT else 1
 
 
 class FittedBatches:

@@ -1,6 +1,7 @@
 """absorb: LayerNorms go into linear layers, front to back; what is saved rebuilds; what is interrupted goes on."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_norms_that_are_affine_go_exactly(teacher, backbone):
             norm.weight.data *= 1e6
             norm.eps = 1e12
     images = [image.double() for image in pictures()]
-    student = absorb(model, images, progress=False)
+    student = absorb(model, images, keep=0, progress=False)
     report = student.absorption_report
     assert [norm.norm for norm in report.kept] == layer_norms(student)
     if 'V2' in backbone or 'v2' in backbone:
@@ -93,7 +94,7 @@ def test_mmdets_backbones_end_as_ours(teacher, ours, stock):
     one, other = teacher(ours).double(), teacher(stock).double()
     other.load_state_dict(one.state_dict())
     images = [image.double() for image in pictures()]
-    one, other = (absorb(model, images, progress=False) for model in (one, other))
+    one, other = (absorb(model, images, keep=0, progress=False) for model in (one, other))
     with torch.no_grad():
         for a, b in zip(one.extract_feat(images[0]), other.extract_feat(images[0]), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -104,7 +105,7 @@ def test_mmdets_backbones_end_as_ours(teacher, ours, stock):
 def test_the_student_is_nearer_than_a_diagonal_map(teacher, backbone):
     """Feature maps of new images; the diagonal map is what convert_norms calibrates."""
     model = teacher(backbone)
-    student = absorb(model, pictures(20), progress=False)
+    student = absorb(model, pictures(20), keep=0, progress=False)
     diagonal = slab_det.convert_norms(model, calibrate=pictures(20), skip=('neck', 'rpn_head', 'roi_head'))
     slab_det.set_gamma(diagonal, 0.0)
     slab_det.recalibrate(diagonal.eval(), pictures(20), progress=False)
@@ -118,7 +119,7 @@ def test_the_student_is_nearer_than_a_diagonal_map(teacher, backbone):
 
 
 def test_every_writer_brings_the_stream_nearer(teacher):
-    report = absorb(teacher(), pictures(20), progress=False).absorption_report
+    report = absorb(teacher(), pictures(20), keep=0, progress=False).absorption_report
     assert len(report.writers) == 10
     assert all(writer.after <= writer.before for writer in report.writers)
     assert sum(writer.after < 0.99 * writer.before for writer in report.writers) >= 5
@@ -128,14 +129,27 @@ def test_every_writer_brings_the_stream_nearer(teacher):
 
 def test_kept_norms_stay_and_the_others_go(teacher):
     model = teacher()
-    none = absorb(model, pictures(), progress=False).absorption_report
+    none = absorb(model, pictures(), keep=0, progress=False).absorption_report
     worst = none.rank()[:3]
     student = absorb(model, pictures(), keep=3, progress=False)
     assert {*layer_norms(student)} == {*worst} == {fate.norm for fate in student.fusion_report.select('kept')}
-    bound = sorted(norm.left for norm in none.norms)[-2] * 0.99
+    bound = sorted(norm.own for norm in none.norms)[-2] * 0.99
     by_bound = absorb(model, pictures(), keep=bound, progress=False).absorption_report
-    assert by_bound.kept and all(norm.left > bound for norm in by_bound.kept)
-    assert all(norm.left <= bound for norm in by_bound.norms if norm.fate == 'absorbed')
+    assert by_bound.kept and all(norm.own > bound for norm in by_bound.kept)
+    assert all(norm.own <= bound for norm in by_bound.norms if norm.fate == 'absorbed')
+
+
+def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys):
+    model, images = teacher(), pictures(5)
+    easy = absorb(model, images, least=0.0, progress=False)
+    assert not layer_norms(easy) and 0 <= easy.absorption_report.agreement <= 1
+    impossible = absorb(model, images, least=1.1)
+    assert impossible.absorption_report.agreement >= easy.absorption_report.agreement
+    output = ''.join(capsys.readouterr())
+    counts = re.findall(r'(\d+) of 18 LayerNorms kept: agreement', output)
+    assert counts == ['0', '1', '2', '4', '8'] and 'expect a loss of AP' in output
+    with pytest.raises(ConversionError, match='no detector'):
+        absorb(model.backbone, images, progress=False)
 
 
 def test_the_teacher_stays_as_it_was(teacher):
@@ -144,7 +158,7 @@ def test_the_teacher_stays_as_it_was(teacher):
     model.backbone.stages[0].eval()
     flags = [module.training for module in model.modules()]
     before = copy.deepcopy(model.state_dict())
-    student = absorb(model, pictures(), progress=False)
+    student = absorb(model, pictures(), keep=0, progress=False)
     assert flags == [module.training for module in model.modules()]
     assert not any(module.training for module in student.modules())
     for key, value in model.state_dict().items():
@@ -169,7 +183,7 @@ def test_saved_and_rebuilt_from_its_config(teacher, tmp_path, backbone):
 
 def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch):
     model, images = teacher(), pictures()
-    whole = absorb(model, images, progress=False)
+    whole = absorb(model, images, keep=0, progress=False)
 
     class Killed(BaseException):
         pass
@@ -186,37 +200,37 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(walk.Walk, 'run', killed)
         with pytest.raises(Killed):
-            absorb(model, images, work_dir=tmp_path, progress=False)
+            absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
     assert not any('forward' in vars(module) for module in model.modules())
     monkeypatch.setattr(walk.Walk, 'run', lambda self, *args, **kwargs: calls.append(0) or run(self, *args, **kwargs))
     calls.clear()
-    resumed = absorb(model, images, work_dir=tmp_path, progress=False)
+    resumed = absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
     spent = len(calls)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
     assert resumed.absorption_report == whole.absorption_report
     calls.clear()
-    finished = absorb(model, images, work_dir=tmp_path, progress=False)
+    finished = absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
     assert len(calls) == 0 < spent
     assert finished.absorption_report == whole.absorption_report
     # Another teacher does not go on from there.
     other = teacher()
     other.backbone.patch_embed.projection.bias.data += 1
-    absorb(other, images, work_dir=tmp_path, progress=False)
+    absorb(other, images, work_dir=tmp_path, keep=0, progress=False)
     assert len(calls) > spent
 
 
 def test_nothing_to_absorb_is_an_error(teacher, small_detector):
     with pytest.raises(ConversionError, match='no LayerNorm'):
-        absorb(small_detector(), pictures(), progress=False)
+        absorb(small_detector(), pictures(), keep=0, progress=False)
     with pytest.raises(ConversionError, match='no batch'):
-        absorb(teacher(), [], progress=False)
+        absorb(teacher(), [], keep=0, progress=False)
     with pytest.raises(ConversionError, match='backbone.nrom1.*these can: backbone.patch_embed.norm'):
         absorb(teacher(), pictures(), keep=['backbone.nrom1'], progress=False)
     broken = teacher()
     broken.backbone.stages[1].blocks[0].norm1.weight.data[0] = torch.inf
     with pytest.raises(ConversionError, match='stages.1.blocks.0.norm1: .* NaN or infinite'):
-        absorb(broken, pictures(), progress=False)
+        absorb(broken, pictures(), keep=0, progress=False)
 
 
 class Plain(nn.Module):
@@ -245,8 +259,8 @@ def test_any_model_whose_readers_are_named():
     register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
     register_folds(Twice, folds=lambda m: [('norm', ('up', 'gate'))])
     model = Plain().eval()
-    student = absorb(model, pictures(10), progress=False)
+    student = absorb(model, pictures(10), keep=0, progress=False)
     assert student.absorption_report.norms[0].into == 'up, gate'
     assert isinstance(student.norm, nn.Identity) and student.absorption_report.writers[0].layer == 'down'
     with pytest.raises(ConversionError, match='norm: a forward calls it 2 times'):
-        absorb(Twice().eval(), pictures(10), progress=False)
+        absorb(Twice().eval(), pictures(10), keep=0, progress=False)
