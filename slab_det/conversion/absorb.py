@@ -213,7 +213,7 @@ def _absorb_until_agreement(
         report.agreement = agreement(reference, detect(student, images, held_out_step(images)))
         ranked = ranked or report.rank()
         if progress:
-            print(f'{count} of {len(ranked)} LayerNorms kept: agreement with the teacher {report.agreement:.3f}')
+            print(f'{count} of {len(ranked)} LayerNorms kept: agreement {report.agreement:.3f}')
         if best is None or report.agreement > best.absorption_report.agreement:
             best = student
         count = max(1, 2 * count)
