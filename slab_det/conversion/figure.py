@@ -26,9 +26,10 @@ def draw_absorption(
 ) -> None:
     """Draws to a PNG what share of each norm is left by the affine maps, and what the norms kept buy.
 
-    The upper panel has a row per norm, front to back: a light bar for the best scale per channel, a dark bar for the
-    map that was fitted, on a logarithmic axis. The name of a norm that was kept is marked. Below stand agreement with
-    the teacher and latency over the number of norms kept; hollow is the teacher, which keeps all.
+    The upper panel has a row per norm, front to back: a light bar for the best scale per channel and a dark bar for the
+    map that was fitted, both of the student's input, and a tick for the best map of the teacher's input, which decides
+    what is kept. The name of a norm that was kept is marked. Below stand agreement with the teacher and latency over
+    the number of norms kept; hollow is the teacher, which keeps all.
 
     Args:
         report: What :func:`slab_det.absorb` left with its model.
@@ -61,13 +62,16 @@ def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], 
 def _draw_bars(axes: Axes, norms: Sequence[NormAbsorption]) -> None:
     measured = []
     for offset, colour, label, attribute in (
-        (-0.2, COLOURS[4], 'best scale per channel', 'diagonal'),
-        (0.2, COLOURS[0], "fitted map, of the student's input", 'left'),
+        (-0.2, COLOURS[4], 'scale per channel', 'diagonal'),
+        (0.2, COLOURS[0], 'fitted map', 'left'),
     ):
         shares = {row + offset: getattr(norm, attribute) for row, norm in enumerate(norms)}
         shares = {row: max(share, _LEAST) for row, share in shares.items() if share is not None}
         axes.barh([*shares], [*shares.values()], 0.4, color=colour, label=label)
         measured += shares.values()
+    own = {row: max(norm.own, _LEAST) for row, norm in enumerate(norms) if norm.own is not None}
+    axes.plot([*own.values()], [*own], '|', color='0.1', ms=9, mew=1.6, label="not affine, of the teacher's input")
+    measured += own.values()
     axes.set_xscale('log')
     # From a whole power of ten on: the axis has a labelled tick on its left.
     axes.set_xlim(left=10 ** math.floor(math.log10(min(measured, default=_LEAST)) - 0.01))
@@ -81,7 +85,7 @@ def _draw_bars(axes: Axes, norms: Sequence[NormAbsorption]) -> None:
     axes.set_ylim(len(norms) - 0.4, -0.6)
     axes.grid(axis='x', color='0.9', linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.legend(loc='lower center', bbox_to_anchor=(0.5, 1), ncols=2, fontsize=FONT_SIZE, frameon=False)
+    axes.legend(loc='lower center', bbox_to_anchor=(0.5, 1), ncols=3, fontsize=FONT_SIZE, frameon=False)
 
 
 def _draw_curve(axes: Axes, label: str, values: Mapping[int, float], num_norms: int) -> None:
