@@ -230,7 +230,8 @@ def _absorb_until_agreement(
     if report.agreement < least:
         MMLogger.get_current_instance().warning(
             f'agreement with the teacher is {report.agreement:.3f} at best, below {least:g}, with {len(report.kept)} '
-            'LayerNorms kept: expect a loss of AP; keep more (keep=K) or train towards the teacher (slab_det.conversion.tune)'
+            'LayerNorms kept: expect a loss of AP; keep more (keep=K) or train towards the teacher '
+            '(slab_det.conversion.tune)'
         )
     return best
 

@@ -75,6 +75,8 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert (tmp_path / 'figure.png').stat().st_size > 10_000
 
 
+# Nothing can be learned from a random detector.
+@pytest.mark.filterwarnings('ignore:the tune moved')
 def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     shutil.move('data/images/train', 'pictures')
     shutil.rmtree('data')
