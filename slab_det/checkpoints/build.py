@@ -1,5 +1,6 @@
 """Builds the detector or backbone of a config without a runner, and fills it from a checkpoint."""
 
+import copy
 from pathlib import Path
 
 from mmdet.registry import MODELS
@@ -31,7 +32,8 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     """
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     with config_errors(cfg.filename or 'config'):
-        model = MODELS.build(cfg.model)
+        # mmdet's DETRs write into their config, and what is written cannot be built again.
+        model = MODELS.build(copy.deepcopy(cfg.model))
     model.eval()
     if checkpoint is None:
         return model
