@@ -10,7 +10,8 @@ from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransf
 from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
 from mmdet.models.layers import PatchEmbed, PatchMerging
-from mmdet.models.necks import FPN
+from mmdet.models.necks import FPN, FPN_DropBlock
+from mmengine.model import Sequential
 from torch import nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
@@ -155,5 +156,7 @@ register_folds(
 )
 # The padding of PVTv2's depthwise convolution comes behind this layer.
 register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',))
-register_folds(FPN, input_layers=_fpn_input_layers)
+register_folds(FPN, FPN_DropBlock, input_layers=_fpn_input_layers)
+# A list of necks, such as FPN and DyHead.
+register_folds(nn.Sequential, Sequential, input_layers=lambda modules, part='': (f'0[{part}]' if part else '0',))
 register_folds(ConvModule, input_layers=_conv_module_input_layers)
