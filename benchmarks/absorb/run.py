@@ -141,14 +141,10 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         return ap(build_detector(Config.fromfile(folder / 'fused_config.py'), str(last)))
 
     def control() -> dict:
-        schedule = Config.fromfile(FINETUNE)
-        # The same run with LayerNorm.
-        del schedule['custom_hooks']
-        values = {
-            **cfg.to_dict(),
-            **{k: v for k, v in schedule.to_dict().items() if k in ('train_cfg', 'optim_wrapper')},
-        }
-        values.update(param_scheduler=schedule.to_dict()['param_scheduler'], load_from=str(checkpoint))
+        # The schedule without its hooks: they are for norms that can be fused.
+        schedule = Config.fromfile(FINETUNE).to_dict()
+        values = {key: schedule[key] for key in ('train_cfg', 'optim_wrapper', 'param_scheduler')}
+        values = {**cfg.to_dict(), **values, 'load_from': str(checkpoint)}
         config = folder / 'control_config.py'
         config.write_text(Config(values).pretty_text)
         last = train(config, folder / 'control', args.data_root, f'randomness.seed={seed}')
