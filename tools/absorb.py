@@ -70,7 +70,7 @@ def parse_keep(values: list[str] | None) -> int | float | list[str] | None:
         return None
     if values == ['none']:
         return 0
-    numbers = [value for value in values if re.fullmatch(r'-?[\d.]+', value)]
+    numbers = [value for value in values if re.fullmatch(r'-?(\d+\.?\d*|\.\d+)', value)]
     if not numbers:
         return values
     if len(values) > 1 or numbers[0].startswith('-'):

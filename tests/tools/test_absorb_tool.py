@@ -120,6 +120,7 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--data-root', 'data', '--num-images', 0), 'num_images=0'),
         (('--data-root', 'data', '--curve', '-1'), 'from 0 on'),
         (('--data-root', 'data', '--keep', '-1'), 'one number from 0 on'),
+        (('--data-root', 'data', '--keep', '1.2.3'), '1.2.3'),
         (('--data-root', 'data', '--keep', 'backbone.norm0', '0.1'), 'one number from 0 on'),
         (('--out', 'small.pth'), 'the checkpoint itself'),
     ],
