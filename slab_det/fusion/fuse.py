@@ -203,7 +203,7 @@ def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:
     """Makes a norm part of its layers; returns what stands in the place of the norm."""
     if fate.fate == 'absorbed':
         # The layers get the form that takes an affine map; slab_det.absorb, or a checkpoint, brings its weights.
-        norm = ChannelAffine(norm.normalized_shape[0])
+        norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
         affine = norm.scale, norm.shift
     else:
         affine = norm.float64_affine()

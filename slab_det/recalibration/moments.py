@@ -191,6 +191,7 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
     def prepare(batch: object) -> tuple[Tensor, list[DetDataSample]]:
         if isinstance(batch, Tensor):
             shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), batch.shape[-2:])
+            batch = batch.to(next(model.parameters()).device)
             return batch, [DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0))) for _ in batch]
         data = model.data_preprocessor(batch, False)
         inputs, samples = data['inputs'], data['data_samples']
