@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -141,7 +142,7 @@ class AbsorptionReport:
 def absorb(
     model: nn.Module,
     images: Iterable,
-    keep: int | float | Collection[str] | None = None,
+    keep: int | float | str | Collection[str] | None = None,
     least: float = NO_LOSS,
     fold_outputs: bool = False,
     work_dir: str | Path | None = None,
@@ -168,44 +169,49 @@ def absorb(
         images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
             kind that the detector will see.
         keep: Norms that stay LayerNorm: a number K, the K that are the least affine; a float, all of which a larger
-            share is not affine (:attr:`NormAbsorption.own`); their names; or None, as few as it takes for an agreement
-            with the teacher of ``least`` on the held-out images: none, or else as many of the least affine ones as
-            bisection finds, up to half of them. The best is taken where none agrees so well.
+            share is not affine (:attr:`NormAbsorption.own`); their names, or one; or None, as few as it takes for an
+            agreement with the teacher of ``least`` on the held-out images: none, or else as many of the least affine
+            ones as bisection finds, up to half of them. The best is taken where none agrees so well.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`.
         fold_outputs: See :func:`slab_det.fuse`.
-        work_dir: A folder for what is finished; a later call with the same arguments goes on from there.
+        work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
         progress: Show a progress bar.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
 
     Raises:
-        ConversionError: If no LayerNorm can be absorbed, there are no images, a name in ``keep`` is no such norm, or
-            values are not finite.
+        ConversionError: If no LayerNorm can be absorbed, there are no images, ``keep`` names no such norm or is below
+            0, an attention has hooks, or values are not finite.
         FusionError: If the model has norms of ours that cannot be fused.
     """
+    if isinstance(keep, Real) and not keep >= 0:
+        raise ConversionError(f'keep={keep}: give a number from 0 on, or names of LayerNorms')
+    if isinstance(keep, str):
+        keep = (keep,)
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
-        plan = AbsorptionPlan(model, images, folder, fold_outputs)
+        held_out = HeldOut(images) if keep is None else None
+        plan = AbsorptionPlan(model, images, folder, fold_outputs, held_out)
         run = partial(_Run, plan, work_dir=work_dir and Path(work_dir), progress=progress)
-        if isinstance(keep, float):
-            return run(bound=keep).student
-        if isinstance(keep, int):
+        if isinstance(keep, Real) and not isinstance(keep, Integral):
+            return run(bound=float(keep)).student
+        if isinstance(keep, Integral):
             keep = run().student.absorption_report.rank()[:keep] if keep else ()
         if keep is not None:
             return run(names=keep).student
-        return _absorb_until_agreement(model, images, run, least, progress)
+        return _absorb_until_agreement(model, held_out, run, least, progress)
 
 
 def _absorb_until_agreement(
-    model: nn.Module, images: Sequence | DataLoader, run: Callable[..., _Run], least: float, progress: bool
+    model: nn.Module, images: HeldOut, run: Callable[..., _Run], least: float, progress: bool
 ) -> nn.Module:
     if not hasattr(model, 'data_preprocessor'):
         raise ConversionError(
             'keep=None compares detections, and the model is no detector; give a number, keep=0 for one'
         )
-    reference = detect(model, images, held_out_step(images))
+    reference = detect(model, images)
     ranked: list[str] = []
     students: dict[int, nn.Module] = {}
     # Fewer do not agree; so many do.
@@ -213,7 +219,7 @@ def _absorb_until_agreement(
     while count not in students:
         student = students[count] = run(names=ranked[:count]).student
         report = student.absorption_report
-        report.agreement = agreement(reference, detect(student, images, held_out_step(images)))
+        report.agreement = agreement(reference, detect(student, images))
         ranked = ranked or report.rank()
         if progress:
             print(f'{count} of {len(ranked)} LayerNorms kept: agreement {report.agreement:.3f}')
@@ -241,6 +247,25 @@ def held_out_step(images: Sequence | DataLoader) -> int:
     return HELD_OUT if len(images) >= HELD_OUT else 1
 
 
+class HeldOut(list):
+    """The batches that :func:`absorb` holds out, of one pass over ``images``: another pass may draw other images.
+
+    Attributes:
+        dataset: That of a data loader, or None; it says how batches are prepared.
+    """
+
+    def __init__(self, images: Iterable) -> None:
+        super().__init__()
+        self.dataset = getattr(images, 'dataset', None)
+
+    def offer(self, index: int, batch: object) -> None:
+        """Takes a batch if it is held out; all where there are too few batches for that."""
+        if index == HELD_OUT - 1:
+            self.clear()
+        if index < HELD_OUT or index % HELD_OUT == HELD_OUT - 1:
+            self.append(batch)
+
+
 class Writer(NamedTuple):
     """A layer that writes the residual stream, where the new stream is seen, and what the layer reads."""
 
@@ -255,6 +280,7 @@ class AbsorptionPlan:
     Attributes:
         model: The teacher.
         images: One file for each batch, with its image tensor (B, 3, H, W).
+        digest: Of the images, the teacher's weights and the fates.
         fates: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
         units: Names of the modules that hold the norms, in the order of their calls.
@@ -263,16 +289,31 @@ class AbsorptionPlan:
         folder: For temporary files.
     """
 
-    def __init__(self, model: nn.Module, images: Iterable, folder: Path, fold_outputs: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Iterable,
+        folder: Path,
+        fold_outputs: bool = False,
+        held_out: HeldOut | None = None,
+    ) -> None:
         self.model, self.folder = model, folder
         self.images = []
+        self.digest = hashlib.sha256()
         prepare = prepare_inputs(model, images)
         for index, batch in enumerate(images):
             self.images.append(folder / f'image_{index}.pt')
-            torch.save(prepare(batch)[0].clone(), self.images[-1])
+            inputs = prepare(batch)[0].clone()
+            torch.save(inputs, self.images[-1])
+            self.digest.update(_to_bytes(inputs))
+            if held_out is not None:
+                held_out.offer(index, batch)
         if not self.images:
             raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
         check_fusible(model)
+        for name, module in model.named_modules():
+            if find_rule(module, 'replace') and any(map(find_hooks, module.modules())):
+                raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before slab_det.absorb')
         # Norms of neck and heads are not on the way.
         self.root = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
         image = load_tensors(self.images[0], next(model.parameters()).device)
@@ -284,11 +325,15 @@ class AbsorptionPlan:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
         candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
         self.fates = {fate.norm: fate for fate in plan_folds(model, fold_outputs, candidates)}
+        self.digest.update(repr(self.fates).encode())
+        for name, value in model.state_dict().items():
+            self.digest.update(name.encode() + _to_bytes(value))
         self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}
         if all(self.reasons.values()):
             kept = '; '.join(f'{name}: {reason}' for name, reason in self.reasons.items())
             raise ConversionError(f'the model has no LayerNorm that can be absorbed{kept and f" ({kept})"}')
-        steps = [name for name in calls if name in writers or not self.reasons[name]]
+        # A module that a forward calls twice has more than one stream.
+        steps = [name for name in calls if calls.count(name) == 1 and (name in writers or not self.reasons[name])]
         owners = {step: self._find_unit(step) for step in steps}
         self.units = list(dict.fromkeys(owners.values()))
         self.steps = [[writers.get(s, s) for s in steps if owners[s] == unit] for unit in self.units]
@@ -441,7 +486,7 @@ class _Run:
 
         def tokens(batch: int) -> tuple[Tensor, Tensor]:
             source, target = self.teacher_walk.run(batch, unit, (Probe(name, 'input'), Probe(name, 'output')))
-            scales = (source.flatten(1, -2).double().var(-1, correction=0) + eps).rsqrt()
+            scales = (source.double().var(-1, correction=0) + eps).rsqrt().reshape(len(source), -1)
             means.append(scales.mean(1))
             variances.append(scales.var(1, correction=0))
             own[self._is_held_out(batch)].add(source, target)
@@ -486,6 +531,9 @@ class _Run:
             return source, target - stream
 
         moments, held_out = self._collect(writer.layer, tokens)
+        if layer.bias is None:
+            # The checkpoint of the student has no place for a shift.
+            moments, held_out = moments.about_zero(), held_out.about_zero()
         prior = moments.xy.new_zeros(moments.xy.T.shape)
         fit, ridge = choose_fit(moments, held_out, prior)
         judge = held_out if held_out.count else moments
@@ -502,16 +550,18 @@ class _Run:
 
     def _key(self) -> str:
         """Tells runs apart: another teacher, other images or other norms to keep."""
-        digest = hashlib.sha256(repr((sorted(self.names), self.bound, len(self.plan.images))).encode())
-        for name, value in self.plan.model.state_dict().items():
-            digest.update(name.encode() + value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest = self.plan.digest.copy()
+        digest.update(repr((sorted(self.names), self.bound)).encode())
         return digest.hexdigest()[:16]
 
     def _save(self, unit: int) -> None:
         if self.state_file:
             self.state_file.parent.mkdir(parents=True, exist_ok=True)
             state = dict(unit=unit, weights=self.student.state_dict(), report=self.report.to_dict())
-            save_checkpoint(state, str(self.state_file))
+            # A file that was cut off while it was written must not be resumed from.
+            part = self.state_file.with_suffix('.part')
+            save_checkpoint(state, str(part))
+            part.replace(self.state_file)
 
     def _resume(self) -> int:
         """Loads what an earlier run finished; returns the unit to go on from."""
@@ -524,3 +574,7 @@ class _Run:
                 apply_fold(self.student, self.plan.fates[norm.norm])
         self.student.load_state_dict(state['weights'])
         return state['unit']
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

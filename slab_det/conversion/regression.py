@@ -61,6 +61,17 @@ class CrossMoments:
         self.mean_y = self.mean_y + y * (other.count / count)
         self.count = count
 
+    def about_zero(self) -> CrossMoments:
+        """Sums of products about zero instead of the means: their fits have no shift."""
+        other = CrossMoments()
+        if self.count:
+            x, y = self.mean_x, self.mean_y
+            other.count, other.mean_x, other.mean_y = self.count, torch.zeros_like(x), torch.zeros_like(y)
+            other.xx = self.xx + self.count * x.outer(x)
+            other.xy = self.xy + self.count * x.outer(y)
+            other.yy = self.yy + self.count * y.square()
+        return other
+
     def unexplained(self, fit: Affine) -> float:
         """The share of the variance of y that ``fit`` leaves: 0 is none, and more than 1 is worse than a constant."""
         matrix = fit.matrix

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slab_det.conversion.convert import ConversionError
+
 # Sides of the image on which is found what reads what.
 SMALL = 256
 
@@ -94,6 +96,8 @@ class Walk:
                 self.forward(self._load(-1, batch, unit))
             except _Reached:
                 pass
+        if missed := ', '.join(probe.module for probe in probes if probe not in found):
+            raise ConversionError(f'{missed}: the forward does not call it, though the rules of the model name it')
         return [found[probe] for probe in probes]
 
     def drop_before(self, unit: int) -> None:
@@ -175,11 +179,14 @@ def register_probe(module: nn.Module, side: str, look: Callable[[object], None])
 
 @contextmanager
 def _replaced_forward(module: nn.Module, output: object) -> Iterator[None]:
+    # A forward that somebody gave to this one module comes back.
+    own = {key: value for key, value in vars(module).items() if key == 'forward'}
     module.forward = lambda *args, **kwargs: output
     try:
         yield
     finally:
         del module.forward
+        vars(module).update(own)
 
 
 def _nan_like(tensor: Tensor) -> Tensor:

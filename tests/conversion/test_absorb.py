@@ -2,17 +2,23 @@
 
 import copy
 import re
+import sys
+from pathlib import Path
+from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 from conftest import randomize, raw_outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 from torch import nn
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError, absorb, walk
+from slab_det.conversion.absorb import AbsorptionReport, HeldOut
 from slab_det.fusion import register_folds, save_fused
 
 LN = dict(type='LN')
@@ -139,7 +145,9 @@ def test_kept_norms_stay_and_the_others_go(teacher):
     assert all(norm.own <= bound for norm in by_bound.norms if norm.fate == 'absorbed')
 
 
-def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys):
+def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
+    # A logger of an earlier test writes to the stream of that test.
+    monkeypatch.setattr(MMLogger, '_instance_dict', {})
     model, images = teacher(), pictures(5)
     easy = absorb(model, images, least=0.0, progress=False)
     assert not layer_norms(easy) and 0 <= easy.absorption_report.agreement <= 1
@@ -150,6 +158,29 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys):
     assert counts == ['0', '4', '9'] and 'expect a loss of AP' in output
     with pytest.raises(ConversionError, match='no detector'):
         absorb(model.backbone, images, progress=False)
+    # One pass: a loader that shuffles would compare teacher and student on different images.
+    once = absorb(model, iter(images), least=0.0, progress=False)
+    assert once.absorption_report == easy.absorption_report
+
+
+@pytest.mark.parametrize('count', [1, 4, 5, 6, 10, 12])
+def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count):
+    held_out = HeldOut([])
+    for index in range(count):
+        held_out.offer(index, index)
+    assert held_out == ([*range(4, count, 5)] or [*range(count)])
+
+
+def test_keep_takes_numbers_of_any_type_and_one_name():
+    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+    model = Plain().eval()
+    for keep in ('norm', ['norm'], 1, np.int64(1), 9, 0.0, np.float32(0)):
+        assert layer_norms(absorb(model, pictures(), keep=keep, progress=False)) == ['norm'], keep
+    for keep in (0, np.int64(0), 1.0, np.float32(1)):
+        assert not layer_norms(absorb(model, pictures(), keep=keep, progress=False)), keep
+    for keep in (-1, -0.1, float('nan')):
+        with pytest.raises(ConversionError, match='from 0 on'):
+            absorb(model, pictures(), keep=keep, progress=False)
 
 
 def test_the_teacher_stays_as_it_was(teacher):
@@ -213,11 +244,48 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
     finished = absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
     assert len(calls) == 0 < spent
     assert finished.absorption_report == whole.absorption_report
-    # Another teacher does not go on from there.
+    # Another teacher, and other images of the same number, do not go on from there.
     other = teacher()
     other.backbone.patch_embed.projection.bias.data += 1
-    absorb(other, images, work_dir=tmp_path, keep=0, progress=False)
-    assert len(calls) > spent
+    for arguments in ((other, images), (model, pictures(seed=1))):
+        calls.clear()
+        absorb(*arguments, work_dir=tmp_path, keep=0, progress=False)
+        assert len(calls) > spent
+
+
+def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):
+    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+
+    def cut_off(state, file):
+        Path(file).write_bytes(b'half')
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[AbsorptionReport.__module__], 'save_checkpoint', cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            absorb(Plain().eval(), pictures(), keep=0, work_dir=tmp_path, progress=False)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b'half'] and not [*tmp_path.glob('*.pth')]
+
+
+def test_counters_of_other_norms_are_no_obstacle_to_a_work_dir(tmp_path):
+    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+    model = nn.Sequential(nn.BatchNorm2d(3), Plain()).eval()
+    assert not layer_norms(absorb(model, pictures(), keep=0, work_dir=tmp_path, progress=False))
+
+
+def test_a_forward_that_a_module_was_given_comes_back(teacher):
+    model = teacher().backbone
+    block = model.stages[0].blocks[0]
+    given = block.forward = MethodType(type(block).forward, block)
+    student = absorb(model, pictures(), keep=0, progress=False)
+    assert block.forward is given and student.stages[0].blocks[0].forward.__self__ is student.stages[0].blocks[0]
+
+
+def test_hooks_that_would_be_lost_are_an_error(teacher):
+    model = teacher('SwinTransformer')
+    model.backbone.stages[0].blocks[0].attn.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ConversionError, match='stages.0.blocks.0.attn: it has hooks'):
+        absorb(model, pictures(), keep=0, progress=False)
 
 
 def test_nothing_to_absorb_is_an_error(teacher, small_detector):
@@ -264,3 +332,55 @@ def test_any_model_whose_readers_are_named():
     assert isinstance(student.norm, nn.Identity) and student.absorption_report.writers[0].layer == 'down'
     with pytest.raises(ConversionError, match='norm: a forward calls it 2 times'):
         absorb(Twice().eval(), pictures(10), keep=0, progress=False)
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_a_writer_leaves_what_the_report_says(bias):
+    """Without a bias in the writer too; distances from the formula, on the images that are held out."""
+    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+    torch.manual_seed(0)
+    model = Plain().eval().double()
+    model.down = nn.Linear(16, 8, bias=bias).double()
+    images = [image.double() for image in pictures(10)]
+    student = absorb(model, images, keep=0, progress=False)
+    with torch.no_grad():
+        one, other = (torch.cat([m(image) for image in images[4::5]]).flatten(0, 1) for m in (model, student))
+    left = (one - other).square().sum() / (one - one.mean(0)).square().sum()
+    (writer,) = student.absorption_report.writers
+    assert writer.after == pytest.approx(float(left)) and writer.after < writer.before
+
+
+class Pooled(Plain):
+    def forward(self, x):
+        return self.up(self.norm(self.stem(x.mean((2, 3)))))
+
+
+def test_a_norm_of_one_token_per_image_has_no_length():
+    register_folds(Pooled, folds=lambda m: [('norm', 'up')])
+    (norm,) = absorb(Pooled().eval(), pictures(10), keep=0, progress=False).absorption_report.norms
+    assert norm.fate == 'absorbed' and norm.within == 0 < norm.between
+
+
+class Recurrent(Plain):
+    """The norm runs once, the block behind it twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Plain()
+        self.block.stem = nn.Identity()
+
+    def forward(self, x):
+        x = self.up(self.norm(self.stem(x.flatten(2).transpose(1, 2))))[..., :8]
+        for _ in range(2):
+            x = self.block(x.transpose(1, 2)[..., None])
+        return x
+
+
+def test_a_block_that_runs_twice_stays():
+    register_folds(Recurrent, folds=lambda m: [('norm', 'up')])
+    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+    model = Recurrent().eval()
+    student = absorb(model, pictures(10), keep=0, progress=False)
+    assert layer_norms(student) == ['block.norm'] and not student.absorption_report.writers
+    for one, other in zip(model.block.parameters(), student.block.parameters(), strict=True):
+        assert torch.equal(one, other)
