@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -37,28 +38,27 @@ class CrossMoments:
         """Adds tokens, (..., C_x) and (..., C_y)."""
         # In pieces: whole maps in float64 would be larger than all that the model holds.
         for x_part, y_part in zip(x.flatten(0, -2).split(CHUNK), y.flatten(0, -2).split(CHUNK), strict=True):
-            part = CrossMoments()
-            part.count = len(x_part)
-            x_part, y_part = x_part.double(), y_part.double()
-            part.mean_x, part.mean_y = x_part.mean(0), y_part.mean(0)
-            x_part, y_part = x_part - part.mean_x, y_part - part.mean_y
-            part.xx, part.xy, part.yy = x_part.T @ x_part, x_part.T @ y_part, y_part.square().sum(0)
-            self.merge(part)
+            self._add_chunk(x_part.double(), y_part.double())
 
-    def merge(self, other: CrossMoments) -> None:
-        """Adds the tokens of ``other`` by the formula of Chan, Golub and LeVeque (1979)."""
-        if self.count == 0 or other.count == 0:
-            if other.count:
-                vars(self).update(vars(other))
-            return
-        count = self.count + other.count
-        x, y = other.mean_x - self.mean_x, other.mean_y - self.mean_y
-        weight = self.count * other.count / count
-        self.xx += other.xx + weight * x.outer(x)
-        self.xy += other.xy + weight * x.outer(y)
-        self.yy += other.yy + weight * y.square()
-        self.mean_x = self.mean_x + x * (other.count / count)
-        self.mean_y = self.mean_y + y * (other.count / count)
+    def _add_chunk(self, x: Tensor, y: Tensor) -> None:
+        """The formula of Chan, Golub and LeVeque (1979), in place: xx is the largest tensor there is."""
+        mean_x, mean_y = x.mean(0), y.mean(0)
+        if self.count == 0:
+            self.mean_x, self.mean_y = torch.zeros_like(mean_x), torch.zeros_like(mean_y)
+            self.xx, self.xy = mean_x.new_zeros(len(mean_x), len(mean_x)), mean_x.new_zeros(len(mean_x), len(mean_y))
+            self.yy = torch.zeros_like(mean_y)
+        count = self.count + len(x)
+        x, y = x - mean_x, y - mean_y
+        self.xx.addmm_(x.T, x)
+        self.xy.addmm_(x.T, y)
+        self.yy += y.square().sum(0)
+        mean_x, mean_y = mean_x - self.mean_x, mean_y - self.mean_y
+        weight = self.count * len(x) / count
+        self.xx.addr_(mean_x, mean_x, alpha=weight)
+        self.xy.addr_(mean_x, mean_y, alpha=weight)
+        self.yy += weight * mean_y.square()
+        self.mean_x += mean_x * (len(x) / count)
+        self.mean_y += mean_y * (len(x) / count)
         self.count = count
 
     def about_zero(self) -> CrossMoments:
@@ -93,15 +93,16 @@ def diagonal_fit(moments: CrossMoments) -> Affine:
     For each channel, with ``z = x - mean over channels of x``, ``s = Cov(z, y) / Var(z)`` and ``t = E y - s E z``.
     """
     channels = len(moments.mean_x)
-    centre = torch.eye(channels, dtype=torch.float64, device=moments.xx.device) - 1 / channels
-    var = (centre @ moments.xx @ centre).diagonal()
+    var = moments.xx.diagonal() - 2 * moments.xx.mean(0) + moments.xx.mean()
     # Rounding noise of a constant channel must not become a slope.
     varies = var > 1e-12 * (moments.count * moments.mean_x.square() + moments.xx.diagonal())
-    slope = torch.where(varies, (centre @ moments.xy).diagonal() / var.where(varies, 1.0), 0.0)
+    cov = moments.xy.diagonal() - moments.xy.mean(0)
+    slope = torch.where(varies, cov / var.where(varies, 1.0), 0.0)
+    centre = torch.eye(channels, dtype=torch.float64, device=moments.xx.device) - 1 / channels
     return _with_shift(moments, slope[:, None] * centre)
 
 
-def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] = RIDGES) -> list[Affine]:
+def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] = RIDGES) -> Iterator[Affine]:
     """For each strength r the map that minimises ``E |y - M x - t|^2 + r |(M - prior) diag(sigma)|^2``.
 
     sigma are the standard deviations of x. In standardised coordinates, with G = E z z^T,
@@ -116,21 +117,26 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
     # A channel that is constant but for rounding keeps the prior.
     varies = var > 1e-12 * (moments.mean_x.square() + var)
     sigma = var.where(varies, 1.0).sqrt()
-    gram = torch.where(varies[:, None] & varies, moments.xx / moments.count / sigma.outer(sigma), 0.0)
-    target = torch.where(varies[:, None], moments.xy / moments.count / sigma[:, None], 0.0).T
-    values, vectors = torch.linalg.eigh(gram)
-    target, start = target @ vectors, (prior * sigma) @ vectors
-    fits = (((target + r * start) / (values.clamp(min=0) + r)) @ vectors.T / sigma for r in ridges)
-    return [_with_shift(moments, matrix) for matrix in fits]
+    gram = moments.xx / (sigma * moments.count)
+    gram /= sigma[:, None]
+    gram.masked_fill_(~(varies[:, None] & varies), 0.0)
+    target = torch.where(varies[:, None], moments.xy / moments.count / sigma[:, None], 0.0)
+    start = (prior * sigma).T
+    for ridge in ridges:
+        # One after the other: the matrices of an FFN are hundreds of MB, their eigenvectors the slowest of all.
+        system = gram.clone()
+        system.diagonal().add_(ridge)
+        factor = torch.linalg.cholesky(system)
+        del system
+        yield _with_shift(moments, (torch.cholesky_solve(target + ridge * start, factor) / sigma[:, None]).T)
 
 
 def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[Affine, float]:
     """The fit whose ridge leaves least of ``held_out``, and that ridge; ``DEFAULT_RIDGE`` where nothing is held out."""
     if held_out.count == 0:
-        return ridge_fits(moments, prior, (DEFAULT_RIDGE,))[0], DEFAULT_RIDGE
-    fits = dict(zip(RIDGES, ridge_fits(moments, prior), strict=True))
-    ridge = min(fits, key=lambda ridge: held_out.unexplained(fits[ridge]))
-    return fits[ridge], ridge
+        return next(ridge_fits(moments, prior, (DEFAULT_RIDGE,))), DEFAULT_RIDGE
+    fits = zip(ridge_fits(moments, prior), RIDGES, strict=True)
+    return min(fits, key=lambda found: held_out.unexplained(found[0]))
 
 
 def _with_shift(moments: CrossMoments, matrix: Tensor) -> Affine:

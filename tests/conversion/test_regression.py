@@ -45,7 +45,7 @@ def test_ridge_minimises_what_it_says():
 
 def test_what_is_left_is_measured_on_the_tokens():
     x, y, _ = tokens(noise=3.0)
-    fit = ridge_fits(moments_of(x, y), torch.zeros(4, 5, dtype=torch.float64), (1.0,))[0]
+    (fit,) = ridge_fits(moments_of(x, y), torch.zeros(4, 5, dtype=torch.float64), (1.0,))
     other_x, other_y, _ = tokens(count=50, noise=3.0, seed=1)
     residual = other_y - other_x @ fit.matrix.T - fit.shift
     expected = residual.square().sum() / (other_y - other_y.mean(0)).square().sum()
@@ -56,7 +56,7 @@ def test_an_exact_map_is_found_and_a_constant_channel_keeps_its_prior():
     x, _, matrix = tokens()
     x[:, 2] = 7.0
     prior = torch.ones(4, 5, dtype=torch.float64)
-    fit = ridge_fits(moments_of(x, x @ matrix.T), prior, (1e-6,))[0]
+    (fit,) = ridge_fits(moments_of(x, x @ matrix.T), prior, (1e-6,))
     others = [0, 1, 3, 4]
     torch.testing.assert_close(fit.matrix[:, others], matrix[:, others], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(fit.matrix[:, 2], prior[:, 2])
