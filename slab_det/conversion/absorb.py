@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from mmengine.logging import MMLogger
+from mmengine.model import is_model_wrapper
 from mmengine.runner import save_checkpoint
 from mmengine.utils import ProgressBar
 from torch import Tensor, nn
@@ -185,6 +186,8 @@ def absorb(
             0, an attention has hooks, or values are not finite.
         FusionError: If the model has norms of ours that cannot be fused.
     """
+    if is_model_wrapper(model):
+        raise ConversionError(f'the model is wrapped in a {type(model).__name__}; give what is inside, model.module')
     if isinstance(keep, Real) and not keep >= 0:
         raise ConversionError(f'keep={keep}: give a number from 0 on, or names of LayerNorms')
     if isinstance(keep, str):

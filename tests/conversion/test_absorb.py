@@ -20,6 +20,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError, absorb, walk
 from slab_det.conversion.absorb import AbsorptionReport, HeldOut
 from slab_det.fusion import register_folds, save_fused
+from slab_det.fusion.fuse import apply_folds
 
 LN = dict(type='LN')
 SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=LN)
@@ -291,6 +292,8 @@ def test_hooks_that_would_be_lost_are_an_error(teacher):
 def test_nothing_to_absorb_is_an_error(teacher, small_detector):
     with pytest.raises(ConversionError, match='no LayerNorm'):
         absorb(small_detector(), pictures(), keep=0, progress=False)
+    with pytest.raises(ConversionError, match='DataParallel; give what is inside'):
+        absorb(nn.DataParallel(teacher()), pictures(), keep=0, progress=False)
     with pytest.raises(ConversionError, match='no batch'):
         absorb(teacher(), [], keep=0, progress=False)
     with pytest.raises(ConversionError, match='backbone.nrom1.*these can: backbone.patch_embed.norm'):
@@ -321,6 +324,13 @@ class Plain(nn.Module):
 class Twice(Plain):
     def forward(self, x):
         return super().forward(x) + self.norm(self.stem(x.flatten(2).transpose(1, 2)))
+
+
+def test_folds_go_into_a_model_on_its_own_device():
+    """On the meta device, which refuses tensors of the CPU as a GPU does."""
+    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+    student = absorb(Plain().eval(), pictures(), keep=0, progress=False)
+    apply_folds(Plain().eval().to('meta'), student.fusion_report.norms)
 
 
 def test_any_model_whose_readers_are_named():
