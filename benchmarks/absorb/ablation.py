@@ -33,15 +33,8 @@ from slab_det.recalibration.moments import evaluating
 MODULE = sys.modules['slab_det.conversion.absorb']
 
 
-class DiagonalOnly(MODULE._Run):
-    """Norms become a scale and a shift per channel; writers stay."""
-
-    def _absorb_norm(self, unit: int, name: str) -> object:
-        def choose(moments: object, held_out: object, prior: object) -> tuple:
-            return diagonal_fit(moments), 0.0
-
-        with mock.patch.object(MODULE, 'choose_fit', choose):
-            return super()._absorb_norm(unit, name)
+class NoWriters(MODULE._Run):
+    """Norms become matrices; writers stay."""
 
     def _fit_unit(self, unit: int) -> None:
         steps = self.plan.steps[unit]
@@ -50,21 +43,24 @@ class DiagonalOnly(MODULE._Run):
         self.plan.steps[unit] = steps
 
 
-class DiagonalAndWriters(DiagonalOnly):
+class Diagonal(MODULE._Run):
     """Norms become a scale and a shift per channel; writers are fitted."""
 
-    _fit_unit = MODULE._Run._fit_unit
+    def _absorb_norm(self, unit: int, name: str) -> object:
+        def choose(moments: object, held_out: object, prior: object) -> tuple:
+            return diagonal_fit(moments), 0.0
+
+        with mock.patch.object(MODULE, 'choose_fit', choose):
+            return super()._absorb_norm(unit, name)
 
 
-class NoWriters(MODULE._Run):
-    """Norms become matrices; writers stay."""
-
-    _fit_unit = DiagonalOnly._fit_unit
+class DiagonalNoWriters(Diagonal, NoWriters):
+    """Norms become a scale and a shift per channel; writers stay."""
 
 
 ROWS = {
-    'a scale per channel': (DiagonalOnly, 100),
-    'a scale per channel, writers fitted': (DiagonalAndWriters, 100),
+    'a scale per channel': (DiagonalNoWriters, 100),
+    'a scale per channel, writers fitted': (Diagonal, 100),
     'a matrix': (NoWriters, 100),
     'a matrix, writers fitted': (MODULE._Run, 100),
     'the same, 50 images': (MODULE._Run, 50),
