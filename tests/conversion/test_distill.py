@@ -15,7 +15,7 @@ from mmengine.runner import Runner
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import DistillationError, write_tune_config
-from slab_det.conversion.distill import Distillation, mean_relative_error
+from slab_det.conversion.distill import NUM_PROPOSALS, Distillation, mean_relative_error
 from slab_det.fusion import save_fused
 from slab_det.recalibration import recalibration_dataloader
 from slab_det.runtime.errors import CheckpointError
@@ -49,7 +49,7 @@ def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teach
     samples = describe_images(images)
     with torch.no_grad():
         s, t = student.extract_feat(images), teacher.extract_feat(images)
-        proposals = teacher.rpn_head.predict(t, samples, rescale=False)
+        proposals = [found[:NUM_PROPOSALS] for found in teacher.rpn_head.predict(t, samples, rescale=False)]
         dense = [[x for kind in model.rpn_head(maps) for x in kind] for model, maps in ((student, s), (teacher, t))]
         roi = [model.roi_head.forward(maps, proposals, samples) for model, maps in ((student, s), (teacher, t))]
         losses = Distillation(teacher, 5.0, 2.0, 3.0)(student, s, images, samples)
