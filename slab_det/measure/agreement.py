@@ -19,8 +19,8 @@ from slab_det.runtime.errors import AgreementError
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # Measured on 38 students of three teachers, on BCCD and DSB2018, with noise in their weights or calibrated diagonals in
 # the place of norms, on 40 to 60 images: the loss of AP is about 0.29 (1 - agreement)^2, 0.005 at this value; on 20
-# images it is the same. Absorbed detectors: on BCCD 0 to 0.005 at 0.855 to 0.906, on DSB2018 0.002 at 0.871 and 0.009
-# at 0.863.
+# images it is the same. Absorbed detectors: on BCCD 0 to 0.005 at 0.855 to 0.906, on DSB2018 0.002 at 0.871, 0.006 at
+# 0.873 and 0.009 at 0.863.
 NO_LOSS = 0.87
 _RECALLS = np.linspace(0.0, 1.0, 101)
 
