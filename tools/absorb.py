@@ -108,7 +108,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 def main() -> None:
     args = parse_arguments()
     check_arguments(args)
-    keep = args.keep and parse_keep(args.keep)
+    keep = parse_keep(args.keep)
     cfg = read_config(args.config)
     if type_name(cfg.model.type) == 'FusedDetector':
         raise ConversionError(

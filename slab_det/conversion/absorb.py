@@ -124,7 +124,7 @@ class AbsorptionReport:
     def from_dict(cls, values: dict) -> AbsorptionReport:
         """The inverse of :meth:`to_dict`."""
         norms = [NormAbsorption(**norm) for norm in values['norms']]
-        return cls(norms, [StreamRefit(**writer) for writer in values['writers']])
+        return cls(norms, [StreamRefit(**writer) for writer in values['writers']], values['agreement'])
 
     def __str__(self) -> str:
         absorbed = [norm for norm in self.norms if norm.fate == 'absorbed']
@@ -498,14 +498,14 @@ class _Run:
         moments, held_out = self._collect(name, tokens)
         diagonal = diagonal_fit(moments)
         fit, ridge = choose_fit(moments, held_out, diagonal.matrix)
-        judge = held_out if held_out.count else moments
+        judge = _judge(moments, held_out)
         own_fit, _ = choose_fit(*own, diagonal_fit(own[0]).matrix)
         mean = torch.cat(means).mean()
         result = NormAbsorption(
             name,
             'absorbed',
             self.plan.fates[name].into,
-            own=(own[1] if own[1].count else own[0]).unexplained(own_fit),
+            own=_judge(*own).unexplained(own_fit),
             diagonal=judge.unexplained(diagonal),
             left=judge.unexplained(fit),
             ridge=ridge,
@@ -539,7 +539,7 @@ class _Run:
             moments, held_out = moments.about_zero(), held_out.about_zero()
         prior = moments.xy.new_zeros(moments.xy.T.shape)
         fit, ridge = choose_fit(moments, held_out, prior)
-        judge = held_out if held_out.count else moments
+        judge = _judge(moments, held_out)
         # A stream of one token per image may not vary.
         variance = max(float(energy.var.sum()), 1e-300)
         # What is left where nothing is fitted: the mean too.
@@ -577,6 +577,11 @@ class _Run:
                 apply_fold(self.student, self.plan.fates[norm.norm])
         self.student.load_state_dict(state['weights'])
         return state['unit']
+
+
+def _judge(moments: CrossMoments, held_out: CrossMoments) -> CrossMoments:
+    """The tokens that say what is left: those held out, or all where there are none."""
+    return held_out if held_out.count else moments
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -1,4 +1,4 @@
-"""Which norms an absorption keeps, and what they buy: agreement with the teacher, latency and AP over their number."""
+"""What the norms that an absorption keeps buy: agreement with the teacher, latency and AP over their number."""
 
 from __future__ import annotations
 
