@@ -2,6 +2,7 @@
 
     python benchmarks/norms/run.py bccd-norms --data-root data/bccd --seeds 0 1 2
     python benchmarks/norms/run.py dsb2018-norms --only ln token_bn prepbn
+    python benchmarks/norms/run.py bccd-norms --iterations 2000 --only ln bn_ffnbn
     python benchmarks/norms/run.py bccd-norms --table-only
 
 A run is one call of tools/train.py, in WORK_DIR/STUDY/RUN/seedN; a run that was interrupted goes on, one that is done
@@ -21,7 +22,7 @@ import json
 import os
 import shlex
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmengine.config import Config
 
@@ -62,7 +63,7 @@ STUDIES = {
         800,
         100,
         'Which norm keeps the AP of LayerNorm?',
-        'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222, 800 iterations of 4 images',
+        'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222',
     ),
     'dsb2018-norms': Study(
         Path('benchmarks/dsb2018/mask_rcnn_swin_small.py'),
@@ -71,18 +72,19 @@ STUDIES = {
         # A validation image is four times as large as a training crop, and so is one to recalibrate on.
         50,
         'Which norm keeps the AP of LayerNorm where images differ?',
-        'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222, '
-        '500 iterations of 4 images',
+        'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222',
     ),
 }
 PROGRESS = dict(type='ProgressiveNormHook', total=0.8, unit='fraction')
 # Label in the table, changes of the backbone, and hooks.
 RUNS = {
     'ln': ('LayerNorm', dict(norm_cfg=dict(type='LN')), []),
+    'ln_ffn': ('LayerNorm, one more in each FFN', dict(norm_cfg=dict(type='LN'), ffn_norm='pre_act'), []),
     'token_bn': ('TokenBN', dict(norm_cfg=dict(type='TokenBN')), []),
     'bn_ffnbn': ('BN+FFNBN', dict(norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act'), []),
     'repbn': ('RepBN, no progression', dict(norm_cfg=dict(type='RepBN')), []),
     'prepbn': ('PRepBN, linear', dict(norm_cfg=dict(type='PRepBN')), [PROGRESS]),
+    'prepbn_ffn': ('PRepBN, one more in each FFN', dict(norm_cfg=dict(type='PRepBN'), ffn_norm='pre_act'), [PROGRESS]),
     'prepbn_cosine': ('PRepBN, cosine', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='cosine')]),
     'prepbn_step': ('PRepBN, step', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='step')]),
     'un': ('UN, warm-up 10 %', dict(norm_cfg=dict(type='UN', window_size=4)), []),
@@ -98,7 +100,7 @@ def run_config(study: Study, name: str, seed: int) -> Config:
     if name in ('un', 'mabn', 'powernorm'):
         # One warm-up for all three, so that only their averages differ.
         backbone = dict(norm_cfg=dict(backbone['norm_cfg'], warmup_iters=study.iterations // 10))
-    if name != 'ln':
+    if backbone['norm_cfg']['type'] != 'LN':
         hooks = [*hooks, dict(type='RecalibrateFuseHook', num_images=study.images, pipeline='test')]
     warmup = dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=min(100, study.iterations // 2))
     decay = dict(type='CosineAnnealingLR', by_epoch=False, begin=warmup['end'], end=study.iterations, eta_min=5e-6)
@@ -151,8 +153,9 @@ def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> 
     if file.exists():
         results = json.loads(file.read_text())
     else:
+        setting = f'{study.setting}, {study.iterations} iterations of 4 images'
         metric = f'{AP_KINDS[study.metric]} AP'
-        results = dict(question=study.question, setting=study.setting, metric=metric, runs={})
+        results = dict(question=study.question, setting=setting, metric=metric, runs={})
     entry = results['runs'].setdefault(name, dict(seeds={}))
     entry |= dict(label=RUNS[name][0], setting='', control='ln')
     entry['seeds'][str(seed)] = result
@@ -173,23 +176,26 @@ def main() -> None:
     parser.add_argument('--data-root', help='default: data/DATASET')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     parser.add_argument('--only', nargs='+', choices=RUNS, default=list(RUNS), help='only these rows')
+    parser.add_argument('--iterations', type=int, help='instead of those of the study; the name of the results says so')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
     parser.add_argument('--table-only', action='store_true', help='run nothing: write the table again')
     args = parser.parse_args()
     os.chdir(ROOT)
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
-    study, failed = STUDIES[args.study], []
+    study, name_of_study, failed = STUDIES[args.study], args.study, []
+    if args.iterations:
+        study, name_of_study = replace(study, iterations=args.iterations), f'{args.study}-{args.iterations}'
     for seed in [] if args.table_only else args.seeds:
         for name in args.only:
-            folder = args.work_dir / args.study / name / f'seed{seed}'
+            folder = args.work_dir / name_of_study / name / f'seed{seed}'
             try:
                 result = train(study, name, seed, folder, args.data_root or f'data/{args.study.partition("-")[0]}')
             except subprocess.CalledProcessError:
                 # A run that fails does not stop the others.
                 failed.append(f'{name} seed {seed} failed: call again to go on, output above')
                 continue
-            add_result(Path(f'benchmarks/results/norms_{args.study}.json'), study, name, seed, result)
-    publish(args.study)
+            add_result(Path(f'benchmarks/results/norms_{name_of_study}.json'), study, name, seed, result)
+    publish(name_of_study)
     if failed:
         raise SystemExit('\n'.join(failed))
 
