@@ -17,8 +17,9 @@ with contextlib.redirect_stdout(io.StringIO()):
 
 # isort: split
 from slab_det import backbones, data, hooks, norms  # noqa: F401 (register themselves)
+from slab_det.absorption import absorb
 from slab_det.checkpoints import load_pretrained
-from slab_det.conversion import absorb, convert_norms
+from slab_det.conversion import convert_norms
 from slab_det.deployment import deploy
 from slab_det.fusion import fuse
 from slab_det.measure.latency import measure_latency

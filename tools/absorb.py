@@ -1,5 +1,5 @@
 """Absorbs the LayerNorms of a trained detector into its linear layers, on unlabelled images, without training: writes
-the fused checkpoint, and the config that loads it."""
+the fused checkpoint, the config that loads it, and one that trains it beside its teacher."""
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
@@ -16,14 +16,16 @@ from torch.utils.data import DataLoader
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.cli import read_config, run_cli
-from slab_det.conversion import ConversionError, tune
-from slab_det.conversion.curve import CurvePoint, FittedBatches, curve_table, measure_curve
+from slab_det.absorption.curve import curve_table, measure_curve
+from slab_det.conversion import ConversionError, write_tune_config
 from slab_det.data import check_data, set_data_root
 from slab_det.fusion import save_fused
-from slab_det.measure.agreement import NO_LOSS, expected_loss
 from slab_det.recalibration import PIPELINES, image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import CheckpointError
+
+
+TUNE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/tune_absorbed.py'
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,9 +53,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         '--curve', type=int, nargs='+', default=[], metavar='K', help='also measure with the worst K kept'
-    )
-    parser.add_argument(
-        '--tune', type=int, default=0, metavar='N', help='then N iterations towards the teacher, without labels'
     )
     parser.add_argument('--eval', action='store_true', help="measure AP too, on the config's validation images")
     parser.add_argument('--rounds', type=int, default=30, help='of the latency; 0: none (default %(default)s)')
@@ -85,22 +84,11 @@ def load_images(cfg: Config, args: argparse.Namespace) -> DataLoader:
     return image_folder_dataloader(cfg, args.images, args.num_images)
 
 
-def advise(point: CurvePoint, tuned: int) -> str:
-    """What the agreement of the written detector means, and what to do about it."""
-    found = f'Agreement with the teacher: {point.agreement:.3f}, with {point.num_kept} LayerNorms kept'
-    if point.agreement >= NO_LOSS:
-        return f'{found}; from {NO_LOSS} on, next to no AP was lost where it was measured'
-    return (
-        f'{found}; below {NO_LOSS} it goes with a loss of AP of about {expected_loss(point.agreement):.3f}: keep '
-        f'more norms (--keep K), or train without labels (--tune {2 * tuned or 150})'
-    )
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     if Path(args.out).is_dir() or Path(args.out).resolve() == Path(args.checkpoint).resolve():
         raise CheckpointError(f'--out {args.out} is a folder or the checkpoint itself; give another file')
-    if min([args.tune, args.rounds, *args.curve]) < 0:
-        raise ConversionError('--curve, --tune and --rounds are numbers from 0 on')
+    if min([args.rounds, *args.curve]) < 0:
+        raise ConversionError('--curve and --rounds are numbers from 0 on')
     if args.images is not None and args.pipeline == 'train':
         raise ConversionError('--pipeline train needs the annotations of a training; leave it or --images out')
 
@@ -129,16 +117,12 @@ def main() -> None:
         everything = absorb(keep=0)
         ranked = everything.absorption_report.rank()
         students = {f'worst {k} kept': absorb(keep=ranked[:k]) if k else everything for k in sorted({*args.curve})}
-    student = absorb(keep=keep)
-    report, tuned = student.absorption_report, None
-    if args.tune:
-        student, tuned = tune(student, teacher, FittedBatches(images), args.tune)
-    students['written'] = student
+    students['written'] = student = absorb(keep=keep)
+    report = student.absorption_report
     sample = next(iter(images))
     points = measure_curve(
         teacher,
         students,
-        images,
         rounds=args.rounds,
         eval_cfg=cfg if args.eval else None,
         size=tuple(sample['inputs'][0].shape[-2:]),
@@ -152,7 +136,6 @@ def main() -> None:
     if args.json is not None:
         values = dict(
             **report.to_dict(),
-            tune=tuned and tuned.to_dict(),
             points=[point.to_dict() for point in points],
             config=args.config,
             checkpoint=args.checkpoint,
@@ -160,13 +143,15 @@ def main() -> None:
         )
         put_text(json.dumps(values, indent=1) + '\n', args.json)
     if args.figure is not None:
-        from slab_det.conversion.figure import draw_absorption
+        from slab_det.absorption.figure import draw_absorption
 
         agreements = {point.num_kept: point.agreement for point in points}
         latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}
         draw_absorption(report, args.figure, agreements, latencies)
-    print('\n'.join([str(report), *filter(None, [tuned and str(tuned)]), '', curve_table(points), '']))
-    print(f'{advise(points[-1], args.tune)}\nWritten to {checkpoint} and {config}')
+    print(f'{report}\n\n{curve_table(points)}\n\nWritten to {checkpoint} and {config}')
+    if cfg.get('train_dataloader'):
+        tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, Config.fromfile(TUNE))
+        print(f'To train it beside its teacher: python tools/train.py {tune}')
 
 
 if __name__ == '__main__':

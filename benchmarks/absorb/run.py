@@ -27,11 +27,9 @@ from torch import nn
 
 from slab_det import runtime
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion import tune, write_tune_config
-from slab_det.conversion.absorb import held_out_step
+from slab_det.conversion import write_tune_config
 from slab_det.data import set_data_root
 from slab_det.fusion import save_fused
-from slab_det.measure.agreement import agreement, detect
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader
@@ -120,24 +118,16 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
     def absorbed(keep: int | None) -> dict:
         student = slab_det.absorb(teacher, images, keep=keep, work_dir=work_dir, progress=False)
         report = student.absorption_report
-        found = agreement(*(detect(model, images, held_out_step(images)) for model in (teacher, student)))
-        values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=found)
+        values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
         if keep == 0:
             save_fused(student, cfg, folder / 'fused.pth', teacher.dataset_meta)
             values['own'] = {norm.norm: norm.own for norm in report.norms}
         return values
 
-    def tuned_without_labels() -> dict:
-        student = build_detector(Config.fromfile(folder / 'fused_config.py'), str(folder / 'fused.pth'))
-        batches = recalibration_dataloader(cfg, 600, 'train')
-        student, report = tune(student, teacher, batches, 150, progress=False)
-        return dict(**ap(student), **report.to_dict())
-
-    def tuned() -> dict:
+    def tuned(folder_name: str, *options: str) -> dict:
         fused = folder / 'fused.pth'
         config = write_tune_config(cfg, folder / 'fused_config.py', fused, checkpoint, Config.fromfile(TUNE))
-        train(config, folder / 'tuned', args.data_root)
-        last = Path((folder / 'tuned/last_checkpoint').read_text().strip())
+        last = train(config, folder / folder_name, args.data_root, *options)
         return ap(build_detector(Config.fromfile(folder / 'fused_config.py'), str(last)))
 
     def control() -> dict:
@@ -155,8 +145,8 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         'all gone': lambda: absorbed(0),
         'default': lambda: absorbed(None),
         'control': control,
-        'tuned': tuned,
-        'tuned, no labels': tuned_without_labels,
+        'tuned': lambda: tuned('tuned'),
+        'tuned, no labels': lambda: tuned('tuned_without_labels', 'model.task_weight=0'),
     }
     for way in args.ways:
         cells.measure(way, seed, ways[way])

@@ -1,25 +1,17 @@
 """Conversion: the norms of a detector are replaced and its weights are kept."""
 
-from slab_det.conversion.absorb import AbsorptionReport, NormAbsorption, StreamRefit, absorb
 from slab_det.conversion.convert import ConversionError, ConversionReport, calibrate_norms, convert_norms
 from slab_det.conversion.distill import DistillationError, DistilledDetector
 from slab_det.conversion.finetune import convert_detector, finetune_config, write_tune_config
-from slab_det.conversion.tune import TuneReport, tune
 
 __all__ = [
-    'AbsorptionReport',
     'ConversionError',
     'ConversionReport',
     'DistillationError',
     'DistilledDetector',
-    'NormAbsorption',
-    'StreamRefit',
-    'TuneReport',
-    'absorb',
     'calibrate_norms',
     'convert_detector',
     'convert_norms',
     'finetune_config',
-    'tune',
     'write_tune_config',
 ]

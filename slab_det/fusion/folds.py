@@ -37,10 +37,10 @@ class Write(NamedTuple):
     """One layer that adds to the residual stream of a module, as a method ``writes()`` yields it.
 
     Names are dotted and relative to the module. What the layer reads and the stream that it makes have the same tokens
-    in the same order, channels last.
+    in the same order, channels last. Of a neck, whose layers stand in no stream, a convolution is its own ``stream``.
 
     Attributes:
-        layer: The linear layer that writes: an nn.Linear, or an nn.Conv2d of kernel 1.
+        layer: The linear layer that writes: an nn.Linear, or an nn.Conv2d of kernel 1; of a neck any nn.Conv2d.
         stream: The norm whose input is the new stream; '' where the module returns it.
         source: The module whose output the layer reads, at its first call; '' where the layer itself is called with it.
     """

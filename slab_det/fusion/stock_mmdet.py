@@ -58,6 +58,12 @@ def _fpn_input_layers(fpn: FPN, part: str) -> tuple[str]:
     return (f'lateral_convs.{level - fpn.start_level}',)
 
 
+def _fpn_writes(fpn: FPN) -> list[Write]:
+    """The convolutions that put out the levels which the backbone feeds."""
+    convs = [f'fpn_convs.{i}.conv' for i in range(fpn.backbone_end_level - fpn.start_level)]
+    return [Write(conv, stream=conv) for conv in convs if isinstance(fpn.get_submodule(conv), nn.Conv2d)]
+
+
 def _conv_module_input_layers(module: ConvModule) -> tuple[str]:
     if module.order[0] != 'conv' or module.with_explicit_padding or module.with_spectral_norm:
         raise CannotFold('a lateral convolution of the neck does more to its input than one convolution')
@@ -156,7 +162,7 @@ register_folds(
 )
 # The padding of PVTv2's depthwise convolution comes behind this layer.
 register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',))
-register_folds(FPN, FPN_DropBlock, input_layers=_fpn_input_layers)
+register_folds(FPN, FPN_DropBlock, input_layers=_fpn_input_layers, writes=_fpn_writes)
 # A list of necks, such as FPN and DyHead.
 register_folds(nn.Sequential, Sequential, input_layers=lambda modules, part='': (f'0[{part}]' if part else '0',))
 register_folds(ConvModule, input_layers=_conv_module_input_layers)

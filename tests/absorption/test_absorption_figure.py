@@ -7,8 +7,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.text import Text
 
-from slab_det.conversion.absorb import AbsorptionReport, NormAbsorption
-from slab_det.conversion.figure import absorption_figure, draw_absorption
+from slab_det.absorption import AbsorptionReport, NormAbsorption
+from slab_det.absorption.figure import absorption_figure, draw_absorption
 
 REPORT = AbsorptionReport(
     [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slab_det.conversion.regression import RIDGES, CrossMoments, choose_fit, diagonal_fit, ridge_fits
+from slab_det.absorption.regression import RIDGES, CrossMoments, choose_fit, diagonal_fit, ridge_fits
 
 
 def tokens(count=600, noise=0.0, seed=0):

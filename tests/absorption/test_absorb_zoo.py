@@ -7,8 +7,8 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
+from slab_det.absorption import absorb
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion import absorb
 from slab_det.fusion import save_fused
 
 

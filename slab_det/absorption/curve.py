@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmengine.config import Config
 from torch import nn
-from torch.utils.data import DataLoader
 
-from slab_det.conversion.absorb import held_out_step
-from slab_det.measure.agreement import agreement, detect
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
 from slab_det.measure.report import AP_KINDS
-
-
-class FittedBatches:
-    """The batches of ``images`` that :func:`slab_det.absorb` does not hold out."""
-
-    def __init__(self, images: Sequence | DataLoader) -> None:
-        self.images, self.dataset = images, getattr(images, 'dataset', None)
-
-    def __iter__(self) -> Iterator:
-        step = held_out_step(self.images)
-        return (batch for index, batch in enumerate(self.images) if step == 1 or index % step != step - 1)
 
 
 @dataclass
@@ -34,14 +20,14 @@ class CurvePoint:
     Attributes:
         name: Which it is.
         num_kept: How many LayerNorms it has.
-        agreement: With the teacher, on held-out images.
+        agreement: With the teacher, on held-out images; see :class:`AbsorptionReport`.
         latency: Measured in turns with that of the other points; None where it was not asked for.
         ap: See :func:`slab_det.measure.evaluate.evaluate`; None where it was not asked for.
     """
 
     name: str
     num_kept: int
-    agreement: float
+    agreement: float | None
     latency: LatencyResult | None = None
     ap: dict | None = None
 
@@ -53,19 +39,15 @@ class CurvePoint:
 def measure_curve(
     teacher: nn.Module,
     students: Mapping[str, nn.Module],
-    images: Sequence | DataLoader,
     rounds: int = 0,
     eval_cfg: Config | None = None,
     **latency_options,
 ) -> list[CurvePoint]:
     """Compares absorbed detectors with their teacher.
 
-    Agreement is that on the batches which :func:`slab_det.absorb` holds out; on all where they are too few for that.
-
     Args:
         teacher: The LayerNorm detector.
         students: What :func:`slab_det.absorb` made of it, by names of their own.
-        images: The images that they were absorbed on.
         rounds: Timed rounds; 0 measures no latency.
         eval_cfg: A config with the data and the evaluator of a validation; None measures no AP.
         latency_options: Further arguments of :func:`slab_det.measure_latency`.
@@ -74,12 +56,10 @@ def measure_curve(
         A point for the teacher, then one for each student.
     """
     models = {'LayerNorm': teacher, **students}
-    reference, points = detect(teacher, images, held_out_step(images)), []
-    for name, model in models.items():
-        report = getattr(model, 'absorption_report', None)
-        kept = report.kept if report else next(iter(students.values())).absorption_report.norms
-        found = detect(model, images, held_out_step(images)) if report else reference
-        points.append(CurvePoint(name, len(kept), agreement(reference, found)))
+    reports = {name: student.absorption_report for name, student in students.items()}
+    num_norms = len(next(iter(reports.values())).norms)
+    points = [CurvePoint('LayerNorm', num_norms, 1.0)]
+    points += [CurvePoint(name, len(report.kept), report.agreement) for name, report in reports.items()]
     if rounds:
         results = measure_latency(models, rounds=rounds, **latency_options)
         for point in points:
@@ -97,7 +77,7 @@ def curve_table(points: Sequence[CurvePoint]) -> str:
         {
             'detector': point.name,
             'LayerNorms kept': str(point.num_kept),
-            'agreement': f'{point.agreement:.3f}',
+            'agreement': '–' if point.agreement is None else f'{point.agreement:.3f}',
             **(_latency_cells(point.latency, teacher.latency) if point.latency else {}),
             **{f'{AP_KINDS[kind]} AP': f'{values["AP"]:.3f}' for kind, values in (point.ap or {}).items()},
         }

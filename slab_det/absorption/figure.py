@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from slab_det.conversion.absorb import AbsorptionReport, NormAbsorption
+from slab_det.absorption.report import AbsorptionReport, NormAbsorption
 from slab_det.measure.figure import COLOURS, FONT_SIZE, WIDTH
 
 _ROW = 0.17  # inches: two bars and the name of a norm

@@ -1,0 +1,153 @@
+"""absorb: the LayerNorms of a trained detector go into its linear layers, without training and without labels."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from numbers import Integral, Real
+from pathlib import Path
+
+import torch
+from mmengine.logging import MMLogger
+from mmengine.model import is_model_wrapper
+from torch import nn
+
+from slab_det.absorption.plan import AbsorptionPlan
+from slab_det.absorption.student import Absorption
+from slab_det.conversion.convert import ConversionError
+from slab_det.measure.agreement import NO_LOSS, agreement, detect, expected_loss
+from slab_det.recalibration.moments import evaluating
+from slab_det.runtime.errors import AgreementError
+
+
+def absorb(
+    model: nn.Module,
+    images: Iterable,
+    keep: int | float | str | Collection[str] | None = None,
+    least: float = NO_LOSS,
+    fold_outputs: bool = False,
+    work_dir: str | Path | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """Replaces the LayerNorms of a trained model by affine maps that its linear layers take, without training.
+
+    Front to back, the teacher, ``model``, beside the student, what is absorbed so far. For each LayerNorm the ridge
+    regression of the teacher's output y on the student's input x,
+
+        M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
+
+    goes into the layers that read the norm: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the calibrated diagonal
+    fold, the best scale per channel of the centred input. Behind each attention and each FFN the layer that writes the
+    residual stream is fitted in the same way, so that the student's stream meets the teacher's; at the end the 3x3
+    convolutions of an FPN, so that its levels do. The ridges r are chosen on every fifth batch, which no fit sees.
+
+    The result has no norm where one was absorbed: it is fused already. ``absorption_report`` says what each norm left,
+    ``fusion_report`` where it went.
+
+    Args:
+        model: A detector or a backbone with LayerNorm: ours or mmdet's Swin, PVT or PVTv2, or any for which
+            :func:`slab_det.fusion.register_folds` names the readers of the norms.
+        images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
+            kind that the detector will see.
+        keep: Norms that stay LayerNorm: a number K, the K that are the least affine; a float, all of which a larger
+            share is not affine (:attr:`NormAbsorption.own`); their names, or one; or None, as few as it takes for an
+            agreement with the teacher of ``least`` on the held-out images: none, or else as many of the least affine
+            ones as bisection finds, up to half of them. The best is taken where none agrees so well.
+        least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
+        fold_outputs: See :func:`slab_det.fuse`.
+        work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
+        progress: Show a progress bar.
+
+    Returns:
+        The fused student, in eval mode; ``model`` is left as it is.
+
+    Raises:
+        ConversionError: If no LayerNorm can be absorbed, there are no images, ``keep`` names no such norm or is below
+            0, an attention has hooks, or values are not finite.
+        FusionError: If the model has norms of ours that cannot be fused.
+    """
+    if is_model_wrapper(model):
+        raise ConversionError(f'the model is wrapped in a {type(model).__name__}; give what is inside, model.module')
+    if isinstance(keep, Real) and not keep >= 0:
+        raise ConversionError(f'keep={keep}: give a number from 0 on, or names of LayerNorms')
+    if isinstance(keep, str):
+        keep = (keep,)
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
+        plan = AbsorptionPlan(model, images, folder, fold_outputs)
+        compare = _compare_to(model, plan.images.held_out)
+        run = partial(Absorption, plan, work_dir=work_dir and Path(work_dir), progress=progress)
+        if isinstance(keep, Real) and not isinstance(keep, Integral):
+            student = run(bound=float(keep)).student
+        elif keep is not None:
+            if isinstance(keep, Integral):
+                keep = run().student.absorption_report.rank()[:keep] if keep else ()
+            student = run(names=keep).student
+        elif compare is not None:
+            return _warn(_absorb_until_agreement(run, compare, least, progress), least)
+        else:
+            raise ConversionError(
+                'keep=None compares detections, and the model finds none; give a number, keep=0 to keep no norm'
+            )
+        if compare is not None:
+            compare(student)
+        return _warn(student, least)
+
+
+def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float] | None:
+    """A function that measures a student's agreement on ``images`` and reports it; None where nothing is detected."""
+    # mmdet pastes masks in float32 alone.
+    if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
+        return None
+    try:
+        reference = detect(teacher, images)
+    except AgreementError:
+        return None
+
+    def compare(student: nn.Module) -> float:
+        student.absorption_report.agreement = agreement(reference, detect(student, images))
+        return student.absorption_report.agreement
+
+    return compare
+
+
+def _absorb_until_agreement(
+    run: Callable[..., Absorption], compare: Callable[[nn.Module], float], least: float, progress: bool
+) -> nn.Module:
+    ranked: list[str] = []
+    best, tried = None, set()
+    # Fewer do not agree; so many do.
+    low, high, count = -1, None, 0
+    while count not in tried:
+        student = run(names=ranked[:count]).student
+        tried.add(count)
+        found = compare(student)
+        ranked = ranked or student.absorption_report.rank()
+        if progress:
+            print(f'{count} of {len(ranked)} LayerNorms kept: agreement {found:.3f}')
+        # One that agrees keeps fewer than those before.
+        if found >= least or best is None or found > best.absorption_report.agreement:
+            best = student
+        if found >= least:
+            high = count
+        else:
+            low = count
+        if high is None:
+            count = len(ranked) // 4 if count == 0 else len(ranked) // 2
+        else:
+            count = (low + high + 1) // 2
+    return best
+
+
+def _warn(student: nn.Module, least: float) -> nn.Module:
+    report = student.absorption_report
+    if report.agreement is not None and report.agreement < least:
+        MMLogger.get_current_instance().warning(
+            f'agreement with the teacher is {report.agreement:.3f}, below {least:g}, with {len(report.kept)} '
+            f'LayerNorms kept: expect a loss of AP of about {expected_loss(report.agreement):.3f}; keep more (keep=K) '
+            'or train towards the teacher (slab_det.conversion.write_tune_config)'
+        )
+    return student

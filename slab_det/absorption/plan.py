@@ -1,0 +1,202 @@
+"""What an absorption fits, in which order, and the images that it reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
+from slab_det.conversion.convert import ConversionError, reason_to_keep
+from slab_det.fusion.folds import Write, find_hooks, find_rule
+from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
+from slab_det.norms import named_offline_norms
+from slab_det.recalibration.moments import prepare_inputs
+
+# Every so many batches one is held out: it chooses ridges and measures what is left.
+HELD_OUT = 5
+
+
+class Batches(list):
+    """Batches of one pass over a data loader: another pass may draw other images.
+
+    Attributes:
+        dataset: That of the loader, or None; it says how batches are prepared.
+    """
+
+    dataset: object = None
+
+
+class Images:
+    """The images of an absorption, one batch in memory at a time, but for those that are held out.
+
+    Args:
+        model: The teacher, which prepares them.
+        batches: What a data loader yields, or image tensors (B, 3, H, W).
+        folder: For one file of each batch, which holds its image tensor.
+
+    Attributes:
+        files: The files.
+        held_out: Every fifth batch, or all where there are fewer than five, as they came.
+        digest: Of the image tensors.
+
+    Raises:
+        ConversionError: If there is no batch.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable, folder: Path) -> None:
+        self.files: list[Path] = []
+        self.held_out, few = Batches(), []
+        self.held_out.dataset = getattr(batches, 'dataset', None)
+        self.digest = hashlib.sha256()
+        prepare = prepare_inputs(model, batches)
+        for index, batch in enumerate(batches):
+            inputs = prepare(batch)[0].clone()
+            self.files.append(folder / f'image_{index}.pt')
+            torch.save(inputs, self.files[-1])
+            self.digest.update(to_bytes(inputs))
+            if self.is_held_out(index):
+                self.held_out.append(batch)
+            elif index < HELD_OUT:
+                few.append(batch)
+        if not self.files:
+            raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
+        self.held_out.extend([] if self.held_out else few)
+
+    def is_held_out(self, index: int) -> bool:
+        """Whether no fit sees batch ``index``."""
+        return index % HELD_OUT == HELD_OUT - 1
+
+    def judges(self, index: int) -> bool:
+        """Whether batch ``index`` says what fits leave: those held out, or all where there are none."""
+        return self.is_held_out(index) or len(self.files) < HELD_OUT
+
+
+class Writer(NamedTuple):
+    """A layer that writes the residual stream, where the new stream is seen, and what the layer reads."""
+
+    layer: str
+    stream: Probe
+    source: Probe
+
+
+class AbsorptionPlan:
+    """What is fitted, in which order, and the images: all that does not depend on the norms to keep.
+
+    Attributes:
+        model: The teacher.
+        images: See :class:`Images`.
+        digest: Of the images, the teacher's weights and the fates.
+        fates: Where each norm goes if it is absorbed, by its name.
+        reasons: Why each LayerNorm has to stay, or '', by its name.
+        units: Names of the modules that hold the norms, in the order of their calls.
+        steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
+        outputs: Convolutions of the neck, by name, that are fitted last, to what they put out themselves.
+        last_uses: See :class:`slab_det.absorption.walk.Walk`.
+        folder: For temporary files.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable, folder: Path, fold_outputs: bool = False) -> None:
+        self.model, self.folder = model, folder
+        self.images = Images(model, batches, folder)
+        self.digest = self.images.digest.copy()
+        check_fusible(model)
+        for name, module in model.named_modules():
+            if find_rule(module, 'replace') and any(map(find_hooks, module.modules())):
+                raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before slab_det.absorb')
+        # Norms of neck and heads are not on the way.
+        self.root = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
+        image = load_tensors(self.images.files[0], next(model.parameters()).device)
+        writers = {writer.layer: writer for writer in self._find_writers()}
+        self.outputs = [name for name, writer in writers.items() if writer.stream.module == name]
+        writers = {name: writer for name, writer in writers.items() if name not in self.outputs}
+        if not hasattr(model, 'extract_feat'):
+            # A video detector: nothing is known to run its neck.
+            self.outputs = []
+        reasons = self._find_reasons()
+        calls = self._trace(image, {writer.layer: writer.stream for writer in writers.values()}, reasons)
+        for name in reasons:
+            if not reasons[name] and calls.count(name) != 1:
+                reasons[name] = f'a forward calls it {calls.count(name)} times'
+        candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
+        self.fates = {fate.norm: fate for fate in plan_folds(model, fold_outputs, candidates)}
+        self.digest.update(repr(self.fates).encode())
+        for name, value in model.state_dict().items():
+            self.digest.update(name.encode() + to_bytes(value))
+        self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}
+        if all(self.reasons.values()):
+            kept = '; '.join(f'{name}: {reason}' for name, reason in self.reasons.items())
+            raise ConversionError(f'the model has no LayerNorm that can be absorbed{kept and f" ({kept})"}')
+        # A module that a forward calls twice has more than one stream.
+        steps = [name for name in calls if calls.count(name) == 1 and (name in writers or not self.reasons[name])]
+        owners = {step: self._find_unit(step) for step in steps}
+        self.units = list(dict.fromkeys(owners.values()))
+        self.steps = [[writers.get(s, s) for s in steps if owners[s] == unit] for unit in self.units]
+        self.last_uses = last_uses(model, self.forward(model), self.units, image)
+
+    def _find_reasons(self) -> dict[str, str]:
+        """Why each LayerNorm of the model has to stay, or ''."""
+        inner = {part for _, norm in named_offline_norms(self.model) for part in norm.modules()}
+        reasons = {}
+        for name, norm in self.model.named_modules():
+            if isinstance(norm, nn.LayerNorm) and norm not in inner:
+                reason = reason_to_keep(name, norm, self.model.get_submodule(name.rpartition('.')[0]))
+                if not name.startswith(self.root):
+                    reason = 'it is not in the backbone'
+                elif hooks := find_hooks(norm):
+                    reason = f'it has {hooks}'
+                reasons[name] = reason or ''
+        return reasons
+
+    def _find_writers(self) -> list[Writer]:
+        writers: list[Writer] = []
+        for prefix, module in self.model.named_modules():
+            rule = find_rule(module, 'writes')
+            # A block speaks for its FFN.
+            if rule and not any(writer.layer.startswith(f'{prefix}.') for writer in writers):
+                for write in rule():
+                    layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
+                    writers.append(
+                        Writer(
+                            layer,
+                            Probe(stream, 'input') if stream else Probe(prefix, 'output'),
+                            Probe(source, 'output') if source else Probe(layer, 'input'),
+                        )
+                    )
+        return writers
+
+    def _trace(self, image: Tensor, probes: dict[str, Probe], norms: Iterable[str]) -> list[str]:
+        """The names of the writers and norms in the order in which a forward comes to them."""
+        calls: list[str] = []
+        # Where the new stream is the input of a norm, the writer is first.
+        places = [*probes.items(), *((name, Probe(name, 'input')) for name in norms)]
+        with ExitStack() as stack, torch.no_grad():
+            for name, probe in places:
+                module = self.model.get_submodule(probe.module)
+                stack.callback(register_probe(module, probe.side, lambda value, name=name: calls.append(name)).remove)
+            self.forward(self.model)(image)
+        return calls
+
+    def _find_unit(self, name: str) -> str:
+        """The outermost module around a norm or layer, backbones excepted, that says where norms go or what writes."""
+        for container in ['', *containers_of(name)]:
+            module = self.model.get_submodule(container)
+            if find_rule(module, 'output_folds') is None and (
+                find_rule(module, 'folds') or find_rule(module, 'writes')
+            ):
+                return container
+        return name
+
+    def forward(self, model: nn.Module) -> Callable[[Tensor], object]:
+        """What runs a teacher or student on an image tensor."""
+        return model.backbone if self.root else model
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """The values, for a digest."""
+    return tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

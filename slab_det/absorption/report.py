@@ -1,0 +1,105 @@
+"""What became of the LayerNorms of a detector that absorbed them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class NormAbsorption:
+    """What became of one LayerNorm.
+
+    Attributes:
+        norm: Its dotted name.
+        fate: 'absorbed' or 'kept'.
+        into: The layers that hold it now, separated by commas, or ''.
+        reason: Why it was kept, or ''.
+        own: Share of the norm's variance that the best map of the teacher's input leaves: what of this norm is not
+            affine. Shares are of held-out batches, over tokens and channels; None where nothing was measured.
+        diagonal: Share that the best scale per channel leaves of the student's input, centred.
+        left: Share that the map that was folded leaves of the student's input; what is more than ``own`` comes from the
+            norms before.
+        ridge: Strength of the pull to the diagonal map.
+        within: Standard deviation of 1 / sigma over the tokens of an image, over its mean.
+        between: Standard deviation of the images' mean 1 / sigma, over its mean.
+    """
+
+    norm: str
+    fate: Literal['absorbed', 'kept']
+    into: str = ''
+    reason: str = ''
+    own: float | None = None
+    diagonal: float | None = None
+    left: float | None = None
+    ridge: float | None = None
+    within: float | None = None
+    between: float | None = None
+
+
+@dataclass(frozen=True)
+class Refit:
+    """How far a layer's output was from the teacher's before and after the layer was fitted.
+
+    Of a layer that writes the residual stream, the stream behind it counts as its output.
+
+    Attributes:
+        layer: Its dotted name.
+        before: Mean squared distance over the variance of the teacher's output, on held-out batches.
+        after: The same with the fitted layer.
+        ridge: Strength of the pull to the old weights.
+    """
+
+    layer: str
+    before: float
+    after: float
+    ridge: float
+
+
+@dataclass
+class AbsorptionReport:
+    """What :func:`slab_det.absorb` did.
+
+    Attributes:
+        norms: The LayerNorms, in the order of their calls; those that are never called last.
+        refits: The layers that write the residual stream, in the order of their calls, and the neck's convolutions.
+        agreement: With the teacher on held-out images; None where the model detects nothing that can be compared.
+    """
+
+    norms: list[NormAbsorption] = field(default_factory=list)
+    refits: list[Refit] = field(default_factory=list)
+    agreement: float | None = None
+
+    @property
+    def kept(self) -> list[NormAbsorption]:
+        """The norms that stayed."""
+        return [norm for norm in self.norms if norm.fate == 'kept']
+
+    def rank(self) -> list[str]:
+        """The norms that were fitted, the least affine first."""
+        return [norm.norm for norm in sorted(self.norms, key=lambda norm: -(norm.own or 0)) if norm.own is not None]
+
+    def to_dict(self) -> dict:
+        """The attributes, as JSON holds them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> AbsorptionReport:
+        """The inverse of :meth:`to_dict`."""
+        norms = [NormAbsorption(**norm) for norm in values['norms']]
+        return cls(norms, [Refit(**refit) for refit in values['refits']], values['agreement'])
+
+    def __str__(self) -> str:
+        absorbed = [norm for norm in self.norms if norm.fate == 'absorbed']
+        lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
+        if self.agreement is not None:
+            lines[0] += f'; agreement with the teacher on held-out images: {self.agreement:.3f}'
+        lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept]
+        if absorbed:
+            worst = max(absorbed, key=lambda norm: norm.left)
+            lines.append(
+                f'  left of their variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on average, most '
+                f'at {worst.norm}: {worst.left:.1%}, of which {worst.own:.1%} is its own '
+                f'(a scale per channel leaves {worst.diagonal:.1%})'
+            )
+        return '\n'.join(lines)

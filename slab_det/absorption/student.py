@@ -1,0 +1,273 @@
+"""One student of an absorption: its norms go into its linear layers, unit by unit, beside the teacher."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from mmengine.utils import ProgressBar
+from torch import Tensor, nn
+
+from slab_det.absorption.plan import AbsorptionPlan, Writer
+from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit
+from slab_det.absorption.report import AbsorptionReport, NormAbsorption, Refit
+from slab_det.absorption.walk import Probe, Walk, load_tensors
+from slab_det.conversion.convert import ConversionError
+from slab_det.fusion.folds import find_rule
+from slab_det.fusion.fuse import apply_fold, fold_affine, replace_module
+from slab_det.fusion.report import FusionReport
+from slab_det.recalibration.moments import Moments
+from slab_det.runtime import read_checkpoint
+from slab_det.runtime.run_folder import AtomicLocalBackend
+
+# Positions of a map, at least, at which a convolution of the neck is fitted: one input there is a whole patch.
+POSITIONS = 4096
+
+
+class Absorption:
+    """One student: every norm is absorbed but those named, and those of which more than ``bound`` is not affine.
+
+    Attributes:
+        student: The fused model, with its reports.
+    """
+
+    def __init__(
+        self,
+        plan: AbsorptionPlan,
+        names: Collection[str] = (),
+        bound: float = math.inf,
+        work_dir: Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        if unknown := {*names} - {name for name, reason in plan.reasons.items() if not reason}:
+            known = ', '.join(name for name, reason in plan.reasons.items() if not reason)
+            raise ConversionError(f'keep: {", ".join(sorted(unknown))} cannot be absorbed anyhow; these can: {known}')
+        self.plan, self.names, self.bound = plan, {*names}, bound
+        self.batches = range(len(plan.images.files))
+        self.report = AbsorptionReport()
+        self.student = copy.deepcopy(plan.model)
+        # Modules that show what their layers read.
+        for name, module in list(self.student.named_modules()):
+            if make := find_rule(module, 'replace'):
+                replace_module(self.student, name, make())
+        for fate in plan.fates.values():
+            if fate.fate != 'absorbed':
+                apply_fold(self.student, fate)
+        self.state_file = work_dir and work_dir / f'absorb_{self._key()}.pth'
+        # The neck comes behind all units.
+        first, last = self._resume(), len(plan.units)
+        self.bar = None
+        if progress and first <= last:
+            print(f'Absorption, {last - first} of {last} units')
+            steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + bool(plan.outputs)
+            self.bar = ProgressBar(steps * len(self.batches))
+        with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
+            self.teacher_walk, self.student_walk = (
+                Walk(model, plan.forward(model), plan.units, plan.last_uses, plan.images.files, Path(folder, name))
+                for name, model in (('teacher', plan.model), ('student', self.student))
+            )
+            if 0 < first < last:
+                self._run_units(first - 1, live_from=0)
+            for unit in range(first, last):
+                self._fit_unit(unit)
+                self._save(unit + 1)
+        if first <= last:
+            self._fit_outputs()
+            self._save(last + 1)
+        if self.bar:
+            print()
+        kept = {norm.norm for norm in self.report.kept}
+        fates = [
+            replace(f, fate='kept', into='', reason='kept by choice') if f.norm in kept else f
+            for f in plan.fates.values()
+        ]
+        self.report.norms += [NormAbsorption(n, 'kept', reason=reason) for n, reason in plan.reasons.items() if reason]
+        self.student.absorption_report, self.student.fusion_report = self.report, FusionReport(fates)
+
+    @property
+    def _changed(self) -> bool:
+        return any(norm.fate == 'absorbed' for norm in self.report.norms)
+
+    def _fit_unit(self, unit: int) -> None:
+        for step in self.plan.steps[unit]:
+            if not isinstance(step, Writer):
+                self.report.norms.append(self._absorb_norm(unit, step))
+            elif self._changed:
+                self.report.refits.append(self._fit_writer(unit, step))
+        self._run_units(unit, live_from=unit)
+        for walk in (self.teacher_walk, self.student_walk):
+            walk.drop_before(unit + 1)
+
+    def _run_units(self, unit: int, live_from: int) -> None:
+        """Stores what the units up to this one return."""
+        for batch in self._progress():
+            for walk in (self.teacher_walk, self.student_walk):
+                walk.run(batch, unit, (), live_from, store=True)
+
+    def _progress(self) -> Iterator[int]:
+        for batch in self.batches:
+            yield batch
+            if self.bar:
+                self.bar.update()
+
+    def _absorb_norm(self, unit: int, name: str) -> NormAbsorption:
+        eps = self.plan.model.get_submodule(name).eps
+        means, variances = [], []
+        # Of the student's inputs and of the teacher's own, each to fit and held out.
+        (moments, held_out), own = _pair(), _pair()
+        for batch in self._progress():
+            part = self.plan.images.is_held_out(batch)
+            source, target = self.teacher_walk.run(batch, unit, (Probe(name, 'input'), Probe(name, 'output')))
+            scales = (source.double().var(-1, correction=0) + eps).rsqrt().reshape(len(source), -1)
+            means.append(scales.mean(1))
+            variances.append(scales.var(1, correction=0))
+            own[part].add(source, target)
+            (moments, held_out)[part].add(*self.student_walk.run(batch, unit, (Probe(name, 'input'),)), target)
+        _check_finite(name, moments, held_out)
+        diagonal = diagonal_fit(moments)
+        fit, ridge = choose_fit(moments, held_out, diagonal.matrix)
+        judge = _judge(moments, held_out)
+        own_fit, _ = choose_fit(*own, diagonal_fit(own[0]).matrix)
+        mean = torch.cat(means).mean()
+        result = NormAbsorption(
+            name,
+            'absorbed',
+            self.plan.fates[name].into,
+            own=_judge(*own).unexplained(own_fit),
+            diagonal=judge.unexplained(diagonal),
+            left=judge.unexplained(fit),
+            ridge=ridge,
+            within=float(torch.cat(variances).mean().sqrt() / mean),
+            between=float(torch.cat(means).std(correction=0) / mean),
+        )
+        if name in self.names or result.own > self.bound:
+            reason = 'by name' if name in self.names else f'no affine map holds {result.own:.1%} of it'
+            return replace(result, fate='kept', into='', reason=reason)
+        apply_fold(self.student, self.plan.fates[name])
+        fold_affine(self.student, self.plan.fates[name], *fit)
+        return result
+
+    def _fit_writer(self, unit: int, writer: Writer) -> Refit:
+        layer = self.student.get_submodule(writer.layer)
+        (moments, held_out), target_moments = _pair(), Moments()
+        for batch in self._progress():
+            (target,) = self.teacher_walk.run(batch, unit, (writer.stream,))
+            source, stream = self.student_walk.run(batch, unit, (writer.source, writer.stream))
+            if source.ndim == 4 and isinstance(layer, nn.Conv2d):
+                source = source.flatten(2).transpose(1, 2)
+            if self.plan.images.judges(batch):
+                target_moments.add(target)
+            (moments, held_out)[self.plan.images.is_held_out(batch)].add(source, target - stream)
+        return _refit(writer.layer, layer, moments, held_out, target_moments)
+
+    def _fit_outputs(self) -> None:
+        """Fits the convolutions of the neck, all in one pass: none of them reads another."""
+        if not (self.plan.outputs and self._changed):
+            return
+        sums = {name: (*_pair(), Moments()) for name in self.plan.outputs}
+        models = self.plan.model, self.student
+        with ExitStack() as stack:
+            found: list[dict] = [{}, {}]
+            for model, values in zip(models, found, strict=True):
+                for name in self.plan.outputs:
+
+                    def keep(
+                        module: nn.Module, args: tuple, output: Tensor, name: str = name, values: dict = values
+                    ) -> None:
+                        values[name] = args[0], output
+
+                    stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
+            for batch in self._progress():
+                image = load_tensors(self.plan.images.files[batch], next(self.student.parameters()).device)
+                with torch.no_grad():
+                    for model in models:
+                        model.extract_feat(image)
+                for name, (*moments, target_moments) in sums.items():
+                    source, target, output = found[1][name][0], found[0][name][1], found[1][name][1]
+                    conv = self.student.get_submodule(name)
+                    source, target, output = _patches(conv, source, target, output)
+                    if self.plan.images.judges(batch):
+                        target_moments.add(target)
+                    moments[self.plan.images.is_held_out(batch)].add(source, target - output)
+        for name, parts in sums.items():
+            self.report.refits.append(_refit(name, self.student.get_submodule(name), *parts))
+
+    def _key(self) -> str:
+        """Tells students apart: another teacher, other images or other norms to keep."""
+        digest = self.plan.digest.copy()
+        digest.update(repr((sorted(self.names), self.bound)).encode())
+        return digest.hexdigest()[:16]
+
+    def _save(self, unit: int) -> None:
+        if self.state_file:
+            state = dict(unit=unit, weights=self.student.state_dict(), report=self.report.to_dict())
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            AtomicLocalBackend().put(buffer.getvalue(), self.state_file)
+
+    def _resume(self) -> int:
+        """Loads what an earlier call finished; returns the unit to go on from."""
+        if not self.state_file or not self.state_file.exists():
+            return 0
+        state = read_checkpoint(self.state_file)
+        self.report = AbsorptionReport.from_dict(state['report'])
+        for norm in self.report.norms:
+            if norm.fate == 'absorbed':
+                apply_fold(self.student, self.plan.fates[norm.norm])
+        self.student.load_state_dict(state['weights'])
+        return state['unit']
+
+
+@torch.no_grad()
+def _refit(
+    name: str, layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMoments, target: Moments
+) -> Refit:
+    """Adds to a layer the map of its inputs to what is missing of the target, the second variables of the moments."""
+    _check_finite(name, moments, held_out)
+    if layer.bias is None:
+        # The checkpoint of the student has no place for a shift.
+        moments, held_out = moments.about_zero(), held_out.about_zero()
+    fit, ridge = choose_fit(moments, held_out, moments.xy.new_zeros(moments.xy.T.shape))
+    judge = _judge(moments, held_out)
+    # A stream of one token per image may not vary.
+    variance = max(float(target.var.sum()), 1e-300)
+    # What is left where nothing is fitted: the mean too.
+    before = float(judge.yy.sum() / judge.count + judge.mean_y.square().sum()) / variance
+    after = judge.unexplained(fit) * float(judge.yy.sum() / judge.count) / variance
+    if after < before:
+        layer.weight += fit.matrix.view_as(layer.weight)
+        if layer.bias is not None:
+            layer.bias += fit.shift
+    return Refit(name, before, min(before, after), ridge)
+
+
+def _patches(conv: nn.Conv2d, source: Tensor, *outputs: Tensor) -> Iterator[Tensor]:
+    """What a convolution reads at some positions, (B, N, C_in k k), and its outputs there, (B, N, C_out)."""
+    rows, columns = outputs[0].shape[-2:]
+    step = max(1, rows * columns // POSITIONS)
+    stride = conv.stride[0] * step, conv.stride[1]
+    yield nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
+    for output in outputs:
+        yield output[:, :, ::step].flatten(2).transpose(1, 2)
+
+
+def _pair() -> tuple[CrossMoments, CrossMoments]:
+    """Moments of the batches to fit, and of those held out."""
+    return CrossMoments(), CrossMoments()
+
+
+def _check_finite(name: str, *parts: CrossMoments) -> None:
+    if not all(part.count == 0 or (part.xx.isfinite().all() and part.yy.isfinite().all()) for part in parts):
+        raise ConversionError(f'{name}: what it reads or writes is NaN or infinite; check weights and images')
+
+
+def _judge(moments: CrossMoments, held_out: CrossMoments) -> CrossMoments:
+    """The tokens that say what is left: those held out, or all where there are none."""
+    return held_out if held_out.count else moments
