@@ -23,7 +23,7 @@ from slab_det.fusion.affine import fold_into_output
         ('latency.py', '--checkpoint --fuse --rounds --warmup --size --scope --device --dtype --compile --json'),
         ('fuse.py', '--out --size'),
         ('recalibrate.py', '--out --num-images --pipeline --max-passes --data-root --json'),
-        ('absorb.py', '--out --data-root --images --keep --curve --tune --eval --work-dir --json --figure'),
+        ('absorb.py', '--out --data-root --images --keep --curve --eval --work-dir --json --figure'),
         ('convert_checkpoint.py', '--to --config --data-root --num-images --schedule native prepbn'),
         ('report.py', '--out --paper'),
         ('quickstart.py', '--work-dir'),
