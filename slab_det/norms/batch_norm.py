@@ -91,12 +91,18 @@ class RepBN(TokenBN):
 
     Trains with batch statistics over every token; at inference it is the affine map of Lemma 4.1:
     scale = alpha / sigma + eta, shift = beta - alpha * mu / sigma, sigma = sqrt(var + eps).
-    Arguments, shape and errors are those of :class:`TokenBN`.
+    Other arguments, shape and errors are those of :class:`TokenBN`.
+
+    Args:
+        eta: Where eta starts; 1 is the authors'. A PVT from scratch needs less, such as 0.1: its stream is not near
+            unit variance, and in tens of norms ``eta x`` grows without bound (``benchmarks/eta_start.py``).
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool = False) -> None:
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool = False, eta: float = 1.0
+    ) -> None:
         super().__init__(num_features, eps, momentum, sync)
-        self.eta = nn.Parameter(torch.ones(1))
+        self.eta = nn.Parameter(torch.full((1,), float(eta)))
 
     def train_forward(self, x: Tensor) -> Tensor:
         return super().train_forward(x) + self.eta * x

@@ -25,6 +25,7 @@ class PRepBN(OfflineNorm):
         ln_eps: Added to the variance of the LayerNorm; PVT uses 1e-6. None means ``eps``.
         momentum: Weight of the new batch in the running statistics.
         sync: See :class:`TokenBN`; the LayerNorm has no statistics to pool.
+        eta: See :class:`RepBN`.
 
     Shape:
         (..., C) -> (..., C), channels last.
@@ -40,10 +41,11 @@ class PRepBN(OfflineNorm):
         ln_eps: float | None = None,
         momentum: float = 0.1,
         sync: bool = False,
+        eta: float = 1.0,
     ) -> None:
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
-        self.repbn = RepBN(num_features, eps, momentum, sync)
+        self.repbn = RepBN(num_features, eps, momentum, sync, eta)
         # The property below reads the RepBN's counter.
         del self.num_skipped
         # The buffer travels in checkpoints, the float is what forward reads: no device sync per layer.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mmengine.registry import MODELS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +49,13 @@ def test_token_bn_is_batch_norm_over_all_tokens(training):
         torch.testing.assert_close(getattr(norm, name), getattr(reference, name))
     for name in ('weight', 'bias'):
         torch.testing.assert_close(getattr(norm, name).grad, getattr(reference, name).grad)
+
+
+@pytest.mark.parametrize('norm_cfg', [dict(type='RepBN'), dict(type='PRepBN')])
+def test_eta_starts_where_the_config_says(norm_cfg):
+    starts = [MODELS.build(dict(norm_cfg, num_features=C, **eta)) for eta in ({}, dict(eta=0.1))]
+    values = [value.item() for norm in starts for key, value in norm.named_parameters() if key.endswith('eta')]
+    assert values == pytest.approx([1.0, 0.1])
 
 
 def test_repbn_is_the_batch_norm_of_lemma_4_1():
