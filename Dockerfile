@@ -1,0 +1,8 @@
+# Both commands of the README: docker build -t slab_det . && docker run --shm-size=2g slab_det
+FROM python:3.11-slim
+# OpenCV's libraries; make; a compiler for the tests of torch.compile.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libgl1 libglib2.0-0 make
+WORKDIR /slab_det
+COPY . .
+RUN tools/venv.sh
+CMD ["sh", "-c", "make quickstart && make test"]
