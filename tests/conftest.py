@@ -39,6 +39,21 @@ slab_det.runtime.install()
 mmengine.config.utils.load = cache(mmengine.config.utils.load)
 
 
+def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
+    """The model of one of mmdet's configs with an FPN, on a backbone with the channels of SMALL_SWIN."""
+    cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
+    cfg.backbone = backbone
+    cfg.neck.update(in_channels=[8, 16, 32, 64], out_channels=16, **neck)
+    if 'roi_head' in cfg:
+        cfg.rpn_head.update(in_channels=16, feat_channels=16)
+        cfg.roi_head.bbox_roi_extractor.out_channels = 16
+        for head in cfg.roi_head.bbox_head:
+            head.update(in_channels=16, fc_out_channels=16, num_classes=3)
+    else:
+        cfg.bbox_head.update(in_channels=16, feat_channels=64, num_classes=3)
+    return cfg
+
+
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.set_num_threads(1)

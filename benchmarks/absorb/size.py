@@ -1,4 +1,4 @@
-"""Time, memory and disk that absorb takes at real size, beside forwards of the same backbone on the same images.
+"""Time, memory and disk that absorb takes at real size, beside forwards of the same detector on the same images.
 
     python benchmarks/absorb/size.py --threads 2
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from slab_det.measure.agreement import detect
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.untrained import build_untrained
 
@@ -62,7 +63,7 @@ class FolderSize:
 
 
 def measure(config: str, absorbs: bool, size: tuple[int, int], num_images: int, threads: int) -> dict[str, float]:
-    """One row: absorb with every norm gone, or a forward of the backbone, on batches of one image."""
+    """One row: absorb with every norm gone, or the detector's own forward, on batches of one image."""
     torch.set_num_threads(threads)
     model = build_untrained(ROOT / 'configs' / f'{config}.py', {})
     images = [torch.randn(1, 3, *size) for _ in range(num_images)]
@@ -72,9 +73,7 @@ def measure(config: str, absorbs: bool, size: tuple[int, int], num_images: int, 
         if absorbs:
             slab_det.absorb(model, images, keep=0, progress=False)
         else:
-            with torch.no_grad():
-                for image in images:
-                    model.backbone(image)
+            detect(model, images)
         seconds = time.perf_counter() - started
     return dict(seconds_per_image=seconds / num_images, idle_mib=idle, peak_mib=peak_mib(), disk_mib=disk.largest)
 

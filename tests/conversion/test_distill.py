@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, SMALL_SWIN, StopAfter, randomize
+from conftest import CONFIGS, SMALL_SWIN, StopAfter, randomize, small_mmdet_cfg
 from mmdet.apis import DetInferencer
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -65,20 +65,11 @@ def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teach
 
 
 def build_small(name):
+    if not name.startswith('detr/'):
+        return MODELS.build(small_mmdet_cfg(name, dict(SMALL_SWIN, norm_cfg=dict(type='LN'))))
     cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
-    if 'encoder' in cfg:
-        cfg.backbone.depth, cfg.neck.in_channels = 18, [512]
-        cfg.encoder.num_layers = cfg.decoder.num_layers = 1
-        return MODELS.build(cfg)
-    cfg.backbone = dict(SMALL_SWIN, norm_cfg=dict(type='LN'))
-    cfg.neck.update(in_channels=[8, 16, 32, 64], out_channels=16)
-    if 'roi_head' in cfg:
-        cfg.rpn_head.update(in_channels=16, feat_channels=16)
-        cfg.roi_head.bbox_roi_extractor.out_channels = 16
-        for head in cfg.roi_head.bbox_head:
-            head.update(in_channels=16, fc_out_channels=16, num_classes=3)
-    else:
-        cfg.bbox_head.update(in_channels=16, feat_channels=64, num_classes=3)
+    cfg.backbone.depth, cfg.neck.in_channels = 18, [512]
+    cfg.encoder.num_layers = cfg.decoder.num_layers = 1
     return MODELS.build(cfg)
 
 

@@ -3,33 +3,21 @@
 import inspect
 
 import pytest
-from conftest import SMALL_SWIN, random_sizes, randomize
+from conftest import SMALL_SWIN, random_sizes, randomize, small_mmdet_cfg
 from fusion_checks import assert_fused_equals, left_affine
 from mmdet.models.detectors import RetinaNet, SingleStageDetector, TwoStageDetector
 from mmdet.registry import MODELS
-from mmengine.config import Config
 
 import slab_det
 from slab_det.fusion.stock_mmdet import DETECTORS
 
-IN_CHANNELS = [8, 16, 32, 64]
 ON_INPUT = 'neck.fpn_convs.3 reads the same map'
 
 
 @pytest.fixture
 def build():
     def build(name, backbone=SMALL_SWIN, **neck):
-        cfg = Config.fromstring(f"_base_ = ['mmdet::_base_/models/{name}.py']", '.py').model
-        cfg.backbone = backbone
-        cfg.neck.update(in_channels=IN_CHANNELS, out_channels=16, **neck)
-        if 'roi_head' in cfg:
-            cfg.rpn_head.update(in_channels=16, feat_channels=16)
-            cfg.roi_head.bbox_roi_extractor.out_channels = 16
-            for head in cfg.roi_head.bbox_head:
-                head.update(in_channels=16, fc_out_channels=16, num_classes=3)
-        else:
-            cfg.bbox_head.update(in_channels=16, feat_channels=16, num_classes=3)
-        model = MODELS.build(cfg)
+        model = MODELS.build(small_mmdet_cfg(f'_base_/models/{name}', backbone, **neck))
         randomize(model, 5)
         slab_det.set_gamma(model, 0)
         model.eval()
