@@ -34,7 +34,15 @@ setup(
         'onedl-mmdetection>=3.5.1,<4',
     ],
     extras_require={
-        'test': ['pytest>=8', 'pytest-xdist>=3.6', 'ruff>=0.9', 'onnx>=1.17', 'onnxruntime>=1.20'],
+        'test': [
+            'pytest>=8',
+            'pytest-xdist>=3.6',
+            'ruff>=0.9',
+            'onnx>=1.17',
+            'onnxruntime>=1.20',
+            'mkdocs-material>=9.5',
+        ],
+        'docs': ['mkdocs-material>=9.5'],
         'onnx': ['onnx>=1.17', 'onnxruntime>=1.20'],
         'openvino': ['onnx>=1.17', 'onnxruntime>=1.20', 'openvino>=2024.6'],
     },

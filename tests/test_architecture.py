@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: rooms import as its picture says, and its examples run."""
+"""docs/architecture.md is true: rooms import as its picture says. The examples of docs/extend.md run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from slab_det.attention import WINDOW_ATTENTIONS
 DOCS = CONFIGS.parent / 'docs'
 PACKAGE = CONFIGS.parent / 'slab_det'
 PAGE = (DOCS / 'architecture.md').read_text()
+EXTEND = (DOCS / 'extend.md').read_text()
 # How far below the top of the picture the name of each room stands.
 HEIGHTS = {
     room: int(y)
@@ -58,7 +59,7 @@ def test_norms_and_attention_import_no_other_room():
     assert imports['norms'] == imports['attention'] == set()
 
 
-EXAMPLES = dict(re.findall(r'^## (Add [^\n]+)\n.*?^```python\n(.*?)^```', PAGE, flags=re.MULTILINE | re.DOTALL))
+EXAMPLES = dict(re.findall(r'^## (Add [^\n]+)\n.*?^```python\n(.*?)^```', EXTEND, flags=re.MULTILINE | re.DOTALL))
 
 
 def test_page_has_its_examples():

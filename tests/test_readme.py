@@ -1,4 +1,4 @@
-"""What the documentation tells a reader to type or to click is there."""
+"""What the documentation tells a reader to type, to copy or to click is there, and its Python runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
-from conftest import CONFIGS
+import torch
+from conftest import CONFIGS, randomize
+from mmdet.registry import MODELS
+from mmengine.config import Config
 from test_model_index import expand
+
+import slab_det
+from slab_det.fusion import save_fused
+from slab_det.measure import latency
 
 ROOT = CONFIGS.parent
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
@@ -90,3 +99,61 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     # Paths in sentences are those of the repository.
     named = re.findall(r'(?<![\w/.-])((?:configs|tools|benchmarks|docs|tests|slab_det)/[\w./{},-]*[\w}/])', text)
     assert not [name for path in named for name in expand(path) if not (ROOT / name).exists()]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r'^```python\n(.*?)^```', page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_config_of_the_readme_needs_nothing_else(tmp_path: Path) -> None:
+    (block,) = (block for block in python_blocks(PAGES[0]) if '_base_' in block)
+    (tmp_path / 'config.py').write_text(block)
+    cfg = Config.fromfile(tmp_path / 'config.py')
+    assert [hook.type for hook in cfg.custom_hooks] == ['ProgressiveNormHook', 'RecalibrateFuseHook']
+    cfg.model.backbone.init_cfg = None
+    detector = MODELS.build(cfg.model).eval()
+    slab_det.set_gamma(detector, 0)
+    report = slab_det.fuse(detector, inplace=True).fusion_report
+    # Swin-T has 12 blocks, four output norms, three patch mergings and a patch embedding.
+    assert len(report.select('folded')) == 2 * 12 + 4 + 3 + 1 and not report.select('affine'), str(report)
+
+
+# Configs and the examples of docs/extend.md have tests of their own; other pages import or define what they use.
+BLOCKS = [
+    pytest.param(block, id=f'{page.name} {index}')
+    for page in PAGES
+    if page.name not in ('extend.md', 'your-dataset.md')
+    for index, block in enumerate(python_blocks(page))
+    if '_base_' not in block
+]
+
+
+@pytest.fixture
+def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_run_cfg: Callable) -> Path:
+    """Where a reader would stand: a config with a trained checkpoint, pictures, and what a run has left."""
+    monkeypatch.chdir(tmp_path)
+    meta = slab_det.data.SyntheticShapes.METAINFO
+    layernorm, prepbn = small_run_cfg(norm_cfg=dict(type='LN')), small_run_cfg()
+    layernorm.dump('config.py')
+    weights = randomize(MODELS.build(layernorm.model)).state_dict()
+    torch.save(dict(state_dict=weights, meta=dict(dataset_meta=meta)), 'layernorm.pth')
+    detector = MODELS.build(prepbn.model).eval()
+    slab_det.set_gamma(detector, 0)
+    Path('work_dirs/quickstart').mkdir(parents=True)
+    save_fused(slab_det.fuse(detector), prepbn, 'work_dirs/quickstart/fused.pth', meta)
+    Path('photos').mkdir()
+    rng = np.random.default_rng(0)
+    for file in ('photo.jpg', *(f'photos/{i}.png' for i in range(6))):
+        cv2.imwrite(file, cv2.resize(rng.integers(0, 255, (9, 9, 3), np.uint8), (96, 80)))
+    return tmp_path
+
+
+@pytest.mark.parametrize('block', BLOCKS)
+def test_python_of_a_page_runs(
+    block: str, readers_folder: Path, small_detector: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The process goes on.
+    monkeypatch.setattr(latency, 'keep_freed_memory', lambda: None)
+    given = dict(torch=torch, slab_det=slab_det, model=small_detector(norm_cfg=dict(type='PRepBN')))
+    images = [torch.rand(1, 3, 64, 96) for _ in range(2)]
+    exec(compile(block, 'block', 'exec'), {'__name__': 'block', **given, 'images': images})

@@ -4,7 +4,7 @@
 #   tools/lock.sh            after a change in setup.py: keeps every version that is still allowed
 #   tools/lock.sh --upgrade  takes the newest versions; other options of `uv pip compile` work too
 #
-# Run `make test` afterwards, and audit: see docs/security.md.
+# Run `make test` afterwards, and audit: pip-audit --requirement requirements/lock.txt --require-hashes --disable-pip
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

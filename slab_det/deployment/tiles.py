@@ -19,7 +19,7 @@ from slab_det.attention.geometry import (
 )
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
-# to be paged in anew (docs/deploy.md, Memory). Smaller tiles cost more calls than they save.
+# to be paged in anew (docs/measuring.md, Memory). Smaller tiles cost more calls than they save.
 CPU_TILE_TOKENS = 2048
 
 

@@ -273,7 +273,7 @@ def keep_freed_memory() -> None:
 
     By default glibc gives large blocks back to the system, and each layer gets fresh pages, which are zeroed when they
     are first touched. How many depends on what else was allocated before, so that two equal models may differ by it
-    (docs/deploy.md, Memory). In threads other than the first, glibc gives blocks above 64 MiB back all the same.
+    (docs/measuring.md, Memory). In threads other than the first, glibc gives blocks above 64 MiB back all the same.
 
     Raises:
         LatencyError: Where the C library is not glibc.

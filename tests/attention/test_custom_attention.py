@@ -14,7 +14,7 @@ from slab_det.deployment.export import build_graph, check_parity, export_onnx, l
 from slab_det.norms import OfflineNorm
 
 
-# docs/architecture.md shows this class, and trains it.
+# docs/extend.md shows this class, and trains it.
 class CosineAttention(WindowAttention):
     """``softmax(s cos(q, k) + mask) v`` per head, with a learned s (Swin V2, Liu et al., CVPR 2022)."""
 

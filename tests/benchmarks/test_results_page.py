@@ -1,5 +1,6 @@
-"""docs/results.md shows what benchmarks/results has."""
+"""docs/results.md, docs/absorb.md and the README show what benchmarks/results has."""
 
+import json
 import math
 import re
 import shutil
@@ -8,7 +9,7 @@ import statistics
 import pytest
 
 from benchmarks.norms.run import ROOT, publish
-from benchmarks.norms.table import markdown, replace_table, t_interval
+from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
 
 PAGE = ROOT / 'docs' / 'results.md'
 RESULTS = ROOT / 'benchmarks' / 'results'
@@ -27,6 +28,64 @@ def test_every_stored_result_has_its_script_or_is_named_on_a_page():
     for file in RESULTS.glob('*.json'):
         names = (file.name, file.stem.removeprefix('norms_'), file.stem.rsplit('_', 1)[0])
         assert any(name in text for name in names), file.name
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f'{name}.json').read_text())
+
+
+def table(page: str, header: str) -> list[list[str]]:
+    """The cells of the rows below a header, without bold."""
+    lines = page[page.index(header) :].split('\n\n')[0].split('\n<!--')[0].splitlines()[2:]
+    return [[cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines]
+
+
+# Norm of the README: its run on BCCD and on DSB2018.
+NORMS = {
+    'LayerNorm': ('ln', 'ln'),
+    'BatchNorm': ('token_bn', 'token_bn'),
+    'BN+FFNBN': ('bn_ffnbn', 'bn_ffnbn'),
+    'RepBN': ('repbn', 'prepbn_t0.0'),
+    'PRepBN': ('prepbn', 'prepbn'),
+    'UN': ('un', 'un'),
+}
+
+
+def test_norms_of_the_readme_are_the_stored_results():
+    studies = [load(f'norms_{name}-norms')['runs'] for name in ('bccd', 'dsb2018')]
+    latency = {
+        name: run['latency']['backbone+neck']['median_ms']
+        for name, run in load('norms_bccd-norms_latency')['runs'].items()
+    }
+    rows = table((ROOT / 'README.md').read_text(), '| norm | `backbone')
+    assert [row[0] for row in rows] == list(NORMS)
+    for norm, *_, bccd, dsb2018, ratio in rows:
+        ap = [list(by_seed(runs[name]).values()) for runs, name in zip(studies, NORMS[norm], strict=True)]
+        assert [bccd, dsb2018] == [spread(values, '{:.3f}') for values in ap], norm
+        assert ratio == f'{latency[NORMS[norm][0]] / latency["ln"]:.2f}', norm
+
+
+# Words that begin a row: the cell of benchmarks/absorb.
+ABSORBED = {
+    'LayerNorm, the teacher': 'teacher',
+    'absorbed, 0': 'default',
+    'absorbed**, 0': 'default',
+    'absorbed, every LayerNorm gone': 'all gone',
+    'LayerNorm, 150 more': 'control',
+    'absorbed, 150 iterations': 'tuned',
+}
+
+
+@pytest.mark.parametrize('page', ['README.md', 'docs/absorb.md'])
+def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
+    cells = [load(f'absorb_{name}')['cells'] for name in ('bccd', 'dsb2018')]
+    rows = table((ROOT / page).read_text(), '| | BCCD, Faster')
+    assert len(rows) > 2
+    for label, *shown in rows:
+        (name,) = (name for words, name in ABSORBED.items() if label.startswith(words))
+        for measured, value in zip(cells, shown, strict=True):
+            seeds = measured.get(name, {}).values()
+            assert value == (spread([seed['AP'] for seed in seeds], '{:.3f}') if seeds else '–'), label
 
 
 def test_table_compares_seed_by_seed():

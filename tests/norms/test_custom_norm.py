@@ -16,7 +16,7 @@ from slab_det.norms import OfflineNorm, named_offline_norms
 IMAGES = [torch.rand(1, 3, 70, 90), torch.rand(2, 3, 64, 50)]
 
 
-# docs/architecture.md shows this class.
+# docs/extend.md shows this class.
 class BatchRMSNorm(OfflineNorm):
     """``weight * x / sqrt(q + eps) + bias``: RMSNorm whose q, the mean of x^2, is taken over tokens, per channel."""
 
