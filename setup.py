@@ -28,6 +28,7 @@ setup(
         'pycocotools>=2.0.8',
         'faster-coco-eval>=1.6',
         'matplotlib>=3.8',
+        'tqdm>=4.66',
         # The maintained distributions of mmengine, mmcv and mmdet; the import names are the original ones.
         'onedl-mmengine>=0.10.12,<1',
         'onedl-mmcv>=2.3.6,<3',

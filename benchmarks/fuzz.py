@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 from mmengine.registry import init_default_scope
-from mmengine.utils import ProgressBar
 
 from slab_det.measure.environment import describe_environment
+from slab_det.runtime.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / 'benchmarks' / 'results' / 'fuzz.json'
@@ -95,14 +95,10 @@ def main() -> None:
         print(outcome)
         raise SystemExit(outcome is None)
     start = time.monotonic()
-    bar = ProgressBar(args.draws)
-    outcomes = {}
-    for seed in range(args.seed, args.seed + args.draws):
-        outcomes[seed] = check(seed)
-        bar.update()
+    outcomes = {seed: check(seed) for seed in Progress(range(args.seed, args.seed + args.draws))}
     result = summarize(outcomes, time.monotonic() - start)
     RESULT.write_text(json.dumps(result, indent=1) + '\n')
-    print(f'\n{result["fused"]} fused, failed: {result["failed"] or "none"}. Written to {RESULT}')
+    print(f'{result["fused"]} fused, failed: {result["failed"] or "none"}. Written to {RESULT}')
     raise SystemExit(bool(result['failed']))
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
-from mmengine.utils import ProgressBar
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from slab_det.measure.environment import describe_environment
 from slab_det.norms import set_gamma
+from slab_det.runtime.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONES = {
@@ -88,14 +88,11 @@ def measure(backbone: dict, images: Tensor, rounds: int) -> dict[str, dict[str, 
         for _ in range(2):
             step(images)
     times = {name: [] for name in rows}
-    bar = ProgressBar(rounds)
-    for i in range(rounds):
+    for i in Progress(range(rounds)):
         # Another one begins each round: the first and the last would run twice in a row otherwise.
         first = i % len(rows)
         for name in [*list(rows)[first:], *list(rows)[:first]]:
             times[name].append(seconds(rows[name], images))
-        bar.update()
-    print()
     memory = {name: peak_bytes(step, images) for name, step in rows.items()}
     base = times['LayerNorm']
     return {

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
 from slab_det.absorption.plan import AbsorptionPlan, Writer
@@ -25,6 +24,7 @@ from slab_det.fusion.fuse import apply_fold, fold_affine, replace_module
 from slab_det.fusion.report import FusionReport
 from slab_det.recalibration.moments import Moments
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 
 # Positions of a map, at least, at which a convolution of the neck is fitted: one input there is a whole patch.
@@ -63,26 +63,26 @@ class Absorption:
         self.state_file = work_dir and work_dir / f'absorb_{self._key()}.pth'
         # The neck comes behind all units.
         first, last = self._resume(), len(plan.units)
-        self.bar = None
-        if progress and first <= last:
-            print(f'Absorption, {last - first} of {last} units')
-            steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + bool(plan.outputs)
-            self.bar = ProgressBar(steps * len(self.batches))
-        with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
-            self.teacher_walk, self.student_walk = (
-                Walk(model, plan.forward(model), plan.units, plan.last_uses, plan.images.files, Path(folder, name))
-                for name, model in (('teacher', plan.model), ('student', self.student))
-            )
-            if 0 < first < last:
-                self._run_units(first - 1, live_from=0)
-            for unit in range(first, last):
-                self._fit_unit(unit)
-                self._save(unit + 1)
-        if first <= last:
-            self._fit_outputs()
-            self._save(last + 1)
-        if self.bar:
-            print()
+        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (0 < first < last) + bool(plan.outputs)
+        self.bar = Progress(
+            desc=f'Absorption, {last - first} of {last} units',
+            total=steps * len(self.batches),
+            disable=not progress or first > last,
+        )
+        with self.bar:
+            with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
+                self.teacher_walk, self.student_walk = (
+                    Walk(model, plan.forward(model), plan.units, plan.last_uses, plan.images.files, Path(folder, name))
+                    for name, model in (('teacher', plan.model), ('student', self.student))
+                )
+                if 0 < first < last:
+                    self._run_units(first - 1, live_from=0)
+                for unit in range(first, last):
+                    self._fit_unit(unit)
+                    self._save(unit + 1)
+            if first <= last:
+                self._fit_outputs()
+                self._save(last + 1)
         kept = {norm.norm for norm in self.report.kept}
         fates = [
             replace(f, fate='kept', into='', reason='kept by choice') if f.norm in kept else f
@@ -114,8 +114,7 @@ class Absorption:
     def _progress(self) -> Iterator[int]:
         for batch in self.batches:
             yield batch
-            if self.bar:
-                self.bar.update()
+            self.bar.update()
 
     def _absorb_norm(self, unit: int, name: str) -> NormAbsorption:
         eps = self.plan.model.get_submodule(name).eps

@@ -15,7 +15,6 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner, save_checkpoint
 from mmengine.runner.amp import autocast
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
-from mmengine.utils import ProgressBar
 from torch.utils.data import DataLoader
 
 from slab_det.fusion import fuse, save_fused
@@ -32,6 +31,7 @@ from slab_det.norms import named_progressive_norms
 from slab_det.recalibration import PIPELINES, RecalibrationReport, recalibrate, recalibration_dataloader
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
+from slab_det.runtime.progress import Progress
 
 # Images on which the fused model is compared with the unfused one, each of another batch.
 NUM_VERIFIED = 2
@@ -205,14 +205,11 @@ def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
     loop = runner.val_loop
     if loop is None:
         return {}
-    bar = ProgressBar(len(loop.dataloader)) if is_main_process() else None
     with raise_on_all_ranks():
-        for batch in loop.dataloader:
+        for batch in Progress(loop.dataloader, 'Validation', disable=not is_main_process()):
             with autocast(enabled=loop.fp16):
                 outputs = model.val_step(batch)
             loop.evaluator.process(data_samples=outputs, data_batch=batch)
-            if bar is not None:
-                bar.update()
     metrics = loop.evaluator.evaluate(len(loop.dataloader.dataset))
     runner.visualizer.add_scalars({f'recalibrated/{name}': value for name, value in metrics.items()}, step=runner.iter)
     runner.logger.info('Recalibrated: ' + '  '.join(f'{name}: {value:.4f}' for name, value in metrics.items()))

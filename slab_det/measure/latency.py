@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.structures import DetDataSample
-from rich.console import Console
-from rich.progress import track
 from torch import nn
 
 from slab_det.checkpoints import is_fused
@@ -28,6 +26,7 @@ from slab_det.deployment import COMPILE_MODES, is_deployed
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.errors import LatencyError
+from slab_det.runtime.progress import Progress
 
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
 # glibc reads these when a process starts; keep_freed_memory sets them for child processes, and as its mark.
@@ -401,8 +400,7 @@ def _take_turns(
 ) -> dict[str, list[list[float]]]:
     """The times of every model in milliseconds, one list per repeat."""
     times: dict[str, list[list[float]]] = {name: [[] for _ in range(repeat)] for name in models}
-    steps = range(repeat * (warmup + rounds))
-    for step in track(steps, 'Measuring', console=Console(stderr=True), disable=not progress, transient=True):
+    for step in Progress(range(repeat * (warmup + rounds)), 'Measuring', disable=not progress):
         repetition, index = divmod(step, warmup + rounds)
         for name in list(models)[:: -1 if index % 2 else 1]:
             elapsed = _time(models[name], models[name].device)

@@ -9,11 +9,11 @@ import torch
 from mmdet.models import BatchFixedSizePad
 from mmdet.structures import DetDataSample
 from mmengine.dist import all_gather_object, get_world_size, is_main_process
-from mmengine.utils import ProgressBar
 from torch import Tensor, nn
 
 from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.progress import Progress
 
 
 class RecalibrationError(SlabDetError):
@@ -122,10 +122,6 @@ def collect_moments(
     forward = _prepare_forward(model, modules, batches)
     moments: dict[str, Moments] = {}
     num_batches = 0
-    bar = None
-    if title and is_main_process():
-        print(title)
-        bar = ProgressBar(len(batches) if hasattr(batches, '__len__') else 0)
     with raise_on_all_ranks(), torch.no_grad(), evaluating(model), ExitStack() as stack:
         for name, module in modules.items():
 
@@ -133,14 +129,11 @@ def collect_moments(
                 moments.setdefault(name, Moments()).add(*quantities(args[0], output))
 
             stack.callback(module.register_forward_hook(add).remove)
-        for batch in batches:
+        shown = title and is_main_process()
+        for batch in stack.enter_context(Progress(batches, title, disable=not shown)):
             forward(batch)
             num_batches += 1
             _check_finite(moments, num_batches)
-            if bar is not None:
-                bar.update()
-    if bar is not None:
-        print()
     ranks = all_gather_object((num_batches, list(moments)))
     num_batches = sum(count for count, _ in ranks)
     if num_batches == 0:

@@ -1,0 +1,39 @@
+"""Progress of long work, on a terminal and in a file."""
+
+import io
+
+import pytest
+
+from slab_det.runtime.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, count: int, stop: int | None = None) -> str:
+    monkeypatch.setattr('sys.stderr', stream)
+    with Progress(range(count), 'Work', mininterval=0) as bar:
+        for i in bar:
+            if i == stop:
+                break
+    print('Next', file=stream)
+    return stream.getvalue()
+
+
+def test_a_file_gets_a_line_at_each_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = show(io.StringIO(), monkeypatch, 1000).splitlines()
+    assert [line.split('|')[0] for line in lines] == [f'Work: {10 * tenth:3}%' for tenth in range(11)] + ['Next']
+
+
+@pytest.mark.parametrize('stop', [None, 500])
+def test_a_terminal_gets_a_bar_that_ends_its_line(monkeypatch: pytest.MonkeyPatch, stop: int | None) -> None:
+    text = show(Terminal(), monkeypatch, 1000, stop)
+    assert text.count('\r') > 400 and text.endswith(']\nNext\n') and text.count('\n') == 2
+
+
+def test_nothing_is_shown_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr('sys.stderr', stream)
+    assert list(Progress(range(3), disable=True)) == [0, 1, 2] and stream.getvalue() == ''
