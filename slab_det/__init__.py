@@ -2,42 +2,52 @@
 
 Importing this package registers its norms, backbones, hooks and datasets, and supplies the operators that mmcv lacks.
 Nothing else of torch, mmengine, mmcv or mmdet changes; ``slab_det.runtime.install()`` mends mmengine, as tools/ do.
+
+What needs mmdet's models or datasets is imported when it is first asked for: they take seconds.
 """
 
-import contextlib
-import io
 import sys
+from importlib import import_module
+from typing import Any
 
-# First: mmdet's models need the operators that the runtime supplies.
+# First: it looks whether the packages that all others need are there, and supplies operators.
 from slab_det import runtime  # noqa: F401
 
-# mmdet prints that it cannot import the datasets of another product.
-with contextlib.redirect_stdout(io.StringIO()):
-    import mmdet.datasets  # noqa: F401
-
 # isort: split
-from slab_det import backbones, data, hooks, norms  # noqa: F401 (register themselves)
-from slab_det.absorption import absorb
-from slab_det.checkpoints import load_pretrained
-from slab_det.conversion import convert_norms
-from slab_det.deployment import deploy
-from slab_det.fusion import fuse
-from slab_det.measure.latency import measure_latency
+from mmdet.registry import DATASETS, METRICS, MODELS
+
+from slab_det import hooks, norms  # noqa: F401 (register themselves)
 from slab_det.norms import set_gamma
-from slab_det.recalibration import recalibrate
+from slab_det.runtime.on_demand import register_on_demand
+
+register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion')
+register_on_demand(DATASETS, 'slab_det.data')
+register_on_demand(METRICS, 'slab_det.data')
 
 __version__ = '0.1.0'
 
 # The name of the norms' room in 0.1.
 sys.modules[f'{__name__}.layers'] = layers = norms
 
-__all__ = [
-    'absorb',
-    'convert_norms',
-    'deploy',
-    'fuse',
-    'load_pretrained',
-    'measure_latency',
-    'recalibrate',
-    'set_gamma',
-]
+# The room of each function.
+_FUNCTIONS = {
+    'absorb': 'absorption',
+    'convert_norms': 'conversion',
+    'deploy': 'deployment',
+    'fuse': 'fusion',
+    'load_pretrained': 'checkpoints',
+    'measure_latency': 'measure',
+    'recalibrate': 'recalibration',
+}
+_ROOMS = ('absorption', 'attention', 'backbones', 'conversion', 'data', 'deployment', 'fusion', 'measure')
+
+__all__ = [*_FUNCTIONS, 'set_gamma']
+
+
+def __getattr__(name: str) -> Any:
+    """A function or a room that is not imported yet."""
+    if name in _FUNCTIONS:
+        return getattr(import_module(f'{__name__}.{_FUNCTIONS[name]}'), name)
+    if name in _ROOMS:
+        return import_module(f'{__name__}.{name}')
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -69,7 +69,8 @@ def test_page_has_its_examples():
 @pytest.mark.parametrize('title', EXAMPLES)
 def test_example_runs(title: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(DOCS.parent)
-    # The classes of an example are registered for the example alone.
+    # The classes of an example are registered for the example alone; what is imported on demand, for all tests.
+    MODELS.import_from_location()
     monkeypatch.setattr(MODELS, '_module_dict', dict(MODELS.module_dict))
     monkeypatch.setitem(WINDOW_ATTENTIONS, 'cosine', None)
     exec(compile(EXAMPLES[title], title, 'exec'), {'__name__': 'example'})

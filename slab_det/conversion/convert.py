@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-import timm.layers
 import torch
 from mmcv.cnn import build_norm_layer
 from torch import nn
@@ -15,9 +14,6 @@ from torch import nn
 from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
 from slab_det.recalibration import Moments, collect_moments
 from slab_det.runtime.errors import SlabDetError
-
-# These forwards normalize the last dimension and do no more. Any other forward may permute or apply an activation.
-LAST_DIMENSION = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward, timm.layers.LayerNormFp32.forward)
 
 
 class ConversionError(SlabDetError):
@@ -121,11 +117,15 @@ def convert_norms(
 
 def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | None:
     """Why a LayerNorm of this name, an attribute of ``owner``, cannot be replaced; None if it can."""
+    # Takes half a second.
+    from timm.layers import LayerNorm, LayerNormFp32
+
     if not name:
         return 'it is the whole model'
     if len(norm.normalized_shape) != 1:
         return f'it normalizes over {len(norm.normalized_shape)} dimensions'
-    if type(norm).forward not in LAST_DIMENSION:
+    # These normalize the last dimension and do no more. Any other forward may permute or apply an activation.
+    if type(norm).forward not in (nn.LayerNorm.forward, LayerNorm.forward, LayerNormFp32.forward):
         return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
     if isinstance(owner, nn.TransformerEncoderLayer):
         return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import timm.layers
 import torch
 from mmcv.cnn.bricks import DropPath
 from mmdet.models.dense_heads import RPNHead
@@ -155,6 +154,9 @@ def DistilledDetector(  # noqa: N802 (a config's type)
         CheckpointError: If the teacher's checkpoint is missing or does not fit.
         ValueError: If a weight is negative.
     """
+    # Takes half a second.
+    from timm.layers import DropPath as TimmDropPath
+
     if task_weight < 0:
         raise ValueError(f'task_weight={task_weight} must not be negative')
     detector = MODELS.build(copy.deepcopy(student))
@@ -162,7 +164,7 @@ def DistilledDetector(  # noqa: N802 (a config's type)
     teacher_cfg = dict(model=copy.deepcopy(teacher), default_scope=scope.scope_name if scope else 'mmdet')
     reference = build_detector(Config(teacher_cfg), teacher_checkpoint).requires_grad_(False)
     for module in detector.modules():
-        if isinstance(module, (DropPath, timm.layers.DropPath)):
+        if isinstance(module, (DropPath, TimmDropPath)):
             module.drop_prob = 0.0
     kind = type(detector)
     detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), {})

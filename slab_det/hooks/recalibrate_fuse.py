@@ -17,16 +17,6 @@ from mmengine.runner.amp import autocast
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch.utils.data import DataLoader
 
-from slab_det.fusion import fuse, save_fused
-from slab_det.fusion.verify import verify_fusion
-from slab_det.measure.environment import describe_environment
-from slab_det.measure.report import (
-    ReportEntry,
-    ap_from_metrics,
-    describe_dataset,
-    describe_model,
-    write_report,
-)
 from slab_det.norms import named_progressive_norms
 from slab_det.recalibration import PIPELINES, RecalibrationReport, recalibrate, recalibration_dataloader
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
@@ -128,6 +118,11 @@ class RecalibrateFuseHook(Hook):
         recalibration: RecalibrationReport | None,
     ) -> None:
         """Fuses, verifies and writes ``model``, whose checkpoint is ``path``, and the report of both."""
+        # Hooks are registered without mmdet's models, which take a second to import.
+        from slab_det.fusion import fuse, save_fused, verify_fusion
+        from slab_det.measure import ReportEntry, describe_environment
+        from slab_det.measure.report import ap_from_metrics, describe_dataset, describe_model, write_report
+
         fused = fuse(model, fold_outputs=self.fold_outputs)
         inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
         check = verify_fusion(model, fused, inputs)

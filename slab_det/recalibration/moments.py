@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from mmdet.models import BatchFixedSizePad
 from mmdet.structures import DetDataSample
 from mmengine.dist import all_gather_object, get_world_size, is_main_process
 from torch import Tensor, nn
@@ -175,6 +174,9 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
     What a data loader yields is prepared as ``test_step`` does, and padded to the fixed size of the training unless the
     loader's dataset has ``test_mode``. Image tensors (B, 3, H, W) are taken as they are, without padding.
     """
+    # Hooks are registered without mmdet's models, which take a second to import.
+    from mmdet.models import BatchFixedSizePad
+
     augments = getattr(getattr(model, 'data_preprocessor', None), 'batch_augments', None) or ()
     if getattr(getattr(batches, 'dataset', None), 'test_mode', False):
         augments = ()
