@@ -19,6 +19,7 @@ setup(
     version=read_version(),
     description='Fast Swin and PVT detectors for MMDetection, with every norm folded away at inference',
     packages=find_packages(include=['slab_det', 'slab_det.*']),
+    py_modules=['slab_det_arguments'],
     python_requires='>=3.10,<3.14',
     install_requires=[
         'torch>=2.4',

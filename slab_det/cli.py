@@ -1,4 +1,4 @@
-"""What the command lines share: mmdet's arguments, the config they make, and errors as one line."""
+"""What the command lines share: the config that their arguments make, the runner, and errors as one line."""
 
 import argparse
 import os
@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
 
 from slab_det import runtime
 from slab_det.data import set_data_root
-from slab_det.measure.latency import COMPILE_MODES, DTYPES, SCOPES
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, describe_os_error
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
@@ -24,30 +23,14 @@ LAUNCHERS = {
 }
 
 
-def run_cli(main: Callable[[], None]) -> None:
+def run_cli(main: Callable[..., None], *args: argparse.Namespace) -> None:
     """Installs the runtime and calls ``main``; an expected error becomes ``error: …`` on stderr and exit code 1."""
     runtime.install()
     try:
-        main()
+        main(*args)
     except (SlabDetError, OSError) as error:
         print(f'error: {error if isinstance(error, SlabDetError) else describe_os_error(error)}', file=sys.stderr)
         raise SystemExit(1) from error
-
-
-def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that mmdet's train.py and test.py have in common, and ``--data-root``."""
-    parser.add_argument('--work-dir', help='folder for logs, checkpoints and report.json')
-    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        metavar='KEY=VALUE',
-        help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
-    )
-    parser.add_argument('--launcher', choices=['none', *LAUNCHERS], default='none', help='job launcher')
-    # torchrun sets LOCAL_RANK; torch.distributed.launch passes the flag, spelled either way.
-    parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 
 
 def read_config(path: str, options: dict | None = None) -> Config:
@@ -71,7 +54,7 @@ def read_config(path: str, options: dict | None = None) -> Config:
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
-    """Reads ``args.config`` and applies what :func:`add_runner_arguments` parsed; the command line wins.
+    """Reads ``args.config`` and applies what ``add_runner_arguments`` parsed; the command line wins.
 
     Raises:
         ConfigError: If it is no config of a detector.
@@ -137,39 +120,7 @@ def enable_test_time_augmentation(cfg: Config) -> None:
     dataset.pipeline = cfg.tta_pipeline
 
 
-def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of :func:`slab_det.measure_latency`, besides the device."""
-    group = parser.add_argument_group('latency')
-    group.add_argument('--rounds', type=int, default=100, help='timed rounds (default %(default)s)')
-    group.add_argument('--warmup', type=int, default=20, help='rounds before them (default %(default)s)')
-    group.add_argument(
-        '--size',
-        type=int,
-        nargs=2,
-        default=(800, 1333),
-        metavar=('H', 'W'),
-        help='image size in pixels before padding (default 800 1333)',
-    )
-    group.add_argument('--scope', choices=list(SCOPES), default='detector', help='(default %(default)s)')
-    group.add_argument('--repeat', type=int, default=1, metavar='N', help='whole measurements: spread of their medians')
-    group.add_argument('--dtype', choices=list(DTYPES), default='float32', help='float16, bfloat16: autocast')
-    group.add_argument(
-        '--compile',
-        nargs='?',
-        const='default',
-        default=False,
-        choices=COMPILE_MODES,
-        metavar='MODE',
-        help=f'torch.compile backbone and neck, in one of the modes {", ".join(COMPILE_MODES)}; not before a CONFIG',
-    )
-    group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
-    group.add_argument(
-        '--keep-memory', action='store_true', help='no fresh pages of memory between layers, as on servers; with glibc'
-    )
-    group.add_argument('--image', metavar='FILE', help='photograph to run on')
-
-
 def latency_options(args: argparse.Namespace) -> dict:
-    """What :func:`add_latency_arguments` parsed, as keyword arguments of ``measure_latency``."""
+    """What ``add_latency_arguments`` parsed, as keyword arguments of ``measure_latency``."""
     names = ('rounds', 'warmup', 'scope', 'repeat', 'dtype', 'compile', 'threads', 'image', 'keep_memory')
     return {'size': tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}

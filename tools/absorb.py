@@ -1,31 +1,7 @@
 """Absorbs the LayerNorms of a trained detector into its linear layers, on unlabelled images, without training: writes
 the fused checkpoint, the config that loads it, and one that trains it beside its teacher."""
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
-
 import argparse
-import json
-import re
-from functools import partial
-from pathlib import Path
-
-import torch
-from mmengine.config import Config
-from mmengine.fileio import put_text
-from torch.utils.data import DataLoader
-
-from slab_det.checkpoints.build import build_detector
-from slab_det.cli import read_config, run_cli
-from slab_det.absorption.curve import curve_table, measure_curve
-from slab_det.conversion import ConversionError, write_tune_config
-from slab_det.data import check_data, set_data_root
-from slab_det.fusion import save_fused
-from slab_det.recalibration import PIPELINES, image_folder_dataloader, recalibration_dataloader
-from slab_det.runtime.config import type_name
-from slab_det.runtime.errors import CheckpointError
-
-
-TUNE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/tune_absorbed.py'
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,7 +16,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--num-images', type=int, default=100, help='how many images (default %(default)s)')
     parser.add_argument(
         '--pipeline',
-        choices=PIPELINES,
+        choices=('train', 'test'),
         default='test',
         help='these images as inference sees them, or as training did (default %(default)s)',
     )
@@ -61,6 +37,35 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--json', metavar='FILE', help='report of every norm and of every row of the table')
     parser.add_argument('--figure', metavar='FILE.png', help='what is left of every norm; needs matplotlib')
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    # Before the imports that take seconds.
+    args = parse_arguments()
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+from mmengine.config import Config
+from mmengine.fileio import put_text
+from torch.utils.data import DataLoader
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.cli import read_config, run_cli
+from slab_det.absorption.curve import curve_table, measure_curve
+from slab_det.conversion import ConversionError, write_tune_config
+from slab_det.data import check_data, set_data_root
+from slab_det.fusion import save_fused
+from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
+from slab_det.runtime.config import type_name
+from slab_det.runtime.errors import CheckpointError
+
+TUNE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/tune_absorbed.py'
 
 
 def parse_keep(values: list[str] | None) -> int | float | list[str] | None:
@@ -93,8 +98,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConversionError('--pipeline train needs the annotations of a training; leave it or --images out')
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(args: argparse.Namespace) -> None:
     check_arguments(args)
     keep = parse_keep(args.keep)
     cfg = read_config(args.config)
@@ -155,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

@@ -1,19 +1,8 @@
 """Makes a trained LayerNorm detector a PRepBN detector, ready for a short fine-tune that ends without norms, or brings
 pretrained weights of a backbone into mmdet's layout (``--to native``)."""
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
-
 import argparse
 from pathlib import Path
-
-from mmengine.config import Config
-
-from slab_det.checkpoints.build import rewrite_as_native
-from slab_det.cli import read_config, run_cli
-from slab_det.data import check_data, set_data_root
-from slab_det.recalibration.images import recalibration_dataloader
-from slab_det.runtime.errors import config_errors
-from slab_det.conversion import convert_detector
 
 SCHEDULE = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'schedules' / 'finetune_prepbn.py'
 
@@ -60,8 +49,23 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+if __name__ == '__main__':
+    # Before the imports that take seconds.
     args = parse_arguments()
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+from mmengine.config import Config
+
+from slab_det.checkpoints.build import rewrite_as_native
+from slab_det.cli import read_config, run_cli
+from slab_det.data import check_data, set_data_root
+from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.runtime.errors import config_errors
+from slab_det.conversion import convert_detector
+
+
+def main(args: argparse.Namespace) -> None:
     cfg = read_config(args.config)
     if args.to == 'native':
         # The loader logs its report.
@@ -81,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

@@ -1,21 +1,6 @@
 """Exports a detector to ONNX, fused, for images of any size, and compares the file with the detector."""
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
-
 import argparse
-from collections.abc import Iterator
-from pathlib import Path
-
-import mmcv
-import numpy as np
-
-from slab_det.cli import read_config, run_cli
-from slab_det.data import check_data, set_data_root
-from slab_det.recalibration.images import recalibration_dataloader
-from slab_det.checkpoints.build import build_detector
-from slab_det.runtime.errors import SlabDetError
-from slab_det.deployment.export import SCOPES, check_parity, export_onnx, load_runtime, quantize_onnx, random_images
-from slab_det.deployment.export.parity import SIZES
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -23,7 +8,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('config', help='config of the detector, fused or not')
     parser.add_argument('checkpoint', help='its weights; recalibrated, gamma = 0')
     parser.add_argument('--out', required=True, metavar='FILE.onnx')
-    parser.add_argument('--scope', choices=list(SCOPES), default='detector', help='(default %(default)s)')
+    parser.add_argument(
+        '--scope', choices=('backbone+neck+rpn', 'detector'), default='detector', help='(default %(default)s)'
+    )
     parser.add_argument('--opset', type=int, default=17, help='(default %(default)s)')
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')
     parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='compare on photographs too')
@@ -41,6 +28,27 @@ def parse_arguments() -> argparse.Namespace:
     )
     group.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    # Before the imports that take seconds.
+    args = parse_arguments()
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mmcv
+import numpy as np
+
+from slab_det.cli import read_config, run_cli
+from slab_det.data import check_data, set_data_root
+from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.checkpoints.build import build_detector
+from slab_det.runtime.errors import SlabDetError
+from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
+from slab_det.deployment.export.parity import SIZES
 
 
 def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]:
@@ -62,8 +70,7 @@ def calibration_images(config: str, data_root: str | None, count: int) -> Iterat
     return (batch['inputs'][0][None].float().numpy() for batch in loader)
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(args: argparse.Namespace) -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
     if args.int8:
@@ -84,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

@@ -1,15 +1,6 @@
 """Fuses a trained detector: writes a checkpoint without norms, and the config that loads it."""
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
-
 import argparse
-
-import torch
-
-from slab_det.cli import read_config, run_cli
-from slab_det.checkpoints.build import build_detector
-from slab_det.fusion import FusionError, save_fused, verify_fusion
-from slab_det.norms import named_offline_norms
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,8 +24,21 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+if __name__ == '__main__':
+    # Before the imports that take seconds.
     args = parse_arguments()
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import torch
+
+from slab_det.cli import read_config, run_cli
+from slab_det.checkpoints.build import build_detector
+from slab_det.fusion import FusionError, save_fused, verify_fusion
+from slab_det.norms import named_offline_norms
+
+
+def main(args: argparse.Namespace) -> None:
     if min(args.size) < 1:
         raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
     cfg = read_config(args.config)
@@ -63,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

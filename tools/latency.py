@@ -1,22 +1,10 @@
 """Measures the batch-1 latency of several configs, interleaved round by round in one process."""
 
-import slab_det  # noqa: I001 (before mmdet: registers everything)
-
 import argparse
-from pathlib import Path
 
-import torch
-from mmengine.config import Config, DictAction
-from torch import nn
+from mmengine.config import DictAction
 
-from slab_det.cli import add_latency_arguments, latency_options, read_config, run_cli
-from slab_det.checkpoints.build import build_detector
-from slab_det.checkpoints import is_fused
-from slab_det.runtime.errors import SlabDetError
-from slab_det.measure.latency import DTYPES, latency_table
-from slab_det.norms import named_offline_norms
-from slab_det.measure.report import ReportEntry, describe_model, form_suffix, read_report, update_report
-from slab_det.measure.untrained import OBJECTS, prepare_untrained
+from slab_det_arguments import add_latency_arguments
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,12 +18,33 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
     parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
-    default_device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    parser.add_argument('--device', default=default_device, help='cpu, cuda or cuda:N (here %(default)s)')
+    parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')
     parser.add_argument('--json', metavar='FILE', help='report to fill, read by tools/report.py')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE')
     add_latency_arguments(parser)
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    # Before the imports that take seconds.
+    args = parse_arguments()
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+from pathlib import Path
+
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from slab_det.cli import latency_options, read_config, run_cli
+from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import is_fused
+from slab_det.runtime.errors import SlabDetError
+from slab_det.measure.latency import DTYPES, latency_table
+from slab_det.norms import named_offline_norms
+from slab_det.measure.report import ReportEntry, describe_model, form_suffix, read_report, update_report
+from slab_det.measure.untrained import OBJECTS, prepare_untrained
 
 
 def load(config: str, checkpoint: str | None, args: argparse.Namespace) -> tuple[Config, nn.Module]:
@@ -52,8 +61,7 @@ def load(config: str, checkpoint: str | None, args: argparse.Namespace) -> tuple
     return cfg, model
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(args: argparse.Namespace) -> None:
     checkpoints = args.checkpoint or ['none'] * len(args.configs)
     if len(checkpoints) != len(args.configs):
         raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
@@ -77,7 +85,8 @@ def main() -> None:
         entries[name]['checkpoint'] = None if checkpoint == 'none' else checkpoint
         if args.deploy:
             entries[name]['name'] += form_suffix(args.deploy, args.dtype)
-    results = slab_det.measure_latency(models, device=args.device, progress=True, **latency_options(args))
+    device = args.device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    results = slab_det.measure_latency(models, device=device, progress=True, **latency_options(args))
     print(latency_table(list(results.values())))
     if args.json:
         filled = [ReportEntry(**entries[name], latency=result.to_dict()) for name, result in results.items()]
@@ -86,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

@@ -1,8 +1,34 @@
 """Recalibrates a checkpoint: gives its norms the statistics of training images. It is not fused."""
 
+import argparse
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config that the detector was trained with')
+    parser.add_argument('checkpoint', help='any of its checkpoints, best_*.pth for one; gamma stays as it is')
+    parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
+    parser.add_argument('--num-images', type=int, default=500, help='training images (default %(default)s)')
+    parser.add_argument(
+        '--pipeline',
+        choices=('train', 'test'),
+        help="these images as training saw them, or as inference does (default: as the config's "
+        'RecalibrateFuseHook has it, or else train)',
+    )
+    parser.add_argument(
+        '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
+    )
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument('--json', metavar='FILE', help='how it went')
+    return parser.parse_args()
+
+
+if __name__ == '__main__':
+    # Before the imports that take seconds.
+    args = parse_arguments()
+
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
-import argparse
 import json
 from pathlib import Path
 
@@ -15,31 +41,10 @@ from slab_det.cli import read_config, run_cli
 from slab_det.data import check_data, set_data_root
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import CheckpointError
-from slab_det.recalibration import PIPELINES, configured_pipeline, recalibration_dataloader
+from slab_det.recalibration import configured_pipeline, recalibration_dataloader
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config that the detector was trained with')
-    parser.add_argument('checkpoint', help='any of its checkpoints, best_*.pth for one; gamma stays as it is')
-    parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
-    parser.add_argument('--num-images', type=int, default=500, help='training images (default %(default)s)')
-    parser.add_argument(
-        '--pipeline',
-        choices=PIPELINES,
-        help="these images as training saw them, or as inference does (default: as the config's "
-        'RecalibrateFuseHook has it, or else train)',
-    )
-    parser.add_argument(
-        '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
-    )
-    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
-    parser.add_argument('--json', metavar='FILE', help='how it went')
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse_arguments()
+def main(args: argparse.Namespace) -> None:
     if Path(args.out).is_dir() or Path(args.out).resolve() == Path(args.checkpoint).resolve():
         # The checkpoint of a training holds more than its weights.
         raise CheckpointError(f'--out {args.out} is a folder or the checkpoint itself; give another file')
@@ -60,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

@@ -1,16 +1,6 @@
 """Turns report.json files into one Markdown table and one picture of box and mask AP over latency."""
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
-
 import argparse
-from pathlib import Path
-
-from slab_det.cli import run_cli
-from slab_det.measure.figure import draw_ap_latency
-from slab_det.measure.report import markdown_table, merge_entries, read_paper_tables, read_report
-from slab_det.runtime.errors import ReportError
-
-PAPER_TABLES = Path(__file__).resolve().parents[1] / 'benchmarks' / 'paper_tables.json'
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -21,8 +11,23 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+if __name__ == '__main__':
+    # Before the imports that take seconds.
     args = parse_arguments()
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+from pathlib import Path
+
+from slab_det.cli import run_cli
+from slab_det.measure.figure import draw_ap_latency
+from slab_det.measure.report import markdown_table, merge_entries, read_paper_tables, read_report
+from slab_det.runtime.errors import ReportError
+
+PAPER_TABLES = Path(__file__).resolve().parents[1] / 'benchmarks' / 'paper_tables.json'
+
+
+def main(args: argparse.Namespace) -> None:
     entries = merge_entries(entry for path in args.reports for entry in read_report(path))
     if not entries:
         raise ReportError(f'no entries in {", ".join(args.reports)}; tools/train.py, test.py and latency.py write them')
@@ -37,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

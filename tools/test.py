@@ -1,8 +1,34 @@
 """Evaluates a detector and fills report.json. mmdet's arguments, and --data-root --fuse --deploy --dtype --latency."""
 
+import argparse
+
+from slab_det_arguments import add_latency_arguments, add_runner_arguments
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config of the detector')
+    parser.add_argument('checkpoint', help='its weights')
+    add_runner_arguments(parser)
+    parser.add_argument('--out', metavar='PKL', help='dump predictions to a pickle file')
+    parser.add_argument('--show', action='store_true', help='show predictions in a window')
+    parser.add_argument('--show-dir', metavar='DIR', help='save drawn predictions in WORK_DIR/TIMESTAMP/DIR')
+    parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
+    parser.add_argument('--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument('--fuse', action='store_true', help='fuse the loaded model before testing it')
+    parser.add_argument('--deploy', action='store_true', help='test what slab_det.deploy makes of it, in --dtype')
+    parser.add_argument('--report', metavar='FILE', help='report to fill; default WORK_DIR/report.json')
+    parser.add_argument('--latency', action='store_true', help='measure batch-1 latency after the test')
+    add_latency_arguments(parser)
+    return parser.parse_args()
+
+
+if __name__ == '__main__':
+    # Before the imports that take seconds.
+    args = parse_arguments()
+
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
-import argparse
 from pathlib import Path
 
 from mmdet.engine.hooks.utils import trigger_visualization_hook
@@ -15,8 +41,6 @@ from mmengine.runner import Runner
 from torch import nn
 
 from slab_det.cli import (
-    add_latency_arguments,
-    add_runner_arguments,
     build_runner,
     config_from_arguments,
     enable_test_time_augmentation,
@@ -40,24 +64,6 @@ from slab_det.measure.report import (
     read_report,
     update_report,
 )
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config of the detector')
-    parser.add_argument('checkpoint', help='its weights')
-    add_runner_arguments(parser)
-    parser.add_argument('--out', metavar='PKL', help='dump predictions to a pickle file')
-    parser.add_argument('--show', action='store_true', help='show predictions in a window')
-    parser.add_argument('--show-dir', metavar='DIR', help='save drawn predictions in WORK_DIR/TIMESTAMP/DIR')
-    parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
-    parser.add_argument('--tta', action='store_true', help='test-time augmentation')
-    parser.add_argument('--fuse', action='store_true', help='fuse the loaded model before testing it')
-    parser.add_argument('--deploy', action='store_true', help='test what slab_det.deploy makes of it, in --dtype')
-    parser.add_argument('--report', metavar='FILE', help='report to fill; default WORK_DIR/report.json')
-    parser.add_argument('--latency', action='store_true', help='measure batch-1 latency after the test')
-    add_latency_arguments(parser)
-    return parser.parse_args()
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -100,8 +106,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     return runner, runner.test()
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(args: argparse.Namespace) -> None:
     check_arguments(args)
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
@@ -140,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

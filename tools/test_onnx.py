@@ -1,16 +1,8 @@
 """Evaluates an exported detector on the test set of a config: AP by mmdet's own evaluators."""
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
-
 import argparse
-import json
-from pathlib import Path
 
-from slab_det.cli import add_runner_arguments, build_runner, config_from_arguments, run_cli
-from slab_det.data import check_data
-from slab_det.measure.environment import describe_environment
-from slab_det.deployment.export import PRECISIONS, RUNTIMES
-from slab_det.measure.report import ap_from_metrics, describe_dataset
+from slab_det_arguments import add_runner_arguments
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -18,15 +10,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('config', help='config with test_dataloader and test_evaluator, the fused one will do')
     parser.add_argument('file', help='what tools/export_onnx.py wrote, of scope detector')
     add_runner_arguments(parser)
-    parser.add_argument('--runtime', choices=list(RUNTIMES), default='onnxruntime', help='(default %(default)s)')
-    parser.add_argument('--precision', choices=PRECISIONS, default='f32', help='bf16 needs --runtime openvino')
+    parser.add_argument(
+        '--runtime', choices=('onnxruntime', 'openvino'), default='onnxruntime', help='(default %(default)s)'
+    )
+    parser.add_argument('--precision', choices=('f32', 'bf16'), default='f32', help='bf16 needs --runtime openvino')
     parser.add_argument('--threads', type=int, default=0, help='CPU threads (default: the runtime chooses)')
     parser.add_argument('--json', metavar='FILE', help='write AP and its scope to FILE')
     return parser.parse_args()
 
 
-def main() -> None:
+if __name__ == '__main__':
+    # Before the imports that take seconds.
     args = parse_arguments()
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+import json
+from pathlib import Path
+
+from slab_det.cli import build_runner, config_from_arguments, run_cli
+from slab_det.data import check_data
+from slab_det.measure.environment import describe_environment
+from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
+from slab_det.measure.report import ap_from_metrics, describe_dataset
+
+
+def main(args: argparse.Namespace) -> None:
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
     cfg.model = dict(
@@ -54,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

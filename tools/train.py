@@ -1,17 +1,8 @@
 """Trains, recalibrates and fuses a detector. mmdet's arguments, and --data-root."""
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
-
 import argparse
 
-from mmdet.utils import setup_cache_size_limit_of_dynamo
-from mmengine.config import Config
-from mmengine.dist import is_main_process
-
-from slab_det.cli import add_runner_arguments, build_runner, build_training, config_from_arguments, run_cli
-from slab_det.data import check_data
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.run_folder import find_latest_checkpoint, remove_unfinished_files
+from slab_det_arguments import add_runner_arguments
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -28,6 +19,22 @@ def parse_arguments() -> argparse.Namespace:
         help='resume from a checkpoint; without a path from the latest in the work dir',
     )
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    # Before the imports that take seconds.
+    args = parse_arguments()
+
+import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
+
+from mmdet.utils import setup_cache_size_limit_of_dynamo
+from mmengine.config import Config
+from mmengine.dist import is_main_process
+
+from slab_det.cli import build_runner, build_training, config_from_arguments, run_cli
+from slab_det.data import check_data
+from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.run_folder import find_latest_checkpoint, remove_unfinished_files
 
 
 def apply_training_arguments(cfg: Config, args: argparse.Namespace) -> None:
@@ -51,8 +58,7 @@ def apply_training_arguments(cfg: Config, args: argparse.Namespace) -> None:
         cfg.load_from = args.resume
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(args: argparse.Namespace) -> None:
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
     apply_training_arguments(cfg, args)
@@ -65,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    run_cli(main, args)

@@ -1,18 +1,27 @@
 """The command lines as a user meets them: help, and errors in one line."""
 
 import re
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from conftest import randomize
+from conftest import CONFIGS, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch.nn import functional
 
+import slab_det_arguments
+from slab_det.cli import LAUNCHERS
+from slab_det.deployment import COMPILE_MODES, export
 from slab_det.fusion.affine import fold_into_output
+from slab_det.measure import latency
+from slab_det.recalibration import PIPELINES
+
+TOOLS = CONFIGS.parent / 'tools'
 
 
 @pytest.mark.parametrize(
@@ -33,6 +42,44 @@ def test_help_names_the_flags(tool: str, flags: str, call) -> None:
     result = call(tool, '--help')
     assert result.code == 0, result.err
     assert not [flag for flag in flags.split() if flag not in result.out]
+
+
+HELP = """
+import runpy, sys
+for tool in sys.argv[1:]:
+    sys.argv = [tool, '--help']
+    try:
+        runpy.run_path(tool, run_name='__main__')
+    except SystemExit:
+        print(tool, *{'torch', 'mmcv', 'mmdet', 'slab_det'} & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+def test_help_waits_for_no_import() -> None:
+    tools = [str(path) for path in TOOLS.glob('*.py')]
+    done = subprocess.run([sys.executable, '-c', HELP, *tools], capture_output=True, text=True, cwd=TOOLS.parent)
+    assert done.stderr.splitlines() == tools
+
+
+@pytest.mark.parametrize(
+    ('tool', 'flag', 'names'),
+    [
+        ('train.py', 'launcher', ['none', *LAUNCHERS]),
+        ('latency.py', 'scope', latency.SCOPES),
+        ('latency.py', 'dtype', latency.DTYPES),
+        ('absorb.py', 'pipeline', PIPELINES),
+        ('recalibrate.py', 'pipeline', PIPELINES),
+        ('export_onnx.py', 'scope', export.SCOPES),
+        ('test_onnx.py', 'runtime', export.RUNTIMES),
+        ('test_onnx.py', 'precision', export.PRECISIONS),
+    ],
+)
+def test_help_names_what_the_package_has(tool: str, flag: str, names: Iterable[str], call) -> None:
+    assert f'--{flag} {{{",".join(names)}}}' in ' '.join(call(tool, '--help').out.split())
+
+
+def test_modes_of_compilation_are_those_of_the_package() -> None:
+    assert slab_det_arguments.COMPILE_MODES == COMPILE_MODES
 
 
 @pytest.fixture

@@ -1,0 +1,62 @@
+"""Arguments that several programs of tools/ take.
+
+The module stands beside the package: importing slab_det takes torch's seconds, for which --help does not wait.
+"""
+
+import argparse
+
+from mmengine.config import DictAction
+
+# The names that the package has for these; tests/tools/test_tools.py compares them.
+LAUNCHERS = ('none', 'pytorch', 'slurm', 'mpi')
+SCOPES = ('backbone', 'backbone+neck', 'detector', 'end-to-end')
+DTYPES = ('float32', 'float16', 'bfloat16')
+COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
+
+
+def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that mmdet's train.py and test.py have in common, and ``--data-root``."""
+    parser.add_argument('--work-dir', help='folder for logs, checkpoints and report.json')
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        metavar='KEY=VALUE',
+        help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
+    )
+    parser.add_argument('--launcher', choices=LAUNCHERS, default='none', help='job launcher')
+    # torchrun sets LOCAL_RANK; torch.distributed.launch passes the flag, spelled either way.
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
+
+
+def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of :func:`slab_det.measure_latency`, besides the device."""
+    group = parser.add_argument_group('latency')
+    group.add_argument('--rounds', type=int, default=100, help='timed rounds (default %(default)s)')
+    group.add_argument('--warmup', type=int, default=20, help='rounds before them (default %(default)s)')
+    group.add_argument(
+        '--size',
+        type=int,
+        nargs=2,
+        default=(800, 1333),
+        metavar=('H', 'W'),
+        help='image size in pixels before padding (default 800 1333)',
+    )
+    group.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
+    group.add_argument('--repeat', type=int, default=1, metavar='N', help='whole measurements: spread of their medians')
+    group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16, bfloat16: autocast')
+    group.add_argument(
+        '--compile',
+        nargs='?',
+        const='default',
+        default=False,
+        choices=COMPILE_MODES,
+        metavar='MODE',
+        help=f'torch.compile backbone and neck, in one of the modes {", ".join(COMPILE_MODES)}; not before a CONFIG',
+    )
+    group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
+    group.add_argument(
+        '--keep-memory', action='store_true', help='no fresh pages of memory between layers, as on servers; with glibc'
+    )
+    group.add_argument('--image', metavar='FILE', help='photograph to run on')
