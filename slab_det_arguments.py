@@ -15,9 +15,10 @@ COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-
 
 
 def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that mmdet's train.py and test.py have in common, and ``--data-root``."""
+    """Adds the arguments that mmdet's train.py and test.py have in common, ``--data-root`` and ``--verbose``."""
     parser.add_argument('--work-dir', help='folder for logs, checkpoints and report.json')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument('--verbose', action='store_true', help='environment, config and hooks on the screen too')
     parser.add_argument(
         '--cfg-options',
         nargs='+',

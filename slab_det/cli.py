@@ -1,12 +1,15 @@
 """What the command lines share: the config that their arguments make, the runner, and errors as one line."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mmengine.config import Config, ConfigDict
+from mmengine.logging import MMLogger
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
 
@@ -21,6 +24,13 @@ LAUNCHERS = {
     'slurm': ('SLURM_PROCID', 'srun'),
     'mpi': ('OMPI_COMM_WORLD_LOCAL_RANK', 'mpirun'),
 }
+# How the messages begin, of hundreds of lines together, that mmengine logs before the first iteration.
+PREAMBLE = (
+    f'\n{"-" * 60}\nSystem environment:',
+    'Config:\n',
+    'Hooks will be executed in the following order:\n',
+    'paramwise_options -- ',
+)
 
 
 def run_cli(main: Callable[..., None], *args: argparse.Namespace) -> None:
@@ -78,14 +88,31 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def build_runner(cfg: Config) -> Runner:
+class QuietRunner(Runner):
+    """A runner that writes what is alike in every run to its log file alone, not to the screen."""
+
+    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+        """mmengine's logger, whose first handler is the screen."""
+        logger = super().build_logger(*args, **kwargs)
+        logger.handlers[0].addFilter(
+            lambda record: record.levelno > logging.INFO or not record.getMessage().startswith(PREAMBLE)
+        )
+        logger.info(f'Environment, config, hooks and options of each parameter: {logger.log_file}, or --verbose')
+        return logger
+
+
+def build_runner(cfg: Config, verbose: bool = False) -> Runner:
     """The runner that a config asks for, with the loops that it will run.
+
+    Args:
+        cfg: The config.
+        verbose: The screen gets all that the log file gets.
 
     Raises:
         ConfigError: If it cannot be built.
     """
     with config_errors(cfg.filename):
-        return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+        return RUNNERS.build(cfg) if 'runner_type' in cfg else (Runner if verbose else QuietRunner).from_cfg(cfg)
 
 
 def build_training(runner: Runner) -> None:

@@ -90,7 +90,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     if args.fuse or args.deploy:
         # EMAHook would swap in its copy of the model as built; the checkpoint has the averaged weights already.
         cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if type_name(hook.type) != 'EMAHook']
-    runner = build_runner(cfg)
+    runner = build_runner(cfg, args.verbose)
     model, dtype = plain_model(runner), None if args.dtype == 'float32' else DTYPES[args.dtype]
     if args.fuse or args.deploy:
         runner.load_or_resume()

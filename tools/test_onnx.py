@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     )
     # Hooks of training, and weights: the file has its own.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
-    runner = build_runner(cfg)
+    runner = build_runner(cfg, args.verbose)
     metrics = runner.test()
     result = dict(
         config=args.config,

@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     cfg = config_from_arguments(args)
     apply_training_arguments(cfg, args)
     check_data(cfg, ('train', 'val'))
-    runner = build_runner(cfg)
+    runner = build_runner(cfg, args.verbose)
     build_training(runner)
     if is_main_process():
         remove_unfinished_files(cfg.work_dir)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import CONFIGS, Outcome
 
+from slab_det.cli import PREAMBLE
 from slab_det.measure.report import read_report
 
 ROOT = CONFIGS.parent
@@ -41,7 +42,7 @@ def run_in_process(command: str) -> str:
         check=False,
     )
     assert result.returncode == 0, f'{command}: {result.stdout[-3000:]}\n{result.stderr[-3000:]}'
-    return result.stdout
+    return result.stdout + result.stderr
 
 
 def dump_without_folder(cfg, path: Path) -> None:
@@ -52,7 +53,11 @@ def dump_without_folder(cfg, path: Path) -> None:
 
 def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     dump_without_folder(small_run_cfg('unused'), tmp_path / 'small.py')
-    run_in_process('train.py small.py --work-dir run')
+    screen = run_in_process('train.py small.py --work-dir run')
+    assert len(screen.partition('Iter(train)')[0].splitlines()) <= 40, screen
+    assert 'Recalibration, pass 1: 100%' in screen and not {'\r', '\b'} & set(screen)
+    (log,) = (tmp_path / 'run').glob('*/*.log')
+    assert not [message for message in PREAMBLE if message in screen or message not in log.read_text()]
     checkpoint = Path((tmp_path / 'run' / 'last_checkpoint').read_text())
     assert (tmp_path / checkpoint).name == 'iter_6.pth'
     rounds = '--rounds 3 --warmup 1 --size 64 96'
@@ -94,7 +99,8 @@ def test_convert_and_finetune_a_layernorm_detector(small_run_cfg, run, tmp_path)
     cfg.model.backbone.norm_cfg = dict(type='LN')
     cfg.custom_hooks = []
     cfg.dump(tmp_path / 'layernorm.py')
-    run('train.py layernorm.py --work-dir run')
+    screen = run('train.py layernorm.py --work-dir run --verbose')
+    assert not [message for message in PREAMBLE if message not in screen]
     convert = 'convert_checkpoint.py run/iter_2.pth prepbn.pth --config layernorm.py --num-images 4'
     output = run(f'{convert} --schedule schedule.py')
     assert re.search(r'2\d norms converted, 0 kept\n  an affine map explains \d', output)
