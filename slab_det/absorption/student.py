@@ -171,32 +171,29 @@ class Absorption:
         if not (self.plan.outputs and self._changed):
             return
         sums = {name: (*_pair(), Moments()) for name in self.plan.outputs}
-        models = self.plan.model, self.student
-        with ExitStack() as stack:
-            found: list[dict] = [{}, {}]
-            for model, values in zip(models, found, strict=True):
-                for name in self.plan.outputs:
+        targets, found = {}, {}
+        with ExitStack() as stack, torch.no_grad():
+            for name in self.plan.outputs:
 
-                    def keep(
-                        module: nn.Module, args: tuple, output: Tensor, name: str = name, values: dict = values
-                    ) -> None:
-                        values[name] = args[0], output
+                def keep_target(module: nn.Conv2d, args: tuple, output: Tensor, name: str = name) -> None:
+                    targets[name] = _some_rows(output)
 
-                    stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
+                def keep(module: nn.Conv2d, args: tuple, output: Tensor, name: str = name) -> None:
+                    found[name] = _patches(module, args[0], output), _some_rows(output)
+
+                for model, hook in ((self.plan.model, keep_target), (self.student, keep)):
+                    stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
             for batch in self._progress():
                 image = load_tensors(self.plan.images.files[batch], next(self.student.parameters()).device)
-                with torch.no_grad():
-                    for model in models:
-                        model.extract_feat(image)
+                for model in (self.plan.model, self.student):
+                    model.extract_feat(image)
                 for name, (*moments, target_moments) in sums.items():
-                    source, target, output = found[1][name][0], found[0][name][1], found[1][name][1]
-                    conv = self.student.get_submodule(name)
-                    source, target, output = _patches(conv, source, target, output)
+                    target, (source, output) = targets.pop(name), found.pop(name)
                     if self.plan.images.judges(batch):
                         target_moments.add(target)
                     moments[self.plan.images.is_held_out(batch)].add(source, target - output)
-        for name, parts in sums.items():
-            self.report.refits.append(_refit(name, self.student.get_submodule(name), *parts))
+        for name in self.plan.outputs:
+            self.report.refits.append(_refit(name, self.student.get_submodule(name), *sums.pop(name)))
 
     def _key(self) -> str:
         """Tells students apart: another teacher, other images or other norms to keep."""
@@ -247,14 +244,19 @@ def _refit(
     return Refit(name, before, min(before, after), ridge)
 
 
-def _patches(conv: nn.Conv2d, source: Tensor, *outputs: Tensor) -> Iterator[Tensor]:
-    """What a convolution reads at some positions, (B, N, C_in k k), and its outputs there, (B, N, C_out)."""
-    rows, columns = outputs[0].shape[-2:]
-    step = max(1, rows * columns // POSITIONS)
-    stride = conv.stride[0] * step, conv.stride[1]
-    yield nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
-    for output in outputs:
-        yield output[:, :, ::step].flatten(2).transpose(1, 2)
+def _row_step(output: Tensor) -> int:
+    return max(1, output.shape[-2] * output.shape[-1] // POSITIONS)
+
+
+def _some_rows(output: Tensor) -> Tensor:
+    """Some rows of a map, as tokens (B, N, C_out)."""
+    return output[:, :, :: _row_step(output)].flatten(2).transpose(1, 2).clone()
+
+
+def _patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
+    """What a convolution reads for these rows, (B, N, C_in k k)."""
+    stride = conv.stride[0] * _row_step(output), conv.stride[1]
+    return nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
 
 
 def _pair() -> tuple[CrossMoments, CrossMoments]:
