@@ -20,7 +20,7 @@ from slab_det import hooks, norms  # noqa: F401 (register themselves)
 from slab_det.norms import set_gamma
 from slab_det.runtime.on_demand import register_on_demand
 
-register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion')
+register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion', 'slab_det.data')
 register_on_demand(DATASETS, 'slab_det.data')
 register_on_demand(METRICS, 'slab_det.data')
 

@@ -1,6 +1,15 @@
-"""Datasets: the generated shapes of the quick start, and the check that a config's data is there."""
+"""Datasets: the generated shapes of the quick start, and checks: a config's data is there, an image is 0 to 255."""
 
 from slab_det.data.check import check_data, set_data_root
+from slab_det.data.preprocessor import CheckedDataPreprocessor, check_image
 from slab_det.data.synthetic import SyntheticShapes, SyntheticShapesMetric, generate
 
-__all__ = ['SyntheticShapes', 'SyntheticShapesMetric', 'check_data', 'generate', 'set_data_root']
+__all__ = [
+    'CheckedDataPreprocessor',
+    'SyntheticShapes',
+    'SyntheticShapesMetric',
+    'check_data',
+    'check_image',
+    'generate',
+    'set_data_root',
+]

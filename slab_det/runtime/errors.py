@@ -16,7 +16,7 @@ class ConfigError(SlabDetError):
 
 
 class DataError(SlabDetError):
-    """An annotation file or image folder that a config asks for is missing or does not fit it."""
+    """An annotation file, an image folder or an image that is missing or does not fit config or model."""
 
 
 class LatencyError(SlabDetError):

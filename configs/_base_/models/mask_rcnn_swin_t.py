@@ -2,6 +2,7 @@
 _base_ = ['mmdet::_base_/models/mask-rcnn_r50_fpn.py']
 
 model = dict(
+    data_preprocessor=dict(type='CheckedDataPreprocessor'),
     backbone=dict(
         _delete_=True,
         type='SLABSwin',
