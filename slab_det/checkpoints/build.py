@@ -24,7 +24,8 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
             is not run.
 
     Returns:
-        The detector, with ``dataset_meta`` (class names and palette), None where the checkpoint has none.
+        The detector, with its config, ``cfg``, and ``dataset_meta`` (class names and palette), None where the
+        checkpoint has none.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -35,6 +36,8 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
         # mmdet's DETRs write into their config, and what is written cannot be built again.
         model = MODELS.build(copy.deepcopy(cfg.model))
     model.eval()
+    # As mmdet's init_detector leaves it.
+    model.cfg = cfg
     if checkpoint is None:
         return model
     loaded = read_checkpoint(checkpoint)

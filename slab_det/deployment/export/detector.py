@@ -103,6 +103,10 @@ class DenseGraph(nn.Module):
         levels = range(self.detector.neck.num_outs)
         return [f'{kind}{i}' for kind in ('feature', 'objectness', 'delta') for i in levels]
 
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Names of the outputs' dimensions, but for channels."""
+        return {name: {0: 'batch', 2: f'height{name[-1]}', 3: f'width{name[-1]}'} for name in self.output_names()}
+
 
 class DetectorGraph(nn.Module):
     """The whole detector but for the pasting of masks; boxes are in pixels of the input image, sorted by score.
@@ -130,6 +134,10 @@ class DetectorGraph(nn.Module):
 
     def output_names(self) -> list[str]:
         return ['boxes', 'scores', 'labels'] + ['mask_logits'] * self.dense.detector.with_mask
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Names of the outputs' dimensions that depend on the image."""
+        return {name: {0: 'detections'} for name in self.output_names()}
 
     def _detect(self, features: tuple[Tensor, ...], proposals: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         roi_head = self.dense.detector.roi_head

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from mmdet.utils import get_test_pipeline_cfg
 from torch import Tensor, nn
 
 import slab_det
@@ -19,6 +20,7 @@ from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import DenseGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
 from slab_det.norms import named_offline_norms
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {'backbone+neck+rpn': DenseGraph, 'detector': DetectorGraph}
@@ -72,16 +74,34 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
             opset_version=opset,
             input_names=['image'],
             output_names=names,
-            dynamic_axes={'image': {2: 'height', 3: 'width'}},
+            dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
         )
     model = onnx.load_from_string(buffer.getvalue())
-    metadata = dict(version=slab_det.__version__, scope=scope, dataset_meta=getattr(detector, 'dataset_meta', None))
+    metadata = dict(
+        version=slab_det.__version__,
+        scope=scope,
+        dataset_meta=getattr(detector, 'dataset_meta', None),
+        **_describe_input(detector),
+    )
     if 'mask_logits' in names:
         metadata['mask_threshold'] = detector.roi_head.test_cfg.mask_thr_binary
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
     onnx.checker.check_model(model)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, path)
+
+
+def _describe_input(detector: nn.Module) -> dict:
+    """What the image has to be, and what the graph does to it first."""
+    preprocessor, resize = detector.data_preprocessor, None
+    normalization = dict(channel_order='RGB' if preprocessor._channel_conversion else 'BGR')
+    if preprocessor._enable_normalize:
+        normalization |= {name: getattr(preprocessor, name).flatten().tolist() for name in ('mean', 'std')}
+    # build_detector, like mmdet's init_detector, leaves the config there.
+    if 'test_dataloader' in getattr(detector, 'cfg', ()):
+        steps = [dict(step, type=type_name(step.type)) for step in get_test_pipeline_cfg(detector.cfg)]
+        resize = next((step for step in steps if 'Resize' in step['type']), None)
+    return dict(image=dict(channel_order='BGR', range=[0, 255], resize=resize), normalization=normalization)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from slab_det.deployment.export import (
     random_images,
 )
 from slab_det.deployment.export.parity import match_detections
+from slab_det.runtime.errors import DataError
 
 PVT = dict(
     type='SLABPVT',
@@ -145,6 +146,22 @@ def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, 
         assert min(check.detections for check in checks) > 5, checks
 
 
+@pytest.mark.parametrize('scope', ['detector', 'backbone+neck+rpn'])
+def test_dimensions_have_names(exported, scope):
+    graph = onnx.load(exported(scope)[1]).graph
+    shapes = {
+        value.name: [side.dim_param or side.dim_value for side in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+    assert shapes['image'] == [1, 3, 'height', 'width']
+    if scope == 'detector':
+        assert shapes['boxes'] == ['detections', 4] and shapes['mask_logits'] == ['detections', 28, 28]
+        assert shapes['scores'] == shapes['labels'] == ['detections']
+    else:
+        assert shapes['feature2'][2:] == shapes['delta2'][2:] == ['height2', 'width2']
+        assert shapes['feature2'][:2] == ['batch', 64]
+
+
 def test_detector_that_finds_nothing_returns_empty_outputs(detector, tmp_path):
     model = detector()
     model.roi_head.test_cfg.score_thr = 1.0
@@ -249,6 +266,9 @@ def test_file_takes_the_place_of_a_model(exported, small_run_cfg):
             assert found.masks.any()
             compared += len(i)
     assert compared > 20
+    array = dict(inputs=[torch.rand(3, 64, 96)], data_samples=[DetDataSample()])
+    with pytest.raises(DataError, match='float32, has values up to 1'):
+        running.test_step(array)
 
 
 def test_openvino_finds_what_onnx_runtime_finds(exported):

@@ -8,6 +8,7 @@ from conftest import randomize
 from mmdet.registry import MODELS
 
 import slab_det
+from slab_det.deployment.export import load_runtime
 
 
 @pytest.fixture
@@ -17,7 +18,8 @@ def run(small_run_cfg, tmp_path):
     model = MODELS.build(cfg.model)
     randomize(model, 0)
     slab_det.set_gamma(model, 0)
-    torch.save(dict(meta={}, state_dict=model.state_dict()), tmp_path / 'last.pth')
+    meta = dict(dataset_meta=dict(classes=['a', 'b', 'c', 'd']))
+    torch.save(dict(meta=meta, state_dict=model.state_dict()), tmp_path / 'last.pth')
     cfg.dump(tmp_path / 'config.py')
     return tmp_path / 'config.py', tmp_path / 'last.pth'
 
@@ -28,6 +30,13 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path):
     assert outcome.code == 0, outcome.err
     assert outcome.out.count('largest relative difference') == 4 and '96x128' in outcome.out
     assert out.stat().st_size > quantized.stat().st_size
+    metadata = load_runtime(out).metadata
+    assert metadata == load_runtime(quantized).metadata and metadata['dataset_meta']['classes'] == ['a', 'b', 'c', 'd']
+    resize = dict(type='Resize', scale=[192, 160], keep_ratio=True)
+    assert metadata['image'] == dict(channel_order='BGR', range=[0, 255], resize=resize)
+    normalization = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
+    assert metadata['normalization'].pop('channel_order') == 'RGB'
+    assert metadata['normalization'] == {name: pytest.approx(values) for name, values in normalization.items()}
     arguments = ('--work-dir', tmp_path / 'test', '--json', tmp_path / 'ap.json', '--threads', 1)
     outcome = call('test_onnx.py', run[0], quantized, *arguments)
     assert outcome.code == 0, outcome.err
