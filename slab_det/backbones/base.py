@@ -10,6 +10,7 @@ import torch
 from mmcv.cnn import build_norm_layer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
+from mmengine.utils import to_2tuple
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -32,15 +33,21 @@ class Backbone(BaseModule):
         norm_eval: bool,
         pretrained: str | None,
         init_cfg: dict | None,
+        pretrain_img_size: int | tuple[int, int],
         **numbers: int | Sequence[int],
     ) -> None:
+        if not isinstance(pretrained, str | None):
+            raise TypeError(f'pretrained={pretrained!r}: give the name of a checkpoint')
         if pretrained is not None:
             if init_cfg is not None:
                 raise ValueError('init_cfg and pretrained name two sources of weights: give one')
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
         register_load_check(self)
-        for name, value in numbers.items():
+        self.pretrain_img_size = to_2tuple(pretrain_img_size)
+        if len(self.pretrain_img_size) != 2:
+            raise ValueError(f'pretrain_img_size={pretrain_img_size}: give one side, or height and width')
+        for name, value in dict(numbers, pretrain_img_size=self.pretrain_img_size).items():
             for number in value if isinstance(value, Sequence) else (value,):
                 if not isinstance(number, Integral) or number < 1:
                     raise ValueError(f'{name}={value}: give positive whole numbers')
@@ -51,6 +58,13 @@ class Backbone(BaseModule):
         self.norm_eval = norm_eval
         # Memory format of the returned feature maps.
         self.memory_format = torch.contiguous_format
+
+    def count_positions(self, patch: int) -> tuple[int, int]:
+        """(H, W) of the learned positions, one for each patch of ``patch`` x ``patch`` pixels; ValueError for none."""
+        height, width = (side // patch for side in self.pretrain_img_size)
+        if not (height and width):
+            raise ValueError(f'pretrain_img_size={self.pretrain_img_size} holds no patch of {patch} x {patch} pixels')
+        return height, width
 
     @abstractmethod
     def init_from_scratch(self) -> None:
@@ -121,8 +135,9 @@ def check_norm_cfg(name: str, norm_cfg: dict) -> None:
     try:
         norm = build_norm_layer(norm_cfg, 1)[1]
     except (AssertionError, KeyError, TypeError, ValueError) as error:
+        reason = 'there is no such norm' if isinstance(error, KeyError) else repr(error)
         raise ValueError(
-            f"{name}={norm_cfg}: {error!r}; give a dict(type=...) of 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
+            f"{name}={norm_cfg}: {reason}; give a dict(type=...) of 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
             "'MABN', 'PowerNorm' or what custom_imports registers in mmengine's MODELS"
         ) from error
     if isinstance(norm, (_NormBase, nn.GroupNorm)):

@@ -82,6 +82,7 @@ class SLABPVT(Backbone):
         H / 4 / 2^i rounded down, or up with the paddings of PVTv2, 'corner' or 'same'.
 
     Raises:
+        TypeError: If ``pretrained`` is no name.
         ValueError: If an argument does not fit, which the message names, or a map is smaller than its reduction ratio.
     """
 
@@ -133,6 +134,7 @@ class SLABPVT(Backbone):
             norm_eval,
             pretrained,
             init_cfg,
+            pretrain_img_size,
             embed_dims=embed_dims,
             num_layers=num_layers,
             num_heads=num_heads,
@@ -150,8 +152,7 @@ class SLABPVT(Backbone):
             for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True)
         )
         self.num_features = [embed_dims * heads for heads in num_heads]
-        pretrain_img_size = to_2tuple(pretrain_img_size)
-        pretrain_shapes = self._map_shapes(pretrain_img_size)
+        pretrain_shapes = self._map_shapes(self.pretrain_img_size)
 
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers)).tolist())
         self.layers = ModuleList()
@@ -164,8 +165,7 @@ class SLABPVT(Backbone):
             blocks = ModuleList()
             if use_abs_pos_embed:
                 # mmdet's sizes: where patches do not overlap, those of the maps.
-                patch = math.prod(patch_sizes[: i + 1])
-                pos_shape = (pretrain_img_size[0] // patch, pretrain_img_size[1] // patch)
+                pos_shape = self.count_positions(math.prod(patch_sizes[: i + 1]))
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             ratio = self.sr_ratios[i]
             for _ in range(num_layers[i]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,7 +12,6 @@ from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule, ModuleList
 from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
-from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
 from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
@@ -83,6 +83,7 @@ class SLABSwin(Backbone):
         sides are rounded up.
 
     Raises:
+        TypeError: If ``pretrained`` is no name.
         ValueError: If an argument does not fit; the message names it.
     """
 
@@ -130,6 +131,7 @@ class SLABSwin(Backbone):
             norm_eval,
             pretrained,
             init_cfg,
+            pretrain_img_size,
             embed_dims=embed_dims,
             depths=depths,
             num_heads=num_heads,
@@ -151,9 +153,8 @@ class SLABSwin(Backbone):
         )
         self.absolute_pos_embed = None
         if use_abs_pos_embed:
-            self._pos_embed_shape = tuple(side // patch_size for side in to_2tuple(pretrain_img_size))
-            num_patches = self._pos_embed_shape[0] * self._pos_embed_shape[1]
-            self.absolute_pos_embed = nn.Parameter(torch.zeros(1, num_patches, embed_dims))
+            self._pos_embed_shape = self.count_positions(patch_size)
+            self.absolute_pos_embed = nn.Parameter(torch.zeros(1, math.prod(self._pos_embed_shape), embed_dims))
         self.drop_after_pos = nn.Dropout(drop_rate)
 
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())

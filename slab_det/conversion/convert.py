@@ -11,6 +11,7 @@ import torch
 from mmcv.cnn import build_norm_layer
 from torch import nn
 
+from slab_det.backbones.base import check_norm_cfg
 from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
 from slab_det.recalibration import Moments, collect_moments
 from slab_det.runtime.errors import SlabDetError
@@ -69,13 +70,17 @@ def convert_norms(
         skip: Names of norms, or of modules that hold them, that stay as they are.
 
     Raises:
-        ConversionError: If no LayerNorm was converted, the new norm is none of ours, or calibration is asked for
-            another norm than PRepBN.
+        ConversionError: If no LayerNorm was converted, the new norm is unknown or none of ours, or calibration is asked
+            for another norm than PRepBN.
         RecalibrationError: If calibration has no data, or data that are not finite.
 
         After any error ``model`` is as it was.
     """
     norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
+    try:
+        check_norm_cfg('norm_cfg', norm_cfg)
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
     if not inplace:
         model = copy.deepcopy(model)
     # The LayerNorm of a PRepBN is converted already.

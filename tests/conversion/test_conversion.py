@@ -159,7 +159,9 @@ def test_frozen_norms_are_frozen_whole(gamma):
         (dict(type='PRepBN'), [], 'no batch'),
         (dict(type='PRepBN'), [torch.full((2, 5, 3), torch.nan)], '0.0: .*NaN'),
         (dict(type='TokenBN'), [torch.randn(2, 5, 3)], 'only PRepBN'),
-        (dict(type='GN', num_groups=1), None, 'no offline norm'),
+        (dict(type='LN'), None, 'no offline norm'),
+        (dict(type='GN', num_groups=1), None, 'takes channels first'),
+        (dict(type='PRepBn'), None, r"norm_cfg={'type': 'PRepBn'}: there is no such norm; give .*'PRepBN'"),
     ],
 )
 def test_a_failed_conversion_in_place_leaves_the_model(norm_cfg, calibrate, message):
