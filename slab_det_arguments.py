@@ -31,8 +31,8 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 
 
-def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of :func:`slab_det.measure_latency`, besides the device."""
+def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int] | None = None) -> None:
+    """Adds the options of :func:`slab_det.measure_latency`, but for the device; ``size`` is the default one."""
     group = parser.add_argument_group('latency')
     group.add_argument('--rounds', type=int, default=100, help='timed rounds (default %(default)s)')
     group.add_argument('--warmup', type=int, default=20, help='rounds before them (default %(default)s)')
@@ -40,9 +40,9 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
         '--size',
         type=int,
         nargs=2,
-        default=(800, 1333),
+        default=size,
         metavar=('H', 'W'),
-        help='image size in pixels before padding (default 800 1333)',
+        help=f'image size in pixels before padding (default: {size or "that of the first image that is tested"})',
     )
     group.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
     group.add_argument('--repeat', type=int, default=1, metavar='N', help='whole measurements: spread of their medians')

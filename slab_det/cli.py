@@ -150,4 +150,4 @@ def enable_test_time_augmentation(cfg: Config) -> None:
 def latency_options(args: argparse.Namespace) -> dict:
     """What ``add_latency_arguments`` parsed, as keyword arguments of ``measure_latency``."""
     names = ('rounds', 'warmup', 'scope', 'repeat', 'dtype', 'compile', 'threads', 'image', 'keep_memory')
-    return {'size': tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}
+    return {'size': args.size and tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}

@@ -21,7 +21,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')
     parser.add_argument('--json', metavar='FILE', help='report to fill, read by tools/report.py')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE')
-    add_latency_arguments(parser)
+    add_latency_arguments(parser, size=(800, 1333))
     return parser.parse_args()
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
 CONFIGS = TOOLS.parent / 'configs'
-# The images' own size: what the detector is trained for and tested at.
-SIZE = ('--size', '160', '192')
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,7 +52,7 @@ def main() -> None:
             *model,
             # A folder of its own: the runner dumps its config there, which must not replace fused_config.py.
             *('--work-dir', work_dir / 'test', '--report', work_dir / 'report.json'),
-            *('--latency', *SIZE, '--show-dir', 'predictions'),
+            *('--latency', '--show-dir', 'predictions'),
         )
     # Side by side in one process. The twin is not trained: it would find nothing, so heads are left out.
     latency = work_dir / 'latency.json'
@@ -62,7 +60,8 @@ def main() -> None:
         'latency.py',
         *(layer_norm_twin, config, fused[0]),
         *('--checkpoint', 'none', checkpoint, fused[1]),
-        *('--scope', 'backbone+neck', *SIZE, '--json', latency),
+        # The images' own size.
+        *('--scope', 'backbone+neck', '--size', 160, 192, '--json', latency),
     )
     # The last file wins: the table shows the latencies measured side by side.
     call('report.py', work_dir / 'report.json', latency, '--out', work_dir)

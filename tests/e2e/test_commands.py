@@ -60,7 +60,7 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     assert not [message for message in PREAMBLE if message in screen or message not in log.read_text()]
     checkpoint = Path((tmp_path / 'run' / 'last_checkpoint').read_text())
     assert (tmp_path / checkpoint).name == 'iter_6.pth'
-    rounds = '--rounds 3 --warmup 1 --size 64 96'
+    rounds = '--rounds 3 --warmup 1'
     for model in (f'small.py {checkpoint}', 'run/fused_config.py run/fused.pth'):
         report = '--work-dir tested --report run/report.json --show-dir drawn --latency'
         assert re.search(r'\| ms \|.*box AP', run_in_process(f'test.py {model} {report} {rounds}'))
@@ -70,6 +70,7 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     assert entries['fused'].ap == entries['unfused'].ap
     for entry in entries.values():
         assert entry.latency['rounds'] == 3 and entry.latency['median_ms'] > 0
+        assert entry.latency['size'] == [160, 192], 'as tested'
 
     run(f'fuse.py small.py {checkpoint} --out again.pth')
     assert (tmp_path / 'again.pth').is_file() and (tmp_path / 'again_config.py').is_file()
@@ -86,7 +87,7 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     run('fuse.py small.py settled.pth --out settled_fused.pth')
     output = run(
         f'latency.py small.py run/fused_config.py --checkpoint {checkpoint} run/fused.pth --scope backbone {rounds} '
-        '--json latency.json'
+        '--size 64 96 --json latency.json'
     )
     assert 'small (unfused)' in output and 'fused_config (fused)' in output
     run('report.py run/report.json --out table --paper')
