@@ -20,7 +20,7 @@ from slab_det.absorption.report import AbsorptionReport, NormAbsorption, Refit
 from slab_det.absorption.walk import Probe, Walk, load_tensors
 from slab_det.conversion.convert import ConversionError
 from slab_det.fusion.folds import find_rule
-from slab_det.fusion.fuse import apply_fold, fold_affine, replace_module
+from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, replace_module
 from slab_det.fusion.report import FusionReport
 from slab_det.recalibration.moments import Moments
 from slab_det.runtime import read_checkpoint
@@ -89,7 +89,8 @@ class Absorption:
             for f in plan.fates.values()
         ]
         self.report.norms += [NormAbsorption(n, 'kept', reason=reason) for n, reason in plan.reasons.items() if reason]
-        self.student.absorption_report, self.student.fusion_report = self.report, FusionReport(fates)
+        self.student.absorption_report = self.report
+        self.student.fusion_report = FusionReport([*past_fates(plan.model), *fates])
 
     @property
     def _changed(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from itertools import accumulate, chain
 
 import torch
+from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -44,7 +45,7 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
             :func:`slab_det.fusion.verify_fusion` compares only what the neck returns.
 
     Returns:
-        The fused model.
+        The fused model. A warning is given where no norm was folded.
 
     Raises:
         FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, hooks
@@ -52,7 +53,18 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
     """
     check_fusible(model)
     fates = plan_folds(model, fold_outputs)
-    return apply_folds(model if inplace else copy.deepcopy(model), fates)
+    if not any(fate.fate == 'folded' for fate in fates):
+        reasons = dict.fromkeys(fate.reason for fate in fates) or ['the model has no norms']
+        MMLogger.get_current_instance().warning(
+            f'slab_det.fuse folded none of the {len(fates)} norms of {type(model).__name__}: {"; ".join(reasons)}'
+        )
+    return apply_folds(model if inplace else copy.deepcopy(model), [*past_fates(model), *fates])
+
+
+def past_fates(model: nn.Module) -> list[NormFate]:
+    """What became of norms that an earlier fusion or absorption of ``model`` replaced."""
+    report = getattr(model, 'fusion_report', FusionReport([]))
+    return [fate for fate in report.norms if fate.fate != 'kept']
 
 
 def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFate]:
@@ -77,7 +89,8 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
             if name in outputs:
                 readers = (find_output_reader(model, *outputs[name], fold_outputs), *readers)
             if not (readers or fold.after):
-                raise CannotFold('no module says which layer reads it')
+                owner = type(model.get_submodule(name.rpartition('.')[0])).__name__
+                raise CannotFold(f'{owner} does not say which layer reads it; slab_det.fusion.register_folds can')
             side = 'input' if readers else 'output'
             layers = [layer for reader in readers for layer in _find_layers(model, reader)] or [fold.after]
             for layer in layers:
@@ -91,14 +104,16 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
 
 
 def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
-    """Does with every norm of ``model``, in place, what :func:`plan_folds` found.
+    """Does with every norm of ``model``, in place, what :func:`plan_folds` found; what is done already stays.
 
     Raises:
         FusionError: If ``model`` has other norms or layers than the model that the fates were found for.
     """
+    past = past_fates(model)
     try:
         for fate in fates:
-            apply_fold(model, fate)
+            if fate not in past:
+                apply_fold(model, fate)
     except (AttributeError, CannotFold) as error:
         raise FusionError(f'{fate.norm}: the model is not the one whose folds these are: {error}') from error
     left = [name for name, _ in named_offline_norms(model)]

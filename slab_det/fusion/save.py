@@ -19,7 +19,7 @@ from slab_det.checkpoints import register_load_check
 from slab_det.fusion.fuse import apply_folds, fuse
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
-from slab_det.runtime.config import drop_pretrained, import_slab_det
+from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
 
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = (
@@ -29,13 +29,17 @@ TRAINING_KEYS = (
 
 
 @MODELS.register_module()
-def FusedDetector(model: dict, folds: Sequence[dict] | None = None) -> nn.Module:  # noqa: N802 (a config's type)
+def FusedDetector(  # noqa: N802 (a config's type)
+    model: dict, folds: Sequence[dict] | None = None, **changes: dict
+) -> nn.Module:
     """Builds ``model`` and removes its norms; the weights come from a checkpoint.
 
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
         folds: What became of each norm, as :func:`save_fused` writes it. None, as in files of slab_det 0.1, finds it
             anew.
+        **changes: Merged into ``model``: options written for the unfused config, such as ``model.test_cfg``, hold for
+            the fused one.
 
     Returns:
         The plain detector, key prefixes unchanged. Every way to load weights into it checks them: unfused ones, those
@@ -44,7 +48,9 @@ def FusedDetector(model: dict, folds: Sequence[dict] | None = None) -> nn.Module
     Raises:
         FusionError: If ``folds`` are those of another model.
     """
-    model = copy.deepcopy(model)
+    cfg = Config(dict(model=copy.deepcopy(model)))
+    cfg.merge_from_dict(dict(model=changes))
+    model = cfg.model
     drop_pretrained(model)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
@@ -66,7 +72,10 @@ def _fused_config(cfg: Config, folds: list[dict]) -> Config:
     if 'data_preprocessor' in values:
         # The runner would hand it to FusedDetector.
         values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
-    values['model'] = dict(type='FusedDetector', model=values['model'], folds=folds)
+    if type_name(values['model'].get('data_preprocessor', {}).get('type', '')) == 'DetDataPreprocessor':
+        values['model']['data_preprocessor']['type'] = 'CheckedDataPreprocessor'
+    # With its scope for other default scopes; mmdet's init_detector looks for a backbone here.
+    values['model'] = dict(type='mmdet.FusedDetector', model=values['model'], folds=folds, backbone={})
     import_slab_det(values)
     values['resume'] = False
     return Config(values)

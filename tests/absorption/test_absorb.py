@@ -202,10 +202,20 @@ def test_the_teacher_stays_as_it_was(teacher):
     )
 
 
-@pytest.mark.parametrize('backbone', ['SLABSwin', 'SwinTransformer', 'PyramidVisionTransformer'])
-def test_saved_and_rebuilt_from_its_config(teacher, tmp_path, backbone):
+@pytest.mark.parametrize(
+    ('backbone', 'again'),
+    [
+        *((backbone, '') for backbone in ('SLABSwin', 'SwinTransformer', 'PyramidVisionTransformer')),
+        ('SLABSwin', 'absorb'),
+        ('SwinTransformer', 'fuse'),
+    ],
+)
+def test_saved_and_rebuilt_from_its_config(teacher, tmp_path, backbone, again):
     model = teacher(backbone)
     student = absorb(model, pictures(), keep=layer_norms(model)[3:5], progress=False)
+    if again:
+        student = slab_det.fuse(student) if again == 'fuse' else absorb(student, pictures(), keep=1, progress=False)
+        assert len(layer_norms(student)) == (2 if again == 'fuse' else 1)
     checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
     rebuilt = build_detector(Config.fromfile(config), str(checkpoint))
     assert layer_norms(rebuilt) == layer_norms(student)

@@ -262,9 +262,8 @@ def unfused_and_fused(files, small_detector, small_detector_cfg):
     return (cfg, files / 'unfused.pth'), (Config.fromfile(files / 'fused_config.py'), path)
 
 
-def build(cfg, path):
-    # Without options init_detector reads cfg.model.backbone, which a FusedDetector has inside.
-    return init_detector(cfg, str(path), palette='coco', device='cpu', cfg_options={})
+def build(cfg, path, options=None):
+    return init_detector(cfg, str(path), palette='coco', device='cpu', cfg_options=options)
 
 
 def lose(prefix):
@@ -314,8 +313,14 @@ def test_no_training_starts_from_a_fused_backbone(unfused_and_fused, hook):
         load(model, checkpoint, hook=hook)
 
 
-def test_whole_detectors_load(unfused_and_fused):
+@pytest.mark.parametrize('scope', ['mmdet', 'mmengine', None])
+@pytest.mark.parametrize('options', [None, {'model.test_cfg.rcnn.score_thr': 0.3}], ids=['plain', 'options'])
+def test_whole_detectors_load(unfused_and_fused, options, scope):
     for cfg, path in unfused_and_fused:
-        model = build(cfg, path)
+        # The config of a detector in a foreign scope says where its parts are.
+        cfg.default_scope, detector = scope, cfg.model.get('model', cfg.model)
+        detector['_scope_'] = 'mmdet'
+        model = build(cfg, path, options)
+        assert model.test_cfg.rcnn.score_thr == (0.3 if options else 0.05)
         for key, value in torch.load(path, weights_only=True)['state_dict'].items():
             assert torch.equal(model.state_dict()[key], value), key

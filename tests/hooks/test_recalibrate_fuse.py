@@ -3,9 +3,11 @@
 from pathlib import Path
 from shutil import copytree
 
+import mmcv
+import numpy as np
 import pytest
 import torch
-from mmdet.apis import DetInferencer
+from mmdet.apis import DetInferencer, inference_detector, init_detector
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
@@ -16,7 +18,7 @@ from slab_det.fusion import FusionError
 from slab_det.measure.report import ap_from_metrics, read_report
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration import RecalibrationError, recalibration_dataloader
-from slab_det.runtime.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError, DataError
 
 
 def load(path):
@@ -80,7 +82,7 @@ def test_fused_config_loads_everywhere(finished_run, tmp_path):
     runner, work_dir = finished_run
     config, checkpoint = str(work_dir / 'fused_config.py'), str(work_dir / 'fused.pth')
     cfg = Config.fromfile(config)
-    assert cfg.model.type == 'FusedDetector' and 'custom_hooks' not in cfg
+    assert cfg.model.type == 'mmdet.FusedDetector' and 'custom_hooks' not in cfg
     cfg.work_dir, cfg.load_from, cfg.experiment_name = str(tmp_path), checkpoint, 'test-fused'
     tester = Runner.from_cfg(cfg)
     tester.test()
@@ -93,6 +95,24 @@ def test_fused_config_loads_everywhere(finished_run, tmp_path):
     assert len(inferencer(image)['predictions']) == 1
     states_equal(inferencer.model.state_dict(), state)
     assert inferencer.model.dataset_meta['classes'] == runner.train_dataloader.dataset.metainfo['classes']
+
+
+def test_images_of_another_kind_than_those_of_the_training_are_refused(finished_run):
+    runner, work_dir = finished_run
+    pixels = mmcv.imread(runner.val_dataloader.dataset.get_data_info(0)['img_path'])
+    detector = init_detector(str(work_dir / 'fused_config.py'), str(work_dir / 'fused.pth'), device='cpu')
+    expected = inference_detector(detector, pixels).pred_instances.scores[:5]
+    for same in (pixels.astype(np.float32), pixels.astype(np.uint16)):
+        # uint8 is rounded after the resize.
+        found = inference_detector(detector, same).pred_instances.scores[:5]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
+    for other, message in (
+        (pixels[..., 0], '1 of 3 channels.*COLOR_GRAY2BGR'),
+        (pixels.astype(np.uint16) * 257, 'uint16, has values up to .* divide 16 bits by 257'),
+        (pixels.astype(np.float32) / 255, 'float32, has values up to .* multiply 0 to 1 by 255'),
+    ):
+        with pytest.raises(DataError, match=message):
+            inference_detector(detector, other)
 
 
 def test_resuming_a_finished_run_repeats_only_recalibration_and_fusion(finished_run, tmp_path):
