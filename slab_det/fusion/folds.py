@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from mmengine.model import BaseModule
@@ -85,7 +86,14 @@ def register_folds(
     """
     rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds, replace=replace, writes=writes)
     for kind in kinds:
+        _import_rules(kind)
         _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule is not None})
+
+
+def _import_rules(kind: type[nn.Module]) -> None:
+    """Imports the rules for timm with the first class of timm: they need all of timm's models, which take seconds."""
+    if kind.__module__.startswith('timm.'):
+        import_module('slab_det.fusion.stock_timm')
 
 
 def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
@@ -95,6 +103,7 @@ def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
     subclass may read its norms and its input in other places, and has to define the method anew.
     """
     kind = type(module)
+    _import_rules(kind)
     if question in _RULES.get(kind, {}):
         rule = _RULES[kind][question]
         return lambda *part: rule(module, *part)

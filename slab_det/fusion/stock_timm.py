@@ -1,0 +1,43 @@
+"""Where norms go in timm's ViT, DeiT and Swin. The final norm stays: ``forward_features`` returns what it makes."""
+
+from __future__ import annotations
+
+from timm.layers import Mlp, PatchEmbed
+from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, WindowAttention
+from timm.models.vision_transformer import Attention, Block
+from torch import nn
+
+from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
+
+
+def _block_writes(block: Block) -> list[Write]:
+    """A layer behind which a LayerScale stands does not write the stream itself."""
+    writes = (block.ls1, Write('attn.proj', 'norm2')), (block.ls2, Write('mlp.fc2'))
+    return [write for scale, write in writes if isinstance(scale, nn.Identity)]
+
+
+def _swin_block_folds(block: SwinTransformerBlock) -> list[Fold]:
+    sides = zip(block.input_resolution, block.window_size, strict=True)
+    # A dynamic mask is for images of any size.
+    padded = getattr(block, 'dynamic_mask', False) or any(side % window for side, window in sides)
+    return [Fold('norm1', before='attn[padded]' if padded else 'attn'), Fold('norm2', before='mlp')]
+
+
+def _window_input_layers(attn: WindowAttention, part: str = '') -> tuple[str]:
+    if part == 'padded':
+        raise CannotFold('windows are padded behind it, with tokens that must not pass it')
+    return ('qkv',)
+
+
+register_folds(
+    Block, folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='mlp')], writes=_block_writes
+)
+# Newer attentions may have a gate, which reads the input too.
+register_folds(Attention, input_layers=lambda attn: ('qkv', *(['gate'] if getattr(attn, 'gate', None) else [])))
+register_folds(Mlp, folds=lambda mlp: [Fold('norm', before='fc2')], input_layers=lambda mlp: ('fc1',))
+# In windows the layer that writes the stream behind the attention reads tokens in another order.
+register_folds(SwinTransformerBlock, folds=_swin_block_folds, writes=lambda block: [Write('mlp.fc2')])
+register_folds(WindowAttention, input_layers=_window_input_layers)
+# The norm follows all padding of the map.
+register_folds(PatchMerging, folds=lambda merging: [Fold('norm', before='reduction')])
+register_folds(PatchEmbed, folds=lambda embed: [Fold('norm', after='proj')])

@@ -1,0 +1,108 @@
+"""timm's ViT, DeiT and Swin: their norms fold exactly and are absorbed; other models of timm say what they lack."""
+
+import pytest
+import torch
+from conftest import randomize
+from timm.layers import LayerNorm
+from timm.models.convnext import ConvNeXt, ConvNeXtBlock
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import slab_det
+from slab_det.conversion import ConversionError
+from slab_det.fusion import Fold, register_folds
+from slab_det.fusion.folds import _RULES
+from slab_det.norms import ChannelAffine
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5)
+SWIN = dict(embed_dim=12, depths=(2, 2), num_heads=(1, 2), num_classes=5)
+# Constructor, its arguments, the size of an image, and the norms that no layer takes.
+MODELS = {
+    'ViT': (VisionTransformer, VIT, 32, ['norm']),
+    'ViT with options': (
+        VisionTransformer,
+        dict(VIT, init_values=0.3, qkv_bias=False, scale_mlp_norm=True, embed_norm_layer=LayerNorm),
+        32,
+        ['norm'],
+    ),
+    'DeiT': (VisionTransformerDistilled, VIT, 32, ['norm']),
+    'Swin': (SwinTransformer, dict(SWIN, img_size=56), 56, ['norm']),
+    # Maps of 15 and 8, in windows of 7.
+    'padded Swin': (
+        SwinTransformer,
+        dict(SWIN, img_size=60),
+        60,
+        [*(f'layers.{i}.blocks.{j}.norm1' for i in (0, 1) for j in (0, 1)), 'norm'],
+    ),
+    'Swin of any size': (
+        SwinTransformer,
+        dict(SWIN, img_size=56, strict_img_size=False),
+        64,
+        [*(f'layers.{i}.blocks.{j}.norm1' for i in (0, 1) for j in (0, 1)), 'norm'],
+    ),
+}
+
+
+def converted(model, seed=0):
+    model = slab_det.convert_norms(model)
+    randomize(model, seed)
+    slab_det.set_gamma(model, 0)
+    return model.eval().double()
+
+
+@torch.no_grad()
+def assert_same(fused, model, images):
+    expected = model(images)
+    assert (fused(images) - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_norms_of_timm_fold_exactly(name):
+    build, options, size, left = MODELS[name]
+    model = converted(build(**options))
+    fused = slab_det.fuse(model)
+    report = fused.fusion_report
+    assert [fate.norm for fate in report.select('affine')] == left, str(report)
+    assert len(report.select('folded')) >= len(report.norms) - len(left) >= 4
+    reasons = {fate.norm: fate.reason for fate in report.select('affine')}
+    assert all('windows are padded' in reason for norm, reason in reasons.items() if norm.endswith('norm1'))
+    assert 'does not say which layer reads it' in reasons['norm']
+    assert_same(fused, model, torch.randn(2, 3, size, size).double())
+
+
+@pytest.mark.parametrize('name', ['ViT', 'ViT with options', 'Swin'])
+def test_norms_of_timm_are_absorbed(name):
+    """With a large eps, 1 / sigma is the same for all tokens: then nothing is lost."""
+    build, options, size, left = MODELS[name]
+    model = build(**options).eval().double()
+    randomize(model, 0)
+    for norm in model.modules():
+        if isinstance(norm, nn.LayerNorm):
+            norm.weight.data *= 1e6
+            norm.eps = 1e12
+    images = [torch.randn(2, 3, size, size).double() for _ in range(5)]
+    student = slab_det.absorb(model, images, keep=0, progress=False)
+    assert [norm for norm, module in student.named_modules() if isinstance(module, nn.LayerNorm)] == left
+    expected, found = model(images[0]), student(images[0])
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+    # A LayerScale stands between a layer and the stream.
+    assert bool(student.absorption_report.refits) == (name != 'ViT with options')
+
+
+def test_a_foreign_block_says_what_it_lacks_and_a_rule_gives_it(monkeypatch):
+    monkeypatch.setitem(_RULES, ConvNeXtBlock, {})
+    small = dict(depths=(1, 1, 1, 1), dims=(8, 8, 12, 12), num_classes=5)
+    with pytest.raises(ConversionError, match='LayerNorm2d has a forward of its own'):
+        slab_det.convert_norms(ConvNeXt(**small, conv_mlp=True))
+    model = converted(ConvNeXt(**small, ls_init_value=0.5))
+    warnings = []
+    monkeypatch.setattr('mmengine.logging.MMLogger.warning', lambda logger, text: warnings.append(text))
+    assert isinstance(slab_det.fuse(model).stages[0].blocks[0].norm, ChannelAffine)
+    assert len(warnings) == 1 and 'ConvNeXtBlock does not say which layer reads it' in warnings[0], warnings
+
+    register_folds(ConvNeXtBlock, folds=lambda block: [Fold('norm', before='mlp')])
+    fused = slab_det.fuse(model)
+    assert len(warnings) == 1 and len(fused.fusion_report.select('folded')) == 4, str(fused.fusion_report)
+    assert_same(fused, model, torch.randn(1, 3, 64, 64).double())
