@@ -32,7 +32,7 @@ def shrink(path: Path) -> None:
 
 
 def test_from_a_folder_to_a_fused_detector(tmp_path, monkeypatch, call):
-    (train,), (test,) = (block.splitlines() for block in blocks('bash')[:2])
+    (train,), (test,) = (block.replace('\\\n', ' ').splitlines() for block in blocks('bash')[:2])
     generate, config, use = blocks('python')
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'configs').symlink_to(CONFIGS)
