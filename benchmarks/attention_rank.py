@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
@@ -27,13 +26,13 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.cli import read_config, run_cli
 from slab_det.data.synthetic import draw_image
 from slab_det.measure.environment import library_versions
+from slab_det.measure.figure import WIDTH, save_figure, styled
 from slab_det.measure.report import describe_model
 from slab_det.runtime.errors import SlabDetError
 
 SEED = 0
 # Unit values mixed in one call of the attention.
 CHUNK = 32
-FONT_SIZE = 8
 # Share of the largest singular value; smaller values, which no output would show, are not drawn.
 FLOOR = 1e-5
 
@@ -184,26 +183,24 @@ def rank_table(results: Mapping[str, Mapping[str, MapRank]], scope: str) -> str:
     return '\n'.join([*lines, '', f'{scope}. Median (least to most) over channels where each has its own map.'])
 
 
+@styled
 def draw_attention_rank(results: Mapping[str, Mapping[str, MapRank]], scope: str, path: Path) -> None:
-    """Draws, per result, the map without and with the depthwise convolution, and the spectra of both, to a PNG.
+    """Draws, per result, the map without and with the depthwise convolution, and the spectra of both.
 
     Maps show ``|weight|`` of query (row) and value (column) in grey, on one logarithmic scale for all rows. The map
     with the convolution is that of the median channel, and a band spans the spectra of all channels.
     """
-    figure = Figure(figsize=(7.2, 3.0 * len(results) + 0.9), dpi=200, layout='constrained')
-    FigureCanvasAgg(figure)
-    figure.suptitle(f'Attention maps; {scope}', fontsize=FONT_SIZE + 1)
+    figure = Figure(figsize=(WIDTH, 3.0 * len(results) + 0.9))
+    figure.suptitle(f'Attention maps; {scope}')
     parts = figure.subfigures(len(results) + 1, 1, height_ratios=[3.0] * len(results) + [0.55])
     # White is a hundredth of uniform attention.
     norm = LogNorm(0.01 / max(len(found.matrix) for maps in results.values() for found in maps.values()), 1, clip=True)
     for part, (title, maps) in zip(parts, results.items(), strict=False):
-        part.suptitle(title, fontsize=FONT_SIZE)
+        part.suptitle(title)
         _draw_row(part, maps, norm)
     bar = parts[-1].colorbar(ScalarMappable(norm, 'gray_r'), cax=parts[-1].subplots(), orientation='horizontal')
-    bar.set_label('|weight| of a value (column) for a query (row)', fontsize=FONT_SIZE)
-    bar.ax.tick_params(labelsize=FONT_SIZE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    bar.set_label('|weight| of a value (column) for a query (row)')
+    save_figure(figure, path)
 
 
 def _draw_row(figure: SubFigure, maps: Mapping[str, MapRank], norm: LogNorm) -> None:
@@ -213,21 +210,19 @@ def _draw_row(figure: SubFigure, maps: Mapping[str, MapRank], norm: LogNorm) -> 
         axes.axis('on')
         axes.imshow(found.matrix.abs().clamp(min=norm.vmin).numpy(), cmap='gray_r', norm=norm)
         ranks = f'effective rank {np.median(found.effective_ranks):.1f} of {len(found.matrix)}'
-        axes.set_title(f'{name}\n{ranks}\nnumerical rank {np.median(found.numerical_ranks):.0f}', fontsize=FONT_SIZE)
-        axes.tick_params(labelsize=FONT_SIZE)
+        axes.set_title(f'{name}\n{ranks}\nnumerical rank {np.median(found.numerical_ranks):.0f}')
+        axes.grid(visible=False)
         index = np.arange(1, found.singular_values.shape[1] + 1)
         relative = (found.singular_values / found.singular_values[:, :1]).clamp(min=FLOOR / 10).numpy()
-        spectra.plot(index, np.median(relative, 0), style, color='black', linewidth=1.4, label=name)
+        spectra.plot(index, np.median(relative, 0), style, color='black', label=name)
         if len(relative) > 1:
             label = f'{len(relative)} channels'
             spectra.fill_between(index, relative.min(0), relative.max(0), color='0.75', linewidth=0, label=label)
     spectra.set_yscale('log')
     spectra.set_ylim(FLOOR, 1.5)
-    spectra.set_title('singular values over the largest', fontsize=FONT_SIZE)
-    spectra.set_xlabel('index', fontsize=FONT_SIZE)
-    spectra.tick_params(labelsize=FONT_SIZE)
-    spectra.grid(color='0.9', linewidth=0.6)
-    spectra.legend(fontsize=FONT_SIZE - 1, loc='center right')
+    spectra.set_title('singular values over the largest')
+    spectra.set_xlabel('index')
+    spectra.legend(loc='center right')
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,24 +1,55 @@
-"""The whole way on generated images: train, recalibrate, fuse, test, measure, report. No GPU, no download.
+"""LayerNorm, the same absorbed, and SLAB, on generated images: trained, fused and compared. No GPU, no download.
 
 Runs the commands that you would type, and prints each of them first.
 """
 
 import argparse
-import shlex
-import subprocess
-import sys
-import time
-from pathlib import Path
-
-TOOLS = Path(__file__).resolve().parent
-CONFIGS = TOOLS.parent / 'configs'
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--work-dir', default='work_dirs/quickstart', help='(default %(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE', help='for the training')
+    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE', help='for both trainings')
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    # Before the imports that take seconds.
+    args = parse_arguments()
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import mmcv
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from mmdet.registry import DATASETS
+from mmdet.visualization import DetLocalVisualizer
+from mmengine.config import Config
+from mmengine.dataset import BaseDataset, pseudo_collate
+from mmengine.registry import init_default_scope
+from torch import nn
+
+from slab_det.checkpoints import is_fused
+from slab_det.checkpoints.build import build_detector
+from slab_det.cli import read_config
+from slab_det.measure import ReportEntry, measure_latency, update_report
+from slab_det.measure.evaluate import evaluate
+from slab_det.measure.figure import WIDTH, draw_ap_latency, draw_training, save_figure, styled
+from slab_det.measure.report import ap_scope, describe_dataset, describe_model, form_suffix, latency_scope
+
+TOOLS = Path(__file__).resolve().parent
+CONFIGS = TOOLS.parent / 'configs'
+SIZE = (160, 192)  # (height, width) of the images
+NUM_DRAWN = 3  # images
 
 
 def call(tool: str, *arguments: object) -> None:
@@ -35,41 +66,132 @@ def relative(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def main() -> None:
-    args = parse_arguments()
+def measure(
+    cfg: Config, dataset: BaseDataset, files: Mapping[str, tuple[Path, Path]]
+) -> tuple[dict[str, nn.Module], list[ReportEntry]]:
+    """AP and latency of each model as built and deployed, in turns in this process.
+
+    Args:
+        cfg: The config that the first model was trained with.
+        dataset: Its validation images.
+        files: Config and checkpoint of each model, by its name.
+
+    Returns:
+        The models as built, and for each its entry as built, then deployed.
+    """
+    batch_size = cfg.train_dataloader.batch_size
+    training = dict(seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=batch_size)
+    models, forms, entries = {}, {}, {}
+    for name, (config, checkpoint) in files.items():
+        description = describe_model(read_config(str(config)).model)
+        models[name] = build_detector(read_config(str(config)), str(checkpoint))
+        for deployed in (False, True):
+            form = slab_det.deploy(models[name]) if deployed else models[name]
+            described = description | {'name': name + form_suffix(deployed, 'float32')}
+            forms[described['name']] = form
+            entries[described['name']] = ReportEntry(
+                **described,
+                variant='fused' if is_fused(models[name]) else 'unfused',
+                config=str(config),
+                checkpoint=str(checkpoint),
+                dataset=describe_dataset(dataset),
+                training=training,
+                ap=evaluate(form, cfg),
+            )
+    image = dataset.get_data_info(0)['img_path']
+    results = measure_latency(forms, SIZE, rounds=50, warmup=10, image=image, cost=True, progress=True)
+    return models, [replace(entries[name], latency=result.to_dict()) for name, result in results.items()]
+
+
+def compare(entries: Sequence[ReportEntry]) -> str:
+    """One Markdown row per model, LayerNorm first, with the form to take; below it what the numbers depend on.
+
+    Args:
+        entries: As :func:`measure` returns them.
+    """
+    forms, rows = ('as built', 'deployed'), []
+    header = ['model', 'norms left', 'box AP', 'mask AP', *(f'{form}: ms (ratio)' for form in forms), 'form to take']
+    moved = 0.0
+    for built, deployed in zip(entries[::2], entries[1::2], strict=True):
+        moved = max(moved, *(abs(deployed.ap[kind]['AP'] - values['AP']) for kind, values in built.ap.items()))
+        times = [form.latency['median_ms'] for form in (built, deployed)]
+        ratios = [time / first.latency['median_ms'] for time, first in zip(times, entries[:2], strict=True)]
+        take = forms[times.index(min(times))]
+        slower = [form for form, ratio in zip(forms, ratios, strict=True) if ratio >= 1.005]
+        rows.append(
+            [
+                built.name,
+                str(built.latency['cost']['norms_left']),
+                *(f'{100 * built.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')),
+                *(f'{time:.1f} ({ratio:.2f})' for time, ratio in zip(times, ratios, strict=True)),
+                take + f'; slower than LayerNorm {" and ".join(slower)}' * bool(slower),
+            ]
+        )
+    lines = [f'| {" | ".join(cells)} |' for cells in (header, ['---'] + ['---:'] * 5 + ['---'], *rows)]
+    lines += ['', f'ms: median latency, {latency_scope(entries[0])}, in turns; ratio: to LayerNorm in the same form.']
+    lines += ['', f'AP as built, on {ap_scope(entries[0])}; deployed it moves by at most {100 * moved:.1f}.']
+    return '\n'.join(lines) + '\n'
+
+
+@torch.no_grad()
+def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[dict[str, np.ndarray]]:
+    """The first images with the true objects, and with those that each model finds with a score of 0.5 or more."""
+    visualizer = DetLocalVisualizer()
+    visualizer.dataset_meta = dataset.metainfo
+    drawn = []
+    for index in range(NUM_DRAWN):
+        batch, panels = pseudo_collate([dataset[index]]), {}
+        for name, model in models.items():
+            (found,) = model.test_step(batch)
+            image = mmcv.imread(found.img_path, channel_order='rgb')
+            for panel, truth in (('truth', True), (name, False)):
+                visualizer.add_datasample(panel, image, found, draw_gt=truth, draw_pred=not truth, pred_score_thr=0.5)
+                panels[panel] = visualizer.get_image()
+        drawn.append(panels)
+    return drawn
+
+
+@styled
+def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
+    """The images of :func:`draw_objects`, one row per image."""
+    figure = Figure(figsize=(WIDTH, 1.65 * len(drawn)))
+    for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):
+        for axes, (name, pixels) in zip(row, panels.items(), strict=True):
+            axes.imshow(pixels)
+            axes.set_axis_off()
+            axes.set_title(name if panels is drawn[0] else '')
+    return figure
+
+
+def main(args: argparse.Namespace) -> None:
     start = time.monotonic()
     work_dir = Path(args.work_dir)
-    config = relative(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
-    layer_norm_twin = relative(CONFIGS / 'quickstart_mask_rcnn_swin.py')
+    twin = work_dir / 'layernorm'
     options = ['--cfg-options', *args.cfg_options] if args.cfg_options else []
 
-    call('train.py', config, '--work-dir', work_dir, *options)
-    checkpoint = (work_dir / 'last_checkpoint').read_text().strip()
+    call('train.py', relative(CONFIGS / 'quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
+    trained = (twin / 'quickstart_mask_rcnn_swin.py', Path((twin / 'last_checkpoint').read_text().strip()))
+    absorbed = (work_dir / 'absorbed_config.py', work_dir / 'absorbed.pth')
+    quickly = ('--num-images', 40, '--rounds', 0, '--figure', work_dir / 'absorbed.svg')
+    call('absorb.py', *trained, '--out', absorbed[1], *quickly)
+    call('train.py', relative(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py'), '--work-dir', work_dir, *options)
+
+    cfg = read_config(str(trained[0]))
+    init_default_scope('mmdet')
+    dataset = DATASETS.build(cfg.val_dataloader.dataset)
     fused = (work_dir / 'fused_config.py', work_dir / 'fused.pth')
-    for model in ((config, checkpoint), fused):
-        call(
-            'test.py',
-            *model,
-            # A folder of its own: the runner dumps its config there, which must not replace fused_config.py.
-            *('--work-dir', work_dir / 'test', '--report', work_dir / 'report.json'),
-            *('--latency', '--show-dir', 'predictions'),
-        )
-    # Side by side in one process. The twin is not trained: it would find nothing, so heads are left out.
-    latency = work_dir / 'latency.json'
-    call(
-        'latency.py',
-        *(layer_norm_twin, config, fused[0]),
-        *('--checkpoint', 'none', checkpoint, fused[1]),
-        # The images' own size.
-        *('--scope', 'backbone+neck', '--size', 160, 192, '--json', latency),
-    )
-    # The last file wins: the table shows the latencies measured side by side.
-    call('report.py', work_dir / 'report.json', latency, '--out', work_dir)
-    pictures = sorted(work_dir.glob('test/*/predictions/*'))
-    print(f'\nPicture:     {work_dir / "ap_latency.png"}')
-    print('Predictions: ' + ', '.join(map(str, pictures[-3:])))
+    models, entries = measure(cfg, dataset, {'Swin': trained, 'Swin-absorbed': absorbed, 'SLAB-Swin': fused})
+    update_report(work_dir / 'report.json', *entries)
+    table = compare(entries)
+    (work_dir / 'table.md').write_text(table)
+    draw_ap_latency(entries, work_dir / 'ap_latency.svg')
+    draw_training({'Swin': twin, 'SLAB-Swin': work_dir}, work_dir / 'training.svg')
+    save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
+    print(f'\n{table}')
+    print('Written to ' + ', '.join(str(work_dir / name) for name in ('table.md', 'report.json')))
+    print('Pictures:  ' + ', '.join(map(str, (*sorted(work_dir.glob('*.svg')), work_dir / 'predictions.png'))))
     print(f'Took {(time.monotonic() - start) / 60:.1f} minutes.')
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

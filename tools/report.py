@@ -1,4 +1,4 @@
-"""Turns report.json files into one Markdown table and one picture of box and mask AP over latency."""
+"""Turns report.json files into one Markdown table and pictures: AP over latency, AP and gamma over trainings."""
 
 import argparse
 
@@ -6,7 +6,7 @@ import argparse
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('reports', nargs='+', metavar='REPORT.json', help='later files win where they overlap')
-    parser.add_argument('--out', required=True, metavar='DIR', help='folder for table.md and ap_latency.png')
+    parser.add_argument('--out', required=True, metavar='DIR', help='folder for table.md and pictures')
     parser.add_argument('--paper', action='store_true', help="add columns with the papers' own numbers")
     return parser.parse_args()
 
@@ -20,7 +20,7 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 from pathlib import Path
 
 from slab_det.cli import run_cli
-from slab_det.measure.figure import draw_ap_latency
+from slab_det.measure.figure import draw_ap_latency, draw_training, read_scalars
 from slab_det.measure.report import markdown_table, merge_entries, read_paper_tables, read_report
 from slab_det.runtime.errors import ReportError
 
@@ -37,8 +37,13 @@ def main(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)
     print(table)
-    draw_ap_latency(entries, out / 'ap_latency.png')
-    print(f'Written to {out / "table.md"} and {out / "ap_latency.png"}')
+    draw_ap_latency(entries, out / 'ap_latency.svg')
+    # Beside the report of a training lies what it logged.
+    folders = [Path(path).resolve().parent for path in args.reports]
+    runs = {folder.name: folder for folder in folders if read_scalars(folder)}
+    if runs:
+        draw_training(runs, out / 'training.svg')
+    print(f'Table and pictures written to {out}')
 
 
 if __name__ == '__main__':

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from slab_det.absorption.report import AbsorptionReport, NormAbsorption
-from slab_det.measure.figure import COLOURS, FONT_SIZE, WIDTH
+from slab_det.measure.figure import COLOURS, WIDTH, save_figure, styled
 
 _ROW = 0.17  # inches: two bars and the name of a norm
 _LEAST = 1e-4  # share below which nobody tells bars apart
@@ -24,7 +23,7 @@ def draw_absorption(
     agreement: Mapping[int, float] | None = None,
     latency: Mapping[int, float] | None = None,
 ) -> None:
-    """Draws to a PNG what share of each norm is left by the affine maps, and what the norms kept buy.
+    """Draws what share of each norm is left by the affine maps, and what the norms kept buy.
 
     The upper panel has a row per norm, front to back: a light bar for the best scale per channel and a dark bar for the
     map that was fitted, both of the student's input, and a tick for the best map of the teacher's input, which decides
@@ -33,22 +32,20 @@ def draw_absorption(
 
     Args:
         report: What :func:`slab_det.absorb` left with its model.
-        path: The PNG to write.
+        path: The SVG or PNG to write.
         agreement: See :func:`slab_det.measure.agreement.agreement`, by the number of norms kept.
         latency: Milliseconds, by the number of norms kept.
     """
-    figure = absorption_figure(report, agreement or {}, latency or {})
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(absorption_figure(report, agreement or {}, latency or {}), path)
 
 
+@styled
 def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], latency: Mapping[int, float]) -> Figure:
     """The picture of :func:`draw_absorption`, not yet written."""
-    curves = {'agreement with the teacher': agreement, 'median latency (ms)': latency}
+    curves = {'agreement': agreement, 'median latency (ms)': latency}
     curves = {label: values for label, values in curves.items() if values}
-    heights = [_ROW * len(report.norms) + 0.9, *([2.4] if curves else [])]
-    figure = Figure(figsize=(WIDTH, sum(heights)), dpi=200, layout='constrained')
-    FigureCanvasAgg(figure)
+    heights = [_ROW * len(report.norms) + 0.9, *([1.9] if curves else [])]
+    figure = Figure(figsize=(WIDTH, sum(heights)))
     upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_bars(upper.subplots(), report.norms)
     if curves:
@@ -62,41 +59,35 @@ def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], 
 def _draw_bars(axes: Axes, norms: Sequence[NormAbsorption]) -> None:
     measured = []
     for offset, colour, label, attribute in (
-        (-0.2, COLOURS[4], 'scale per channel', 'diagonal'),
-        (0.2, COLOURS[0], 'fitted map', 'left'),
+        (-0.2, '0.75', 'scale per channel', 'diagonal'),
+        (0.2, '0.35', 'fitted map', 'left'),
     ):
         shares = {row + offset: getattr(norm, attribute) for row, norm in enumerate(norms)}
         shares = {row: max(share, _LEAST) for row, share in shares.items() if share is not None}
         axes.barh([*shares], [*shares.values()], 0.4, color=colour, label=label)
         measured += shares.values()
     own = {row: max(norm.own, _LEAST) for row, norm in enumerate(norms) if norm.own is not None}
-    axes.plot([*own.values()], [*own], '|', color='0.1', ms=9, mew=1.6, label="not affine, of the teacher's input")
+    axes.plot([*own.values()], [*own], '|', color=COLOURS[2], ms=10, mew=2, label="not affine, of the teacher's input")
     measured += own.values()
     axes.set_xscale('log')
     # From a whole power of ten on: the axis has a labelled tick on its left.
     axes.set_xlim(left=10 ** math.floor(math.log10(min(measured, default=_LEAST)) - 0.01))
-    axes.set_xlabel("share of the norm's variance that is left, on held-out images", fontsize=FONT_SIZE)
+    axes.set_xlabel("share of the norm's variance that is left, on held-out images")
     names = [('kept: ' if norm.fate == 'kept' else '') + norm.norm.removeprefix('backbone.') for norm in norms]
     axes.set_yticks(range(len(norms)), names)
-    axes.tick_params(labelsize=FONT_SIZE)
     for label, norm in zip(axes.get_yticklabels(), norms, strict=True):
         if norm.fate == 'kept':
-            label.set(color=COLOURS[1], fontweight='bold')
+            label.set(color=COLOURS[2], fontweight='bold')
     axes.set_ylim(len(norms) - 0.4, -0.6)
-    axes.grid(axis='x', color='0.9', linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.legend(loc='lower center', bbox_to_anchor=(0.5, 1), ncols=3, fontsize=FONT_SIZE, frameon=False)
+    axes.grid(visible=False, axis='y')
+    axes.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=3)
 
 
 def _draw_curve(axes: Axes, label: str, values: Mapping[int, float], num_norms: int) -> None:
     """One number over the norms kept; a hollow marker is the LayerNorm detector, which keeps all."""
     kept = sorted(values)
-    axes.plot(kept, [values[k] for k in kept], '-', color=COLOURS[0], linewidth=1.2)
+    axes.plot(kept, [values[k] for k in kept], '-', color=COLOURS[0])
     for k in kept:
-        axes.plot(k, values[k], 'o', ms=6, mew=1.4, mec=COLOURS[0], mfc='white' if k == num_norms else COLOURS[0])
-    axes.set_xlabel(f'norms kept, of {num_norms}', fontsize=FONT_SIZE)
-    axes.set_ylabel(label, fontsize=FONT_SIZE)
+        axes.plot(k, values[k], 'o', mec=COLOURS[0], mfc='white' if k == num_norms else COLOURS[0])
+    axes.set(xlabel=f'norms kept, of {num_norms}', ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelsize=FONT_SIZE)
-    axes.grid(color='0.9', linewidth=0.6)
-    axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""AP over latency (SLAB, Guo et al., ICML 2024, Figure 5), readable when printed in black and white.
+"""The style of every picture, and two of them: AP over latency (SLAB, Guo et al., ICML 2024, Figure 5), and over a run.
 
 Nothing is compared that was not measured alike: entries that share detector, data, training and latency scope stand in
 one row of panels.
@@ -6,119 +6,227 @@ one row of panels.
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+from cycler import cycler
+from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 
 from slab_det.measure.report import AP_KINDS, ReportEntry, ap_scope, latency_scope
 from slab_det.runtime.errors import ReportError
 
 WIDTH = 7.2  # inches: the text width of A4
-FONT_SIZE = 8  # points; smaller is not read in print
-# Okabe and Ito's colours without yellow, which colour-blind readers tell apart. Seven colours and twelve markers share
-# no factor: 84 models differ in one of them.
-COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
-_MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*', '<', '>', 'p', 'h')
+# Okabe and Ito's colours that differ in grey as well, the darkest first; where they are used up, dashed.
+COLOURS = ('#000000', '#0072B2', '#D55E00', '#56B4E9')
+LOOKS = cycler(linestyle=('-', '--', ':')) * cycler(color=COLOURS)
+# A decorator of every function that draws or writes a picture.
+styled = rc_context(
+    {
+        'axes.axisbelow': True,
+        'axes.grid': True,
+        'axes.spines.right': False,
+        'axes.spines.top': False,
+        'axes.titlesize': 8,
+        'figure.constrained_layout.use': True,
+        'figure.dpi': 200,  # of a PNG, and of maps in an SVG
+        'figure.titlesize': 8,
+        'font.size': 8,  # points; smaller is not read in print
+        'grid.color': '0.9',
+        'grid.linewidth': 0.6,
+        'legend.frameon': False,
+        'lines.linewidth': 1.2,
+        'lines.markeredgewidth': 1.4,
+        'lines.markersize': 6,
+        'savefig.facecolor': 'white',
+        'svg.fonttype': 'none',  # text, not outlines: a fifth of the size
+        'svg.hashsalt': 'slab_det',  # the same picture has the same bytes
+    }
+)
 # Narrower axes would blow the difference of two runs up to the size of the panel.
 _MIN_AP_SPAN = 4.0
 _MIN_MS_SPAN = 0.2  # share of the largest latency
+_BESIDE = 7  # points from a marker to its name
+
+
+@styled
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Writes a picture in the format of its suffix; the folder need not exist."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={'Date': None} if Path(path).suffix == '.svg' else None)
 
 
 def draw_ap_latency(entries: Sequence[ReportEntry], path: str | Path) -> None:
-    """Draws box and mask AP (times 100) over median latency to a PNG.
+    """Draws box and mask AP (times 100) over median latency.
 
     Hollow markers are unfused, filled ones fused, and an arrow leads from one to the other. A model whose AP was not
     measured stands as a vertical line at its latency.
 
     Args:
         entries: Rows; those without latency are left out.
-        path: The PNG to write.
+        path: The SVG or PNG to write.
 
     Raises:
         ReportError: If no entry has both AP and latency.
     """
-    figure = ap_latency_figure(entries)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(ap_latency_figure(entries), path)
 
 
+@styled
 def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     """The picture of :func:`draw_ap_latency`, not yet written."""
     timed = [entry for entry in entries if entry.latency]
     rows = list(dict.fromkeys((e.detector, latency_scope(e), ap_scope(e)) for e in timed if e.ap))
     if not rows:
         raise ReportError('no entry has both AP and latency: run tools/test.py with --latency first')
-    looks = {
-        name: (COLOURS[i % len(COLOURS)], _MARKERS[i % len(_MARKERS)])
-        for i, name in enumerate(dict.fromkeys(entry.name for entry in timed))
-    }
-    legend = _legend(timed, looks)
-    columns = max(1, min(4, 110 // (8 + max(len(handle.get_label()) for handle in legend))))
-    legend_height = 0.2 * -(-len(legend) // columns) + 0.2
-    figure = Figure(figsize=(WIDTH, 3.4 * len(rows) + legend_height), dpi=200, layout='constrained')
-    FigureCanvasAgg(figure)
-    figure.legend(handles=legend, loc='outside lower center', ncols=columns, fontsize=FONT_SIZE, frameon=False)
-    for part, (detector, latency, scope) in zip(
-        figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True
-    ):
-        part.suptitle(textwrap.fill(f'{detector}, AP on {scope}', 105), fontsize=FONT_SIZE)
-        part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 105), fontsize=FONT_SIZE)
+    names = dict.fromkeys(entry.name for entry in timed)
+    colours = {name: look['color'] for name, look in zip(names, LOOKS(), strict=False)}
+    figure = Figure(figsize=(WIDTH, 3.2 * len(rows)))
+    panels = []
+    parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
+    for part, (detector, latency, scope) in zip(parts, rows, strict=True):
+        part.suptitle(textwrap.fill(f'{detector}, AP on {scope}', 110))
+        part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 110), fontsize=8)
         measured = [e for e in timed if (e.detector, latency_scope(e)) == (detector, latency)]
         shown = [e for e in measured if not e.ap or ap_scope(e) == scope]
         kinds = [kind for kind in AP_KINDS if any(kind in (entry.ap or {}) for entry in shown)]
         for axes, kind in zip(part.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-            _draw_panel(axes, shown, kind, looks)
+            panels.append((axes, _draw_panel(axes, shown, kind, colours)))
+    faces = {'unfused': 'white', 'fused': '0.55'}
+    variants = [variant for variant in faces if any(entry.ap and entry.variant == variant for entry in timed)]
+    handles = [Line2D([], [], marker='o', linestyle='', mec='0.55', mfc=faces[v], label=v) for v in variants]
+    panels[0][0].legend(handles=handles, loc='lower left', bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
+    # Names are placed where the layout leaves room for them.
+    figure.draw_without_rendering()
+    for axes, points in panels:
+        _place_names(axes, points)
     return figure
 
 
-def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: dict[str, tuple[str, str]]) -> None:
+def _draw_panel(
+    axes: Axes, entries: Sequence[ReportEntry], kind: str, colours: Mapping[str, str]
+) -> list[tuple[str, float, float]]:
+    """Draws all but the names, and returns them: which name, and the point that it belongs to."""
     times = [entry.latency['median_ms'] for entry in entries]
     axes.set_xlim(_limits(times, _MIN_MS_SPAN * max(times)))
-    axes.set_ylim(_limits([100 * e.ap[kind]['AP'] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN))
-    axes.set_ylabel(f'{AP_KINDS[kind]} AP', fontsize=FONT_SIZE)
-    axes.tick_params(labelsize=FONT_SIZE)
-    axes.grid(color='0.9', linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.set_ylim(_limits([100 * e.ap[kind]['AP'] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN, 100))
+    axes.set_ylabel(f'{AP_KINDS[kind]} AP')
+    named = []
     for name in dict.fromkeys(entry.name for entry in entries):
-        colour, marker = looks[name]
-        places, variants = [], []
+        colour, places, variants = colours[name], [], []
         # Unfused before fused: the arrow's direction.
         for entry in sorted((e for e in entries if e.name == name), key=lambda e: e.variant, reverse=True):
             ms = entry.latency['median_ms']
             if not entry.ap:
-                axes.axvline(ms, color=colour, linestyle='--', linewidth=1.2)
+                axes.axvline(ms, color=colour, linestyle='--')
+                label = axes.text(ms, 0.03, f'{name}: AP not measured', color=colour, rotation=90, ha='right')
+                label.set_transform(axes.get_xaxis_transform())
             elif kind in entry.ap:
                 places.append((ms, 100 * entry.ap[kind]['AP']))
                 variants.append(entry.variant)
-                face = 'white' if entry.variant == 'unfused' else colour
-                axes.plot(*places[-1], marker, ms=7, mew=1.4, zorder=3, mec=colour, mfc=face)
+                axes.plot(*places[-1], 'o', zorder=3, mec=colour, mfc='white' if entry.variant == 'unfused' else colour)
         if variants == ['unfused', 'fused']:
             arrow = {'arrowstyle': '->', 'color': colour, 'shrinkA': 5, 'shrinkB': 5}
             axes.annotate('', places[1], places[0], arrowprops=arrow)
+        if places:
+            named.append((name, *places[-1]))
+    return named
 
 
-def _legend(entries: Sequence[ReportEntry], looks: dict[str, tuple[str, str]]) -> list[Line2D]:
-    """One handle per model, then one per variant."""
-    handles = []
-    with_ap = {entry.name for entry in entries if entry.ap}
-    for name, (colour, marker) in looks.items():
-        if name in with_ap:
-            handles.append(Line2D([], [], color=colour, marker=marker, linestyle='', label=name))
-        else:
-            handles.append(Line2D([], [], color=colour, linestyle='--', label=f'{name}: AP not measured'))
-    for variant in dict.fromkeys(entry.variant for entry in entries if entry.ap):
-        face = 'white' if variant == 'unfused' else '0.55'
-        handles.append(Line2D([], [], marker='o', linestyle='', mew=1.4, mec='0.55', mfc=face, label=variant))
-    return handles
+def _place_names(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """Writes the name of each point beside it, where it covers least of markers, other names and the axes' edges."""
+    inside, point = axes.get_window_extent(), axes.figure.dpi / 72
+    lines = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
+    arrows = [axes.transData.transform([text.xyann, text.xy]) for text in axes.texts if not text.get_text()]
+    taken = [text.get_window_extent() for text in axes.texts if text.get_text()]
+    for line in (*lines, *arrows):
+        taken += [Bbox([place - 6 * point, place + 6 * point]) for place in line]
+        between = (place for ends in pairwise(line) for place in np.linspace(*ends, 40))
+        taken += [Bbox([place - point, place + point]) for place in between]
+    for name, x, y in points:
+        label = axes.annotate(textwrap.fill(name, 26), (x, y), (0, 0), textcoords='offset points', in_layout=False)
+        found = []
+        # Farther away only where there is no room nearby.
+        for distance in (_BESIDE, 2 * _BESIDE, 4 * _BESIDE, 6 * _BESIDE):
+            for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)):
+                box = _move(label, distance * dx, distance * dy)
+                covered = sum(_overlap(box, other) for other in taken) + _overlap(box, box) - _overlap(box, inside)
+                found.append((covered, len(found), distance * dx, distance * dy))
+        _, place, *offset = min(found)
+        taken.append(_move(label, *offset))
+        if place >= 8:
+            line = {'arrowstyle': '-', 'color': '0.6', 'linewidth': 0.6, 'shrinkB': 4}
+            axes.annotate('', (x, y), offset, textcoords='offset points', in_layout=False, arrowprops=line)
 
 
-def _limits(values: Sequence[float], min_span: float) -> tuple[float, float]:
-    """The range of the values, none of them negative, with room around them."""
+def _move(label: Annotation, dx: float, dy: float) -> Bbox:
+    """Puts the near edge of a label at this offset from its point, and returns its box."""
+    label.set(
+        position=(dx, dy),
+        horizontalalignment=('center', 'left', 'right')[int(np.sign(dx))],
+        verticalalignment=('center', 'bottom', 'top')[int(np.sign(dy))],
+    )
+    return label.get_window_extent()
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    shared = Bbox.intersection(one, other)
+    return shared.width * shared.height if shared else 0.0
+
+
+def _limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tuple[float, float]:
+    """The range of the values with room around them, between 0 and ``most``, which the values keep to."""
     low, high = min(values), max(values)
     room = max(0.15 * (high - low), (min_span - (high - low)) / 2)
-    return max(low - room, -0.1 * min_span), high + room
+    return max(low - room, 0), min(high + room, most)
+
+
+def draw_training(runs: Mapping[str, str | Path], path: str | Path) -> None:
+    """Draws AP (times 100) and gamma over the iterations of runs.
+
+    AP is that of the validations, of masks where the detector has them; a filled marker is the AP after recalibration.
+
+    Args:
+        runs: The work directory of each run, by its name.
+        path: The SVG or PNG to write.
+    """
+    save_figure(training_figure({name: read_scalars(run) for name, run in runs.items()}), path)
+
+
+def read_scalars(work_dir: str | Path) -> dict[str, dict[int, float]]:
+    """What a run logged, over its iterations: ``{'gamma': {20: 0.95, …}, …}``; of parts of a resumed run, the last."""
+    scalars: dict[str, dict[int, float]] = {}
+    for file in sorted(Path(work_dir).glob('*/vis_data/scalars.json')):
+        for line in map(json.loads, file.read_text().splitlines()):
+            for name, value in line.items():
+                scalars.setdefault(name, {})[line['step']] = value
+    return scalars
+
+
+@styled
+def training_figure(runs: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Figure:
+    """The picture of :func:`draw_training`, of what :func:`read_scalars` found, not yet written."""
+    figure = Figure(figsize=(0.6 * WIDTH, 3.2))
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    kind = 'segm' if any('coco/segm_mAP' in scalars for scalars in runs.values()) else 'bbox'
+    for (name, scalars), look in zip(runs.items(), LOOKS(), strict=False):
+        lower.plot(*_points(scalars.get('gamma', {})), **look)
+        upper.plot(*_points(scalars.get(f'coco/{kind}_mAP', {}), 100), marker='o', mfc='white', label=name, **look)
+        if final := scalars.get(f'recalibrated/coco/{kind}_mAP'):
+            upper.plot(*_points(final, 100), 'o', color=look['color'], label=f'{name}, recalibrated')
+    upper.set(ylabel=f'{AP_KINDS[kind]} AP', ylim=(0, min(1.05 * upper.get_ylim()[1], 100)))
+    upper.legend(loc='lower right')
+    lower.set(ylabel='gamma', ylim=(-0.05, 1.05), xlabel='iteration')
+    return figure
+
+
+def _points(values: Mapping[int, float], factor: float = 1) -> tuple[list[int], list[float]]:
+    return [*values], [factor * value for value in values.values()]

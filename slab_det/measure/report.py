@@ -260,7 +260,8 @@ def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperT
 
 def latency_scope(entry: ReportEntry) -> str:
     """What two entries must share for their latencies to be compared, as one line."""
-    latency = entry.latency
+    # A deployed form is a row of its own, see form_suffix, which one compares with the others.
+    latency = entry.latency | {'deployed': False}
     return f'{describe_scope(latency)}, {latency["rounds"]} rounds after {latency["warmup"]}'
 
 

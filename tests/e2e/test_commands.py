@@ -91,7 +91,8 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     )
     assert 'small (unfused)' in output and 'fused_config (fused)' in output
     run('report.py run/report.json --out table --paper')
-    assert (tmp_path / 'table' / 'table.md').is_file() and (tmp_path / 'table' / 'ap_latency.png').is_file()
+    assert {path.name for path in (tmp_path / 'table').iterdir()} == {'table.md', 'ap_latency.svg', 'training.svg'}
+    assert '>run<' in (tmp_path / 'table' / 'training.svg').read_text()
 
 
 def test_convert_and_finetune_a_layernorm_detector(small_run_cfg, run, tmp_path):

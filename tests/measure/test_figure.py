@@ -1,17 +1,18 @@
-"""The picture of AP over latency: what it joins, what it keeps apart, and whether one can read it."""
+"""Pictures: what they join, what they keep apart, and whether one can read them."""
 
+import json
 from pathlib import Path
 
-import cv2
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from test_report import DATASET, entry, latency
 
-from slab_det.measure.figure import ap_latency_figure, draw_ap_latency
+from slab_det.measure.figure import ap_latency_figure, draw_ap_latency, draw_training, read_scalars, training_figure
 from slab_det.measure.report import ReportEntry
 from slab_det.runtime.errors import ReportError
 
@@ -38,15 +39,15 @@ def markers(axes: Axes) -> dict[tuple[float, float], Line2D]:
 
 
 def arrows(axes: Axes) -> list[tuple]:
-    return [(text.xyann, text.xy) for text in axes.texts]
+    return [(text.xyann, text.xy) for text in axes.texts if not text.get_text() and text.anncoords == 'data']
 
 
 def texts(figure: Figure) -> list[Text]:
     return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
 
 
-def legend(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
+def names(axes: Axes) -> dict[str, Text]:
+    return {text.get_text().replace('\n', ''): text for text in axes.texts if text.get_text()}
 
 
 def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
@@ -58,14 +59,14 @@ def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
     assert faces[27, 42.9] == faces[25, 43.0] == to_rgba('white')
     assert to_rgba('white') not in (faces[21, 42.9], faces[24, 43.9])
     assert [line.get_xdata()[0] for line in box.lines if line.get_linestyle() == '--'] == [29]
-    assert 'Flatten-Swin-T: AP not measured' in legend(figure) and legend(figure)[-2:] == ['unfused', 'fused']
+    assert 'Flatten-Swin-T: AP not measured' in names(box)
+    assert [text.get_text() for text in box.get_legend().get_texts()] == ['unfused', 'fused']
 
 
 @pytest.mark.parametrize(
     'change',
     [
         {'scope': {'threads': 1}},
-        {'scope': {'deployed': True}},
         {'dataset': {**DATASET, 'images': 66}},
         {'detector': 'FasterRCNN'},
         {'training': {'iterations': 500}},
@@ -78,29 +79,45 @@ def test_what_was_measured_differently_gets_panels_of_its_own(change: dict) -> N
     assert places == [('box AP', (25, 43.0), []), ('mask AP', (25, 39.3), []), ('box AP', (34, 46.2), [])]
 
 
+def test_the_deployed_form_is_in_the_same_panel_under_its_own_name() -> None:
+    deployed = timed('Swin-T-deployed', 'unfused', 15, 43.0, scope={'deployed': True})
+    (axes,) = ap_latency_figure([timed('Swin-T', 'unfused', 25, 43.0), deployed]).findobj(Axes)
+    assert markers(axes).keys() == {(25, 43.0), (15, 43.0)} and names(axes).keys() == {'Swin-T', 'Swin-T-deployed'}
+
+
 def test_it_can_be_read(tmp_path: Path) -> None:
-    draw_ap_latency(SWIN, tmp_path / 'new' / 'one.png')
-    picture = cv2.imread(str(tmp_path / 'new' / 'one.png'))
-    assert picture.shape[1] == 1440 and picture.std() > 10
+    draw_ap_latency(SWIN, tmp_path / 'new' / 'one.svg')
+    picture = (tmp_path / 'new' / 'one.svg').read_text()
+    assert len(picture) < 100_000 and '>SLAB-Swin-T<' in picture
+    draw_ap_latency(SWIN, tmp_path / 'again.svg')
+    assert (tmp_path / 'again.svg').read_text() == picture, 'the same entries give the same bytes'
     figure = ap_latency_figure(SWIN)
     figure.draw_without_rendering()
     assert min(text.get_fontsize() for text in texts(figure)) >= 8
-    used, (width, height) = figure.get_tightbbox(figure.canvas.get_renderer()), figure.get_size_inches()
+    used, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     assert used.x0 >= 0 and used.y0 >= 0 and used.x1 <= width and used.y1 <= height, 'something is cut off'
-    # Models are told apart without colour.
-    assert len({line.get_marker() for line in figure.legends[0].get_lines()[:9]}) == 9
 
 
-@pytest.mark.parametrize('length', [20, 60])
-def test_a_legend_of_long_names_stays_inside_and_small_differences_small(length: int) -> None:
-    models = [timed(letter * length, 'unfused', 20 + i / 50, 43 + i / 50) for i, letter in enumerate('abcdef')]
-    figure = ap_latency_figure(models)
-    figure.draw_without_rendering()
-    box = figure.legends[0].get_window_extent()
-    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
-    (axes,) = figure.findobj(Axes)
-    for low, high in (axes.get_ylim(), axes.get_xlim()):
-        assert high - low > 3.9
+@pytest.mark.parametrize('length', [6, 40])
+def test_names_stand_inside_beside_their_points_and_cover_nothing(length: int) -> None:
+    models = [timed(letter * length, 'unfused', 20 + i / 50, 43 + i / 50) for i, letter in enumerate('abcd')]
+    (axes,) = ap_latency_figure(models).findobj(Axes)
+    boxes = {name: text.get_window_extent() for name, text in names(axes).items()}
+    assert len(boxes) == 4
+    inside = axes.get_window_extent()
+    for name, box in boxes.items():
+        assert Bbox.intersection(box, inside).size == pytest.approx(box.size), f'{name} leaves the axes'
+        assert box.count_overlaps(boxes.values()) == 1, f'{name} covers another name'
+        assert not box.count_contains(axes.transData.transform([*markers(axes)])), f'{name} covers a point'
+
+
+@pytest.mark.parametrize('ap', [0.2, 50, 99.9])
+def test_axes_show_small_differences_small_and_nothing_that_ap_cannot_be(ap: float) -> None:
+    models = [timed('a', 'unfused', 0.01, ap), timed('b', 'unfused', 20, ap)]
+    (axes,) = ap_latency_figure(models).findobj(Axes)
+    low, high = axes.get_ylim()
+    assert 0 <= low < ap < high <= 100 and high - low > 2
+    assert axes.get_xlim()[0] >= 0
 
 
 def test_without_ap_and_latency_of_one_model_there_is_no_picture(tmp_path: Path) -> None:
@@ -108,3 +125,32 @@ def test_without_ap_and_latency_of_one_model_there_is_no_picture(tmp_path: Path)
     with pytest.raises(ReportError, match='both AP and latency'):
         draw_ap_latency([timed('Swin-T', 'unfused', 25), tested], tmp_path / 'none.png')
     assert not (tmp_path / 'none.png').exists()
+
+
+def test_ap_and_gamma_over_a_run_that_was_resumed(tmp_path: Path) -> None:
+    parts = (
+        [{'gamma': 0.5, 'step': 20}, {'coco/segm_mAP': 0.2, 'step': 20}, {'gamma': 0.4, 'step': 40}],
+        [
+            {'gamma': 0.0, 'step': 40},
+            {'coco/segm_mAP': 0.3, 'step': 40},
+            {'recalibrated/coco/segm_mAP': 0.4, 'step': 40},
+        ],
+    )
+    for time, lines in enumerate(parts):
+        file = tmp_path / 'run' / f'2026_{time}' / 'vis_data' / 'scalars.json'
+        file.parent.mkdir(parents=True)
+        file.write_text('\n'.join(map(json.dumps, lines)))
+    scalars = read_scalars(tmp_path / 'run')
+    assert scalars['gamma'] == {20: 0.5, 40: 0.0}, 'what was logged again counts'
+    figure = training_figure({'SLAB': scalars, 'LayerNorm': {'coco/segm_mAP': {20: 0.1, 40: 0.99}}})
+    upper, lower = figure.findobj(Axes)
+    curves = {line.get_label(): line.get_xydata().tolist() for line in upper.lines}
+    assert curves == {
+        'SLAB': [[20, pytest.approx(20)], [40, pytest.approx(30)]],
+        'SLAB, recalibrated': [[40, pytest.approx(40)]],
+        'LayerNorm': [[20, pytest.approx(10)], [40, pytest.approx(99)]],
+    }
+    assert lower.lines[0].get_xydata().tolist() == [[20, 0.5], [40, 0.0]]
+    assert (upper.get_ylabel(), lower.get_ylabel(), upper.get_ylim()) == ('mask AP', 'gamma', (0, 100))
+    draw_training({'SLAB': tmp_path / 'run'}, tmp_path / 'one.svg')
+    assert len((tmp_path / 'one.svg').read_text()) < 100_000

@@ -46,7 +46,7 @@ def norms_of(model: nn.Module) -> list[str]:
 
 
 def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, call, tmp_path: Path) -> None:
-    options = ('--keep', 2, '--curve', 0, '--eval', '--json', 'report.json', '--figure', 'figure.png')
+    options = ('--keep', 2, '--curve', 0, '--eval', '--json', 'report.json', '--figure', 'figure.svg')
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *options, *QUICK)
     assert result.code == 0, result.err
     rows = re.findall(
@@ -74,7 +74,7 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert {point['num_kept']: point['agreement'] for point in report['points']}[2] == pytest.approx(value, abs=1e-3)
     assert [point['ap'].keys() for point in report['points']] == [{'bbox'}] * 3
     assert all(point['latency']['rounds'] == 2 for point in report['points'])
-    assert (tmp_path / 'figure.png').stat().st_size > 10_000
+    assert (tmp_path / 'figure.svg').stat().st_size > 10_000
 
 
 def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
