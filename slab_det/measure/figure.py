@@ -204,10 +204,13 @@ def draw_training(runs: Mapping[str, str | Path], path: str | Path) -> None:
 def read_scalars(work_dir: str | Path) -> dict[str, dict[int, float]]:
     """What a run logged, over its iterations: ``{'gamma': {20: 0.95, …}, …}``; of parts of a resumed run, the last."""
     scalars: dict[str, dict[int, float]] = {}
+    iteration = 0
     for file in sorted(Path(work_dir).glob('*/vis_data/scalars.json')):
         for line in map(json.loads, file.read_text().splitlines()):
+            # A validation says its epoch, which is 0 in runs that count iterations: it stands behind its iteration.
+            iteration = line.get('iter', iteration)
             for name, value in line.items():
-                scalars.setdefault(name, {})[line['step']] = value
+                scalars.setdefault(name, {})[iteration] = value
     return scalars
 
 

@@ -129,10 +129,10 @@ def test_without_ap_and_latency_of_one_model_there_is_no_picture(tmp_path: Path)
 
 def test_ap_and_gamma_over_a_run_that_was_resumed(tmp_path: Path) -> None:
     parts = (
-        [{'gamma': 0.5, 'step': 20}, {'coco/segm_mAP': 0.2, 'step': 20}, {'gamma': 0.4, 'step': 40}],
+        [{'gamma': 0.5, 'iter': 20}, {'coco/segm_mAP': 0.2, 'step': 0}, {'gamma': 0.4, 'iter': 40}],
         [
-            {'gamma': 0.0, 'step': 40},
-            {'coco/segm_mAP': 0.3, 'step': 40},
+            {'gamma': 0.0, 'iter': 40},
+            {'coco/segm_mAP': 0.3, 'step': 0},
             {'recalibrated/coco/segm_mAP': 0.4, 'step': 40},
         ],
     )
