@@ -200,8 +200,8 @@ def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
     loop = runner.val_loop
     if loop is None:
         return {}
-    with raise_on_all_ranks():
-        for batch in Progress(loop.dataloader, 'Validation', disable=not is_main_process()):
+    with raise_on_all_ranks(), Progress(loop.dataloader, 'Validation', disable=not is_main_process()) as batches:
+        for batch in batches:
             with autocast(enabled=loop.fp16):
                 outputs = model.val_step(batch)
             loop.evaluator.process(data_samples=outputs, data_batch=batch)

@@ -63,7 +63,8 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     rounds = '--rounds 3 --warmup 1'
     for model in (f'small.py {checkpoint}', 'run/fused_config.py run/fused.pth'):
         report = '--work-dir tested --report run/report.json --show-dir drawn --latency'
-        assert re.search(r'\| ms \|.*box AP', run_in_process(f'test.py {model} {report} {rounds}'))
+        screen = run_in_process(f'test.py {model} {report} {rounds}')
+        assert re.search(r'\| ms \|.*box AP', screen) and not [message for message in PREAMBLE if message in screen]
     assert list(tmp_path.glob('tested/*/drawn/*'))
 
     entries = {entry.variant: entry for entry in read_report(tmp_path / 'run' / 'report.json')}
