@@ -14,15 +14,16 @@ from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
 
 from slab_det import runtime
-from slab_det.data import set_data_root
-from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, describe_os_error
+from slab_det.data import check_num_classes, set_data_root
+from slab_det.hooks import NormStateHook
+from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, describe_error
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
 # Launcher: the variable that it sets for every process, and the command to start it with.
 LAUNCHERS = {
     'pytorch': ('RANK', 'torchrun or tools/dist_train.sh'),
     'slurm': ('SLURM_PROCID', 'srun'),
-    'mpi': ('OMPI_COMM_WORLD_LOCAL_RANK', 'mpirun'),
+    'mpi': ('OMPI_COMM_WORLD_RANK', 'mpirun'),
 }
 # How the messages begin, of hundreds of lines together, that mmengine logs before the first iteration.
 PREAMBLE = (
@@ -39,8 +40,11 @@ def run_cli(main: Callable[..., None], *args: argparse.Namespace) -> None:
     try:
         main(*args)
     except (SlabDetError, OSError) as error:
-        print(f'error: {error if isinstance(error, SlabDetError) else describe_os_error(error)}', file=sys.stderr)
+        print(f'error: {describe_error(error)}', file=sys.stderr)
         raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        # As a shell says it of a program that Ctrl-C ended.
+        raise SystemExit(130) from None
 
 
 def read_config(path: str, options: dict | None = None) -> Config:
@@ -120,14 +124,20 @@ def build_training(runner: Runner) -> None:
 
     Raises:
         ConfigError: If data, loops or optimizer cannot be built.
+        DataError: If heads have another number of classes than the data.
     """
     with config_errors(runner.cfg.filename):
         optimizer = ((runner.cfg.get('optim_wrapper') or {}).get('optimizer') or {}).get('type')
         if isinstance(optimizer, str) and OPTIMIZERS.get(optimizer) is None:
             # mmengine's own error says that None cannot be called.
             raise KeyError(f'{optimizer} is not in the optimizer registry')
-        _ = runner.train_loop, runner.val_loop
+        for split, loop in (('train', runner.train_loop), ('val', runner.val_loop)):
+            if loop is not None:
+                check_num_classes(runner.model, loop.dataloader.dataset, split)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    # Configs that do not start from configs/_base_/runtime.py lack it, and with it the word on hooks that are missing.
+    if not any(isinstance(hook, NormStateHook) for hook in runner.hooks):
+        runner.register_hook(NormStateHook())
 
 
 def enable_test_time_augmentation(cfg: Config) -> None:

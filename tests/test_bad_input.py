@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 from conftest import Outcome, randomize
@@ -22,6 +24,7 @@ from torch import nn
 
 import slab_det
 from slab_det.fusion import save_fused
+from slab_det.hooks import NormStateHook
 from slab_det.measure.report import write_report
 from slab_det.runtime.checkpoint_files import read_checkpoint
 
@@ -82,7 +85,19 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
             metainfo=dict(classes=('cat',)),
             pipeline=loader.dataset.pipeline,
         )
+    cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='Resize', scale=(1333, 800), keep_ratio=True))
+    cfg.val_evaluator = cfg.test_evaluator = dict(type='CocoMetric')
+    cfg.model.roi_head.bbox_head.num_classes = cfg.model.roi_head.mask_head.num_classes = 1
     cfg.dump(folder / 'coco.py')
+    whole = cv2.imencode('.jpg', np.zeros((80, 96, 3), np.uint8))[1].tobytes()
+    thin = cv2.imencode('.jpg', np.zeros((3, 60000, 3), np.uint8))[1].tobytes()
+    for name, size, bytes_ in (('cut', (96, 80), whole[: len(whole) // 2]), ('thin', (60000, 3), thin)):
+        shutil.copytree(folder / 'data' / 'unpacked', folder / 'data' / name)
+        (folder / 'data' / name / 'images' / 'b.png').write_bytes(bytes_)
+        labelled = {'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 9, 3], 'area': 27, 'iscrowd': 0}
+        labelled['segmentation'] = [[0, 0, 9, 0, 9, 3, 0, 3]]
+        image.update(width=size[0], height=size[1])
+        (folder / 'data' / name / 'annotations.json').write_text(json.dumps({**content, 'annotations': [labelled]}))
 
     (folder / 'broken.py').write_text('model = dict(\n')
     (folder / 'nothing.py').write_text('a = 1\n')
@@ -107,6 +122,16 @@ def run(world: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPat
 COMMANDS = [
     ('train.py coco.py', 'train annotation file data/coco/annotations.json not found.*--data-root'),
     ('train.py coco.py --data-root data/unpacked', r'images/b\.png for one\. Unpack the images'),
+    ('train.py coco.py --data-root data/cut', r'data/cut/images/b\.png does not pass.*failed to load.*take it out'),
+    (
+        'train.py coco.py --data-root data/thin --cfg-options train_dataloader.num_workers=1',
+        r'data/thin/images/b\.png does not pass.*correct the image',
+    ),
+    ('train.py fused_config.py', r'fused_config\.py has no train_dataloader.*train the config that it was fused from'),
+    (
+        'train.py small.py --cfg-options model.roi_head.mask_head.num_classes=80',
+        r'roi_head\.mask_head has num_classes=80, but the train dataset has 4 classes \(circle.*in every head',
+    ),
     ('train.py small.py --cfg-options train_dataloader.dataset.type=Coko', "no dataset is called 'Coko'"),
     ('train.py nowhere.py', r'nowhere\.py'),
     ('train.py notes.txt', r'notes\.txt is no config.*\.py'),
@@ -194,7 +219,7 @@ def test_a_wrong_command_is_one_message_and_nothing_half_done(command, expected,
     after = contents(world)
     assert {path: after.get(path) for path in before} == before, 'a file was changed or removed'
     # Logs of a run that began may stay.
-    new = [path for path in after.keys() - before.keys() if not re.match(r'run/(\d{8}_\d{6}/.*|\w+\.py)$', path)]
+    new = [path for path in after.keys() - before.keys() if not re.match(r'run/(\d{8}_\d{6}/.*|\w+\.py|\.lock)$', path)]
     assert not new, new
     assert not (world / 'ran').exists(), 'the checkpoint ran code'
 
@@ -242,3 +267,30 @@ def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(
         read_checkpoint(path)['state_dict'][weight] for path in (world / 'tuned/iter_1.pth', world / 'mixed.pth')
     )
     assert torch.equal(trained, start)
+
+
+def test_ctrl_c_says_how_to_go_on(run, monkeypatch):
+    def interrupt(hook, runner, *args, **kwargs):
+        if runner.iter == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(NormStateHook, 'after_train_iter', interrupt)
+    result = run('train.py small.py --work-dir stopped')
+    assert result.code == 130 and 'Traceback' not in result.err
+    message = r'Interrupted in iteration 3 of 4: the same command with --resume goes on from \S*stopped/iter_2\.pth'
+    assert re.fullmatch(message, result.err.splitlines()[-1]), result.err
+
+
+def test_custom_hooks_that_replace_those_of_the_base_are_told_of(run, world):
+    """Also where the config has none of slab_det's default hooks."""
+    (world / 'bare.py').write_text(
+        "_base_ = ['./small.py']\n"
+        'custom_hooks = []\n'
+        "default_hooks = dict(_delete_=True, checkpoint=dict(type='CheckpointHook', by_epoch=False))\n"
+    )
+    result = run('train.py bare.py --work-dir bare')
+    assert result.code == 0, result.err
+    assert not (world / 'bare' / 'fused.pth').exists()
+    log = next((world / 'bare').glob('*/*.log')).read_text()
+    for hook in ('ProgressiveNormHook', 'RecalibrateFuseHook'):
+        assert log.count(f'this run has no {hook}') == 2, log[-3000:]

@@ -56,7 +56,10 @@ def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]
     for path in paths:
         if not Path(path).is_file():
             raise SlabDetError(f'image {path} not found')
-        image = mmcv.imrescale(mmcv.imread(path), (max(size), min(size)))
+        image = mmcv.imread(path)
+        if image is None:
+            raise SlabDetError(f'--check-images: {path} is no image that can be decoded')
+        image = mmcv.imrescale(image, (max(size), min(size)))
         yield np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32)
 
 

@@ -1,6 +1,8 @@
 """Trains, recalibrates and fuses a detector. mmdet's arguments, and --data-root."""
 
 import argparse
+import os
+import sys
 
 from slab_det_arguments import add_runner_arguments
 
@@ -31,10 +33,10 @@ from mmdet.utils import setup_cache_size_limit_of_dynamo
 from mmengine.config import Config
 from mmengine.dist import is_main_process
 
-from slab_det.cli import build_runner, build_training, config_from_arguments, run_cli
+from slab_det.cli import LAUNCHERS, build_runner, build_training, config_from_arguments, run_cli
 from slab_det.data import check_data
-from slab_det.runtime.errors import SlabDetError
-from slab_det.runtime.run_folder import find_latest_checkpoint, remove_unfinished_files
+from slab_det.runtime.errors import ConfigError, SlabDetError
+from slab_det.runtime.run_folder import find_latest_checkpoint, lock_run_folder, remove_unfinished_files
 
 
 def apply_training_arguments(cfg: Config, args: argparse.Namespace) -> None:
@@ -61,13 +63,27 @@ def apply_training_arguments(cfg: Config, args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> None:
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
+    if not cfg.get('train_dataloader'):
+        raise ConfigError(
+            f'{args.config} has no train_dataloader, so there is nothing to train on; of a fused detector, train the '
+            'config that it was fused from, and fuse again'
+        )
     apply_training_arguments(cfg, args)
     check_data(cfg, ('train', 'val'))
+    # The runner, which numbers the processes, writes to the folder when it is built.
+    if args.launcher == 'none' or os.environ[LAUNCHERS[args.launcher][0]] == '0':
+        lock_run_folder(cfg.work_dir)
+        remove_unfinished_files(cfg.work_dir)
     runner = build_runner(cfg, args.verbose)
     build_training(runner)
-    if is_main_process():
-        remove_unfinished_files(cfg.work_dir)
-    runner.train()
+    try:
+        runner.train()
+    except KeyboardInterrupt:
+        if is_main_process():
+            latest = find_latest_checkpoint(cfg.work_dir)
+            how = f'the same command with --resume goes on from {latest}' if latest else 'there is no checkpoint yet'
+            print(f'Interrupted in iteration {runner.iter + 1} of {runner.max_iters}: {how}', file=sys.stderr)
+        raise
 
 
 if __name__ == '__main__':

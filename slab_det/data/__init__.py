@@ -1,6 +1,6 @@
-"""Datasets: the generated shapes of the quick start, and checks: a config's data is there, an image is 0 to 255."""
+"""Datasets: the generated shapes of the quick start, and checks: data is there and fits, an image is 0 to 255."""
 
-from slab_det.data.check import check_data, set_data_root
+from slab_det.data.check import check_data, check_num_classes, set_data_root
 from slab_det.data.preprocessor import CheckedDataPreprocessor, check_image
 from slab_det.data.synthetic import SyntheticShapes, SyntheticShapesMetric, generate
 
@@ -10,6 +10,7 @@ __all__ = [
     'SyntheticShapesMetric',
     'check_data',
     'check_image',
+    'check_num_classes',
     'generate',
     'set_data_root',
 ]

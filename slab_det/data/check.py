@@ -1,13 +1,17 @@
-"""Looks for a config's annotation files and image folders before anything slow happens."""
+"""Looks for a config's annotation files and image folders, and at the classes, before anything slow happens."""
 
 import json
 import os.path as osp
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
+from torch import nn
+from torch.utils.data import Dataset
 
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.errors import DataError
@@ -41,6 +45,34 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     for split in splits:
         for dataset in _datasets(cfg, split):
             _check_dataset(dataset, split)
+
+
+def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
+    """Raises where a head of ``model`` has another number of classes than a dataset.
+
+    mmdet would index classes that are not there, or take the surplus class of the data for background.
+
+    Args:
+        model: A detector; box, mask and panoptic heads are looked at, also those of a cascade.
+        dataset: With ``metainfo``, where classes are named; others are left alone.
+        split: What the message calls the dataset.
+
+    Raises:
+        DataError: Naming the head and both numbers.
+    """
+    metainfo = getattr(dataset, 'metainfo', {})
+    classes = metainfo.get('classes')
+    # Two-stage panoptic detectors have boxes of things alone.
+    numbers = {len(metainfo[key]) for key in ('classes', 'thing_classes') if metainfo.get(key)}
+    for name, module in model.named_modules():
+        num_classes = getattr(module, 'num_classes', None)
+        is_head = re.search(r'(^|\.)(bbox|mask|panoptic)_head(\.\d+)?$', name)
+        if classes and is_head and num_classes is not None and num_classes not in numbers:
+            raise DataError(
+                f'{name} has num_classes={num_classes}, but the {split} dataset has {len(classes)} classes '
+                f'({_first(classes)}). Set num_classes={len(classes)} in every head, or metainfo=dict(classes=…) in '
+                'the datasets.'
+            )
 
 
 def set_data_root(cfg: Config, root: str) -> None:
@@ -96,9 +128,6 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
         return
     root, ann_file, prefixes = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix', {})
     classes = dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ()
-    remedies = [_OTHER_ROOT, _QUICK_START]
-    if tuple(classes) == CocoDataset.METAINFO['classes']:
-        remedies.insert(0, _COCO_DOWNLOAD.format(root=root or 'data/coco'))
     paths = [('image folder', osp.join(root, prefix)) for prefix in prefixes.values()]
     if ann_file:
         ann_file = osp.join(root, ann_file)
@@ -106,9 +135,25 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
     for what, path in paths:
         # mmengine's file backends read remote paths; only they know what is there.
         if not osp.exists(path) and '://' not in path:
+            remedies = _remedies(root, what, tuple(classes) == CocoDataset.METAINFO['classes'])
             raise DataError('\n'.join([f'{split} {what} {path} not found.', *remedies]))
     if ann_file and classes and issubclass(dataset_class, CocoDataset) and osp.isfile(ann_file):
         _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
+
+
+def _remedies(root: str, what: str, is_coco: bool) -> list[str]:
+    """What to do about an annotation file or image folder that is not there."""
+    files = sorted(str(file.relative_to(root)) for depth in ('*.json', '*/*.json') for file in Path(root).glob(depth))
+    if what == 'annotation file' and root and files:
+        return [f'{root} holds {_first(files)}: name one of them with ann_file=… of the dataset.', _OTHER_ROOT]
+    return [*([_COCO_DOWNLOAD.format(root=root or 'data/coco')] if is_coco else []), _OTHER_ROOT, _QUICK_START]
+
+
+def _first(names: Iterable[str], count: int = 5) -> str:
+    """The first of ``names``, and how many more there are."""
+    names = [*names]
+    more = f' and {len(names) - count} more' if len(names) > count else ''
+    return ', '.join(names[:count]) + more
 
 
 def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
@@ -124,6 +169,8 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
         annotations = content.get('annotations', []) if split == 'test' else content['annotations']
         # Crowds neither train nor count.
         labelled = {categories.get(item['category_id']) for item in annotations if not item.get('iscrowd')}
+        images = {image['id']: image for image in content['images']}
+        misfits = [item for item in annotations if not _mask_fits(item, images)]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{named} is not COCO JSON: {error!r}') from error
     if not files:
@@ -135,9 +182,29 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
         )
     if not labelled and split != 'test':
         raise DataError(f'{named} holds {len(files)} images but no annotations, or crowds (iscrowd=1) alone.')
-    if labelled and not labelled & set(classes):
-        found, asked = (', '.join([*names][:5]) for names in (categories.values(), classes))
+    found = [name for name in categories.values() if name in classes]
+    # mmdet numbers them as they come in the file: others would go under wrong names.
+    if (labelled and not labelled & set(classes)) or found != [*classes]:
         raise DataError(
-            f"{named}: none of its {len(categories)} categories ({found}) is among the config's {len(classes)} classes "
-            f'({asked}). Set metainfo=dict(classes=…) in the dataset and num_classes in the heads.'
+            f'{named}: {len(found)} of its {len(categories)} categories ({_first(categories.values())}) are among the '
+            f"config's {len(classes)} classes ({_first(classes)}), which must be categories of the file in the file's "
+            'order. Set metainfo=dict(classes=…) in the dataset and num_classes in the heads.'
         )
+    if misfits:
+        image = images[misfits[0]['image_id']]
+        raise DataError(
+            f'{named}: {len(misfits)} masks are run lengths (RLE) of another size than their image: annotation '
+            f'{misfits[0]["id"]} of {image["file_name"]}, which has {image["height"]} x {image["width"]} pixels, for '
+            'one. Correct or remove them.'
+        )
+
+
+def _mask_fits(annotation: dict, images: dict[int, dict]) -> bool:
+    """Whether the mask is polygons, absent, or run lengths (RLE) of the size of its image."""
+    mask = annotation.get('segmentation')
+    if not isinstance(mask, dict):
+        return True
+    image = images[annotation['image_id']]
+    height, width = image['height'], image['width']
+    is_whole = isinstance(mask['counts'], str) or sum(mask['counts']) == height * width
+    return is_whole and [*mask['size']] == [height, width]

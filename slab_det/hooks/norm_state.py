@@ -1,6 +1,8 @@
-"""NormStateHook: the training state of norms starts with a run, and batches that norms left out are warned of."""
+"""NormStateHook: the training state of norms starts with a run; missing hooks and left out batches are warned of."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from mmengine.dist import all_reduce
@@ -8,7 +10,9 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.norms import QuadraticNorm
+from slab_det.hooks.progressive_norm import ProgressiveNormHook
+from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook
+from slab_det.norms import QuadraticNorm, named_offline_norms, named_progressive_norms
 from slab_det.runtime.distributed import unwrap
 
 # Iterations between two looks at the counters, which wait for the device.
@@ -17,7 +21,7 @@ INTERVAL = 50
 
 @HOOKS.register_module()
 class NormStateHook(Hook):
-    """Resets moving averages where a training starts; warns of batches that norms left out of their statistics.
+    """Resets moving averages where a training starts; warns of missing hooks, and of batches that statistics lack.
 
     UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because its batches and gradients are
     not those of the training before; their running variance comes from the loaded weights. ``--resume`` keeps the whole
@@ -26,6 +30,9 @@ class NormStateHook(Hook):
     Norms leave batches with NaN or infinite values out of their statistics. Every 50 iterations, and after the last, a
     warning tells of norms that left out more. It counts from the start of the run or from its last ``--resume``. A few
     such batches in half precision are harmless, because the gradient scaler skips their step.
+
+    ``custom_hooks`` of a config replaces those of its base. Before the first iteration a warning, and at the end an
+    error in the log, tell of PRepBN that no ProgressiveNormHook lowers, and of norms that no RecalibrateFuseHook fuses.
     """
 
     def __init__(self) -> None:
@@ -40,6 +47,10 @@ class NormStateHook(Hook):
         for module in unwrap(runner.model).modules():
             if isinstance(module, QuadraticNorm) and not self._resumed:
                 module.reset_state()
+        _log_missing_hooks(runner, logging.WARNING)
+
+    def after_train(self, runner: Runner) -> None:
+        _log_missing_hooks(runner, logging.ERROR)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
@@ -65,3 +76,29 @@ class NormStateHook(Hook):
                 'rate or look at the images and the losses'
             )
         self._skipped = skipped
+
+
+def _log_missing_hooks(runner: Runner, level: int) -> None:
+    """Tells of each hook that the norms of the model need and the run does not have."""
+    model = unwrap(runner.model)
+    needs = (
+        (
+            ProgressiveNormHook,
+            [name for name, norm in named_progressive_norms(model).items() if norm.gamma > 0],
+            'stay LayerNorm (gamma > 0) and cannot be fused',
+        ),
+        (
+            RecalibrateFuseHook,
+            [name for name, _ in named_offline_norms(model)],
+            'are neither recalibrated nor fused when the run ends (tools/recalibrate.py and tools/fuse.py do it later)',
+        ),
+    )
+    for hook, norms, consequence in needs:
+        if norms and not any(isinstance(other, hook) for other in runner.hooks):
+            # mmengine drops warnings that repeat.
+            runner.logger.log(
+                level,
+                f'Iteration {runner.iter}: this run has no {hook.__name__}, so {len(norms)} norms ({norms[0]} for one) '
+                f'{consequence}. custom_hooks of a config replaces the list of its _base_: name that hook again, as '
+                'configs/_base_/prepbn.py does',
+            )

@@ -74,12 +74,12 @@ def config_errors(config: str) -> Iterator[None]:
         ) from error
 
 
-def describe_os_error(error: OSError) -> str:
-    """An error of the file system as one line, with what to do about it."""
+def describe_error(error: SlabDetError | OSError) -> str:
+    """An expected error as the user reads it; one of the file system as one line, with what to do about it."""
     if 'Original Traceback' in str(error):
-        # A data loader's worker sends its whole traceback as the text.
-        return str(error).strip().splitlines()[-1]
-    if error.errno is None:
+        # A data loader's worker sends its whole traceback as the text, which ends with "type: message".
+        return str(error).strip().splitlines()[-1].partition(': ')[2]
+    if isinstance(error, SlabDetError) or error.errno is None:
         return str(error)
     files = ' -> '.join(str(name) for name in (error.filename, error.filename2) if name is not None)
     remedy = OS_REMEDIES.get(error.errno)

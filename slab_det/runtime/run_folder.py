@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from mmengine.fileio import LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
 
-from slab_det.runtime.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError, SlabDetError
 
 MARKER = 'last_checkpoint'
 
@@ -140,6 +142,27 @@ def find_latest_checkpoint(folder: str | Path) -> str | None:
             f'checkpoint; name the one to resume from, or remove {MARKER} to start anew'
         )
     return None
+
+
+def lock_run_folder(folder: str | Path) -> None:
+    """Keeps ``folder`` for this process until it ends, however it ends; its file ``.lock`` stays behind, free.
+
+    Raises:
+        SlabDetError: If another process keeps it.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    # Never closed. A lock of lockf, unlike one of flock, is not shared with the workers of data loaders, which outlive
+    # a killed run for some seconds.
+    descriptor = os.open(Path(folder) / '.lock', os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # With any other number, the file system has no locks.
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise SlabDetError(
+                f'{folder} is the folder of a training that is going on, and two would overwrite each other; wait for '
+                'its end, or give another --work-dir'
+            ) from error
 
 
 def remove_unfinished_files(folder: str | Path) -> None:

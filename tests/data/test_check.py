@@ -2,12 +2,16 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from conftest import SMALL_SWIN
+from mmdet.datasets import CocoDataset
+from mmdet.registry import MODELS
 from mmengine.config import Config
 
-from slab_det.data import check_data, set_data_root
+from slab_det.data import check_data, check_num_classes, set_data_root
 from slab_det.runtime.errors import DataError
 
 
@@ -33,12 +37,16 @@ def write_annotations(root: Path, split: str, names: tuple[str, ...] = ('cat', '
     (root / 'annotations' / f'{split}.json').write_text(json.dumps(content))
 
 
+CLASSES = {'classes': ('cat', 'dog')}
+
+
 def leaf(root: Path | str, split: str, **changes: object) -> dict:
     return {
         'type': 'CocoDataset',
         'data_root': str(root),
         'ann_file': f'annotations/{split}.json',
         'data_prefix': {'img': f'{split}/'},
+        'metainfo': CLASSES,
         **changes,
     }
 
@@ -85,11 +93,11 @@ def test_missing_image_folder_is_named(root: Path) -> None:
     check_data(config(root), splits=('train',))
 
 
-@pytest.mark.parametrize(('classes', 'has_download'), [(None, True), (('blob',), False)])
-def test_missing_data_offers_download_other_root_and_quick_start(tmp_path: Path, classes, has_download: bool) -> None:
+@pytest.mark.parametrize(('metainfo', 'has_download'), [(None, True), (CLASSES, False)])
+def test_missing_data_offers_download_other_root_and_quick_start(tmp_path: Path, metainfo, has_download: bool) -> None:
     root = tmp_path / 'data/coco'
     with pytest.raises(DataError) as caught:
-        check_data(config(root, leaf(root, 'train', **({'metainfo': {'classes': classes}} if classes else {}))))
+        check_data(config(root, leaf(root, 'train', metainfo=metainfo)))
     message = str(caught.value)
     assert message.startswith(f'train annotation file {root}/annotations/train.json not found')
     assert '--data-root' in message and 'make quickstart' in message
@@ -97,11 +105,71 @@ def test_missing_data_offers_download_other_root_and_quick_start(tmp_path: Path,
         assert (part in message) == has_download
 
 
-def test_class_names_that_do_not_match_are_an_error(root: Path) -> None:
-    write_annotations(root, 'train', names=('nucleus',))
-    with pytest.raises(DataError, match=r'none of its 1 categories \(nucleus\).*metainfo=dict\(classes='):
+def test_other_annotation_files_are_named_in_place_of_the_download(root: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        check_data(config(root, leaf(root, 'train', ann_file='annotations/instances_train2017.json', metainfo=None)))
+    message = str(caught.value)
+    assert 'holds annotations/train.json, annotations/val.json: name one' in message and '--data-root' in message
+    assert 'cocodataset.org' not in message
+
+
+@pytest.mark.parametrize(
+    ('classes', 'message'),
+    [
+        (('nucleus',), r'0 of its 2 categories \(cat, dog\).* 1 classes \(nucleus\).*metainfo=dict\(classes='),
+        # mmdet would call the dogs cats, and train a class without images.
+        (('dog', 'cat'), r"2 of its 2 categories \(cat, dog\).* 2 classes \(dog, cat\).*in the file's order"),
+        (('cat', 'cow', 'dog'), r'2 of its 2 categories .* 3 classes'),
+        (None, r'2 of its 2 categories .* 80 classes \(person, bicycle, car, motorcycle, airplane and 75 more\)'),
+    ],
+)
+def test_class_names_that_do_not_match_are_an_error(root: Path, classes, message: str) -> None:
+    with pytest.raises(DataError, match=f'train annotation file .*{message}'):
+        check_data(config(root, leaf(root, 'train', metainfo=classes and {'classes': classes})))
+
+
+def test_classes_may_be_some_of_the_categories(root: Path) -> None:
+    write_annotations(root, 'train', names=('cat', 'cow', 'dog'))
+    check_data(config(root))
+
+
+@pytest.mark.parametrize(
+    ('head', 'detector'),
+    [
+        ('roi_head.bbox_head', 'faster-rcnn_r50_fpn'),
+        ('roi_head.bbox_head.0', 'cascade-mask-rcnn_r50_fpn'),
+        ('bbox_head', 'retinanet_r50_fpn'),
+    ],
+)
+def test_heads_with_another_number_of_classes_are_an_error(head: str, detector: str) -> None:
+    cfg = Config.fromstring(f"_base_ = ['mmdet::_base_/models/{detector}.py']", '.py').model
+    model, coco = MODELS.build({**cfg, 'backbone': SMALL_SWIN}), CocoDataset(lazy_init=True)
+    check_num_classes(model, coco, 'train')
+    blobs = CocoDataset(lazy_init=True, metainfo=CLASSES)
+    with pytest.raises(DataError, match=rf'^{head} has num_classes=80, but the val dataset has 2 classes \(cat, dog\)'):
+        check_num_classes(model, blobs, 'val')
+
+
+@pytest.mark.parametrize(
+    ('mask', 'fits'),
+    [
+        ({'size': [8, 8], 'counts': [60, 4]}, True),
+        ({'size': [8, 8], 'counts': '0h1'}, True),
+        ({'size': [4, 16], 'counts': [60, 4]}, False),
+        ({'size': [8, 8], 'counts': [60, 5]}, False),
+        ({'size': [16, 4], 'counts': '0h1'}, False),
+    ],
+)
+def test_run_lengths_of_another_size_name_their_image(root: Path, mask: dict, fits: bool) -> None:
+    crowd = {'id': 7, 'image_id': 1, 'category_id': 2, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 1}
+    path = root / 'annotations' / 'val.json'
+    content = json.loads(path.read_text())
+    content['annotations'].append({**crowd, 'segmentation': mask})
+    path.write_text(json.dumps(content))
+    with (
+        nullcontext() if fits else pytest.raises(DataError, match=r'1 masks .* annotation 7 of a\.png, which has 8 x 8')
+    ):
         check_data(config(root))
-    check_data(config(root, leaf(root, 'train', metainfo={'classes': ('nucleus',)})))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from regression import Regression, differing, train
+from torch import nn
 
-from slab_det.hooks import NormStateHook, norm_state
+from slab_det.hooks import NormStateHook, ProgressiveNormHook, RecalibrateFuseHook, norm_state
 from slab_det.norms import UN, OfflineNorm, PowerNorm, PRepBN
 
 
@@ -100,3 +101,28 @@ def test_a_norm_that_begins_to_skip_after_others_is_warned_of(tmp_path, monkeypa
     log = next(tmp_path.glob('*/*.log')).read_text()
     warnings = [line for line in log.splitlines() if 'NaN or infinite' in line]
     assert [line.split(' norms left')[0][-6:] for line in warnings] == ['1 of 2', '2 of 2']
+
+
+LOWERS, FUSES = ProgressiveNormHook(total=0.5), RecalibrateFuseHook()
+
+
+@pytest.mark.parametrize(
+    ('norm', 'hooks', 'missing'),
+    [
+        (PRepBN, [], ['ProgressiveNormHook', 'RecalibrateFuseHook']),
+        (PRepBN, [LOWERS], ['RecalibrateFuseHook']),
+        (PRepBN, [FUSES], ['ProgressiveNormHook']),
+        (small_un, [], ['RecalibrateFuseHook']),
+        (nn.LayerNorm, [], []),
+    ],
+)
+def test_hooks_that_the_norms_need_are_missed_before_and_after_training(tmp_path, norm, hooks, missing):
+    train(tmp_path, [NormStateHook(), *hooks], lambda: Regression(norm), max_iters=2)
+    lines = next(tmp_path.glob('*/*.log')).read_text().splitlines()
+    lines = [line for line in lines if 'this run has no' in line]
+    expected = [(*when, hook) for when in (('WARNING', 0), ('ERROR', 2)) for hook in missing]
+    assert len(lines) == len(expected), lines
+    for line, (level, iteration, hook) in zip(lines, expected, strict=True):
+        assert f' {level} - ' in line
+        assert f'Iteration {iteration}: this run has no {hook}, so 2 norms (norms.0 for one)' in line
+        assert 'custom_hooks of a config replaces the list of its _base_' in line

@@ -1,8 +1,10 @@
 """A work directory that a run can be killed in, or run out of disk space in, at any moment."""
 
 import errno
+import multiprocessing
 import os
 import stat
+import time
 from pathlib import Path
 
 import mmengine.fileio
@@ -18,8 +20,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
-from slab_det.runtime.errors import CheckpointError
-from slab_det.runtime.run_folder import remove_unfinished_files
+from slab_det.runtime.errors import CheckpointError, SlabDetError
+from slab_det.runtime.run_folder import lock_run_folder, remove_unfinished_files
 
 
 class TinyModel(BaseModel):
@@ -210,3 +212,23 @@ def test_the_latest_checkpoint_is_found_whatever_became_of_its_name(tmp_path):
     original.touch()
     marker.write_text(str(original))
     assert find_latest_checkpoint(tmp_path) == str(last)
+
+
+def _keep(folder, is_locked):
+    lock_run_folder(folder)
+    is_locked.set()
+    time.sleep(60)
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path):
+    fork = multiprocessing.get_context('fork')
+    is_locked = fork.Event()
+    first = fork.Process(target=_keep, args=(tmp_path / 'run', is_locked))
+    first.start()
+    assert is_locked.wait(30)
+    with pytest.raises(SlabDetError, match='run is the folder of a training that is going on.*another --work-dir'):
+        lock_run_folder(tmp_path / 'run')
+    lock_run_folder(tmp_path / 'another')
+    first.kill()
+    first.join()
+    lock_run_folder(tmp_path / 'run')

@@ -3,14 +3,13 @@
 # decay that leaves the last third of the run to pure RepBN.
 _base_ = ['./adamw_1x.py']
 
-max_epochs = 3
-train_cfg = dict(max_epochs=max_epochs)
+train_cfg = dict(max_epochs=3)
 optim_wrapper = dict(optimizer=dict(lr=5e-5))
 param_scheduler = [
-    dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=500),
-    dict(
-        type='CosineAnnealingLR', by_epoch=True, begin=0, end=max_epochs, T_max=max_epochs, convert_to_iter_based=True
-    ),
+    # Parts of epochs: 500 iterations would be longer than the whole run on a small data set.
+    dict(type='LinearLR', start_factor=0.01, end=0.5, convert_to_iter_based=True),
+    # Without an end, to that of the run.
+    dict(type='CosineAnnealingLR', convert_to_iter_based=True),
 ]
 custom_hooks = [
     dict(type='ProgressiveNormHook', decay='linear', total=0.65, unit='fraction'),

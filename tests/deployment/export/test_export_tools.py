@@ -50,6 +50,7 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path):
     [
         (['--out', 'model.pth'], 'must end in .onnx'),
         (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg not found'),
+        (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is no image that can be decoded'),
     ],
 )
 def test_impossible_requests_are_one_line(run, call, options, message):
