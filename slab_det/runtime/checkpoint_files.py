@@ -1,5 +1,6 @@
 """Checkpoint files, read without running what is in them."""
 
+import codecs
 import os
 import pickle
 import re
@@ -211,6 +212,8 @@ CHECKPOINT_GLOBALS = (
     *METHOD_OWNERS,
     # mmengine's own list has the real one, by which a file reaches any attribute of any class above.
     under_name(known_method, 'builtins.getattr'),
+    # Bytes; torch 2.4 does not allow them by itself.
+    codecs.encode,
     # Metrics and learning rates are numpy scalars, histories are arrays. numpy 2 renamed the module.
     *(
         under_name(getattr(NUMPY_CORE, name), f'numpy.{core}.multiarray.{name}')
