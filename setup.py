@@ -1,9 +1,11 @@
 """Installs slab_det and everything it needs; nothing is compiled."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 
@@ -14,12 +16,61 @@ def read_version() -> str:
     return re.search(r"^__version__ = '([^']+)'", source, re.MULTILINE).group(1)
 
 
+def read_description() -> str:
+    """The README without pictures and links of the repository, which lead nowhere from other places."""
+    text = re.sub(r'!\[[^]]*\]\((?!https://)[^)]*\)\n*', '', (HERE / 'README.md').read_text(encoding='utf-8'))
+    return re.sub(r'\[([^]]*)\]\((?!https://)[^)]*\)', r'\1', text)
+
+
+class BuildWithMim(build_py):
+    """Adds slab_det/.mim to an installation: there mmengine and mim look for a package's configs, tools and models.
+
+    mmengine names a config ``package::folder/file.py``, so that each goes into a folder named after its metafile:
+    configs/mask_rcnn_slab_swin_t.py, of metafile_slab.yml, becomes ``slab_det::slab/mask_rcnn_slab_swin_t.py``.
+    """
+
+    def run(self) -> None:
+        super().run()
+        # An editable installation has them in its checkout.
+        if self.editable_mode:
+            return
+        mim = Path(self.build_lib) / 'slab_det' / '.mim'
+        shutil.rmtree(mim, ignore_errors=True)
+        for folder in ('tools', 'configs/_base_'):
+            shutil.copytree(HERE / folder, mim / folder, ignore=shutil.ignore_patterns('__pycache__'))
+        folders = {}
+        for metafile in (HERE / 'configs').glob('metafile_*.yml'):
+            names = re.findall(r'Config: configs/(\w+\.py)', metafile.read_text(encoding='utf-8'))
+            folders |= dict.fromkeys([metafile.name, *names], metafile.stem.removeprefix('metafile_'))
+        places = {f'configs/{name}': f'configs/{folder}/{name}' for name, folder in folders.items()}
+        for source in ('model-index.yml', 'benchmarks/paper_tables.json', *places):
+            text = (HERE / source).read_text(encoding='utf-8').replace("'./", "'../")
+            text = re.sub(r"(configs/|'\.\./)(\w+\.\w+)", lambda path: f'{path[1]}{folders[path[2]]}/{path[2]}', text)
+            target = mim / places.get(source, source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding='utf-8')
+
+
 setup(
     name='slab_det',
     version=read_version(),
     description='Fast Swin and PVT detectors for MMDetection, with every norm folded away at inference',
+    long_description=read_description(),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    keywords='object detection, instance segmentation, transformer, normalization, MMDetection',
+    classifiers=[
+        'Development Status :: 4 - Beta',
+        'Intended Audience :: Developers',
+        'Intended Audience :: Science/Research',
+        'Operating System :: OS Independent',
+        *(f'Programming Language :: Python :: 3.{minor}' for minor in range(10, 14)),
+        'Topic :: Scientific/Engineering :: Artificial Intelligence',
+    ],
     packages=find_packages(include=['slab_det', 'slab_det.*']),
-    py_modules=['slab_det_arguments'],
+    py_modules=['slab_det_arguments', 'slab_det_command'],
+    cmdclass={'build_py': BuildWithMim},
+    entry_points={'console_scripts': ['slab-det = slab_det_command:main']},
     python_requires='>=3.10,<3.14',
     install_requires=[
         'torch>=2.4',
@@ -40,6 +91,7 @@ setup(
             'pytest>=8',
             'pytest-xdist>=3.6',
             'ruff>=0.9',
+            'setuptools>=77',
             'onnx>=1.17',
             'onnxruntime>=1.20',
             'mkdocs-material>=9.5',

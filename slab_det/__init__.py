@@ -1,7 +1,8 @@
 """Fast Swin and PVT detectors for MMDetection: SLAB (Guo et al., ICML 2024) and the norms around it.
 
-Importing this package registers its norms, backbones, hooks and datasets, and supplies the operators that mmcv lacks.
-Nothing else of torch, mmengine, mmcv or mmdet changes; ``slab_det.runtime.install()`` mends mmengine, as tools/ do.
+Importing this package registers its norms, backbones, hooks, datasets and configs, and supplies the operators that mmcv
+lacks. Nothing else of torch, mmengine, mmcv or mmdet changes; ``slab_det.runtime.install()`` mends mmengine, as tools/
+do.
 
 What needs mmdet's models or datasets is imported when it is first asked for: they take seconds.
 """

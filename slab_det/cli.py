@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, ConfigDict
+from mmengine.hub import get_config
 from mmengine.logging import MMLogger
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
@@ -51,7 +52,7 @@ def read_config(path: str, options: dict | None = None) -> Config:
     """Reads the config of a detector.
 
     Args:
-        path: A .py, .json or .yaml file.
+        path: A .py, .json or .yaml file, or one of an installed package, such as ``slab_det::slab/NAME.py``.
         options: What ``--cfg-options`` parsed.
 
     Raises:
@@ -60,7 +61,7 @@ def read_config(path: str, options: dict | None = None) -> Config:
     if not path.endswith(CONFIG_SUFFIXES):
         raise ConfigError(f'{path} is no config: its name does not end in {", ".join(CONFIG_SUFFIXES)}')
     with config_errors(path):
-        cfg = Config.fromfile(path)
+        cfg = get_config(path) if '::' in path else Config.fromfile(path)
         cfg.merge_from_dict(options or {})
     if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
         raise ConfigError(f'{path} is no config of a detector: it has no model=dict(type=...)')

@@ -1,4 +1,4 @@
-"""Makes a trained LayerNorm detector a PRepBN detector, ready for a short fine-tune that ends without norms, or brings
+"""Makes a trained LayerNorm detector a PRepBN detector, ready for a fine-tune that ends without norms. Or brings
 pretrained weights of a backbone into mmdet's layout (``--to native``)."""
 
 import argparse

@@ -66,6 +66,11 @@ def relative(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def find_config(name: str) -> str:
+    """The path of a config; an installed package has its configs in folders."""
+    return relative(next(CONFIGS.rglob(name)))
+
+
 def measure(
     cfg: Config, dataset: BaseDataset, files: Mapping[str, tuple[Path, Path]]
 ) -> tuple[dict[str, nn.Module], list[ReportEntry]]:
@@ -169,12 +174,12 @@ def main(args: argparse.Namespace) -> None:
     twin = work_dir / 'layernorm'
     options = ['--cfg-options', *args.cfg_options] if args.cfg_options else []
 
-    call('train.py', relative(CONFIGS / 'quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
+    call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
     trained = (twin / 'quickstart_mask_rcnn_swin.py', Path((twin / 'last_checkpoint').read_text().strip()))
     absorbed = (work_dir / 'absorbed_config.py', work_dir / 'absorbed.pth')
     quickly = ('--num-images', 40, '--rounds', 0, '--figure', work_dir / 'absorbed.svg')
     call('absorb.py', *trained, '--out', absorbed[1], *quickly)
-    call('train.py', relative(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py'), '--work-dir', work_dir, *options)
+    call('train.py', find_config('quickstart_mask_rcnn_slab_swin.py'), '--work-dir', work_dir, *options)
 
     cfg = read_config(str(trained[0]))
     init_default_scope('mmdet')

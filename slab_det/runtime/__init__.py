@@ -1,7 +1,8 @@
 """What stands below all rooms: errors, the operators that mmcv lacks, and the mends of mmengine.
 
-Importing the room checks the installation and supplies missing operators, which must happen before the first import of
-``mmdet.models``. Nothing else of torch, mmengine, mmcv or mmdet changes until :func:`install` is called.
+Importing the room checks the installation, supplies missing operators, which must happen before the first import of
+``mmdet.models``, and makes ``slab_det::`` a name that mmengine knows. Nothing else of torch, mmengine, mmcv or mmdet
+changes until :func:`install` is called.
 """
 
 from slab_det.runtime.distributions import check_distributions
@@ -14,8 +15,10 @@ from slab_det.runtime.cpu import install_cpu_training  # noqa: E402
 from slab_det.runtime.image_errors import install_image_errors  # noqa: E402
 from slab_det.runtime.ops import install_ops  # noqa: E402
 from slab_det.runtime.run_folder import find_latest_checkpoint, install_run_folder  # noqa: E402
+from slab_det.runtime.scope import register_scope  # noqa: E402
 
 install_ops()
+register_scope()
 
 
 def install() -> None:

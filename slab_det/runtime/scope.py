@@ -1,0 +1,32 @@
+"""slab_det as a package of mmengine, whose configs are named ``slab_det::folder/file.py``."""
+
+import sys
+
+import mmdet.registry
+from mmengine.config.utils import MODULE2PACKAGE
+from mmengine.registry import Registry
+
+REGISTRIES = [
+    registry
+    for registry in vars(mmdet.registry).values()
+    if isinstance(registry, Registry) and registry.scope == 'mmdet'
+]
+
+
+def register_all_modules(init_default_scope: bool = False) -> None:
+    """Fills mmdet's registries; mmengine calls it before it looks for a name in the scope of slab_det."""
+    for registry in REGISTRIES:
+        registry.import_from_location()
+
+
+def register_scope() -> None:
+    """Enters slab_det into mmengine's table of packages, and gives each of mmdet's registries a child of its scope.
+
+    A config that inherits from ``slab_det::...`` has the scope of slab_det. Its names are those of mmdet, where our
+    classes are registered too.
+    """
+    MODULE2PACKAGE['slab_det'] = 'slab_det'
+    for registry in REGISTRIES:
+        Registry(registry.name, scope='slab_det', parent=registry)
+    # Under these names mmengine imports the registries of a scope, and register_all_modules.
+    sys.modules['slab_det.registry'] = sys.modules['slab_det.utils'] = sys.modules[__name__]

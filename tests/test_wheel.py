@@ -1,0 +1,99 @@
+"""The source distribution and the wheel made from it hold configs and tools, and work without the repository."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import CONFIGS
+from mmengine.config import Config
+
+from slab_det_command import PROGRAMS
+
+ROOT = CONFIGS.parent
+# What mmengine makes of slab_det's names; the config has the scope of slab_det, and everything of it is mmdet's.
+CHECK = """
+import slab_det
+from mmengine.config import Config
+from mmengine.hub import get_config, get_model
+from slab_det.cli import build_runner, build_training, read_config
+
+slab = 'slab_det::slab/quickstart_mask_rcnn_slab_swin.py'
+assert get_config('slab_det::slab/mask_rcnn_slab_swin_t.py').model.backbone.window_sizes == (56, 28, 7, 7)
+assert get_model(slab).backbone.__class__ is slab_det.backbones.SLABSwin
+assert read_config(slab).model.type == 'MaskRCNN'
+cfg = Config.fromfile('mine.py')
+assert cfg.custom_hooks[0]._scope_ == 'slab_det'
+runner = build_runner(cfg)
+build_training(runner)
+print(slab_det.__file__)
+"""
+MINE = """
+_base_ = 'slab_det::slab/quickstart_mask_rcnn_slab_swin.py'
+work_dir = 'run'
+generator = dict(num_train=4, num_val=2, size=(96, 80))
+train_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(generator=generator))
+val_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(generator=generator))
+"""
+
+
+def run(*command: object, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel is installed; the wheel is made from the source distribution alone."""
+    folder = tmp_path_factory.mktemp('wheel')
+    tree = folder / 'tree'
+    for name in ('benchmarks', 'configs', 'slab_det', 'tools'):
+        shutil.copytree(ROOT / name, tree / name)
+    for file in (ROOT / 'LICENSE', *ROOT.glob('*.*')):
+        if file.is_file():
+            shutil.copy(file, tree)
+    run('setup.py', '-q', 'sdist', '-d', folder, folder=tree)
+    shutil.rmtree(tree)
+    (source,) = folder.glob('slab_det-*.tar.gz')
+    pip = ('-m', 'pip', '-q', '--disable-pip-version-check')
+    run(*pip, 'wheel', '--no-deps', '--no-build-isolation', '--no-index', '-w', folder, source, folder=folder)
+    (wheel,) = folder.glob('slab_det-*.whl')
+    run(*pip, 'install', '--no-deps', '--no-index', '--target', folder / 'site', wheel, folder=folder)
+    return folder / 'site'
+
+
+def test_every_config_is_in_the_wheel_and_means_what_it_means_in_the_repository(site: Path) -> None:
+    installed = {path.name: path for path in (site / 'slab_det/.mim/configs').glob('[!_]*/*.py')}
+    assert installed.keys() == {path.name for path in CONFIGS.glob('*.py')}
+    for path in installed.values():
+        bases = re.findall(r"'(\.\.?/[^']+\.py)'", path.read_text())
+        assert bases and not [base for base in bases if not (path.parent / base).is_file()], path
+    for name in ('faster_rcnn_slab_pvt_t.py', 'mask_rcnn_slab_swin_t_official.py'):
+        assert Config.fromfile(installed[name]).to_dict() == Config.fromfile(CONFIGS / name).to_dict(), name
+
+
+def test_mmengine_finds_configs_and_models_by_their_names(site: Path, tmp_path: Path) -> None:
+    (tmp_path / 'mine.py').write_text(MINE)
+    done = run('-c', CHECK, folder=tmp_path, PYTHONPATH=str(site), SLAB_DET_CACHE=str(tmp_path / 'cache'))
+    assert done.stdout.splitlines()[-1] == str(site / 'slab_det/__init__.py')
+    assert 'WARN' not in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_the_command_lists_every_program_without_torch(site: Path, tmp_path: Path) -> None:
+    done = run('-X', 'importtime', site / 'bin/slab-det', folder=tmp_path, PYTHONPATH=str(site))
+    assert set(PROGRAMS) <= set(done.stdout.split())
+    assert not [line for line in done.stderr.splitlines() if line.endswith((' torch', ' slab_det'))]
+    assert set(PROGRAMS.values()) == {path.name for path in (ROOT / 'tools').glob('*.py')}
+    usage = run(site / 'bin/slab-det', 'quickstart', '--help', folder=tmp_path, PYTHONPATH=str(site)).stdout
+    assert usage.startswith('usage: slab-det quickstart ')
