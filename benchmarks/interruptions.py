@@ -134,9 +134,9 @@ class Interruptions:
         else:
             raise RuntimeError(f'{point}: no run of {attempts} could be killed there')
         files.check()
-        unfinished = sorted(path.name for path in files.folder.glob('.*'))
+        unfinished = sorted(path.name for path in files.folder.glob('.*.tmp'))
         found = re.search(r'resumed epoch: \d+, iter: (\d+)', self._train(files.folder.name, files, '--resume'))
-        files.torn += [f'left behind: {path.name}' for path in files.folder.glob('.*')]
+        files.torn += [f'left behind: {path.name}' for path in files.folder.glob('.*.tmp')]
         resumed_from = f'iter_{found[1]}' if found else None
         facts = dict(kind=point.kind, unfinished=unfinished, resumed_from=resumed_from, torn=files.torn)
         return facts | self._compare(files.folder)

@@ -24,6 +24,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
+from mmengine.visualization import Visualizer
 from torch import nn
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -163,8 +164,9 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def run(tool: str, *arguments: object) -> Outcome:
         monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
-        # A new process would have no logger yet; that of the last call writes to a stream that is closed.
-        monkeypatch.setattr(MMLogger, '_instance_dict', {})
+        # A new process would have none yet: that of the last call writes to a stream that is closed, or draws for it.
+        for kind in (MMLogger, Visualizer):
+            monkeypatch.setattr(kind, '_instance_dict', {})
         code: object = 0
         try:
             runpy.run_path(str(CONFIGS.parent / 'tools' / tool), run_name='__main__')

@@ -21,7 +21,6 @@ from test_model_index import expand
 
 import slab_det
 from slab_det.fusion import save_fused
-from slab_det.measure import latency
 
 ROOT = CONFIGS.parent
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
@@ -153,7 +152,7 @@ def test_python_of_a_page_runs(
     block: str, readers_folder: Path, small_detector: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The process goes on.
-    monkeypatch.setattr(latency, 'keep_freed_memory', lambda: None)
+    monkeypatch.setattr(slab_det.measure, 'keep_freed_memory', lambda: None)
     given = dict(torch=torch, slab_det=slab_det, model=small_detector(norm_cfg=dict(type='PRepBN')))
     images = [torch.rand(1, 3, 64, 96) for _ in range(2)]
     exec(compile(block, 'block', 'exec'), {'__name__': 'block', **given, 'images': images})

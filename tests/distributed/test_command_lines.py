@@ -77,7 +77,7 @@ def test_processes_train_alike_and_only_the_main_process_writes(folder, notes):
         assert rank['wrapper'] == 'CpuDataParallel' and rank['find_unused'] is False
         assert rank['gammas'] == [[1.0], [0.5], [0.0], [0.0]]
         # Twice the batch of the base: 2 processes with 2 images each.
-        assert rank['lr'] == pytest.approx(2 * 5e-4)
+        assert rank['lr'] == pytest.approx(2 * 1e-3)
         changed = [after != before for before, after in zip(rank['parameters'], rank['parameters'][1:], strict=False)]
         assert changed == [True, False, True], 'one step of the optimizer in two iterations'
     assert first['parameters'] == second['parameters']
