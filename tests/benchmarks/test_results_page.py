@@ -78,7 +78,7 @@ ABSORBED = {
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/absorb.md'])
 def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
-    cells = [load(f'absorb_{name}')['cells'] for name in ('bccd', 'dsb2018')]
+    cells = [load(f'absorb_{name}')['cells'] for name in ('bccd', 'dsb2018', 'bccd_2000')]
     rows = table((ROOT / page).read_text(), '| | BCCD, Faster')
     assert len(rows) > 2
     for label, *shown in rows:
