@@ -148,8 +148,7 @@ class Absorption:
             between=float(torch.cat(means).std(correction=0) / mean),
         )
         if name in self.names or result.own > self.bound:
-            reason = 'by name' if name in self.names else f'no affine map holds {result.own:.1%} of it'
-            return replace(result, fate='kept', into='', reason=reason)
+            return replace(result, fate='kept', into='', reason=f'no affine map holds {result.own:.1%} of it')
         apply_fold(self.student, self.plan.fates[name])
         fold_affine(self.student, self.plan.fates[name], *fit)
         return result
