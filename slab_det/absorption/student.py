@@ -34,8 +34,18 @@ POSITIONS = 4096
 class Absorption:
     """One student: every norm is absorbed but those named, and those of which more than ``bound`` is not affine.
 
+    Args:
+        plan: What is fitted, on which images.
+        names: Norms that stay.
+        bound: Of :attr:`NormAbsorption.own`.
+        work_dir: A folder for what is finished, from which a later call goes on.
+        progress: Show a progress bar.
+
     Attributes:
         student: The fused model, with its reports.
+
+    Raises:
+        ConversionError: If ``names`` holds no such norm, or values are not finite.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -47,13 +46,12 @@ class Detections:
 
 
 @torch.no_grad()
-def detect(model: nn.Module, batches: Iterable, every: int = 1) -> list[Detections]:
+def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
     """What a detector finds, by the forward of its test loop.
 
     Args:
         model: A detector.
         batches: What a data loader yields, or normalised images (B, 3, H, W).
-        every: Look at every so many batches only: those that :func:`slab_det.absorb` holds out.
 
     Returns:
         The detections of each image: masks where the detector has them, or else boxes.
@@ -63,7 +61,7 @@ def detect(model: nn.Module, batches: Iterable, every: int = 1) -> list[Detectio
     """
     prepare, found = prepare_inputs(model, batches), []
     with evaluating(model):
-        for batch in islice(batches, every - 1, None, every):
+        for batch in batches:
             inputs, samples = prepare(batch)
             found += [_as_detections(sample) for sample in model(inputs, samples, mode='predict')]
     if not found:

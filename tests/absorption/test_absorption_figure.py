@@ -11,7 +11,7 @@ from slab_det.absorption.figure import absorption_figure, draw_absorption
 
 REPORT = AbsorptionReport(
     [
-        NormAbsorption('backbone.patch_embed.norm', 'kept', reason='by name', diagonal=0.3, left=0.08),
+        NormAbsorption('backbone.patch_embed.norm', 'kept', reason='not affine', diagonal=0.3, left=0.08),
         NormAbsorption('backbone.stages.0.blocks.0.norm1', 'absorbed', diagonal=0.1, left=0.02),
         NormAbsorption('backbone.norm3', 'absorbed', diagonal=0.004, left=0.0),
         NormAbsorption('neck.norm', 'kept', reason='it is not in the backbone'),

@@ -144,11 +144,3 @@ def test_image_tensors_are_taken_as_they_are_and_no_image_is_an_error(small_dete
     assert agreement(together, detect(other, [images])) < 0.5
     with pytest.raises(AgreementError, match='no image'):
         detect(model, [])
-
-
-def test_only_what_was_held_out_is_looked_at(small_detector) -> None:
-    model = small_detector('faster_rcnn')
-    images = [torch.randn(1, 3, 32, 32 * (1 + index)) for index in range(5)]
-    (held_out,) = detect(model, images, every=5)
-    assert agreement([held_out], detect(model, images[4:])) == pytest.approx(1)
-    assert agreement([held_out], detect(model, images[:1])) < 0.9
