@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from slab_det.absorption.report import AbsorptionReport, NormAbsorption
-from slab_det.measure.figure import COLOURS, WIDTH, save_figure, styled
+from slab_det.measure.figure import COLOURS, INK, WIDTH, limits, save_figure, styled
 
 _ROW = 0.17  # inches: two bars and the name of a norm
 _LEAST = 1e-4  # share below which nobody tells bars apart
@@ -42,32 +42,31 @@ def draw_absorption(
 @styled
 def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], latency: Mapping[int, float]) -> Figure:
     """The picture of :func:`draw_absorption`, not yet written."""
-    curves = {'agreement': agreement, 'median latency (ms)': latency}
-    curves = {label: values for label, values in curves.items() if values}
+    # Label, values, the narrowest axis and its end: agreement is an AP.
+    curves = [('agreement', agreement, 0.04, 1.0)] if agreement else []
+    curves += [('median latency (ms)', latency, 0.2 * max(latency.values()), math.inf)] if latency else []
     heights = [_ROW * len(report.norms) + 0.9, *([1.9] if curves else [])]
     figure = Figure(figsize=(WIDTH, sum(heights)))
     upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_bars(upper.subplots(), report.norms)
     if curves:
-        for axes, (label, values) in zip(
-            lower[0].subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True
-        ):
-            _draw_curve(axes, label, values, len(report.norms))
+        for axes, curve in zip(lower[0].subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+            _draw_curve(axes, *curve, len(report.norms))
     return figure
 
 
 def _draw_bars(axes: Axes, norms: Sequence[NormAbsorption]) -> None:
     measured = []
     for offset, colour, label, attribute in (
-        (-0.2, '0.75', 'scale per channel', 'diagonal'),
-        (0.2, '0.35', 'fitted map', 'left'),
+        (-0.2, '0.85', 'scale per channel', 'diagonal'),
+        (0.2, '0.6', 'fitted map', 'left'),
     ):
         shares = {row + offset: getattr(norm, attribute) for row, norm in enumerate(norms)}
         shares = {row: max(share, _LEAST) for row, share in shares.items() if share is not None}
         axes.barh([*shares], [*shares.values()], 0.4, color=colour, label=label)
         measured += shares.values()
     own = {row: max(norm.own, _LEAST) for row, norm in enumerate(norms) if norm.own is not None}
-    axes.plot([*own.values()], [*own], '|', color=COLOURS[2], ms=10, mew=2, label="not affine, of the teacher's input")
+    axes.plot([*own.values()], [*own], '|', color=INK, ms=10, mew=2, label="not affine, of the teacher's input")
     measured += own.values()
     axes.set_xscale('log')
     # From a whole power of ten on: the axis has a labelled tick on its left.
@@ -83,11 +82,14 @@ def _draw_bars(axes: Axes, norms: Sequence[NormAbsorption]) -> None:
     axes.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=3)
 
 
-def _draw_curve(axes: Axes, label: str, values: Mapping[int, float], num_norms: int) -> None:
+def _draw_curve(
+    axes: Axes, label: str, values: Mapping[int, float], min_span: float, most: float, num_norms: int
+) -> None:
     """One number over the norms kept; a hollow marker is the LayerNorm detector, which keeps all."""
     kept = sorted(values)
-    axes.plot(kept, [values[k] for k in kept], '-', color=COLOURS[0])
+    axes.plot(kept, [values[k] for k in kept], '-', color=INK)
     for k in kept:
-        axes.plot(k, values[k], 'o', mec=COLOURS[0], mfc='white' if k == num_norms else COLOURS[0])
+        axes.plot(k, values[k], 'o', mec=INK, mfc='white' if k == num_norms else INK, clip_on=False)
+    axes.set_ylim(limits([*values.values()], min_span, most))
     axes.set(xlabel=f'norms kept, of {num_norms}', ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -25,8 +25,9 @@ from slab_det.measure.report import AP_KINDS, ReportEntry, ap_scope, latency_sco
 from slab_det.runtime.errors import ReportError
 
 WIDTH = 7.2  # inches: the text width of A4
+INK = '#000000'
 # Okabe and Ito's colours that differ in grey as well, the darkest first; where they are used up, dashed.
-COLOURS = ('#000000', '#0072B2', '#D55E00', '#56B4E9')
+COLOURS = (INK, '#0072B2', '#D55E00', '#56B4E9')
 LOOKS = cycler(linestyle=('-', '--', ':')) * cycler(color=COLOURS)
 # A decorator of every function that draws or writes a picture.
 styled = rc_context(
@@ -55,6 +56,7 @@ styled = rc_context(
 _MIN_AP_SPAN = 4.0
 _MIN_MS_SPAN = 0.2  # share of the largest latency
 _BESIDE = 7  # points from a marker to its name
+_FACES = {'unfused': 'white', 'fused': INK}
 
 
 @styled
@@ -87,22 +89,20 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     rows = list(dict.fromkeys((e.detector, latency_scope(e), ap_scope(e)) for e in timed if e.ap))
     if not rows:
         raise ReportError('no entry has both AP and latency: run tools/test.py with --latency first')
-    names = dict.fromkeys(entry.name for entry in timed)
-    colours = {name: look['color'] for name, look in zip(names, LOOKS(), strict=False)}
     figure = Figure(figsize=(WIDTH, 3.2 * len(rows)))
     panels = []
     parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
     for part, (detector, latency, scope) in zip(parts, rows, strict=True):
-        part.suptitle(textwrap.fill(f'{detector}, AP on {scope}', 110))
+        data, *training = scope.split('; ')
+        part.suptitle('\n'.join(textwrap.fill(line, 110) for line in (f'{detector}, AP on {data}', *training)))
         part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 110), fontsize=8)
         measured = [e for e in timed if (e.detector, latency_scope(e)) == (detector, latency)]
         shown = [e for e in measured if not e.ap or ap_scope(e) == scope]
         kinds = [kind for kind in AP_KINDS if any(kind in (entry.ap or {}) for entry in shown)]
         for axes, kind in zip(part.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-            panels.append((axes, _draw_panel(axes, shown, kind, colours)))
-    faces = {'unfused': 'white', 'fused': '0.55'}
-    variants = [variant for variant in faces if any(entry.ap and entry.variant == variant for entry in timed)]
-    handles = [Line2D([], [], marker='o', linestyle='', mec='0.55', mfc=faces[v], label=v) for v in variants]
+            panels.append((axes, _draw_panel(axes, shown, kind)))
+    variants = [variant for variant in _FACES if any(entry.ap and entry.variant == variant for entry in timed)]
+    handles = [Line2D([], [], marker='o', linestyle='', mec=INK, mfc=_FACES[v], label=v) for v in variants]
     panels[0][0].legend(handles=handles, loc='lower left', bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
     # Names are placed where the layout leaves room for them.
     figure.draw_without_rendering()
@@ -111,30 +111,28 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     return figure
 
 
-def _draw_panel(
-    axes: Axes, entries: Sequence[ReportEntry], kind: str, colours: Mapping[str, str]
-) -> list[tuple[str, float, float]]:
+def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str) -> list[tuple[str, float, float]]:
     """Draws all but the names, and returns them: which name, and the point that it belongs to."""
     times = [entry.latency['median_ms'] for entry in entries]
-    axes.set_xlim(_limits(times, _MIN_MS_SPAN * max(times)))
-    axes.set_ylim(_limits([100 * e.ap[kind]['AP'] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN, 100))
+    axes.set_xlim(limits(times, _MIN_MS_SPAN * max(times)))
+    axes.set_ylim(limits([100 * e.ap[kind]['AP'] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN, 100))
     axes.set_ylabel(f'{AP_KINDS[kind]} AP')
     named = []
     for name in dict.fromkeys(entry.name for entry in entries):
-        colour, places, variants = colours[name], [], []
+        places, variants = [], []
         # Unfused before fused: the arrow's direction.
         for entry in sorted((e for e in entries if e.name == name), key=lambda e: e.variant, reverse=True):
             ms = entry.latency['median_ms']
             if not entry.ap:
-                axes.axvline(ms, color=colour, linestyle='--')
-                label = axes.text(ms, 0.03, f'{name}: AP not measured', color=colour, rotation=90, ha='right')
+                axes.axvline(ms, color=INK, linestyle='--')
+                label = axes.text(ms, 0.03, f'{name}: AP not measured', rotation=90, ha='right')
                 label.set_transform(axes.get_xaxis_transform())
             elif kind in entry.ap:
                 places.append((ms, 100 * entry.ap[kind]['AP']))
                 variants.append(entry.variant)
-                axes.plot(*places[-1], 'o', zorder=3, mec=colour, mfc='white' if entry.variant == 'unfused' else colour)
+                axes.plot(*places[-1], 'o', zorder=3, mec=INK, mfc=_FACES[entry.variant])
         if variants == ['unfused', 'fused']:
-            arrow = {'arrowstyle': '->', 'color': colour, 'shrinkA': 5, 'shrinkB': 5}
+            arrow = {'arrowstyle': '->', 'color': INK, 'shrinkA': 5, 'shrinkB': 5}
             axes.annotate('', places[1], places[0], arrowprops=arrow)
         if places:
             named.append((name, *places[-1]))
@@ -182,7 +180,7 @@ def _overlap(one: Bbox, other: Bbox) -> float:
     return shared.width * shared.height if shared else 0.0
 
 
-def _limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tuple[float, float]:
+def limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tuple[float, float]:
     """The range of the values with room around them, between 0 and ``most``, which the values keep to."""
     low, high = min(values), max(values)
     room = max(0.15 * (high - low), (min_span - (high - low)) / 2)
@@ -220,14 +218,21 @@ def training_figure(runs: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Fi
     figure = Figure(figsize=(0.6 * WIDTH, 3.2))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     kind = 'segm' if any('coco/segm_mAP' in scalars for scalars in runs.values()) else 'bbox'
+    named = []
     for (name, scalars), look in zip(runs.items(), LOOKS(), strict=False):
         lower.plot(*_points(scalars.get('gamma', {})), **look)
-        upper.plot(*_points(scalars.get(f'coco/{kind}_mAP', {}), 100), marker='o', mfc='white', label=name, **look)
+        curve = _points(scalars.get(f'coco/{kind}_mAP', {}), 100)
+        upper.plot(*curve, marker='o', mfc='white', label=name, **look)
+        # The middle of a curve is farther from the others than its end.
+        named += [(name, *place) for place in [*zip(*curve, strict=True)][len(curve[0]) // 2 :][:1]]
         if final := scalars.get(f'recalibrated/coco/{kind}_mAP'):
-            upper.plot(*_points(final, 100), 'o', color=look['color'], label=f'{name}, recalibrated')
+            label, place = f'{name}, recalibrated', _points(final, 100)
+            upper.plot(*place, 'o', color=look['color'], label=label)
+            named.append((label, place[0][-1], place[1][-1]))
     upper.set(ylabel=f'{AP_KINDS[kind]} AP', ylim=(0, min(1.05 * upper.get_ylim()[1], 100)))
-    upper.legend(loc='lower right')
     lower.set(ylabel='gamma', ylim=(-0.05, 1.05), xlabel='iteration')
+    figure.draw_without_rendering()
+    _place_names(upper, named)
     return figure
 
 

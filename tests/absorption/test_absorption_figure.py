@@ -43,6 +43,7 @@ def test_curves_stand_side_by_side_and_the_teacher_is_hollow() -> None:
         assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in markers] == points
         assert [line.get_markerfacecolor() == 'white' for line in markers] == [x == 4 for x, _ in points]
     assert 'agreement' in agreement.get_ylabel() and '(ms)' in latency.get_ylabel()
+    assert agreement.get_ylim()[1] == 1, 'agreement is an AP'
 
 
 @pytest.mark.parametrize('depth', [1, 15])

@@ -151,6 +151,7 @@ def test_ap_and_gamma_over_a_run_that_was_resumed(tmp_path: Path) -> None:
         'LayerNorm': [[20, pytest.approx(10)], [40, pytest.approx(99)]],
     }
     assert lower.lines[0].get_xydata().tolist() == [[20, 0.5], [40, 0.0]]
+    assert names(upper).keys() == curves.keys() and upper.get_legend() is None
     assert (upper.get_ylabel(), lower.get_ylabel(), upper.get_ylim()) == ('mask AP', 'gamma', (0, 100))
     draw_training({'SLAB': tmp_path / 'run'}, tmp_path / 'one.svg')
     assert len((tmp_path / 'one.svg').read_text()) < 100_000
