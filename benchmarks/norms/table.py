@@ -16,15 +16,8 @@ NONE = '–'
 def markdown(results: Mapping) -> str:
     """One row per run."""
     runs = results['runs']
-    header = [
-        'run',
-        f'{results["metric"]} per seed',
-        'mean ± std',
-        'minus control, per seed',
-        'mean ± std',
-        '95 % interval',
-    ]
-    align = ['---', '---', '---:', '---', '---:', '---']
+    header = ['run', f'{results["metric"]} per seed', 'mean ± std', 'minus control', '95 % interval']
+    align = ['---', '---', '---:', '---:', '---:']
     recalibrated = any(map(_before, runs.values()))
     lines = [header + ['before recalibration'] * recalibrated, align + ['---:'] * recalibrated]
     for name, run in runs.items():
@@ -34,20 +27,14 @@ def markdown(results: Mapping) -> str:
         lines.append(
             [
                 ': '.join(filter(None, [run['setting'], run['label']])),
-                listed(list(own.values()), '{:.3f}'),
+                ', '.join(f'{value:.3f}' for value in own.values()),
                 spread(list(own.values()), '{:.3f}') if own else NONE,
-                listed(differences, '{:+.3f}') or NONE,
                 spread(differences, '{:+.3f}') if differences else NONE,
                 _interval(differences),
                 *[_before(run) or NONE] * recalibrated,
             ]
         )
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
-
-
-def listed(values: Sequence[float], form: str) -> str:
-    """All values, for one cell."""
-    return ', '.join(form.format(value) for value in values)
 
 
 def spread(values: Sequence[float], form: str) -> str:
