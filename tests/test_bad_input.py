@@ -121,7 +121,7 @@ def run(world: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPat
 # A command, and what its message names and tells to do.
 COMMANDS = [
     ('train.py coco.py', 'train annotation file data/coco/annotations.json not found.*--data-root'),
-    ('train.py coco.py --data-root data/unpacked', r'images/b\.png for one\. Unpack the images'),
+    ('train.py coco.py --data-root data/unpacked', r'images/b\.png for one\. Unpack them'),
     ('train.py coco.py --data-root data/cut', r'data/cut/images/b\.png does not pass.*failed to load.*take it out'),
     (
         'train.py coco.py --data-root data/thin --cfg-options train_dataloader.num_workers=1',
@@ -167,7 +167,7 @@ COMMANDS = [
     ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5.*finish the training'),
     (
         'fuse.py layernorm.py layernorm.pth --out x.pth',
-        r'layernorm\.py has no norm to fold.*tools/convert_checkpoint\.py',
+        r'layernorm\.py has no norm to fold.*slab-det absorb',
     ),
     ('convert_checkpoint.py small.pth x.pth --config small.py --num-images 0', 'no LayerNorm to convert'),
     ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7' is not there.*--device cpu"),
@@ -214,7 +214,7 @@ def test_a_wrong_command_is_one_message_and_nothing_half_done(command, expected,
     assert len(starts) == 1, result.err
     message = '\n'.join(lines[starts[0] :])
     assert re.search(expected, message, re.S), message
-    assert len(lines) - starts[0] == 1 or 'make quickstart' in message, message
+    assert len(lines) - starts[0] == 1 or 'slab-det quickstart' in message, message
     assert 'Traceback' not in result.out + result.err
     after = contents(world)
     assert {path: after.get(path) for path in before} == before, 'a file was changed or removed'

@@ -1,6 +1,7 @@
 """Looks for a config's annotation files and image folders, and at the classes, before anything slow happens."""
 
 import json
+import os
 import os.path as osp
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,12 @@ from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.errors import DataError
 
 SPLITS = ('train', 'val', 'test')
+# What mmdet reads of each entry of an annotation file; iscrowd only AP, at the end of an epoch.
+COCO_KEYS = {
+    'categories': ('id', 'name'),
+    'images': ('id', 'file_name', 'height', 'width'),
+    'annotations': ('id', 'image_id', 'category_id', 'bbox', 'area', 'iscrowd'),
+}
 # Larger annotation files would be parsed twice for seconds; mmdet reads them anyway a moment later.
 MAX_PARSED_BYTES = 50 * 2**20
 
@@ -26,8 +33,8 @@ Download COCO 2017 (19 GB) once:
   for f in zips/train2017.zip zips/val2017.zip annotations/annotations_trainval2017.zip; do
     curl -LO http://images.cocodataset.org/$f && unzip -q ${{f##*/}} && rm ${{f##*/}}
   done"""
-_OTHER_ROOT = 'It lies elsewhere? Add --data-root DIR (tools/train.py, tools/test.py).'
-_QUICK_START = 'No data at hand? `make quickstart` trains on images that it generates.'
+_OTHER_ROOT = 'It lies elsewhere? Add --data-root DIR.'
+_QUICK_START = 'No data at hand? `slab-det quickstart` trains on images that it generates.'
 
 
 def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
@@ -43,8 +50,16 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
         DataError: Naming the split, the missing path, and what to do about it.
     """
     for split in splits:
-        for dataset in _datasets(cfg, split):
+        datasets = [*_datasets(cfg, split)]
+        for dataset in datasets:
             _check_dataset(dataset, split)
+        for evaluator in _evaluators(cfg, split):
+            ann_file = evaluator.get('ann_file') or ''
+            # That of several datasets holds the images of several folders.
+            if ann_file and '://' not in ann_file and len(datasets) == 1:
+                # An absolute name is not joined to data_root.
+                dataset = ConfigDict(datasets[0], ann_file=osp.abspath(ann_file))
+                _check_dataset(dataset, f'{split}_evaluator')
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
@@ -91,9 +106,9 @@ def set_data_root(cfg: Config, root: str) -> None:
     if not osp.isdir(root):
         raise DataError(f'--data-root {root} is not a folder')
     for split in SPLITS:
-        datasets, evaluators = list(_datasets(cfg, split)), cfg.get(f'{split}_evaluator') or []
+        datasets = [*_datasets(cfg, split)]
         old_roots = {osp.normpath(dataset.data_root) for dataset in datasets if dataset.get('data_root')}
-        for evaluator in evaluators if isinstance(evaluators, list | tuple) else [evaluators]:
+        for evaluator in _evaluators(cfg, split):
             ann_file = osp.normpath(evaluator.get('ann_file') or '')
             for old_root in old_roots:
                 if ann_file.startswith(osp.join(old_root, '')):
@@ -120,6 +135,11 @@ def _datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
             yield dataset
 
 
+def _evaluators(cfg: Config, split: str) -> list[ConfigDict]:
+    evaluators = cfg.get(f'{split}_evaluator') or []
+    return evaluators if isinstance(evaluators, list) else [evaluators]
+
+
 def _check_dataset(dataset: ConfigDict, split: str) -> None:
     dataset_class = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     if dataset_class is None:
@@ -127,7 +147,7 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
     if issubclass(dataset_class, SyntheticShapes):
         return
     root, ann_file, prefixes = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix', {})
-    classes = dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ()
+    classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
     paths = [('image folder', osp.join(root, prefix)) for prefix in prefixes.values()]
     if ann_file:
         ann_file = osp.join(root, ann_file)
@@ -135,17 +155,27 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
     for what, path in paths:
         # mmengine's file backends read remote paths; only they know what is there.
         if not osp.exists(path) and '://' not in path:
-            remedies = _remedies(root, what, tuple(classes) == CocoDataset.METAINFO['classes'])
-            raise DataError('\n'.join([f'{split} {what} {path} not found.', *remedies]))
-    if ann_file and classes and issubclass(dataset_class, CocoDataset) and osp.isfile(ann_file):
+            remedies = _remedies(root, what, classes == CocoDataset.METAINFO['classes'])
+            start = '' if osp.isabs(path) else f' from {os.getcwd()}'
+            raise DataError('\n'.join([f'{split} {what} {path} not found{start}.', *remedies]))
+    # Classes that read their files otherwise are left alone, such as LVIS's and those of panoptic masks.
+    reads_coco = all(
+        getattr(dataset_class, name, None) is getattr(CocoDataset, name)
+        for name in ('load_data_list', 'parse_data_info')
+    )
+    if ann_file and classes and reads_coco and osp.isfile(ann_file):
         _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
 
 
 def _remedies(root: str, what: str, is_coco: bool) -> list[str]:
     """What to do about an annotation file or image folder that is not there."""
-    files = sorted(str(file.relative_to(root)) for depth in ('*.json', '*/*.json') for file in Path(root).glob(depth))
-    if what == 'annotation file' and root and files:
-        return [f'{root} holds {_first(files)}: name one of them with ann_file=… of the dataset.', _OTHER_ROOT]
+    if what == 'annotation file':
+        argument, patterns = 'ann_file=…', ('*.json', '*/*.json')
+    else:
+        argument, patterns = 'data_prefix=dict(img=…)', ('*/', 'images/*/')
+    found = sorted(str(path.relative_to(root)) for pattern in patterns for path in Path(root).glob(pattern))
+    if root and found:
+        return [f'{root} holds {_first(found)}: name one of them with {argument}.', _OTHER_ROOT]
     return [*([_COCO_DOWNLOAD.format(root=root or 'data/coco')] if is_coco else []), _OTHER_ROOT, _QUICK_START]
 
 
@@ -159,36 +189,48 @@ def _first(names: Iterable[str], count: int = 5) -> str:
 def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
     if osp.getsize(ann_file) > MAX_PARSED_BYTES:
         return
-    named = f'{split} annotation file {ann_file}'
+    named, is_test = f'{split} annotation file {ann_file}', split.startswith('test')
     try:
         with open(ann_file) as file:
             content = json.load(file)
-        categories = {category['id']: category['name'] for category in content['categories']}
-        files = [osp.join(folder, image['file_name']) for image in content['images']]
         # Test sets are published without annotations.
-        annotations = content.get('annotations', []) if split == 'test' else content['annotations']
-        # Crowds neither train nor count.
-        labelled = {categories.get(item['category_id']) for item in annotations if not item.get('iscrowd')}
+        content = {part: content.get(part, []) if is_test else content[part] for part in COCO_KEYS}
+        incomplete = _incomplete_entry(content, needs_crowd=split != 'train')
+        if incomplete:
+            raise DataError(f'{named}: {incomplete} (https://cocodataset.org/#format-data).')
+        categories = {category['id']: category['name'] for category in content['categories']}
         images = {image['id']: image for image in content['images']}
-        misfits = [item for item in annotations if not _mask_fits(item, images)]
-    except (ValueError, KeyError, TypeError) as error:
+        misfits = [item for item in content['annotations'] if not _mask_fits(item, images)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f'{named} is not COCO JSON: {error!r}') from error
-    if not files:
+    if not images:
         raise DataError(f'{named} holds no images.')
-    if '://' not in folder and not osp.exists(files[0]):
+    files = [osp.join(folder, image['file_name']) for image in images.values()]
+    lost = [] if '://' in folder else [file for file in files if not osp.exists(file)]
+    if lost:
         raise DataError(
-            f'{named} names images that are not there, {files[0]} for one. Unpack the images there, or correct '
-            'data_prefix=dict(img=…) of the dataset.'
+            f'{named} names {len(files)} images, {len(lost)} of which are not there, {lost[0]} for one. Unpack them '
+            'there, correct data_prefix=dict(img=…) of the dataset, or take them out of the file.'
         )
-    if not labelled and split != 'test':
-        raise DataError(f'{named} holds {len(files)} images but no annotations, or crowds (iscrowd=1) alone.')
+    # mmdet passes over those of other images and categories. Crowds neither train nor count.
+    labelled = {
+        categories[item['category_id']]
+        for item in content['annotations']
+        if item['image_id'] in images and item['category_id'] in categories and not item.get('iscrowd')
+    }
+    if not labelled and not is_test:
+        raise DataError(
+            f'{named} holds {len(files)} images but no annotations, or crowds (iscrowd=1) alone, or none whose '
+            'image_id and category_id are ids of its images and categories (1 is not "1").'
+        )
     found = [name for name in categories.values() if name in classes]
     # mmdet numbers them as they come in the file: others would go under wrong names.
     if (labelled and not labelled & set(classes)) or found != [*classes]:
         raise DataError(
             f'{named}: {len(found)} of its {len(categories)} categories ({_first(categories.values())}) are among the '
-            f"config's {len(classes)} classes ({_first(classes)}), which must be categories of the file in the file's "
-            'order. Set metainfo=dict(classes=…) in the dataset and num_classes in the heads.'
+            f"config's {len(classes)} classes ({_first(classes)}). Classes must be categories of the file, in its "
+            f'order: for all, set metainfo=dict(classes={(*categories.values(),)}) in the dataset and '
+            f'num_classes={len(categories)} in the heads.'
         )
     if misfits:
         image = images[misfits[0]['image_id']]
@@ -197,6 +239,16 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
             f'{misfits[0]["id"]} of {image["file_name"]}, which has {image["height"]} x {image["width"]} pixels, for '
             'one. Correct or remove them.'
         )
+
+
+def _incomplete_entry(content: dict[str, list[dict]], needs_crowd: bool) -> str | None:
+    """What the first incomplete entry of COCO JSON lacks."""
+    for part, keys in COCO_KEYS.items():
+        for index, entry in enumerate(content[part]):
+            lacking = [key for key in keys if key not in entry and (key != 'iscrowd' or needs_crowd)]
+            if lacking:
+                return f'{part}[{index}] has no {", ".join(lacking)}'
+    return None
 
 
 def _mask_fits(annotation: dict, images: dict[int, dict]) -> bool:

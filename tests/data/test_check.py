@@ -27,10 +27,13 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
+BOX = {'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 0}
+
+
 def write_annotations(root: Path, split: str, names: tuple[str, ...] = ('cat', 'dog'), **changes: object) -> None:
     content = {
         'images': [{'id': 1, 'file_name': 'a.png', 'width': 8, 'height': 8}],
-        'annotations': [{'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 0}],
+        'annotations': [BOX],
         'categories': [{'id': i, 'name': name} for i, name in enumerate(names, start=1)],
         **changes,
     }
@@ -88,7 +91,7 @@ def test_datasets_are_found_through_every_wrapper(root: Path, wrap) -> None:
 
 def test_missing_image_folder_is_named(root: Path) -> None:
     shutil.rmtree(root / 'val')
-    with pytest.raises(DataError, match='val image folder .*/val/ not found'):
+    with pytest.raises(DataError, match=r'val image folder .*/val/ not found\.\n.*holds annotations, train: name one'):
         check_data(config(root))
     check_data(config(root), splits=('train',))
 
@@ -100,7 +103,7 @@ def test_missing_data_offers_download_other_root_and_quick_start(tmp_path: Path,
         check_data(config(root, leaf(root, 'train', metainfo=metainfo)))
     message = str(caught.value)
     assert message.startswith(f'train annotation file {root}/annotations/train.json not found')
-    assert '--data-root' in message and 'make quickstart' in message
+    assert '--data-root' in message and 'slab-det quickstart' in message
     for part in ('http://images.cocodataset.org/$f', 'annotations_trainval2017.zip'):
         assert (part in message) == has_download
 
@@ -118,8 +121,10 @@ def test_other_annotation_files_are_named_in_place_of_the_download(root: Path) -
     [
         (('nucleus',), r'0 of its 2 categories \(cat, dog\).* 1 classes \(nucleus\).*metainfo=dict\(classes='),
         # mmdet would call the dogs cats, and train a class without images.
-        (('dog', 'cat'), r"2 of its 2 categories \(cat, dog\).* 2 classes \(dog, cat\).*in the file's order"),
-        (('cat', 'cow', 'dog'), r'2 of its 2 categories .* 3 classes'),
+        (('dog', 'cat'), r'2 of its 2 categories \(cat, dog\).* 2 classes \(dog, cat\).*in its order'),
+        # Pasted as it is, the text is right.
+        (('cat', 'cow', 'dog'), r"2 of its 2 .* 3 classes .*metainfo=dict\(classes=\('cat', 'dog'\)\).*num_classes=2"),
+        ('cat', r'0 of its 2 categories .* 3 classes \(c, a, t\)'),
         (None, r'2 of its 2 categories .* 80 classes \(person, bicycle, car, motorcycle, airplane and 75 more\)'),
     ],
 )
@@ -177,7 +182,9 @@ def test_run_lengths_of_another_size_name_their_image(root: Path, mask: dict, fi
     [
         ({'images': []}, 'holds no images'),
         ({'annotations': []}, 'holds 1 images but no annotations'),
-        ({'annotations': [{'category_id': 1, 'iscrowd': 1}]}, r'crowds \(iscrowd=1\) alone'),
+        ({'annotations': [{**BOX, 'iscrowd': 1}]}, r'crowds \(iscrowd=1\) alone'),
+        ({'annotations': [{**BOX, 'image_id': '1'}]}, r'none whose image_id .* \(1 is not "1"\)'),
+        ({'annotations': [{**BOX, 'category_id': '1'}]}, r'none whose image_id and category_id'),
     ],
 )
 def test_annotation_file_with_nothing_to_learn_is_an_error(root: Path, changes: dict, message: str) -> None:
@@ -189,6 +196,50 @@ def test_annotation_file_with_nothing_to_learn_is_an_error(root: Path, changes: 
     if changes.get('images') is None:
         # Test sets are published without annotations.
         check_data(cfg, splits=('test',))
+
+
+@pytest.mark.parametrize('key', BOX)
+def test_annotation_without_what_is_read_of_it_is_an_error(root: Path, key: str) -> None:
+    write_annotations(root, 'val', annotations=[BOX, {name: BOX[name] for name in BOX if name != key}])
+    with pytest.raises(DataError, match=rf'val annotation file .*annotations\[1\] has no {key} '):
+        check_data(config(root))
+
+
+def test_crowds_need_not_be_told_apart_to_train(root: Path) -> None:
+    write_annotations(root, 'train', annotations=[{name: BOX[name] for name in BOX if name != 'iscrowd'}])
+    check_data(config(root))
+
+
+def test_relative_name_is_told_with_the_folder_that_it_starts_from(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f'annotation file blobs/annotations/train.json not found from {tmp_path}'):
+        check_data(config('blobs'))
+
+
+def test_any_image_that_is_not_there_is_named(root: Path) -> None:
+    image = {'id': 1, 'file_name': 'a.png', 'width': 8, 'height': 8}
+    write_annotations(root, 'val', images=[image, {**image, 'id': 2, 'file_name': 'gone.png'}])
+    with pytest.raises(DataError, match=r'names 2 images, 1 of which are not there, .*val/gone\.png for one'):
+        check_data(config(root))
+
+
+def test_annotations_that_mmdet_reads_otherwise_are_left_alone(root: Path) -> None:
+    write_annotations(root, 'train', annotations=[{'image_id': 1, 'file_name': 'a.png', 'segments_info': []}])
+    check_data(config(root, leaf(root, 'train', type='CocoPanopticDataset')))
+
+
+def test_file_of_the_evaluator_is_checked_as_that_of_its_dataset(root: Path) -> None:
+    cfg = config(root)
+    # As without the slash in data_root + 'annotations/val.json'.
+    cfg.val_evaluator.ann_file = f'{root}annotations/val.json'
+    with pytest.raises(
+        DataError, match=r'val_evaluator .*blobsannotations/val\.json not found\.\n.* annotations/val\.json'
+    ):
+        check_data(cfg)
+    write_annotations(root, 'other', names=('person',))
+    cfg.val_evaluator.ann_file = f'{root}/annotations/other.json'
+    with pytest.raises(DataError, match=r'val_evaluator .*other\.json: 0 of its 1 categories'):
+        check_data(cfg)
 
 
 @pytest.mark.parametrize('text', ['{"images": [', '[]', '{"images": []}'])
