@@ -27,22 +27,26 @@ class BuildWithMim(build_py):
 
     mmengine names a config ``package::folder/file.py``, so that each goes into a folder named after its metafile:
     configs/mask_rcnn_slab_swin_t.py, of metafile_slab.yml, becomes ``slab_det::slab/mask_rcnn_slab_swin_t.py``.
+    In the checkout of an editable installation, each folder is a link to configs/ itself, whose edits count.
     """
 
     def run(self) -> None:
         super().run()
-        # An editable installation has them in its checkout.
-        if self.editable_mode:
-            return
-        mim = Path(self.build_lib) / 'slab_det' / '.mim'
+        mim = (HERE if self.editable_mode else Path(self.build_lib)) / 'slab_det' / '.mim'
         shutil.rmtree(mim, ignore_errors=True)
-        for folder in ('tools', 'configs/_base_'):
-            shutil.copytree(HERE / folder, mim / folder, ignore=shutil.ignore_patterns('__pycache__'))
         folders = {}
         for metafile in (HERE / 'configs').glob('metafile_*.yml'):
             names = re.findall(r'Config: configs/(\w+\.py)', metafile.read_text(encoding='utf-8'))
             folders |= dict.fromkeys([metafile.name, *names], metafile.stem.removeprefix('metafile_'))
         places = {f'configs/{name}': f'configs/{folder}/{name}' for name, folder in folders.items()}
+        if self.editable_mode:
+            places = {}
+            (mim / 'configs').mkdir(parents=True)
+            for folder, target in {'_base_': '_base_', **dict.fromkeys(folders.values(), '')}.items():
+                (mim / 'configs' / folder).symlink_to(HERE / 'configs' / target)
+        else:
+            for folder in ('tools', 'configs/_base_'):
+                shutil.copytree(HERE / folder, mim / folder, ignore=shutil.ignore_patterns('__pycache__'))
         for source in ('model-index.yml', 'benchmarks/paper_tables.json', *places):
             text = (HERE / source).read_text(encoding='utf-8').replace("'./", "'../")
             text = re.sub(r"(configs/|'\.\./)(\w+\.\w+)", lambda path: f'{path[1]}{folders[path[2]]}/{path[2]}', text)

@@ -53,16 +53,20 @@ def run(*command: object, folder: Path, **environment: str) -> subprocess.Comple
     return done
 
 
-@pytest.fixture(scope='module')
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the wheel is installed; the wheel is made from the source distribution alone."""
-    folder = tmp_path_factory.mktemp('wheel')
-    tree = folder / 'tree'
+def copy_sources(tree: Path) -> None:
     for name in ('benchmarks', 'configs', 'slab_det', 'tools'):
         shutil.copytree(ROOT / name, tree / name)
     for file in (ROOT / 'LICENSE', *ROOT.glob('*.*')):
         if file.is_file():
             shutil.copy(file, tree)
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel is installed; the wheel is made from the source distribution alone."""
+    folder = tmp_path_factory.mktemp('wheel')
+    tree = folder / 'tree'
+    copy_sources(tree)
     run('setup.py', '-q', 'sdist', '-d', folder, folder=tree)
     shutil.rmtree(tree)
     (source,) = folder.glob('slab_det-*.tar.gz')
@@ -88,6 +92,30 @@ def test_mmengine_finds_configs_and_models_by_their_names(site: Path, tmp_path: 
     done = run('-c', CHECK, folder=tmp_path, PYTHONPATH=str(site), SLAB_DET_CACHE=str(tmp_path / 'cache'))
     assert done.stdout.splitlines()[-1] == str(site / 'slab_det/__init__.py')
     assert 'WARN' not in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_an_editable_installation_has_the_same_names_for_the_configs_of_its_checkout(tmp_path: Path) -> None:
+    tree, site = tmp_path / 'tree', tmp_path / 'site'
+    copy_sources(tree)
+    pip = ('-m', 'pip', '-q', '--disable-pip-version-check', 'install', '--no-deps', '--no-build-isolation')
+    run(*pip, '--target', site, '-e', tree, folder=tmp_path)
+    config = tree / 'configs/mask_rcnn_slab_swin_t.py'
+    config.write_text(config.read_text() + "\nwork_dir = 'edited'\n")
+    (tmp_path / 'mine.py').write_text("_base_ = ['slab_det::swin/mask_rcnn_swin_t.py', 'slab_det::_base_/prepbn.py']")
+    # A .pth file counts in folders of packages alone.
+    check = f"""
+import site; site.addsitedir({str(site)!r})
+import slab_det
+from mmengine.config import Config
+from mmengine.hub import get_config
+
+assert get_config('slab_det::slab/mask_rcnn_slab_swin_t.py').work_dir == 'edited'
+cfg = Config.fromfile('mine.py')
+assert cfg.model.backbone.type == 'SLABSwin' and cfg.custom_hooks
+print(slab_det.__file__)
+"""
+    done = run('-c', check, folder=tmp_path, PYTHONPATH=str(site))
+    assert done.stdout.splitlines()[-1] == str(tree / 'slab_det/__init__.py')
 
 
 def test_the_command_lists_every_program_without_torch(site: Path, tmp_path: Path) -> None:
