@@ -4,6 +4,7 @@ The module stands beside the package: importing slab_det takes torch's seconds, 
 """
 
 import argparse
+from typing import Any
 
 from mmengine.config import DictAction
 
@@ -14,6 +15,16 @@ DTYPES = ('float32', 'float16', 'bfloat16')
 COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
 
 
+class ConfigOptions(DictAction):
+    """mmengine's ``--cfg-options``; words that are no KEY=VALUE are a usage error in place of a traceback."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list[str], *args: Any) -> None:
+        try:
+            super().__call__(parser, namespace, values, *args)
+        except (ValueError, AssertionError) as error:
+            raise argparse.ArgumentError(self, f'{" ".join(values)}: give KEY=VALUE, lists as key="[a,b]"') from error
+
+
 def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that mmdet's train.py and test.py have in common, ``--data-root`` and ``--verbose``."""
     parser.add_argument('--work-dir', help='folder for logs, checkpoints and report.json')
@@ -22,7 +33,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=ConfigOptions,
         metavar='KEY=VALUE',
         help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
     )

@@ -1,6 +1,7 @@
 """What the command lines share: the config that their arguments make, the runner, and errors as one line."""
 
 import argparse
+import inspect
 import logging
 import os
 import sys
@@ -25,6 +26,12 @@ LAUNCHERS = {
     'pytorch': ('RANK', 'torchrun or tools/dist_train.sh'),
     'slurm': ('SLURM_PROCID', 'srun'),
     'mpi': ('OMPI_COMM_WORLD_RANK', 'mpirun'),
+}
+# What mmengine's runner reads at the top of a config.
+RUNNER_SETTINGS = {
+    *inspect.signature(Runner).parameters,
+    *('activation_checkpointing', 'auto_scale_lr', 'compile', 'efficient_conv_bn_eval', 'find_unused_parameters'),
+    *('model_wrapper_cfg', 'runner_type', 'sync_bn', 'tta_model', 'tta_pipeline'),
 }
 # How the messages begin, of hundreds of lines together, that mmengine logs before the first iteration.
 PREAMBLE = (
@@ -83,6 +90,9 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
         )
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config, args.cfg_options)
+    for name in sorted({option.partition('.')[0] for option in args.cfg_options or ()} - RUNNER_SETTINGS):
+        # A typo, or a variable, which was copied to where it counts when the file was parsed.
+        print(f'--cfg-options {name}: mmengine reads no setting of this name; give those made of it', file=sys.stderr)
     cfg.launcher = args.launcher
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)

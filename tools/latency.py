@@ -2,9 +2,7 @@
 
 import argparse
 
-from mmengine.config import DictAction
-
-from slab_det_arguments import add_latency_arguments
+from slab_det_arguments import ConfigOptions, add_latency_arguments
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -19,8 +17,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
     parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
     parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')
-    parser.add_argument('--json', metavar='FILE', help='report to fill, read by tools/report.py')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE')
+    parser.add_argument('--json', metavar='FILE', help='report to fill, read by slab-det report')
+    parser.add_argument('--cfg-options', nargs='+', action=ConfigOptions, metavar='KEY=VALUE')
     add_latency_arguments(parser, size=(800, 1333))
     return parser.parse_args()
 

@@ -78,6 +78,14 @@ def test_help_names_what_the_package_has(tool: str, flag: str, names: Iterable[s
     assert f'--{flag} {{{",".join(names)}}}' in ' '.join(call(tool, '--help').out.split())
 
 
+@pytest.mark.parametrize('option', ['train_cfg.max_iters', 'train_cfg.max_iters=[1,2'])
+@pytest.mark.parametrize('tool', ['train.py', 'latency.py'])
+def test_options_that_cannot_be_read_are_usage_errors(tool: str, option: str, call) -> None:
+    result = call(tool, 'small.py', '--cfg-options', option)
+    assert result.code == 2
+    assert f'argument --cfg-options: {option}: give KEY=VALUE' in result.err
+
+
 def test_modes_of_compilation_are_those_of_the_package() -> None:
     assert slab_det_arguments.COMPILE_MODES == COMPILE_MODES
 
