@@ -143,6 +143,8 @@ def main(args: argparse.Namespace) -> None:
     )
     update_report(path, entry)
     print(f'\n{markdown_table([entry])}\nWritten to {path}')
+    if args.show_dir:
+        print(f'Predictions drawn in {Path(runner.work_dir, runner.timestamp, args.show_dir)}')
 
 
 if __name__ == '__main__':
