@@ -155,7 +155,7 @@ def main(args: argparse.Namespace) -> None:
     print(f'{report}\n\n{curve_table(points)}\n\nWritten to {checkpoint} and {config}')
     if cfg.get('train_dataloader'):
         tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, Config.fromfile(TUNE))
-        print(f'To train it beside its teacher: python tools/train.py {tune}')
+        print(f'To train it beside its teacher: slab-det train {tune}')
 
 
 if __name__ == '__main__':

@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
     with config_errors(args.schedule):
         schedule = Config.fromfile(args.schedule)
     checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule, batches)
-    print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: python tools/train.py {config}')
+    print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: slab-det train {config}')
 
 
 if __name__ == '__main__':

@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
     if args.int8:
         target = args.out.removesuffix('.onnx') + '_int8.onnx'
         nodes = quantize_onnx(args.out, target, calibration)
-        print(f'{len(nodes)} layers in int8, written to {target}; tools/test_onnx.py measures its AP')
+        print(f'{len(nodes)} layers in int8, written to {target}; slab-det test-onnx measures its AP')
 
 
 if __name__ == '__main__':

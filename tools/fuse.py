@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
     if not norms:
         raise FusionError(
             f'{args.config} has no norm to fold away: it is fused already, or has norms that stay, such '
-            'as LayerNorm; then convert it with tools/convert_checkpoint.py, fine-tune, and fuse that'
+            'as LayerNorm: slab-det absorb takes those out without training, slab-det convert for a fine-tune'
         )
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:

@@ -30,7 +30,7 @@ PAPER_TABLES = Path(__file__).resolve().parents[1] / 'benchmarks' / 'paper_table
 def main(args: argparse.Namespace) -> None:
     entries = merge_entries(entry for path in args.reports for entry in read_report(path))
     if not entries:
-        raise ReportError(f'no entries in {", ".join(args.reports)}; tools/train.py, test.py and latency.py write them')
+        raise ReportError(f'no entries in {", ".join(args.reports)}; slab-det train, test and latency write them')
     paper_tables = read_paper_tables(PAPER_TABLES) if args.paper else ()
     table = markdown_table(entries, paper_tables)
     out = Path(args.out)

@@ -8,7 +8,7 @@ from slab_det_arguments import add_runner_arguments
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help='config with test_dataloader and test_evaluator, the fused one will do')
-    parser.add_argument('file', help='what tools/export_onnx.py wrote, of scope detector')
+    parser.add_argument('file', help='what slab-det export wrote, of scope detector')
     add_runner_arguments(parser)
     parser.add_argument(
         '--runtime', choices=('onnxruntime', 'openvino'), default='onnxruntime', help='(default %(default)s)'

@@ -175,7 +175,7 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
         if found:
             raise CheckpointError(
                 f'the checkpoint is not fused as the model is (it has {name_some(found)}); use the config it was '
-                'trained with, or fuse it with tools/fuse.py'
+                'trained with, or fuse it with slab-det fuse'
             )
         return
     norms = tuple(f'{norm}.' for norm, _ in named_norms(model) if norm.startswith(prefix))

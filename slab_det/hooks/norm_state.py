@@ -90,7 +90,7 @@ def _log_missing_hooks(runner: Runner, level: int) -> None:
         (
             RecalibrateFuseHook,
             [name for name, _ in named_offline_norms(model)],
-            'are neither recalibrated nor fused when the run ends (tools/recalibrate.py and tools/fuse.py do it later)',
+            'are neither recalibrated nor fused when the run ends (slab-det recalibrate and slab-det fuse do it later)',
         ),
     )
     for hook, norms, consequence in needs:

@@ -105,7 +105,7 @@ class ProgressiveNormHook(Hook):
         if frozen:
             raise SlabDetError(
                 f'{len(frozen)} frozen norms are still LayerNorm ({frozen[0]}, ...): lowering gamma would replace them '
-                'by a RepBN that never trained. Set frozen_stages=-1, or start from what tools/convert_checkpoint.py '
+                'by a RepBN that never trained. Set frozen_stages=-1, or start from what slab-det convert '
                 'writes, or from a checkpoint whose decay was finished'
             )
 

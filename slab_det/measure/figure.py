@@ -88,7 +88,7 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     timed = [entry for entry in entries if entry.latency]
     rows = list(dict.fromkeys((e.detector, latency_scope(e), ap_scope(e)) for e in timed if e.ap))
     if not rows:
-        raise ReportError('no entry has both AP and latency: run tools/test.py with --latency first')
+        raise ReportError('no entry has both AP and latency: run slab-det test --latency first')
     figure = Figure(figsize=(WIDTH, 3.2 * len(rows)))
     panels = []
     parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]

@@ -145,7 +145,7 @@ class OfflineNorm(nn.Module, ABC):
             raise RuntimeError(
                 f'{prefix[:-1]}: the weights ({", ".join(given)}) are those of another norm than '
                 f'{type(self).__name__}; load the file with slab_det.load_pretrained(backbone, FILE), '
-                'or convert it first with tools/convert_checkpoint.py --to native'
+                'or convert it first with slab-det convert --to native'
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -58,7 +58,7 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert float(rows[0][2]) == 1 and float(rows[0][4]) == 1
     assert f'{NORMS - 2} LayerNorms absorbed, 2 kept' in result.out
     assert 'agreement with the teacher' in result.out and 'fused.pth' in result.out
-    tune = Config.fromfile(re.search(r'python tools/train.py (\S+)', result.out)[1])
+    tune = Config.fromfile(re.search(r'slab-det train (\S+)', result.out)[1])
     assert tune.model.type == 'DistilledDetector' and Path(tune.load_from) == Path('fused.pth').resolve()
 
     student, teacher = (

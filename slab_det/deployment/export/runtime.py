@@ -96,7 +96,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     properties = import_extra('onnx').load(path, load_external_data=False).metadata_props
     text = next((entry.value for entry in properties if entry.key == METADATA_KEY), None)
     if text is None:
-        raise ExportError(f'{path} was not written by tools/export_onnx.py')
+        raise ExportError(f'{path} was not written by slab-det export')
     return Runtime(json.loads(text), RUNTIMES[runtime](path, threads, precision))
 
 

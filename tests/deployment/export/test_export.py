@@ -214,7 +214,7 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
 def test_file_of_others_is_refused(tmp_path):
     model = '<ir_version: 8, opset_import: ["": 17]> other (float[1] x) => (float[1] x) {}'
     onnx.save(onnx.parser.parse_model(model), tmp_path / 'other.onnx')
-    with pytest.raises(ExportError, match='was not written by tools/export_onnx.py'):
+    with pytest.raises(ExportError, match='was not written by slab-det export'):
         load_runtime(tmp_path / 'other.onnx')
     with pytest.raises(ExportError, match='not found'):
         load_runtime(tmp_path / 'nothing.onnx')
