@@ -77,8 +77,9 @@ setup(
     entry_points={'console_scripts': ['slab-det = slab_det_command:main']},
     python_requires='>=3.10,<3.14',
     install_requires=[
-        'torch>=2.4',
-        'torchvision>=0.19',
+        # Before 2.6, torch.load(weights_only=True) can run code (CVE-2025-32434).
+        'torch>=2.6',
+        'torchvision>=0.21',
         'timm>=1.0',
         'numpy>=1.26,<3',
         'pycocotools>=2.0.8',

@@ -216,9 +216,8 @@ class PatchMerging(BaseModule):
         block_channels = stride * stride * in_channels
         self.norm = build_norm_layer(norm_cfg, block_channels)[1] if norm_cfg else None
         self.reduction = nn.Linear(block_channels, out_channels, bias=False)
-        # Their public names came with torch 2.5.
-        self._register_load_state_dict_pre_hook(_load_block_order, with_module=True)
-        self._register_state_dict_hook(_save_unfold_order)
+        self.register_load_state_dict_pre_hook(_load_block_order)
+        self.register_state_dict_post_hook(_save_unfold_order)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
         """Merges a map and returns it with its new (H, W)."""

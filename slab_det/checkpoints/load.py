@@ -119,8 +119,7 @@ def check_detector_checkpoint(
 
 def register_load_check(model: nn.Module) -> None:
     """Registers :func:`check_state_dict` for every way to load weights into ``model`` or a model that holds it."""
-    # Its public name came with torch 2.5.
-    model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    model.register_load_state_dict_pre_hook(check_state_dict)
 
 
 def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:

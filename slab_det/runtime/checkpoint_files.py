@@ -1,6 +1,5 @@
 """Checkpoint files, read without running what is in them."""
 
-import codecs
 import os
 import pickle
 import re
@@ -90,7 +89,7 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
 
     def load() -> Any:
         try:
-            with safe_globals(), checkpoint_errors(filename):
+            with torch.serialization.safe_globals(CHECKPOINT_GLOBALS), checkpoint_errors(filename):
                 return torch.hub.load_state_dict_from_url(  # noqa: TID251 (weights_only=True)
                     filename, model_dir, map_location=map_location, progress=progress, weights_only=True
                 )
@@ -141,7 +140,7 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
 
 def read_torch_file(file: Any, map_location: Any = None) -> Any:
     """``torch.load`` for what mmengine and its kin write; raises as :func:`read_checkpoint`."""
-    with safe_globals(), checkpoint_errors(file):
+    with torch.serialization.safe_globals(CHECKPOINT_GLOBALS), checkpoint_errors(file):
         return torch.load(file, map_location=map_location, weights_only=True)  # noqa: TID251
 
 
@@ -173,35 +172,11 @@ def checkpoint_errors(file: Any) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def safe_globals() -> Iterator[None]:
-    """Allows ``torch.load(weights_only=True)`` what checkpoints of mmengine hold beside tensors."""
-    # torch.serialization.safe_globals does this from torch 2.5 on.
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals(list(CHECKPOINT_GLOBALS))
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-
-
 def known_method(owner: type, name: str) -> Callable:
     """``getattr`` as far as pickled methods of the message hub and of the schedulers need it."""
     if owner not in METHOD_OWNERS or name.startswith('__'):
         raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
     return getattr(owner, name)
-
-
-def under_name(function: Callable, qualified_name: str) -> Callable:
-    """A copy of a function that unpickling finds under another name (torch < 2.6 has no other way to say so)."""
-
-    def renamed(*args: Any) -> Any:
-        return function(*args)
-
-    renamed.__module__, _, renamed.__name__ = qualified_name.rpartition('.')
-    renamed.__qualname__ = renamed.__name__
-    return renamed
 
 
 # The message hub holds HistoryBuffers, and each of them its methods; OneCycle schedulers hold their annealing method.
@@ -211,12 +186,10 @@ DTYPE_CODES = '?' + np.typecodes['AllInteger'] + np.typecodes['Float'] + 'SU'
 CHECKPOINT_GLOBALS = (
     *METHOD_OWNERS,
     # mmengine's own list has the real one, by which a file reaches any attribute of any class above.
-    under_name(known_method, 'builtins.getattr'),
-    # Bytes; torch 2.4 does not allow them by itself.
-    codecs.encode,
+    (known_method, 'builtins.getattr'),
     # Metrics and learning rates are numpy scalars, histories are arrays. numpy 2 renamed the module.
     *(
-        under_name(getattr(NUMPY_CORE, name), f'numpy.{core}.multiarray.{name}')
+        (getattr(NUMPY_CORE, name), f'numpy.{core}.multiarray.{name}')
         for core in ('core', '_core')
         for name in ('_reconstruct', 'scalar')
     ),
