@@ -151,7 +151,7 @@ COMMANDS = [
     ('train.py small.py --resume wider.pth', r'wider\.pth: \d+ shapes do not fit.*make the config agree'),
     ('test.py small.py resnet.pth', r'resnet\.pth: nothing matches'),
     ('test.py small.py fused.pth', r'fused\.pth: the checkpoint is fused.*use the fused config'),
-    ('test.py fused_config.py small.pth', r'small\.pth: the checkpoint is not fused.*tools/fuse\.py'),
+    ('test.py fused_config.py small.pth', r'small\.pth: the checkpoint is not fused.*slab-det fuse'),
     ('fuse.py un4.py layernorm.pth --out x.pth', r'layernorm\.pth: 16 of 16 norms have no statistics.*train it'),
     (
         'train.py un8.py --resume un4.pth',
