@@ -8,6 +8,7 @@ Ratios are compared where device, threads, size and dtype are the same; for anyt
 
 import argparse
 import json
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,6 +75,8 @@ def report(name: str, here: Mapping[str, float], stored: Mapping[str, float] | N
 def commit() -> str:
     """The commit of this tree, with a mark where it was changed since."""
     command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
+    if shutil.which('git') is None:
+        return 'unknown'
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or 'unknown'
 
 

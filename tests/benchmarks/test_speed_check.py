@@ -40,3 +40,8 @@ def test_ratios_are_compared_with_the_stored_ones_of_the_same_scope(call, tmp_pa
     assert json.loads(file.read_text()) == stored, 'only --store writes'
     file.write_text(json.dumps({scope.replace('backbone', 'elsewhere'): stored[scope]}))
     assert call()[2:] == ['–', '–'], 'stored for another scope'
+
+
+def test_where_there_is_no_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('PATH', '')
+    assert speed_check.commit() == 'unknown'
