@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from slab_det.norms import ChannelAffine, named_offline_norms
 
@@ -64,9 +64,15 @@ def count_multiply_adds(forward: Callable[[], object]) -> int:
 
 
 def _more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
-    """Formulas for the linear layers of deployed models, which torch's counter does not know."""
+    """Formulas that torch's counter lacks: of deployed linear layers and, before torch 2.15, of attention on a CPU."""
 
     def linear_flops(x: torch.Size, *others: object, out_shape: torch.Size, **options: object) -> int:
         return 2 * out_shape.numel() * x[-1]
 
-    return {torch.ops.mkldnn._linear_pointwise: linear_flops} if torch.backends.mkldnn.is_available() else {}
+    def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *others: object, **options: object) -> int:
+        return sdpa_flop_count(q, k, v)
+
+    formulas = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+    if torch.backends.mkldnn.is_available():
+        formulas[torch.ops.mkldnn._linear_pointwise] = linear_flops
+    return formulas
