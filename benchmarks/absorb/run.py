@@ -86,7 +86,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--iterations', type=int, default=500, help='of the teachers (default %(default)s)')
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     parser.add_argument('--work-dir', default='work_dirs/absorb')
-    parser.add_argument('--ways', nargs='+', default=['all gone', 'default', 'control', 'tuned', 'tuned, no labels'])
+    parser.add_argument(
+        '--ways', nargs='+', default=['all gone', 'bfloat16', 'default', 'control', 'tuned', 'default, tuned']
+    )
     return parser.parse_args()
 
 
@@ -119,16 +121,16 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         student = slab_det.absorb(teacher, images, keep=keep, work_dir=work_dir, progress=False)
         report = student.absorption_report
         values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
+        save_fused(student, cfg, folder / ('default.pth' if keep is None else 'fused.pth'), teacher.dataset_meta)
         if keep == 0:
-            save_fused(student, cfg, folder / 'fused.pth', teacher.dataset_meta)
             values['own'] = {norm.norm: norm.own for norm in report.norms}
         return values
 
-    def tuned(folder_name: str, *options: str) -> dict:
-        fused = folder / 'fused.pth'
-        config = write_tune_config(cfg, folder / 'fused_config.py', fused, checkpoint, Config.fromfile(TUNE))
-        last = train(config, folder / folder_name, args.data_root, *options)
-        return ap(build_detector(Config.fromfile(folder / 'fused_config.py'), str(last)))
+    def tuned(stem: str, run: str) -> dict:
+        fused, fused_config = folder / f'{stem}.pth', folder / f'{stem}_config.py'
+        config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE))
+        last = train(config, folder / run, args.data_root)
+        return ap(build_detector(Config.fromfile(fused_config), str(last)))
 
     def control() -> dict:
         # The schedule without its hooks: they are for norms that can be fused.
@@ -140,13 +142,19 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         last = train(config, folder / 'control', args.data_root, f'randomness.seed={seed}')
         return ap(build_detector(cfg, str(last)))
 
+    def in_bfloat16() -> dict:
+        fused = build_detector(Config.fromfile(folder / 'fused_config.py'), str(folder / 'fused.pth'))
+        of_teacher = ap(slab_det.deploy(teacher, torch.bfloat16))
+        return dict(**ap(slab_det.deploy(fused, torch.bfloat16)), teacher_AP=of_teacher['AP'])
+
     cells.measure('teacher', seed, lambda: ap(teacher))
     ways = {
         'all gone': lambda: absorbed(0),
+        'bfloat16': in_bfloat16,
         'default': lambda: absorbed(None),
         'control': control,
-        'tuned': lambda: tuned('tuned'),
-        'tuned, no labels': lambda: tuned('tuned_without_labels', 'model.task_weight=0'),
+        'tuned': lambda: tuned('fused', 'tuned'),
+        'default, tuned': lambda: tuned('default', 'default_tuned'),
     }
     for way in args.ways:
         cells.measure(way, seed, ways[way])

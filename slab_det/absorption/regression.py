@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Strengths of the pull towards the prior, in standardised coordinates. Weaker ones fit better, and ruin the detector:
-# weights of some hundred cancel on the images at hand, grow into maps a thousand times the teacher's on others, and do
-# not survive bfloat16.
+# Strengths of the pull towards the prior, in standardised coordinates. Weaker ones fit the images at hand better, by
+# weights of some hundred that cancel: on a few others, and in bfloat16, they do not, and the maps explode.
 RIDGES = tuple(10.0**power for power in range(-4, 3))
 # Where no batch is held out to choose it.
 DEFAULT_RIDGE = 1e-2

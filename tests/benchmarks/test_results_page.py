@@ -71,6 +71,7 @@ ABSORBED = {
     'absorbed, 0': 'default',
     'absorbed**, 0': 'default',
     'absorbed, every LayerNorm gone': 'all gone',
+    'the same, deployed in bfloat16': 'bfloat16',
     'LayerNorm, 150 more': 'control',
     'absorbed, 150 iterations': 'tuned',
 }
