@@ -30,7 +30,8 @@ def test_a_file_gets_a_line_at_each_tenth(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize('stop', [None, 500])
 def test_a_terminal_gets_a_bar_that_ends_its_line(monkeypatch: pytest.MonkeyPatch, stop: int | None) -> None:
     text = show(Terminal(), monkeypatch, 1000, stop)
-    assert text.count('\r') > 400 and text.endswith(']\nNext\n') and text.count('\n') == 2
+    # Spaces cover the end of a longer bar before.
+    assert text.count('\r') > 400 and text.replace(' ', '').endswith(']\nNext\n') and text.count('\n') == 2
 
 
 def test_nothing_is_shown_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
