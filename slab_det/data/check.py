@@ -57,9 +57,12 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
             ann_file = evaluator.get('ann_file') or ''
             # That of several datasets holds the images of several folders.
             if ann_file and '://' not in ann_file and len(datasets) == 1:
+                (dataset,) = datasets
+                read = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
                 # An absolute name is not joined to data_root.
-                dataset = ConfigDict(datasets[0], ann_file=osp.abspath(ann_file))
-                _check_dataset(dataset, f'{split}_evaluator')
+                ann_file = osp.abspath(ann_file)
+                if ann_file != osp.abspath(read):
+                    _check_dataset(ConfigDict(dataset, ann_file=ann_file), f'{split}_evaluator')
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
