@@ -18,10 +18,10 @@ LEAST, MOST = 0.03, 5.0
 
 
 def check_image(image: Tensor, sample: DetDataSample, mean: Sequence[float] | Tensor) -> None:
-    """Raises DataError for an array of fewer channels, or of another range of values, than images of the training.
+    """Raises DataError for an array of other channels, or of another range of values, than images of the training.
 
-    mmdet would go on, and the detector would find anything. Files are taken as they are: they are read as 0 to 255, and
-    what distorts colours may leave little of a dark one. So is uint8, and a black array.
+    mmdet would go on, and the detector would find anything; of BGRA it leaves out A. Files are taken as they are: they
+    are read as 0 to 255, and what distorts colours may leave little of a dark one. So is uint8, and a black array.
 
     Args:
         image: (C, H, W).
@@ -30,9 +30,10 @@ def check_image(image: Tensor, sample: DetDataSample, mean: Sequence[float] | Te
     """
     if sample.get('img_path') is not None:
         return
-    if len(image) < len(mean):
+    if not len(mean) <= len(image) <= 4:
         raise DataError(
-            f'the image has {len(image)} of {len(mean)} channels; a gray one becomes one of three by '
+            f'the image has {len(image)} of {len(mean)} channels, which come last: give (height, width, channels), '
+            'image.transpose(1, 2, 0) of (channels, height, width); a gray one becomes one of three by '
             'cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)'
         )
     if image.dtype is torch.uint8:
