@@ -204,6 +204,7 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
         categories = {category['id']: category['name'] for category in content['categories']}
         images = {image['id']: image for image in content['images']}
         misfits = [item for item in content['annotations'] if not _mask_fits(item, images)]
+        outside = [item for item in content['annotations'] if _box_leaves(item, images)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f'{named} is not COCO JSON: {error!r}') from error
     if not images:
@@ -242,6 +243,14 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
             f'{misfits[0]["id"]} of {image["file_name"]}, which has {image["height"]} x {image["width"]} pixels, for '
             'one. Correct or remove them.'
         )
+    # Of corners in place of sizes it is half of them or more; of boxes that are cut off by their image, few.
+    if len(outside) > len(content['annotations']) / 4:
+        image = images[outside[0]['image_id']]
+        raise DataError(
+            f'{named}: {len(outside)} of its {len(content["annotations"])} boxes end outside of their image: '
+            f'annotation {outside[0]["id"]}, {outside[0]["bbox"]} in {image["width"]} x {image["height"]} pixels, for '
+            'one. COCO has [x, y, width, height]; of corners, [x1, y1, x2, y2], take [x1, y1, x2 - x1, y2 - y1].'
+        )
 
 
 def _incomplete_entry(content: dict[str, list[dict]], needs_crowd: bool) -> str | None:
@@ -252,6 +261,14 @@ def _incomplete_entry(content: dict[str, list[dict]], needs_crowd: bool) -> str 
             if lacking:
                 return f'{part}[{index}] has no {", ".join(lacking)}'
     return None
+
+
+def _box_leaves(annotation: dict, images: dict[int, dict]) -> bool:
+    """Whether the box ends outside of its image by more than the few pixels that boxes of real data do."""
+    if annotation['image_id'] not in images:
+        return False
+    image, (x, y, width, height) = images[annotation['image_id']], annotation['bbox']
+    return x + width > 1.05 * image['width'] or y + height > 1.05 * image['height']
 
 
 def _mask_fits(annotation: dict, images: dict[int, dict]) -> bool:

@@ -177,6 +177,20 @@ def test_run_lengths_of_another_size_name_their_image(root: Path, mask: dict, fi
         check_data(config(root))
 
 
+def test_corners_in_the_place_of_sizes_are_an_error(root: Path) -> None:
+    """Half of real boxes, or more, leave their image so; that a few are cut off by it is no reason to stop."""
+    boxes = [[1, 1, 2, 2], [5, 1, 8, 3], [0, 4, 4, 8], [2, 2, 4, 4]]
+    write_annotations(root, 'train', annotations=[{**BOX, 'id': i, 'bbox': box} for i, box in enumerate(boxes)])
+    with pytest.raises(
+        DataError,
+        match=r'2 of its 4 .*annotation 1, \[5, 1, 8, 3\] in 8 x 8 pixels.*\[x, y, width, height\]; of corners',
+    ):
+        check_data(config(root))
+    boxes = [[5, 5, 3.4, 3.4], *boxes[:2], boxes[3]]
+    write_annotations(root, 'train', annotations=[{**BOX, 'id': i, 'bbox': box} for i, box in enumerate(boxes)])
+    check_data(config(root))
+
+
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
