@@ -136,7 +136,10 @@ def measure_latency(
     Raises:
         LatencyError: For an unknown scope, dtype or mode, a device that is not there, an image that cannot be decoded,
             or counts that make no sense.
+        TypeError: If ``models`` have no names.
     """
+    if not hasattr(models, 'items'):
+        raise TypeError(f"measure_latency takes models by name, not a {type(models).__name__}: give {{'name': model}}")
     mode = 'default' if compile is True else compile or None
     choices = (('scope', scope, SCOPES), ('dtype', dtype, DTYPES), ('compile mode', mode or 'default', COMPILE_MODES))
     for what, value, known in choices:

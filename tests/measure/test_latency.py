@@ -174,6 +174,11 @@ def test_impossible_requests_are_refused(changes: dict, message: str) -> None:
         measure(RecordingDetector(), **changes)
 
 
+def test_a_model_without_a_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="by name, not a RecordingDetector: give {'name': model}"):
+        slab_det.measure_latency(RecordingDetector())
+
+
 @pytest.mark.parametrize(('asked', 'mode'), [(True, 'default'), ('reduce-overhead', 'reduce-overhead')])
 def test_compile_takes_backbone_and_neck_with_the_mode(asked, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list = []
