@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,29 @@ def read_config(path: str, options: dict | None = None) -> Config:
     if not path.endswith(CONFIG_SUFFIXES):
         raise ConfigError(f'{path} is no config: its name does not end in {", ".join(CONFIG_SUFFIXES)}')
     with config_errors(path):
-        cfg = get_config(path) if '::' in path else Config.fromfile(path)
+        try:
+            cfg = get_config(path) if '::' in path else Config.fromfile(path)
+        except FileNotFoundError as error:
+            # Of the config itself, or of one of its _base_; mmengine names a package's config in the text alone.
+            missing = error.filename or str(error).partition('"')[2].partition('"')[0]
+            close = find_close_configs(missing)
+            if not close:
+                raise
+            raise ConfigError(f'{path}: no {Path(missing).name}; close names: {", ".join(close)}') from error
         cfg.merge_from_dict(options or {})
     if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
         raise ConfigError(f'{path} is no config of a detector: it has no model=dict(type=...)')
     return cfg
+
+
+def find_close_configs(path: str) -> list[str]:
+    """Configs whose names are near to that of one that is not there: of its package, or in its folder."""
+    package, configs, name = path.rpartition('/.mim/configs/')
+    if not package:
+        return get_close_matches(Path(path).name, [file.name for file in Path(path).parent.glob('*.py')])
+    folder = Path(package + configs)
+    known = [str(file.relative_to(folder)) for file in folder.rglob('*.py')]
+    return [f'{Path(package).name}::{close}' for close in get_close_matches(name, known)]
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
