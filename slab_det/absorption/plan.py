@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
-from slab_det.conversion.convert import ConversionError, reason_to_keep
+from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.norms import named_offline_norms
@@ -130,8 +130,8 @@ class AbsorptionPlan:
             self.digest.update(name.encode() + to_bytes(value))
         self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}
         if all(self.reasons.values()):
-            kept = '; '.join(f'{name}: {reason}' for name, reason in self.reasons.items())
-            raise ConversionError(f'the model has no LayerNorm that can be absorbed{kept and f" ({kept})"}')
+            others = describe_others(model, self.reasons)
+            raise ConversionError(f'the model has no LayerNorm that can be absorbed{others}')
         # A module that a forward calls twice has more than one stream.
         steps = [name for name in calls if calls.count(name) == 1 and (name in writers or not self.reasons[name])]
         owners = {step: self._find_unit(step) for step in steps}

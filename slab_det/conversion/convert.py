@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -10,6 +11,7 @@ from itertools import chain
 import torch
 from mmcv.cnn import build_norm_layer
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.backbones.base import check_norm_cfg
 from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
@@ -105,8 +107,7 @@ def convert_norms(
         else:
             report.kept[names[0]] = reason
     if not replaced:
-        kept = '; '.join(f'{name}: {reason}' for name, reason in report.kept.items())
-        raise ConversionError(f'the model has no LayerNorm to convert{f" ({kept})" if kept else ""}')
+        raise ConversionError(f'the model has no LayerNorm to convert{describe_others(model, report.kept)}')
     if calibrate is not None and not all(isinstance(new, PRepBN) for new in replaced.values()):
         raise ConversionError(f'only PRepBN holds a LayerNorm to calibrate by, {norm_cfg["type"]} does not')
     _replace(model, replaced)
@@ -135,6 +136,23 @@ def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | Non
     if isinstance(owner, nn.TransformerEncoderLayer):
         return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
     return None
+
+
+def describe_others(model: nn.Module, kept: dict[str, str]) -> str:
+    """What a model without LayerNorms to replace has instead, in brackets for a message.
+
+    Args:
+        model: The model.
+        kept: Reasons of its LayerNorms to stay, by name; each reason is given once.
+    """
+    names = defaultdict(list)
+    for name, reason in kept.items():
+        names[reason].append(name)
+    parts = [f'{first}{f" and {len(more)} more" * bool(more)}: {reason}' for reason, (first, *more) in names.items()]
+    others = Counter(type(m).__name__ for m in model.modules() if isinstance(m, (nn.GroupNorm, nn.RMSNorm, _NormBase)))
+    if others:
+        parts.append(f'its {", ".join(f"{count} {kind}" for kind, count in others.items())} are no LayerNorms')
+    return f' ({"; ".join(parts)})' if parts else ''
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """LayerNorm models become PRepBN models that compute the same, and whose RepBN branch is close to it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import timm
@@ -106,6 +108,21 @@ def test_skip_and_what_cannot_be_converted_are_reported():
     }
     assert all(type(converted[name]) is type(model[name]) for name in 'cdefgh')
     assert '1 norms converted, 8 kept' in str(report)
+
+
+@pytest.mark.parametrize(
+    'replace', [slab_det.convert_norms, partial(slab_det.absorb, images=[torch.rand(1, 3, 64, 64)])]
+)
+@pytest.mark.parametrize(
+    ('name', 'expected'),
+    [
+        ('convnext_atto', r'\(stem\.1 and 16 more: LayerNorm2d has a forward of its own, which .* last dimension\)'),
+        ('mobilevitv2_050', r'\(its 25 BatchNormAct2d, 21 GroupNorm1 are no LayerNorms\)'),
+    ],
+)
+def test_norms_that_a_model_has_in_place_of_layernorms_are_named(replace, name, expected):
+    with pytest.raises(ConversionError, match=f'the model has no LayerNorm [a-z ]+ {expected}$'):
+        replace(timm.create_model(name).eval())
 
 
 @pytest.mark.parametrize('norm', [timm.layers.LayerNorm(4), timm.layers.LayerNormFp32(4), LayerNormNoBias(4)])
