@@ -20,6 +20,7 @@ def register_on_demand(registry: Registry, *modules: str) -> None:
     if registry._imported:
         for module in modules:
             import_module(module)
+    # mmengine takes locations when a registry is made, and has no public way to add one.
     registry._locations = [*registry._locations, *modules]
 
 
