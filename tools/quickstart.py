@@ -40,7 +40,7 @@ from torch import nn
 
 from slab_det.checkpoints import is_fused
 from slab_det.checkpoints.build import build_detector
-from slab_det.cli import read_config
+from slab_det.cli import read_config, run_cli
 from slab_det.measure import ReportEntry, measure_latency, update_report
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, draw_ap_latency, draw_training, save_figure, styled
@@ -56,7 +56,12 @@ def call(tool: str, *arguments: object) -> None:
     """Runs one tool as a user would and stops the quick start with its exit code if it fails."""
     command = ['python', relative(TOOLS / tool), *map(str, arguments)]
     print(f'\n$ {shlex.join(command)}', flush=True)
-    code = subprocess.run([sys.executable, *command[1:]], check=False).returncode
+    process = subprocess.Popen([sys.executable, *command[1:]])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        # The tool got Ctrl-C too, and says how far it came; subprocess.run would kill it after a quarter of a second.
+        code = process.wait()
     if code:
         raise SystemExit(code)
 
@@ -199,4 +204,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == '__main__':
-    main(args)
+    run_cli(main, args)
