@@ -9,7 +9,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('checkpoint', help='its weights; recalibrated, gamma = 0')
     parser.add_argument('--out', required=True, metavar='FILE.onnx')
     parser.add_argument(
-        '--scope', choices=('backbone+neck+rpn', 'detector'), default='detector', help='(default %(default)s)'
+        '--scope',
+        choices=('backbone', 'backbone+neck+rpn', 'detector'),
+        default='detector',
+        help='(default %(default)s)',
     )
     parser.add_argument('--opset', type=int, default=17, help='(default %(default)s)')
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')

@@ -108,6 +108,20 @@ class DenseGraph(nn.Module):
         return {name: {0: 'batch', 2: f'height{name[-1]}', 3: f'width{name[-1]}'} for name in self.output_names()}
 
 
+class BackboneGraph(DenseGraph):
+    """Preprocessing and backbone alone.
+
+    Shape:
+        (1, 3, H, W), 0 to 255 -> the feature map of each stage that the backbone puts out.
+    """
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.detector.backbone(self._preprocess(image)))
+
+    def output_names(self) -> list[str]:
+        return [f'feature{i}' for i in range(len(self.detector.backbone.out_indices))]
+
+
 class DetectorGraph(nn.Module):
     """The whole detector but for the pasting of masks; boxes are in pixels of the input image, sorted by score.
 

@@ -17,13 +17,17 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.deployment.export.backbones import make_size_free
-from slab_det.deployment.export.detector import DenseGraph, DetectorGraph
+from slab_det.deployment.export.detector import BackboneGraph, DenseGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
-SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {'backbone+neck+rpn': DenseGraph, 'detector': DetectorGraph}
+SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    'backbone': BackboneGraph,
+    'backbone+neck+rpn': DenseGraph,
+    'detector': DetectorGraph,
+}
 # The first opset whose RoiAlign knows half pixels is 16.
 MIN_OPSET = 17
 # No multiple of a window or a stride; small, because tracing runs the model.
@@ -50,7 +54,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     Args:
         detector: A two-stage detector in eval mode. Offline norms that are left are fused.
         path: The file, ending in .onnx.
-        scope: 'backbone+neck+rpn' or 'detector'.
+        scope: One of ``SCOPES``.
         opset: Version of ONNX's operators, 17 at least.
 
     Raises:
@@ -106,7 +110,7 @@ def _describe_input(detector: nn.Module) -> dict:
 
 @contextmanager
 def _traced_sizes() -> Iterator[None]:
-    """Keeps ``Tensor.unflatten`` from turning sizes into constants, and mutes the warnings of the tracer."""
+    """Keeps ``Tensor.unflatten`` from turning sizes into constants, leaves out dropout, and mutes the tracer."""
 
     def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         dim %= self.ndim
@@ -117,4 +121,9 @@ def _traced_sizes() -> Iterator[None]:
         warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
         warnings.filterwarnings('ignore', category=DeprecationWarning)
         warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
-        yield
+        # torch writes scaled_dot_product_attention with a dropout of nothing in training mode, which OpenVINO refuses.
+        torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, MIN_OPSET)
+        try:
+            yield
+        finally:
+            torch.onnx.unregister_custom_op_symbolic('aten::dropout', MIN_OPSET)

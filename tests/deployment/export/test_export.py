@@ -133,6 +133,7 @@ def test_graph_finds_what_mmdet_finds(detector, row):
         ('Flatten-Swin', 'mask_rcnn', 'backbone+neck+rpn', 1),
         ('PVT', 'mask_rcnn', 'detector', 1),
         ('SLAB-PVT', 'faster_rcnn', 'backbone+neck+rpn', 32),
+        ('PVT', 'faster_rcnn', 'backbone', 32),
     ],
 )
 def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, row, kind, scope, divisor):
@@ -140,6 +141,7 @@ def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, 
     export_onnx(model, tmp_path / 'model.onnx', scope)
     operators = {node.op_type for node in onnx.load(tmp_path / 'model.onnx').graph.node}
     assert not operators & {'LayerNormalization', 'BatchNormalization', 'ReduceMean'} or row == 'Flatten-Swin'
+    assert 'Dropout' not in operators
     checks = check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
     assert [check.size for check in checks] == SIZES
     if scope == 'detector':
@@ -200,7 +202,7 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
             export_onnx(model, tmp_path / 'model.onnx', **options)
 
     refuses('opset 16 is too old', opset=16)
-    refuses("scope 'backbone' is not one of", scope='backbone')
+    refuses("scope 'neck' is not one of", scope='neck')
     model.roi_head.test_cfg.nms.type = 'soft_nms'
     refuses('plain NMS per class in test_cfg.rcnn.nms')
     model.roi_head.mask_head.class_agnostic = True
