@@ -99,6 +99,7 @@ setup(
             'setuptools>=77',
             'onnx>=1.17',
             'onnxruntime>=1.20',
+            'openvino>=2024.6',
             'mkdocs-material>=9.5',
         ],
         'docs': ['mkdocs-material>=9.5'],
