@@ -4,7 +4,7 @@ pretrained weights of a backbone into mmdet's layout (``--to native``)."""
 import argparse
 from pathlib import Path
 
-SCHEDULE = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'schedules' / 'finetune_prepbn.py'
+SCHEDULES = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules'
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,9 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         '--schedule',
-        default=str(SCHEDULE),
-        help="config of the fine-tune's schedule and hooks (prepbn; default configs/_base_/schedules/"
-        'finetune_prepbn.py: 3 epochs)',
+        help="config of the fine-tune's schedule and hooks (prepbn; default, of configs/_base_/schedules, "
+        'finetune_prepbn.py: 3 epochs; for an absorbed detector tune_mixed.py: 150 iterations)',
     )
     return parser.parse_args()
 
@@ -61,6 +60,7 @@ from slab_det.checkpoints.build import rewrite_as_native
 from slab_det.cli import read_config, run_cli
 from slab_det.data import check_data, set_data_root
 from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import config_errors
 from slab_det.conversion import convert_detector
 
@@ -72,12 +72,18 @@ def main(args: argparse.Namespace) -> None:
         rewrite_as_native(cfg, args.source, args.destination)
         print(f'Written to {args.destination}')
         return
+    if type_name(cfg.model.type) == 'FusedDetector':
+        # That of slab-det absorb; training images and teacher stand in the one that it wrote beside it.
+        cfg = read_config(args.config.replace('_config.py', '_tune_config.py'))
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)
     batches = None
     if args.num_images != 0:
         check_data(cfg, ('train',))
         batches = recalibration_dataloader(cfg, args.num_images, 'test')
+    if args.schedule is None:
+        distilled = type_name(cfg.model.type) == 'DistilledDetector'
+        args.schedule = str(SCHEDULES / ('tune_mixed.py' if distilled else 'finetune_prepbn.py'))
     with config_errors(args.schedule):
         schedule = Config.fromfile(args.schedule)
     checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule, batches)

@@ -167,7 +167,7 @@ def DistilledDetector(  # noqa: N802 (a config's type)
         if isinstance(module, (DropPath, TimmDropPath)):
             module.drop_prob = 0.0
     kind = type(detector)
-    detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), {})
+    detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), dict(student_class=kind))
     detector.distillation = Distillation(reference, **weights)
     detector.task_weight, detector.student_features = task_weight, None
     return detector

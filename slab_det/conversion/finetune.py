@@ -15,7 +15,7 @@ import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
 from slab_det.norms import named_progressive_norms
-from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
+from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, type_name
 
 # What every run of ours has.
 DEFAULT_HOOKS = dict(
@@ -62,8 +62,8 @@ def convert_detector(
     if more_eps or shapes != rebuilt:
         different = ', '.join(sorted(dict(shapes.items() ^ rebuilt.items()))[:3]) or 'their eps differ'
         raise ConversionError(
-            f'not all norms of {cfg.model.backbone.type} follow its norm_cfg ({different}), so no config says what the '
-            'converted detector is; convert the model in Python with slab_det.convert_norms'
+            f'not all norms of {type(model.backbone).__name__} follow its norm_cfg ({different}), so no config says '
+            'what the converted detector is; convert the model in Python with slab_det.convert_norms'
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     meta = dict(slab_det_version=slab_det.__version__)
@@ -89,8 +89,9 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
         checkpoint: What the run starts from.
     """
     values = cfg.to_dict()
-    drop_pretrained(values['model'])
-    backbone = values['model']['backbone']
+    detector = detector_config(values['model'])
+    drop_pretrained(detector)
+    backbone = detector['backbone']
     backbone['norm_cfg'] = norm_cfg
     if backbone.get('out_norm_cfg'):
         backbone['out_norm_cfg'] = 'same'

@@ -68,6 +68,8 @@ def FusedDetector(  # noqa: N802 (a config's type)
 
 def _fused_config(cfg: Config, folds: list[dict]) -> Config:
     values = {key: value for key, value in copy.deepcopy(cfg).to_dict().items() if key not in TRAINING_KEYS}
+    # A DistilledDetector needs its teacher for training alone.
+    values['model'] = values['model'].get('student', values['model'])
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
         # The runner would hand it to FusedDetector.

@@ -40,9 +40,10 @@ def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs
     detector = model.get_submodule(owner)
     if attribute != 'backbone' or not hasattr(detector, 'neck'):
         raise CannotFold('it is an output of the backbone, which no neck reads')
-    if not fold_outputs and (type(detector) not in DETECTORS or 'extract_feat' in vars(detector)):
+    kind = getattr(detector, 'student_class', type(detector))
+    if not fold_outputs and (kind not in DETECTORS or 'extract_feat' in vars(detector)):
         raise CannotFold(
-            f'{type(detector).__name__} may read the outputs of its backbone outside its neck; '
+            f'{kind.__name__} may read the outputs of its backbone outside its neck; '
             'if it does not, fuse with fold_outputs=True'
         )
     return f'{backbone.removesuffix("backbone")}neck[{level}]'

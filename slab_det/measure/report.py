@@ -11,7 +11,7 @@ from typing import NamedTuple, get_type_hints
 from mmengine.fileio import put_text
 
 from slab_det.measure.latency import describe_scope
-from slab_det.runtime.config import type_name
+from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.errors import ReportError
 
 SCHEMA = 1
@@ -112,8 +112,7 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
 
     Types may be written in any way that mmengine builds: 'MaskRCNN', 'mmdet.MaskRCNN', or the class itself.
     """
-    if type_name(model_cfg['type']) == 'FusedDetector':
-        model_cfg = model_cfg['model']
+    model_cfg = detector_config(model_cfg)
     backbone = model_cfg['backbone']
     stages = backbone.get('attention', 'softmax')
     kinds = [stages] if isinstance(stages, str) else list(stages)

@@ -10,6 +10,14 @@ def type_name(kind: str | Callable) -> str:
     return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
 
 
+def detector_config(model: dict) -> dict:
+    """The config of the plain detector inside that of a DistilledDetector or FusedDetector; else ``model`` itself."""
+    inside = {'DistilledDetector': 'student', 'FusedDetector': 'model'}
+    while type_name(model['type']) in inside:
+        model = model[inside[type_name(model['type'])]]
+    return model
+
+
 def drop_pretrained(model: dict) -> None:
     """Removes what would load pretrained weights from a detector's config, in place."""
     for part in (model, model.get('backbone', {})):

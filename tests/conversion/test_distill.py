@@ -14,9 +14,11 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion import DistillationError, write_tune_config
+from slab_det.conversion import ConversionError, DistillationError, convert_detector, write_tune_config
 from slab_det.conversion.distill import NUM_PROPOSALS, Distillation, mean_relative_error
 from slab_det.fusion import save_fused
+from slab_det.measure.report import read_report
+from slab_det.norms import PRepBN
 from slab_det.recalibration import recalibration_dataloader
 from slab_det.runtime.errors import CheckpointError
 
@@ -94,6 +96,10 @@ def test_a_copy_in_training_mode_has_no_loss_in_any_kind_of_detector(name, parts
     assert all(head.training for head in student.children() if head is not student.backbone)
 
 
+# Behind it windows are padded; the FPN alone reads the other.
+KEPT = ['backbone.stages.0.blocks.0.norm1', 'backbone.norm3']
+
+
 @pytest.fixture(scope='module')
 def absorbed(module_run_cfg, tmp_path_factory):
     """Config of a LayerNorm run, its checkpoint, and the fused config and checkpoint of a student of it."""
@@ -103,8 +109,7 @@ def absorbed(module_run_cfg, tmp_path_factory):
     cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     teacher = build_detector(cfg)
     torch.save(dict(state_dict=randomize(teacher).state_dict()), folder / 'teacher.pth')
-    # Two norms are left.
-    student = slab_det.absorb(teacher, recalibration_dataloader(cfg, 4, 'test'), keep=2, progress=False)
+    student = slab_det.absorb(teacher, recalibration_dataloader(cfg, 4, 'test'), keep=KEPT, progress=False)
     checkpoint, config = save_fused(student, cfg, folder / 'absorbed.pth')
     return cfg, folder / 'teacher.pth', config, checkpoint
 
@@ -151,6 +156,37 @@ def test_a_run_with_labels_writes_checkpoints_of_the_fused_config(absorbed, whol
     torch.testing.assert_close(served, maps)
     assert all((a - b).abs().max() > 1e-4 for a, b in zip(served, old, strict=True))
     assert DetInferencer(str(absorbed[2]), str(last), device='cpu', show_progress=False)
+
+
+def test_norms_that_absorption_kept_are_trained_away_beside_the_teacher(absorbed):
+    cfg = tune_cfg(absorbed, 'tuned')
+    schedule = Config.fromfile(CONFIGS / '_base_/schedules/tune_mixed.py')
+    schedule.train_cfg, schedule.param_scheduler = dict(type='IterBasedTrainLoop', max_iters=3), []
+    schedule.custom_hooks[1].update(num_images=4)
+    images, out = recalibration_dataloader(cfg, 4, 'test'), absorbed[3].with_name('mixed.pth')
+    *_, path, report = convert_detector(cfg, str(absorbed[3]), out, schedule, images)
+    assert sorted(report.converted) == sorted(KEPT) == sorted(report.explained)
+    mixed = Config.fromfile(path)
+    mixed.work_dir, mixed.experiment_name = str(out.with_name('mixed')), f'{out.parent.name}-mixed'
+    runner = Runner.from_cfg(mixed)
+    runner.train()
+    logged = runner.message_hub.log_scalars
+    assert logged['train/gamma'].data[0].tolist() == [1.0, 0.5, 0.0] and 'train/loss_features' in logged
+
+    (fused,) = (entry for entry in read_report(out.with_name('mixed') / 'report.json') if entry.variant == 'fused')
+    counts = {fate: fused.fusion[fate] for fate in ('folded', 'affine', 'kept')}
+    assert counts == dict(folded=2, affine=0, kept=0) and fused.norm == 'PRepBN', fused
+    assert fused.fusion['difference']['float64'] < 1e-9
+    served_cfg = Config.fromfile(fused.config)
+    served = build_detector(served_cfg, fused.checkpoint).double()
+    trained = runner.model.eval().double()
+    images = torch.randn(1, 3, 70, 90).double()
+    with torch.no_grad():
+        for one, other in zip(trained.extract_feat(images), served.extract_feat(images), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert not any(isinstance(module, (torch.nn.LayerNorm, PRepBN)) for module in served.modules())
+    with pytest.raises(ConversionError, match='no LayerNorm to convert'):
+        convert_detector(served_cfg, fused.checkpoint, out, schedule)
 
 
 def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(absorbed, whole_run):
