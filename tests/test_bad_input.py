@@ -24,7 +24,7 @@ from torch import nn
 
 import slab_det
 from slab_det.fusion import save_fused
-from slab_det.hooks import NormStateHook
+from slab_det.hooks import NormStateHook, RecalibrateFuseHook
 from slab_det.measure.report import write_report
 from slab_det.runtime.checkpoint_files import read_checkpoint
 
@@ -269,15 +269,19 @@ def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(
     assert torch.equal(trained, start)
 
 
-def test_ctrl_c_says_how_to_go_on(run, monkeypatch):
+# Recalibration follows the last iteration.
+@pytest.mark.parametrize(('hook', 'place', 'done'), [(NormStateHook, '_iter', 2), (RecalibrateFuseHook, '', 4)])
+def test_ctrl_c_says_how_to_go_on(hook, place, done, run, monkeypatch):
     def interrupt(hook, runner, *args, **kwargs):
-        if runner.iter == 2:
+        if runner.iter == done:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(NormStateHook, 'after_train_iter', interrupt)
+    monkeypatch.setattr(hook, f'after_train{place}', interrupt)
     result = run('train.py small.py --work-dir stopped')
     assert result.code == 130 and 'Traceback' not in result.err
-    message = r'Interrupted in iteration 3 of 4: the same command with --resume goes on from \S*stopped/iter_2\.pth'
+    message = (
+        rf'Interrupted after {done} of 4 iterations: the same command with --resume goes on from \S*/iter_{done}\.pth'
+    )
     assert re.fullmatch(message, result.err.splitlines()[-1]), result.err
 
 

@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
         if is_main_process():
             latest = find_latest_checkpoint(cfg.work_dir)
             how = f'the same command with --resume goes on from {latest}' if latest else 'there is no checkpoint yet'
-            print(f'Interrupted in iteration {runner.iter + 1} of {runner.max_iters}: {how}', file=sys.stderr)
+            print(f'Interrupted after {runner.iter} of {runner.max_iters} iterations: {how}', file=sys.stderr)
         raise
 
 
