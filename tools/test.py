@@ -66,7 +66,9 @@ from slab_det.measure.report import (
 )
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace, cfg: Config) -> None:
+    if cfg.get('default_scope') == 'mmpretrain' and (args.tta or args.show or args.show_dir):
+        raise SlabDetError('--tta, --show and --show-dir are for detectors; leave them out')
     if args.tta and (args.latency or args.fuse or args.deploy):
         raise SlabDetError('--latency, --fuse and --deploy are for the plain detector; leave out --tta')
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
@@ -107,9 +109,9 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
 
 
 def main(args: argparse.Namespace) -> None:
-    check_arguments(args)
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
+    check_arguments(args, cfg)
     check_data(cfg, ('test',))
     path = Path(args.report or Path(cfg.work_dir) / 'report.json')
     if path.exists():

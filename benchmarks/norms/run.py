@@ -154,8 +154,7 @@ def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> 
         results = json.loads(file.read_text())
     else:
         setting = f'{study.setting}, {study.iterations} iterations of 4 images'
-        metric = f'{AP_KINDS[study.metric]} AP'
-        results = dict(question=study.question, setting=setting, metric=metric, runs={})
+        results = dict(question=study.question, setting=setting, metric=AP_KINDS[study.metric], runs={})
     entry = results['runs'].setdefault(name, dict(seeds={}))
     entry |= dict(label=RUNS[name][0], setting='', control='ln')
     entry['seeds'][str(seed)] = result

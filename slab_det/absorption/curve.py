@@ -10,7 +10,7 @@ from torch import nn
 
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
-from slab_det.measure.report import AP_KINDS
+from slab_det.measure.report import AP_KINDS, main_column
 
 
 @dataclass
@@ -79,7 +79,7 @@ def curve_table(points: Sequence[CurvePoint]) -> str:
             'LayerNorms kept': str(point.num_kept),
             'agreement': '–' if point.agreement is None else f'{point.agreement:.3f}',
             **(_latency_cells(point.latency, teacher.latency) if point.latency else {}),
-            **{f'{AP_KINDS[kind]} AP': f'{values["AP"]:.3f}' for kind, values in (point.ap or {}).items()},
+            **{AP_KINDS[kind]: f'{values[main_column(kind)]:.3f}' for kind, values in (point.ap or {}).items()},
         }
         for point in points
     ]

@@ -34,7 +34,11 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     with config_errors(cfg.filename or 'config'):
         # mmdet's DETRs write into their config, and what is written cannot be built again.
-        model = MODELS.build(copy.deepcopy(cfg.model))
+        model_cfg = copy.deepcopy(cfg.model)
+        if 'data_preprocessor' in cfg:
+            # As the runner does.
+            model_cfg.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
+        model = MODELS.build(model_cfg)
     model.eval()
     # As mmdet's init_detector leaves it.
     model.cfg = cfg

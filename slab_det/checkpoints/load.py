@@ -242,7 +242,7 @@ def _fit(
     unused = {weight.key: key.removeprefix(prefix) for key, weight in given.items() if key not in filled}
     accounted = filled.keys() | report.missing_expected.keys()
     missing = {key: key.removeprefix(prefix) for key in targets if key not in accounted}
-    is_classifier = any(key.startswith(('head.', 'norm.')) for key in inner)
+    is_classifier = any(key.startswith(('head.', 'norm.')) for key in (*inner, *report.unused_expected))
     rules = (*EXPECTED_MISSING, OUTPUT_NORM) if is_classifier else EXPECTED_MISSING
     report.matched = list(filled)
     report.converted = {key: weight.change for key, weight in filled.items() if weight.change}

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 
-from mmdet.datasets import CocoDataset
+from mmdet.datasets import BaseDetDataset, CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
+from mmengine.registry import init_default_scope
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -49,6 +50,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     Raises:
         DataError: Naming the split, the missing path, and what to do about it.
     """
+    init_default_scope(cfg.get('default_scope', 'mmdet'))
     for split in splits:
         datasets = [*_datasets(cfg, split)]
         for dataset in datasets:
@@ -71,7 +73,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     mmdet would index classes that are not there, or take the surplus class of the data for background.
 
     Args:
-        model: A detector; box, mask and panoptic heads are looked at, also those of a cascade.
+        model: A detector, whose box, mask and panoptic heads are looked at, also those of a cascade, or a classifier.
         dataset: With ``metainfo``, where classes are named; others are left alone.
         split: What the message calls the dataset.
 
@@ -84,7 +86,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     numbers = {len(metainfo[key]) for key in ('classes', 'thing_classes') if metainfo.get(key)}
     for name, module in model.named_modules():
         num_classes = getattr(module, 'num_classes', None)
-        is_head = re.search(r'(^|\.)(bbox|mask|panoptic)_head(\.\d+)?$', name)
+        is_head = re.search(r'^head$|(^|\.)(bbox|mask|panoptic)_head(\.\d+)?$', name)
         if classes and is_head and num_classes is not None and num_classes not in numbers:
             raise DataError(
                 f'{name} has num_classes={num_classes}, but the {split} dataset has {len(classes)} classes '
@@ -118,7 +120,9 @@ def set_data_root(cfg: Config, root: str) -> None:
                     evaluator.ann_file = osp.join(root, osp.relpath(ann_file, old_root))
         for dataset in datasets:
             dataset.data_root = root
-            for name, prefix in dataset.get('data_prefix', {}).items():
+            prefixes = dataset.get('data_prefix')
+            # Datasets of classes may name one folder.
+            for name, prefix in prefixes.items() if isinstance(prefixes, dict) else ():
                 if not osp.exists(osp.join(root, prefix)) and osp.exists(osp.join(root, 'images', prefix)):
                     dataset.data_prefix[name] = osp.join('images', prefix)
     if 'data_root' in cfg:
@@ -144,10 +148,13 @@ def _evaluators(cfg: Config, split: str) -> list[ConfigDict]:
 
 
 def _check_dataset(dataset: ConfigDict, split: str) -> None:
-    dataset_class = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
+    # Where the runner looks.
+    with DATASETS.switch_scope_and_registry(dataset.get('_scope_')) as registry:
+        dataset_class = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     if dataset_class is None:
         raise DataError(f'{split}_dataloader: no dataset is called {dataset.type!r}')
-    if issubclass(dataset_class, SyntheticShapes):
+    # Those of classifiers say themselves what they lack.
+    if issubclass(dataset_class, SyntheticShapes) or not issubclass(dataset_class, BaseDetDataset):
         return
     root, ann_file, prefixes = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix', {})
     classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())

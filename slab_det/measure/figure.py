@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,15 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
-from slab_det.measure.report import AP_KINDS, ReportEntry, ap_scope, latency_scope
+from slab_det.measure.report import (
+    AP_KINDS,
+    ReportEntry,
+    ap_scope,
+    latency_scope,
+    main_column,
+    measured_kinds,
+    score,
+)
 from slab_det.runtime.errors import ReportError
 
 WIDTH = 7.2  # inches: the text width of A4
@@ -67,7 +75,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 
 def draw_ap_latency(entries: Sequence[ReportEntry], path: str | Path) -> None:
-    """Draws box and mask AP (times 100) over median latency.
+    """Draws box and mask AP, or the accuracy of classifiers (times 100), over median latency.
 
     Hollow markers are unfused, filled ones fused, and an arrow leads from one to the other. A model whose AP was not
     measured stands as a vertical line at its latency.
@@ -93,12 +101,13 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     panels = []
     parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
     for part, (detector, latency, scope) in zip(parts, rows, strict=True):
-        data, *training = scope.split('; ')
-        part.suptitle('\n'.join(textwrap.fill(line, 110) for line in (f'{detector}, AP on {data}', *training)))
-        part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 110), fontsize=8)
         measured = [e for e in timed if (e.detector, latency_scope(e)) == (detector, latency)]
         shown = [e for e in measured if not e.ap or ap_scope(e) == scope]
-        kinds = [kind for kind in AP_KINDS if any(kind in (entry.ap or {}) for entry in shown)]
+        kinds = measured_kinds(shown)
+        data, *training = scope.split('; ')
+        lines = (f'{detector}, {score(kinds)} on {data}', *training)
+        part.suptitle('\n'.join(textwrap.fill(line, 110) for line in lines))
+        part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 110), fontsize=8)
         for axes, kind in zip(part.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
             panels.append((axes, _draw_panel(axes, shown, kind)))
     variants = [variant for variant in _FACES if any(entry.ap and entry.variant == variant for entry in timed)]
@@ -115,8 +124,9 @@ def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str) -> list[t
     """Draws all but the names, and returns them: which name, and the point that it belongs to."""
     times = [entry.latency['median_ms'] for entry in entries]
     axes.set_xlim(limits(times, _MIN_MS_SPAN * max(times)))
-    axes.set_ylim(limits([100 * e.ap[kind]['AP'] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN, 100))
-    axes.set_ylabel(f'{AP_KINDS[kind]} AP')
+    column = main_column(kind)
+    axes.set_ylim(limits([100 * e.ap[kind][column] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN, 100))
+    axes.set_ylabel(AP_KINDS[kind])
     named = []
     for name in dict.fromkeys(entry.name for entry in entries):
         places, variants = [], []
@@ -125,10 +135,10 @@ def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str) -> list[t
             ms = entry.latency['median_ms']
             if not entry.ap:
                 axes.axvline(ms, color=INK, linestyle='--')
-                label = axes.text(ms, 0.03, f'{name}: AP not measured', rotation=90, ha='right')
+                label = axes.text(ms, 0.03, f'{name}: {score([kind])} not measured', rotation=90, ha='right')
                 label.set_transform(axes.get_xaxis_transform())
             elif kind in entry.ap:
-                places.append((ms, 100 * entry.ap[kind]['AP']))
+                places.append((ms, 100 * entry.ap[kind][column]))
                 variants.append(entry.variant)
                 axes.plot(*places[-1], 'o', zorder=3, mec=INK, mfc=_FACES[entry.variant])
         if variants == ['unfused', 'fused']:
@@ -188,7 +198,7 @@ def limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tu
 
 
 def draw_training(runs: Mapping[str, str | Path], path: str | Path) -> None:
-    """Draws AP (times 100) and gamma over the iterations of runs.
+    """Draws AP (times 100) or top-1 accuracy, and gamma, over the iterations of runs.
 
     AP is that of the validations, of masks where the detector has them; a filled marker is the AP after recalibration.
 
@@ -217,19 +227,23 @@ def training_figure(runs: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Fi
     """The picture of :func:`draw_training`, of what :func:`read_scalars` found, not yet written."""
     figure = Figure(figsize=(0.6 * WIDTH, 3.2))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    kind = 'segm' if any('coco/segm_mAP' in scalars for scalars in runs.values()) else 'bbox'
+    # mmdet logs AP up to 1, mmpretrain accuracy in per cent.
+    metrics = {'segm': ('coco/segm_mAP', 100), 'accuracy': ('accuracy/top1', 1), 'bbox': ('coco/bbox_mAP', 100)}
+    logged = {*chain(*runs.values())}
+    kind = next((kind for kind, (metric, _) in metrics.items() if metric in logged), 'bbox')
+    metric, factor = metrics[kind]
     named = []
     for (name, scalars), look in zip(runs.items(), LOOKS(), strict=False):
         lower.plot(*_points(scalars.get('gamma', {})), **look)
-        curve = _points(scalars.get(f'coco/{kind}_mAP', {}), 100)
+        curve = _points(scalars.get(metric, {}), factor)
         upper.plot(*curve, marker='o', mfc='white', label=name, **look)
         # The middle of a curve is farther from the others than its end.
         named += [(name, *place) for place in [*zip(*curve, strict=True)][len(curve[0]) // 2 :][:1]]
-        if final := scalars.get(f'recalibrated/coco/{kind}_mAP'):
-            label, place = f'{name}, recalibrated', _points(final, 100)
+        if final := scalars.get(f'recalibrated/{metric}'):
+            label, place = f'{name}, recalibrated', _points(final, factor)
             upper.plot(*place, 'o', color=look['color'], label=label)
             named.append((label, place[0][-1], place[1][-1]))
-    upper.set(ylabel=f'{AP_KINDS[kind]} AP', ylim=(0, min(1.05 * upper.get_ylim()[1], 100)))
+    upper.set(ylabel=AP_KINDS[kind], ylim=(0, min(1.05 * upper.get_ylim()[1], 100)))
     lower.set(ylabel='gamma', ylim=(-0.05, 1.05), xlabel='iteration')
     figure.draw_without_rendering()
     _place_names(upper, named)

@@ -18,6 +18,7 @@ import mmcv
 import numpy as np
 import torch
 from mmdet.models.data_preprocessors import DetDataPreprocessor
+from mmdet.models.detectors import BaseDetector
 from mmdet.structures import DetDataSample
 from torch import nn
 
@@ -43,8 +44,8 @@ class LatencyResult:
         timed: What is inside the timed region, in words.
         size, warmup, rounds, compile_mode: Arguments of :func:`measure_latency`; no torch.compile is None.
         image: File name of the input, or 'seeded noise'.
-        detections: Objects found in the last round; None where no heads run. Heads are cheap where nothing is found,
-            so compare detectors at equal counts.
+        detections: Objects found in the last round; None where no heads of a detector run. Heads are cheap where
+            nothing is found, so compare detectors at equal counts.
         device: Name of the device.
         dtype: What the model computes in: the dtype of an autocast region or of the weights.
         autocast: Whether ``dtype`` is that of an autocast region, which casts the weights inside the timed region.
@@ -328,18 +329,20 @@ class _MeasuredModel:
         pixels = mmcv.imresize(pixels, (width, height))
         data = {
             'inputs': [torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))],
-            'data_samples': [DetDataSample(metainfo=metainfo)],
+            # Other models make their own.
+            'data_samples': [DetDataSample(metainfo=metainfo)] if isinstance(self.model, BaseDetector) else None,
         }
         data = self.preprocess(data, training=False)
         self.inputs, self.samples = data['inputs'].to(self.weights_dtype), data['data_samples']
 
     def predict(self) -> None:
-        self.predictions = self.model.predict(self.inputs, self.samples, rescale=True)
+        self.predictions = self.model(self.inputs, self.samples, mode='predict')
 
     def describe(self) -> dict:
         """What the result says about the model itself."""
+        found = 'pred_instances' in (self.predictions or [()])[0]
         return {
-            'detections': None if self.predictions is None else len(self.predictions[0].pred_instances),
+            'detections': len(self.predictions[0].pred_instances) if found else None,
             'dtype': str(self.dtype).removeprefix('torch.'),
             'autocast': self.autocast,
             'fused': is_fused(self.model),
@@ -385,13 +388,13 @@ SCOPES = {
         ('backbone', 'neck'),
     ),
     'detector': Scope(
-        'detector.predict on a normalised, padded image: backbone, neck, RPN, RoI heads, NMS, masks pasted '
-        'to full size; without image decoding, resizing and normalisation',
+        'prediction on a normalised, padded image: backbone, neck, all heads, NMS, masks pasted to full size; '
+        'without image decoding, resizing and normalisation',
         _MeasuredModel.predict,
     ),
     'end-to-end': Scope(
         'from the bytes of the image file in memory to predictions on the original image: decoding, resizing, '
-        'normalisation, padding, copy to the device, backbone, neck, RPN, RoI heads, NMS, masks pasted to full size',
+        'normalisation, padding, copy to the device, backbone, neck, all heads, NMS, masks pasted to full size',
         lambda measured: (measured.load(), measured.predict()),
     ),
 }

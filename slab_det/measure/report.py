@@ -17,7 +17,13 @@ from slab_det.runtime.errors import ReportError
 SCHEMA = 1
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
-AP_KINDS = {'bbox': 'box', 'segm': 'mask'}
+AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy'}
+# The runner's metric of each column; the first column of a kind is drawn.
+METRICS = {
+    **{kind: {name: f'{kind}_mAP{suffix}' for name, suffix in AP_SUFFIXES.items()} for kind in ('bbox', 'segm')},
+    # Classifiers of mmpretrain, in per cent.
+    'accuracy': {'top1': 'top1', 'top5': 'top5'},
+}
 FAMILIES = {
     'SLABSwin': 'Swin',
     'SwinTransformer': 'Swin',
@@ -49,7 +55,8 @@ class ReportEntry:
         config: Path of the config.
         checkpoint: Path of the weights; None where they were random.
         dataset: ``ann_file`` and number of ``images`` that AP was measured on.
-        ap: ``{'bbox': {'AP': …, 'AP50': …, …}, 'segm': {…}}`` in [0, 1], None for sizes without objects.
+        ap: ``{'bbox': {'AP': …, 'AP50': …, …}, 'segm': {…}}`` in [0, 1], None for sizes without objects; of a
+            classifier ``{'accuracy': {'top1': …, 'top5': …}}``.
         latency: ``LatencyResult.to_dict()``.
         recalibration: Passes, residual and images of the recalibration.
         fusion: Where each norm went, and the largest difference to the unfused outputs.
@@ -136,25 +143,43 @@ def describe_dataset(dataset: object) -> dict:
     images = len(dataset)
     while hasattr(dataset, 'datasets') or hasattr(dataset, 'dataset'):
         dataset = dataset.datasets[0] if hasattr(dataset, 'datasets') else dataset.dataset
-    return {'ann_file': str(getattr(dataset, 'ann_file', '')), 'images': images}
+    # Classes may be folders.
+    ann_file = getattr(dataset, 'ann_file', '') or getattr(dataset, 'img_prefix', '')
+    return {'ann_file': str(ann_file), 'images': images}
 
 
 def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Picks AP out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
+    """Picks AP and accuracy out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
 
     Returns:
-        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}}`` for the kinds that were evaluated on any object. COCO's -1,
-        which says that no object has that size, becomes None.
+        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}, 'accuracy': {…}}`` for the kinds that were evaluated on any
+        object. COCO's -1, which says that no object has that size, becomes None.
     """
     by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
     return {
         kind: {
-            column: float(by_name[f'{kind}_mAP{suffix}']) if by_name.get(f'{kind}_mAP{suffix}', -1) >= 0 else None
-            for column, suffix in AP_SUFFIXES.items()
+            column: float(by_name[name]) / (100 if kind == 'accuracy' else 1) if by_name.get(name, -1) >= 0 else None
+            for column, name in columns.items()
         }
-        for kind in AP_KINDS
-        if by_name.get(f'{kind}_mAP', -1) >= 0
+        for kind, columns in METRICS.items()
+        if by_name.get(columns[main_column(kind)], -1) >= 0
     }
+
+
+def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:
+    """The kinds that any of the entries has, in the order of their columns."""
+    found = {kind for entry in entries for kind in entry.ap or ()}
+    return [kind for kind in AP_KINDS if kind in found]
+
+
+def score(kinds: Sequence[str]) -> str:
+    """What numbers of these kinds are called together."""
+    return 'accuracy' if 'accuracy' in kinds else 'AP'
+
+
+def main_column(kind: str) -> str:
+    """The column that stands for a kind where there is room for one: AP, or top1."""
+    return next(iter(METRICS[kind]))
 
 
 def read_report(path: str | Path) -> list[ReportEntry]:
@@ -185,9 +210,9 @@ def _check_entry(entry: ReportEntry) -> None:
         float(entry.latency['median_ms'])
         latency_scope(entry)
     for kind, values in (entry.ap or {}).items():
-        float(values['AP'])
         if kind not in AP_KINDS:
             raise ValueError(f'AP of {entry.name} is of {kind}, not of {" or ".join(AP_KINDS)}')
+        float(values[main_column(kind)])
 
 
 def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
@@ -226,31 +251,36 @@ def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperT
         paper_tables: Published numbers to show for rows of the same name, in columns named as the papers'.
     """
     marks, notes = _footnotes('L', 'ms: median latency, ', [latency_scope(e) for e in entries if e.latency])
-    ap_marks, ap_notes = _footnotes('A', 'AP on ', [ap_scope(e) for e in entries if e.ap])
+    kinds = measured_kinds(entries)
+    # Without classifiers the columns are those of Table 3.
+    kinds = kinds if 'accuracy' in kinds else ['bbox', 'segm']
+    ap_marks, ap_notes = _footnotes('A', f'{score(kinds)} on ', [ap_scope(e) for e in entries if e.ap])
     notes += ap_notes
     if len(marks) > 1:
         notes.append('Latencies with different marks were measured differently: do not compare them.')
-    suffixes = ' / '.join(column.removeprefix('AP') or 'AP' for column in AP_SUFFIXES)
-    header = ['model', 'norm', '', 'ms', *(f'{title} {suffixes}' for title in AP_KINDS.values())]
+    # The name of the first column is that of the kind.
+    others = {kind: [name.removeprefix('AP') for name in METRICS[kind]][1:] for kind in kinds}
+    titles = [' / '.join([AP_KINDS[kind], *names]) for kind, names in others.items()]
+    header = ['model', 'norm', '', 'ms', *titles]
     rows = []
     for entry in entries:
-        row = [entry.name, entry.norm, entry.variant, '–', '–', '–']
+        row = [entry.name, entry.norm, entry.variant, '–', *('–' for _ in kinds)]
         if entry.latency:
             row[3] = f'{entry.latency["median_ms"]:.1f}{marks[latency_scope(entry)]}'
-        for column, kind in enumerate(AP_KINDS, start=4):
+        for column, kind in enumerate(kinds, start=4):
             if ap := (entry.ap or {}).get(kind):
-                values = [ap.get(name) for name in AP_SUFFIXES]
+                values = [ap.get(name) for name in METRICS[kind]]
                 row[column] = _cell([value and 100 * value for value in values]) + ap_marks[ap_scope(entry)]
         rows.append(row)
     if paper_tables:
-        header += ['paper: ms (V100)', *(f'paper: {title} {suffixes}' for title in AP_KINDS.values())]
+        header += ['paper: ms (V100)', *(f'paper: {title}' for title in titles)]
         published = [[t for t in paper_tables if t.detector == e.detector and e.name in t.rows] for e in entries]
         paper_marks, paper_notes = _footnotes(
             'P', "The authors' numbers, not measured here: ", [t.describe() for tables in published for t in tables]
         )
         notes += paper_notes
         for entry, row, tables in zip(entries, rows, published, strict=True):
-            for column in ('ms', 'box', 'mask'):
+            for column in ('ms', *(AP_KINDS[kind].removesuffix(' AP') for kind in kinds)):
                 found = [(table.rows[entry.name][column], paper_marks[table.describe()]) for table in tables]
                 row.append('; '.join(_cell(values) + mark for values, mark in found if values) or '–')
     lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
@@ -269,7 +299,7 @@ def ap_scope(entry: ReportEntry) -> str:
     dataset = entry.dataset or {}
     ann_file = Path(dataset.get('ann_file') or 'unknown data')
     # Every dataset calls its file instances_val.json: its folder tells them apart.
-    text = '/'.join([*ann_file.parts[-3:-2], ann_file.name])
+    text = '/'.join(part for part in ann_file.parts[-3:] if part != 'annotations')
     text += f' ({dataset["images"]} images)' if 'images' in dataset else ''
     if entry.training:
         text += '; trained ' + ', '.join(f'{key.replace("_", " ")} {value}' for key, value in entry.training.items())

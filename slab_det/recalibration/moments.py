@@ -177,11 +177,9 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
     # Hooks are registered without mmdet's models, which take a second to import.
     from mmdet.models import BatchFixedSizePad
 
-    augments = getattr(getattr(model, 'data_preprocessor', None), 'batch_augments', None) or ()
-    if getattr(getattr(batches, 'dataset', None), 'test_mode', False):
-        augments = ()
-    # Other augmentations draw random numbers, and every pass must see the same images.
-    pads = [augment for augment in augments if isinstance(augment, BatchFixedSizePad)]
+    # Other augmentations of batches draw random numbers, and every pass must see the same images.
+    parts = () if getattr(getattr(batches, 'dataset', None), 'test_mode', False) else model.modules()
+    pads = [part for part in parts if isinstance(part, BatchFixedSizePad)]
 
     def prepare(batch: object) -> tuple[Tensor, list[DetDataSample]]:
         if isinstance(batch, Tensor):

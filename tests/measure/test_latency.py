@@ -45,11 +45,10 @@ class RecordingDetector(nn.Module):
         self.record('extract_feat')
         return inputs
 
-    def predict(self, inputs: Tensor, samples: list[DetDataSample], rescale: bool) -> list[DetDataSample]:
+    def forward(self, inputs: Tensor, samples: list[DetDataSample] | None, mode: str) -> list[DetDataSample]:
         autocast = torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None
-        self.record('predict', inputs.clone(), autocast, torch.get_num_threads())
-        samples[0].pred_instances = InstanceData(scores=torch.ones(4))
-        return samples
+        self.record(mode, inputs.clone(), autocast, torch.get_num_threads())
+        return [DetDataSample(pred_instances=InstanceData(scores=torch.ones(4)))]
 
 
 @pytest.mark.parametrize(

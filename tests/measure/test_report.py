@@ -102,6 +102,7 @@ def test_other_configs_and_variants_stay_rows_of_their_own() -> None:
         (with_entry(latency={'median_ms': 5.0}), "KeyError.*'size'"),
         (with_entry(ap={'bbox': 0.4}), 'TypeError'),
         (with_entry(ap={'proposal': {'AP': 0.4}}), 'proposal, not of bbox or segm'),
+        (with_entry(ap={'accuracy': {'AP': 0.4}}), "KeyError.*'top1'"),
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -116,6 +117,8 @@ def test_metrics_of_the_runner_become_ap() -> None:
     assert ap_from_metrics({**metrics, 'coco/cat_precision': 0.1}) == {
         'bbox': {'AP': 0.5, 'AP50': 0.7, 'AP75': 0.55, 'APs': None, 'APm': 0.0, 'APl': 0.6}
     }
+    # mmpretrain's per cent.
+    assert ap_from_metrics({'accuracy/top1': 81.25}) == {'accuracy': {'top1': 0.8125, 'top5': None}}
     # No object at all to find.
     assert ap_from_metrics({'coco/bbox_mAP': -1.0, 'accuracy': 0.3}) == {}
 
