@@ -42,10 +42,11 @@ class BuildWithMim(build_py):
         if self.editable_mode:
             places = {}
             (mim / 'configs').mkdir(parents=True)
-            for folder, target in {'_base_': '_base_', **dict.fromkeys(folders.values(), '')}.items():
+            shared = {name: name for name in ('_base_', 'pretrain')}
+            for folder, target in {**shared, **dict.fromkeys(folders.values(), '')}.items():
                 (mim / 'configs' / folder).symlink_to(HERE / 'configs' / target)
         else:
-            for folder in ('tools', 'configs/_base_'):
+            for folder in ('tools', 'configs/_base_', 'configs/pretrain'):
                 shutil.copytree(HERE / folder, mim / folder, ignore=shutil.ignore_patterns('__pycache__'))
         for source in ('model-index.yml', 'benchmarks/paper_tables.json', *places):
             text = (HERE / source).read_text(encoding='utf-8').replace("'./", "'../")
@@ -101,9 +102,12 @@ setup(
             'onnxruntime>=1.20',
             'openvino>=2024.6',
             'mkdocs-material>=9.5',
+            'onedl-mmpretrain>=1.3.6,<2',
         ],
         'docs': ['mkdocs-material>=9.5'],
         'onnx': ['onnx>=1.17', 'onnxruntime>=1.20'],
+        # Classifiers: configs/pretrain.
+        'pretrain': ['onedl-mmpretrain>=1.3.6,<2'],
         'openvino': ['onnx>=1.17', 'onnxruntime>=1.20', 'openvino>=2024.6'],
     },
 )

@@ -1,4 +1,4 @@
 # Swin-S-PRepBN. The authors released no weights of it: Microsoft's LayerNorm ones start every norm at gamma = 1.
-_base_ = ['./faster_rcnn_swin_s.py', './_base_/prepbn.py']
+_base_ = ['./faster_rcnn_swin_s.py', './_base_/rows/prepbn_swin.py']
 
-model = dict(backbone=dict(norm_cfg=dict(_delete_=True, type='PRepBN')))
+model = {{_base_.row}}

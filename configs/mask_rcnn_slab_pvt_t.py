@@ -1,10 +1,9 @@
 # SLAB-PVT-T: PRepBN, and simplified linear attention over whole maps in all stages.
-_base_ = ['./mask_rcnn_prepbn_pvt_t.py']
+_base_ = ['./mask_rcnn_pvt_t.py', './_base_/rows/slab_pvt.py']
 
 model = dict(
     backbone=dict(
-        attention='sla',
-        la_sr_ratios=(1, 1, 1, 1),
+        _base_.row.backbone,
         init_cfg=dict(checkpoint='https://github.com/xinghaochen/SLAB/releases/download/ckpts/slab_pvt_tiny.pth'),
     )
 )

@@ -16,6 +16,8 @@ from slab_det_command import PROGRAMS
 ROOT = CONFIGS.parent
 # What mmengine makes of slab_det's names; the config has the scope of slab_det, and everything of it is mmdet's.
 CHECK = """
+from importlib.util import find_spec
+
 import slab_det
 from mmengine.config import Config
 from mmengine.hub import get_config, get_model
@@ -23,6 +25,8 @@ from slab_det.cli import build_runner, build_training, read_config
 
 slab = 'slab_det::slab/quickstart_mask_rcnn_slab_swin.py'
 assert get_config('slab_det::slab/mask_rcnn_slab_swin_t.py').model.backbone.window_sizes == (56, 28, 7, 7)
+if find_spec('mmpretrain'):
+    assert get_config('slab_det::pretrain/slab_swin_t_in1k.py').model.backbone.window_sizes == (56, 28, 7, 7)
 assert get_model(slab).backbone.__class__ is slab_det.backbones.SLABSwin
 assert read_config(slab).model.type == 'MaskRCNN'
 cfg = Config.fromfile('mine.py')
@@ -79,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_config_is_in_the_wheel_and_means_what_it_means_in_the_repository(site: Path) -> None:
     installed = {path.name: path for path in (site / 'slab_det/.mim/configs').glob('[!_]*/*.py')}
-    assert installed.keys() == {path.name for path in CONFIGS.glob('*.py')}
+    assert installed.keys() == {path.name for pattern in ('*.py', 'pretrain/*.py') for path in CONFIGS.glob(pattern)}
     for path in installed.values():
         bases = re.findall(r"'(\.\.?/[^']+\.py)'", path.read_text())
         assert bases and not [base for base in bases if not (path.parent / base).is_file()], path

@@ -1,0 +1,20 @@
+# PVT-T with LayerNorm, pooled over all tokens as in SLAB's code, which has no class token; its schedule too.
+_base_ = ['../_base_/models/mask_rcnn_pvt_t.py', '../_base_/in1k.py']
+
+model = dict(
+    _base_.classifier,
+    _delete_=True,
+    backbone=dict(
+        _base_.model.backbone,
+        type='mmdet.SLABPVT',
+        out_indices=(3,),
+        drop_path_rate=0.1,
+        init_cfg=None,
+    ),
+    head=dict(_base_.classifier.head, in_channels=512),
+)
+optim_wrapper = dict(clip_grad=None)
+param_scheduler = [
+    dict(type='LinearLR', start_factor=0.002, end=5, convert_to_iter_based=True),
+    dict(type='CosineAnnealingLR', begin=5, eta_min=2e-5),
+]

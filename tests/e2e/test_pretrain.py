@@ -1,0 +1,198 @@
+"""Classifiers of mmpretrain go the way of detectors: training, recalibration, fusion, test, report."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import init_default_scope
+
+import slab_det
+from slab_det.checkpoints import load_pretrained
+from slab_det.measure.cost import count_multiply_adds
+from slab_det.measure.report import read_report
+
+pytestmark = pytest.mark.skipif(
+    find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
+)
+# Drop-path, and the share of the run in which gamma falls.
+RECIPES = {
+    'swin_t': (0.2, None),
+    'prepbn_swin_t': (0.1, 0.8),
+    'slab_swin_t': (0.2, 60000 / 375300),
+    'swin_s': (0.3, None),
+    'prepbn_swin_s': (0.3, 0.8),
+    'slab_swin_s': (0.3, 60000 / 375300),
+    'pvt_t': (0.1, None),
+    'prepbn_pvt_t': (0.0, 0.8),
+    'slab_pvt_t': (0.0, 0.8),
+    'pvt_s': (0.1, None),
+    'prepbn_pvt_s': (0.1, 0.8),
+    'slab_pvt_s': (0.1, 0.8),
+}
+# Millions of parameters and G multiply-adds as the papers of Swin and PVT print them.
+PUBLISHED = {'swin_t': ('28', '4.5'), 'swin_s': ('50', '8.7'), 'pvt_t': ('13.2', '1.9'), 'pvt_s': ('24.5', '3.8')}
+# Of each stage at 224: blocks, tokens, channels, heads, reduction of the keys.
+PVT_STAGES = {
+    'pvt_t': ((2, 3136, 64, 1, 8), (2, 784, 128, 2, 4), (2, 196, 320, 5, 2), (2, 49, 512, 8, 1)),
+    'pvt_s': ((3, 3136, 64, 1, 8), (4, 784, 128, 2, 4), (6, 196, 320, 5, 2), (3, 49, 512, 8, 1)),
+}
+
+
+def load(row: str) -> Config:
+    return Config.fromfile(CONFIGS / 'pretrain' / f'{row}_in1k.py')
+
+
+def linear_attention(tokens: int, dims: int, heads: int) -> int:
+    """Two products with a (C, C) and a (C, C + h) matrix, in which the heads lie, and the 5x5 convolution."""
+    return tokens * dims * (2 * dims + heads) + 25 * tokens * dims
+
+
+def more_in_slab(size: str) -> int:
+    """Multiply-adds that linear attention has more than softmax attention, by hand."""
+    if 'swin' in size:
+        # In windows of 7x7, two blocks in each of the first two stages.
+        return sum(2 * (linear_attention(n, c, h) - 2 * n * 49 * c) for n, c, h in ((3136, 96, 3), (784, 192, 6)))
+    return sum(
+        blocks
+        * (
+            linear_attention(n, c, h)
+            + 2 * n * c * c
+            # The convolution that reduces, keys and values, and the two products.
+            - ((n * c * c if ratio > 1 else 0) + 2 * n // ratio**2 * c * c + 2 * n * n // ratio**2 * c)
+        )
+        for blocks, n, c, h, ratio in PVT_STAGES[size]
+    )
+
+
+def test_every_row_has_its_config():
+    assert {path.stem.removesuffix('_in1k') for path in (CONFIGS / 'pretrain').glob('*.py')} == {*RECIPES}
+
+
+@pytest.mark.parametrize('row', RECIPES)
+def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
+    cfg, size = load(row), re.search('(swin|pvt)_.', row)[0]
+    drop_path, total = RECIPES[row]
+    assert cfg.model.backbone.drop_path_rate == drop_path
+    hooks = {hook.type: hook for hook in cfg.get('custom_hooks', [])}
+    assert hooks.keys() == ({'ProgressiveNormHook', 'RecalibrateFuseHook'} if total else set())
+    assert not total or hooks['ProgressiveNormHook'].total == total
+    assert (cfg.train_cfg.max_epochs, cfg.auto_scale_lr.base_batch_size) == (300, 1024)
+    optimizer = cfg.optim_wrapper.optimizer
+    assert (optimizer.type, optimizer.lr, optimizer.weight_decay) == ('AdamW', 1e-3, 0.05)
+    clips, warm_up = (False, 5) if 'pvt' in row else (True, 20)
+    assert (cfg.optim_wrapper.clip_grad is not None, cfg.param_scheduler[0].end) == (clips, warm_up)
+
+    init_default_scope('mmpretrain')
+    model = MODELS.build(cfg.model).eval()
+    groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+    decays = {id(parameter): group['weight_decay'] > 0 for group in groups for parameter in group['params']}
+    for name, parameter in model.named_parameters():
+        assert decays[id(parameter)] == (parameter.ndim > 1 and 'bias_table' not in name), name
+
+    slab_det.set_gamma(model, 0)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    multiply_adds = count_multiply_adds(lambda: model(torch.zeros(1, 3, 224, 224)))
+    if 'slab' in row:
+        multiply_adds -= more_in_slab(size)
+        # Softmax attention's parameters: see test_number_of_parameters_is_that_of_the_papers.
+        parameters = float(PUBLISHED[size][0]) * 1e6
+    for count, printed in zip((parameters / 1e6, multiply_adds / 1e9), PUBLISHED[size], strict=True):
+        assert f'{count:.{len(printed.partition(".")[2])}f}' == printed
+
+
+def draw_shapes(root: Path) -> None:
+    """Disks and squares of any colour on noise, 64x64, 16 to train on and 8 to test on."""
+    rng = np.random.default_rng(0)
+    for split, count in (('train', 8), ('val', 4)):
+        for name in ('disk', 'square'):
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                image = rng.integers(0, 100, (64, 64, 3), dtype=np.uint8)
+                colour, (x, y) = rng.integers(150, 256, 3).tolist(), rng.integers(20, 44, 2).tolist()
+                if name == 'disk':
+                    cv2.circle(image, (x, y), 14, colour, -1)
+                else:
+                    cv2.rectangle(image, (x - 12, y - 12), (x + 12, y + 12), colour, -1)
+                cv2.imwrite(str(root / split / name / f'{index}.png'), image)
+
+
+def shrink(cfg: Config) -> Config:
+    """The twin of a config for the shapes: fewer channels, blocks, pixels and epochs; all else is the config's own."""
+    backbone = cfg.model.backbone
+    backbone.update(embed_dims=8, pretrain_img_size=64)
+    if 'Swin' in backbone.type:
+        backbone.update(depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), window_sizes=(16, 8, 7, 7))
+    else:
+        backbone.update(num_layers=(1, 1, 1, 1))
+    cfg.model.head.update(num_classes=2, in_channels=64)
+    cfg.data_preprocessor.num_classes = 2
+    for split in ('train', 'val', 'test'):
+        loader = cfg[f'{split}_dataloader']
+        for transform in loader.dataset.pipeline:
+            transform.update({key: value * 2 // 7 for key, value in transform.items() if key in ('scale', 'crop_size')})
+        folder = 'train' if split == 'train' else 'val'
+        loader.dataset = dict(
+            type='CustomDataset', data_root='nowhere', data_prefix=folder, pipeline=loader.dataset.pipeline
+        )
+        loader.update(batch_size=8, num_workers=0)
+    cfg.val_evaluator.topk = cfg.test_evaluator.topk = (1,)
+    cfg.train_cfg.max_epochs = 3
+    cfg.param_scheduler = None
+    cfg.default_hooks.logger.interval = 1
+    return cfg
+
+
+@pytest.mark.parametrize(('row', 'affine'), [('slab_swin_t', 1), ('prepbn_pvt_t', 0)])
+def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
+    draw_shapes(tmp_path / 'shapes')
+    shrink(load(row)).dump(tmp_path / 'small.py')
+
+    def run(*command):
+        result = call(*command)
+        assert result.code == 0, f'{command}: {result.out[-3000:]}\n{result.err[-3000:]}'
+        return result.out
+
+    run('train.py', 'small.py', '--work-dir', 'run', '--data-root', 'shapes')
+    for model in (('small.py', 'run/epoch_3.pth'), ('run/fused_config.py', 'run/fused.pth')):
+        options = '--work-dir tested --report run/report.json --latency --rounds 2 --warmup 1'.split()
+        assert '| top-1 accuracy / top5 |' in run('test.py', *model, '--data-root', 'shapes', *options)
+    unfused, fused = read_report('run/report.json')
+    assert unfused.ap == fused.ap and unfused.ap['accuracy']['top1'] in [count / 8 for count in range(9)]
+    assert fused.latency['median_ms'] > 0 and fused.latency['size'] == [64, 64]
+    assert fused.fusion['kept'] == 0 and fused.fusion['affine'] == affine
+    assert 0 < fused.fusion['difference']['float64'] < 1e-9
+    assert 'accuracy on shapes/val (8 images); trained seed' in run('report.py', 'run/report.json', '--out', 'table')
+    assert all('top-1 accuracy' in Path('table', name).read_text() for name in ('ap_latency.svg', 'training.svg'))
+    assert '>run, recalibrated<' in Path('table/training.svg').read_text()
+
+    # With the mean and deviation of the images that stand beside the model, a second recalibration finds the same.
+    run('recalibrate.py', 'small.py', 'run/epoch_3.pth', '--out', 'again.pth', '--data-root', 'shapes')
+    trained, again = (torch.load(path, weights_only=False)['state_dict'] for path in ('run/epoch_3.pth', 'again.pth'))
+    for key, value in trained.items():
+        torch.testing.assert_close(again[key], value, rtol=0.05, atol=0.05, msg=key)
+    run('fuse.py', 'small.py', 'run/epoch_3.pth', '--out', 'fused_again.pth')
+
+    # A detector on the same backbone, which has the output norms of four stages.
+    detector = Config.fromfile('small.py').model.backbone
+    detector.update(out_indices=(0, 1, 2, 3), init_cfg=dict(type='Pretrained', checkpoint='run/epoch_3.pth'))
+    backbone = MODELS.build(detector)
+    report = load_pretrained(backbone, 'run/epoch_3.pth')
+    assert report.complete
+    backbone.init_weights()
+    loaded, given = backbone.state_dict(), {k.removeprefix('backbone.'): v for k, v in trained.items()}
+    for key in given.keys() - {'head.fc.weight', 'head.fc.bias'}:
+        assert torch.equal(loaded[key], given[key]), key
+
+
+def test_flags_for_detectors_are_refused(tmp_path, call):
+    load('swin_t').dump(tmp_path / 'config.py')
+    result = call('test.py', 'config.py', 'none.pth', '--show-dir', 'drawn')
+    assert result.code == 1 and '--show-dir are for detectors' in result.err
