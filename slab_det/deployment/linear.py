@@ -1,8 +1,8 @@
 """Linear layers with what follows them, in one kernel where that is faster.
 
 On a CPU oneDNN takes the activation or the residual into the matrix product. The library behind ``F.linear`` picks its
-kernels by the maker of the processor, oneDNN by its instructions: with AVX-512 on a processor of AMD oneDNN multiplies
-float32 at twice the speed of ``F.linear``, with AVX2 at less than its speed (docs/deploy.md).
+kernels by the maker of the processor, oneDNN by its instructions: with AVX-512 on processors of AMD oneDNN multiplies
+float32 at the speed of ``F.linear`` or twice of it, with AVX2 at less than its speed (docs/deploy.md).
 """
 
 from __future__ import annotations

@@ -27,8 +27,11 @@ def device_name(device: torch.device | str) -> str:
     # platform.processor() is empty or just 'x86_64' on most Linux distributions.
     cpuinfo = Path('/proc/cpuinfo')
     text = cpuinfo.read_text(errors='replace') if cpuinfo.is_file() else ''
-    name = re.search(r'^model name\s*:\s*(.+?)\s*$', text, flags=re.MULTILINE)
-    return name[1] if name else platform.processor() or platform.machine()
+    fields = dict(re.findall(r'^(.+?)\s*: (.*?)\s*$', text, flags=re.MULTILINE))
+    if 'model name' not in fields:
+        return platform.processor() or platform.machine()
+    # Virtual machines call every generation 'AMD EPYC'.
+    return f'{fields["model name"]} (family {fields.get("cpu family")}, model {fields.get("model")})'
 
 
 def describe_environment(device: torch.device | str = 'cpu') -> dict:

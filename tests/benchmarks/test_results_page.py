@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.norms.run import ROOT, publish
 from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
+from benchmarks.runtimes import table as runtimes_table
 
 PAGE = ROOT / 'docs' / 'results.md'
 RESULTS = ROOT / 'benchmarks' / 'results'
@@ -89,19 +90,16 @@ def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
             assert value == (spread([seed['AP'] for seed in seeds], '{:.3f}') if seeds else '–'), label
 
 
-def test_deployed_forms_are_the_stored_results():
-    stored = load('deploy_cpu')
-    rows = table((ROOT / 'docs/deploy.md').read_text(), '| model | backbone, ms')
-    names = list(stored['backbone']['latency'])
-    assert [row[0] for row in rows] == names
+def test_steps_of_an_absorption_are_the_stored_results():
+    datasets = [load(f'absorb_ablation_{name}')['cells'] for name in ('bccd', 'dsb2018')]
+    rows = table((ROOT / 'docs/absorb.md').read_text(), '| every norm gone')
+    for (label, *shown), way in zip(rows, datasets[0], strict=True):
+        seeds = [cells[way]['0'] for cells in datasets]
+        assert shown == [f'{seed[key]:.3f}' for seed in seeds for key in ('AP', 'agreement')], label
 
-    def cells(name: str, scope: str) -> tuple[str, str]:
-        ms, first = (stored[scope]['latency'][model]['median_ms'] for model in (name, names[0]))
-        return f'{ms:.0f}', f'{ms / first:.2f}'
 
-    for name, *shown in rows:
-        kept = ', '.join(cells(name, f'{scope}, freed memory kept')[1] for scope in ('backbone', 'detector'))
-        assert shown == [*cells(name, 'backbone'), *cells(name, 'detector'), kept], name
+def test_runtimes_of_the_deploy_page_are_the_stored_results():
+    assert runtimes_table(load('runtimes')['columns']['800x1216']['backbone']) in (ROOT / 'docs/deploy.md').read_text()
 
 
 def test_table_compares_seed_by_seed():

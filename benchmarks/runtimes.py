@@ -1,0 +1,263 @@
+"""Latency in every runtime that runs on a CPU, each detector beside LayerNorm and beside mmdet in the same rounds.
+
+    python benchmarks/runtimes.py --threads 2
+
+Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every detector; int8 is calibrated on
+noise, which costs the same. A column is measured at once, interleaved, and added to benchmarks/results/runtimes.json;
+what is there is not measured again. Freed memory is kept, or equal models would differ by it (docs/measuring.md).
+"""
+
+import slab_det  # noqa: I001 (before mmdet: registers everything)
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import mmcv
+import torch
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from torch import nn
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.deployment.export import (
+    ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
+)  # fmt: skip
+from slab_det.measure.environment import describe_environment
+from slab_det.measure.latency import keep_freed_memory
+from slab_det.measure.untrained import build_untrained, prepare_untrained
+from slab_det.runtime.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+CALIBRATION_SIZE = (320, 416)
+# The runtimes' threads spin for a while after a call; the next one should not share the cores with them.
+PAUSE_SECONDS = 0.1
+
+Call = Callable[[], object]
+
+
+class Row(NamedTuple):
+    """A detector.
+
+    Attributes:
+        config: Its name in configs/.
+        stock: The row of mmdet's detector.
+        layer_norm: The row of ours with LayerNorm.
+        type: Of its backbone, instead of the config's.
+        kept: How many LayerNorms an absorption kept, the first ones, which read the most tokens.
+    """
+
+    config: str
+    stock: str
+    layer_norm: str
+    type: str = ''
+    kept: int | None = None
+
+
+SWIN, PVT = ('Swin-T, mmdet', 'Swin-T, LayerNorm'), ('PVT-S, mmdet', 'PVT-S, LayerNorm')
+ROWS = {
+    SWIN[0]: Row('mask_rcnn_swin_t', *SWIN, type='SwinTransformer'),
+    SWIN[1]: Row('mask_rcnn_swin_t', *SWIN),
+    'Swin-T, absorbed, 8 of 32 kept': Row('mask_rcnn_swin_t', *SWIN, kept=8),
+    'Swin-T, absorbed, 4 kept': Row('mask_rcnn_swin_t', *SWIN, kept=4),
+    'Swin-T, absorbed, none kept': Row('mask_rcnn_swin_t', *SWIN, kept=0),
+    'Swin-T-PRepBN': Row('mask_rcnn_prepbn_swin_t', *SWIN),
+    'Swin-T-BN+FFNBN': Row('mask_rcnn_bn_ffnbn_swin_t', *SWIN),
+    'SLAB-Swin-T': Row('mask_rcnn_slab_swin_t', *SWIN),
+    PVT[0]: Row('mask_rcnn_pvt_s', *PVT, type='PyramidVisionTransformer'),
+    PVT[1]: Row('mask_rcnn_pvt_s', *PVT),
+    'PVT-S-PRepBN': Row('mask_rcnn_prepbn_pvt_s', *PVT),
+}
+
+
+class Form(NamedTuple):
+    """How a detector runs.
+
+    Attributes:
+        runtime: 'torch', 'onnxruntime' or 'openvino'.
+        precision: Of most layers.
+        form: What is done to it before.
+    """
+
+    runtime: str
+    precision: str = 'float32'
+    form: str = ''
+
+
+FORMS = {
+    'as built': Form('torch'),
+    'deployed': Form('torch', form='deployed'),
+    'deployed, bfloat16': Form('torch', 'bfloat16', form='deployed'),
+    'ONNX Runtime': Form('onnxruntime'),
+    'ONNX Runtime, int8': Form('onnxruntime', form='int8'),
+    'OpenVINO': Form('openvino'),
+    'OpenVINO, bfloat16': Form('openvino', 'bfloat16'),
+    'OpenVINO, int8': Form('openvino', form='int8'),
+}
+# What the runtimes call a precision.
+PRECISIONS = {'float32': 'f32', 'bfloat16': 'bf16'}
+
+
+def build(row: Row) -> nn.Module:
+    """The detector of a row, fused where its norms can be."""
+    config = ROOT / 'configs' / f'{row.config}.py'
+    if row.kept is None:
+        return build_untrained(config, {'type': row.type} if row.type else {})
+    cfg = Config.fromfile(config)
+    cfg.model.backbone.init_cfg = None
+    torch.manual_seed(0)
+    model = build_detector(cfg)
+    prepare_untrained(model)
+    images = [torch.randn(1, 3, 64, 64)]
+    everything = slab_det.absorb(model, images, keep=0, progress=False)
+    if not row.kept:
+        return everything
+    names = [norm.norm for norm in everything.absorption_report.norms][: row.kept]
+    return slab_det.absorb(model, images, keep=names, progress=False)
+
+
+def torch_call(model: nn.Module, scope: str, form: Form, content: bytes) -> Call:
+    """From the bytes of an image file to boxes and masks, or the backbone alone, in PyTorch."""
+    if form.form == 'deployed':
+        model = slab_det.deploy(model, None if form.precision == 'float32' else torch.bfloat16)
+    if scope == 'backbone':
+        inputs = model.data_preprocessor(decode(content), False)['inputs']
+        return lambda: model.backbone(inputs)
+
+    def run() -> object:
+        data = model.data_preprocessor(decode(content), False)
+        return model.predict(data['inputs'], data['data_samples'])
+
+    return run
+
+
+def runtime_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:
+    """The same through an exported file, which is written where it is not there; masks are pasted in both."""
+    if not file.exists():
+        export_onnx(model, file, scope)
+    if form.form == 'int8':
+        file, plain = file.with_suffix('.int8.onnx'), file
+        if not file.exists():
+            quantize_onnx(plain, file, random_images([CALIBRATION_SIZE]))
+    options = dict(runtime=form.runtime, threads=threads, precision=PRECISIONS[form.precision])
+    if scope == 'backbone':
+        loaded, pixels = load_runtime(file, **options), decode(content)['inputs'][0][None].float().numpy()
+        return lambda: loaded.run(pixels)
+    detector = ExportedDetector(str(file), **options)
+    return lambda: detector(**decode(content))
+
+
+def decode(content: bytes) -> dict[str, list]:
+    """A batch of one image, as a data loader yields it."""
+    pixels = torch.from_numpy(mmcv.imfrombytes(content).transpose(2, 0, 1).copy())
+    size = tuple(pixels.shape[1:])
+    sample = DetDataSample(metainfo=dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0)))
+    return dict(inputs=[pixels], data_samples=[sample])
+
+
+@torch.inference_mode()
+def measure(calls: Mapping[str, Call], rounds: int, title: str) -> dict[str, list[float]]:
+    """Milliseconds of each call, round by round, every second round in reverse, after one that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for index in Progress(range(rounds + 1), title):
+        for name in list(calls)[:: -1 if index % 2 else 1]:
+            time.sleep(PAUSE_SECONDS)
+            start = time.perf_counter()
+            calls[name]()
+            if index:
+                times[name].append(round((time.perf_counter() - start) * 1e3, 1))
+    return times
+
+
+def measure_column(
+    models: Mapping[str, nn.Module],
+    scope: str,
+    form: str,
+    size: tuple[int, int],
+    folder: Path,
+    args: argparse.Namespace,
+) -> dict[str, dict]:
+    """For each row the times, and the medians over rounds of the ratios to its LayerNorm and to mmdet as built."""
+    pixels = random_images([size])[0][0].transpose(1, 2, 0).astype('uint8')
+    content = cv2.imencode('.jpg', pixels)[1].tobytes()
+    calls: dict[str, Call] = {}
+    for name, model in models.items():
+        if FORMS[form].runtime != 'torch':
+            file = folder / f'{name}.onnx'
+            calls[name] = runtime_call(model, scope, FORMS[form], content, file, args.threads)
+        elif not (FORMS[form].form == 'deployed' and name == ROWS[name].stock):
+            calls[name] = torch_call(model, scope, FORMS[form], content)
+    stock = {f'{name}, as built': torch_call(models[name], scope, FORMS['as built'], content)
+             for name in {ROWS[name].stock for name in calls}}  # fmt: skip
+    times = measure(calls | stock, args.rounds, f'{form}, {scope}')
+
+    def ratio(name: str, base: str) -> float:
+        return round(statistics.median(one / other for one, other in zip(times[name], times[base], strict=True)), 3)
+
+    return {
+        name: dict(
+            median_ms=statistics.median(times[name]),
+            to_layer_norm=ratio(name, ROWS[name].layer_norm),
+            to_mmdet=ratio(name, f'{ROWS[name].stock}, as built'),
+            times_ms=times[name],
+        )
+        for name in calls
+    }
+
+
+def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
+    """Milliseconds (over mmdet as built) of LayerNorm; of the others the ratio to ours with LayerNorm in the column."""
+    lines = [f'| | {" | ".join(columns)} |', '|---|' + '---:|' * len(columns)]
+    measured = {name for column in columns.values() for name in column}
+    for name, row in ROWS.items():
+        if name not in measured:
+            continue
+        cells = []
+        for cell in (column.get(name) for column in columns.values()):
+            if cell is None:
+                cells.append('–')
+            elif name in (row.stock, row.layer_norm):
+                cells.append(f'{cell["median_ms"]:.0f} ({cell["to_mmdet"]:.2f})')
+            else:
+                cells.append(f'{cell["to_layer_norm"]:.2f}')
+        lines.append(f'| {name} | {" | ".join(cells)} |')
+    return '\n'.join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--sizes', nargs='+', default=['800x1216', '480x640'], metavar='HxW')
+    parser.add_argument('--scopes', nargs='+', choices=('backbone', 'detector'), default=['backbone', 'detector'])
+    parser.add_argument('--forms', nargs='+', choices=list(FORMS), default=list(FORMS))
+    parser.add_argument('--rows', nargs='+', choices=list(ROWS), default=list(ROWS), metavar='ROW')
+    parser.add_argument('--rounds', type=int, default=5)
+    parser.add_argument('--threads', type=int, default=2)
+    parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks/results/runtimes.json')
+    args = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    results = json.loads(args.out.read_text()) if args.out.exists() else {'columns': {}}
+    results |= dict(rounds=args.rounds, threads=args.threads, batch=1, environment=describe_environment())
+    results['runtimes'] = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
+    models = {name: build(ROWS[name]) for name in args.rows}
+    for size in args.sizes:
+        for scope in args.scopes:
+            columns = results['columns'].setdefault(size, {}).setdefault(scope, {})
+            height, width = map(int, size.split('x'))
+            with tempfile.TemporaryDirectory() as folder:
+                for form in args.forms:
+                    if form not in columns:
+                        columns[form] = measure_column(models, scope, form, (height, width), Path(folder), args)
+                        args.out.write_text(json.dumps(results, indent=1) + '\n')
+            print(f'\n{scope}, batch 1, {size} (HxW), {args.threads} threads\n\n{table(columns)}', flush=True)
+
+
+if __name__ == '__main__':
+    main()
