@@ -92,7 +92,7 @@ def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
 
 def test_steps_of_an_absorption_are_the_stored_results():
     datasets = [load(f'absorb_ablation_{name}')['cells'] for name in ('bccd', 'dsb2018')]
-    rows = table((ROOT / 'docs/absorb.md').read_text(), '| every norm gone')
+    rows = table(PAGE.read_text(), '| every norm gone')
     for (label, *shown), way in zip(rows, datasets[0], strict=True):
         seeds = [cells[way]['0'] for cells in datasets]
         assert shown == [f'{seed[key]:.3f}' for seed in seeds for key in ('AP', 'agreement')], label
