@@ -18,6 +18,7 @@ class PRepBN(OfflineNorm):
     gamma belongs to the runner (:class:`slab_det.hooks.ProgressiveNormHook`): 1 is pure LayerNorm, 0 is pure
     RepBN, where the LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0
     is the norm an affine map that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
+    Where :func:`slab_det.convert_norms` replaces an RMSNorm, ``ln`` is that RMSNorm.
 
     Args:
         num_features: Channels C.
@@ -81,7 +82,7 @@ class PRepBN(OfflineNorm):
         if self._gamma_value > 0.0:
             return self.train_forward(x)
         if torch.is_grad_enabled():
-            x = _KeepInGraph.apply(x, self.ln.weight, self.ln.bias)
+            x = _KeepInGraph.apply(x, *self.ln.parameters())
         return self.repbn(x)
 
     # Traced, each gamma would be a graph of its own.
@@ -119,7 +120,7 @@ class PRepBN(OfflineNorm):
         self._gamma_value = float(self._gamma)
 
     def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, ln_eps={self.ln.eps}, gamma={self._gamma_value:g}'
+        return f'{super().extra_repr()}, gamma={self._gamma_value:g}'
 
 
 class _KeepInGraph(torch.autograd.Function):

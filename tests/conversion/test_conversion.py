@@ -135,6 +135,50 @@ def test_norms_of_timm_over_the_last_dimension_are_converted(norm):
         torch.testing.assert_close(slab_det.convert_norms(model)(x), model(x), rtol=1e-6, atol=1e-6)
 
 
+class OtherRMSNorm(nn.Module):
+    """As libraries of language models write it: nothing but the weight tells its size."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.variance_epsilon = 1e-3
+
+    def forward(self, x):
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+@pytest.mark.parametrize('kind', [nn.RMSNorm, OtherRMSNorm, partial(nn.RMSNorm, elementwise_affine=False)])
+def test_an_rms_norm_goes_through_gamma_and_calibration(kind):
+    model = nn.Sequential(nn.Linear(4, 6), kind(6), nn.Linear(6, 2)).double()
+    randomize(model, 5)
+    x = 3 + torch.randn(7, 9, 4, dtype=torch.double)
+    tokens, y = model[0](x), model[:2](x)
+    converted = slab_det.convert_norms(model, rms_norms=(nn.RMSNorm, OtherRMSNorm))
+    norm = converted[1]
+    assert converted.conversion_report.converted == ['1'] and torch.equal(converted(x), model(x))
+    (explained,) = calibrate_norms(converted, [x], progress=False).values()
+    # The best affine map per channel, by least squares over all tokens.
+    t, y = tokens.flatten(0, 1), y.flatten(0, 1)
+    ones = torch.ones_like(t[:, 0])
+    best = [
+        torch.stack([t[:, c], ones], 1) @ torch.linalg.lstsq(torch.stack([t[:, c], ones], 1), y[:, [c]]).solution
+        for c in range(6)
+    ]
+    best = torch.cat(best, 1)
+    assert explained == pytest.approx(1 - ((y - best).square().sum() / (y - y.mean(0)).square().sum()).item())
+    set_gamma(converted.eval(), 0.25)
+    torch.testing.assert_close(norm(t), 0.25 * y + 0.75 * best, rtol=1e-4, atol=1e-4)
+    set_gamma(converted, 0)
+    converted(x).sum().backward()
+    assert all(parameter.grad is None for parameter in norm.ln.parameters()) and norm.repbn.weight.grad is not None
+
+
+def test_only_given_classes_are_rms_norms():
+    model = nn.Sequential(nn.RMSNorm((2, 4)), OtherRMSNorm(4), nn.RMSNorm(4))
+    report = slab_det.convert_norms(model).conversion_report
+    assert report.converted == ['2'] and report.kept == {'0': 'it normalizes over 2 dimensions'}
+
+
 def test_a_shared_norm_stays_shared():
     norm, block = nn.LayerNorm(4), nn.Sequential(nn.LayerNorm(4))
     model = nn.ModuleDict(dict(a=norm, b=norm, c=block, d=block))
