@@ -1,8 +1,8 @@
 """Attention as mathematics over a geometry.
 
-A new attention subclasses :class:`WindowAttention` (for SLABSwin) or :class:`MapAttention` (for SLABPVT) and writes
-``mix(q, k, v, geometry)``. Configs choose it by its word in ``WINDOW_ATTENTIONS`` or ``MAP_ATTENTIONS``. It trains,
-fuses, deploys and exports as the attentions here do.
+A new attention subclasses :class:`WindowAttention` (for SLABSwin) or :class:`MapAttention` (for SLABPVT and SLABViT)
+and writes ``mix(q, k, v, geometry)``. Configs choose it by its word in ``WINDOW_ATTENTIONS`` or ``MAP_ATTENTIONS``. It
+trains, fuses, deploys and exports as the attentions here do.
 """
 
 from slab_det.attention.base import Attention, MapAttention, ShiftedWindowAttention, WindowAttention

@@ -2,5 +2,6 @@
 
 from slab_det.backbones.pvt import SLABPVT
 from slab_det.backbones.swin import SLABSwin
+from slab_det.backbones.vit import SLABViT
 
-__all__ = ['SLABPVT', 'SLABSwin']
+__all__ = ['SLABPVT', 'SLABSwin', 'SLABViT']

@@ -1,4 +1,4 @@
-"""Backbone: what SLABSwin and SLABPVT share."""
+"""Backbone: what all backbones share."""
 
 from __future__ import annotations
 

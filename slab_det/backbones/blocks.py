@@ -1,4 +1,4 @@
-"""Blocks of both backbones: block, FFN and patch merging. Each says in ``folds()`` where its norms go."""
+"""Blocks of all backbones: block, FFN, positions and patch merging. Each says in ``folds()`` where its norms go."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mmengine.model import BaseModule, Sequential
 from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
+from slab_det.attention.geometry import resize_table
 from slab_det.fusion import Fold, Write
 
 
@@ -188,6 +189,19 @@ class Block(BaseModule):
         yield Write(f'attn.{self.attn.output_layer}', 'norm2')
         for write in self.ffn.writes():
             yield Write(f'ffn.{write.layer}', source=write.source and f'ffn.{write.source}')
+
+
+class PositionEmbedding(BaseModule):
+    """Adds a learned embedding of (H, W) positions, interpolated to the map at hand, to tokens (B, H * W, C)."""
+
+    def __init__(self, pos_shape: tuple[int, int], embed_dims: int, drop_rate: float) -> None:
+        super().__init__()
+        self.pos_shape = pos_shape
+        self.pos_embed = nn.Parameter(torch.zeros(1, pos_shape[0] * pos_shape[1], embed_dims))
+        self.drop = nn.Dropout(drop_rate)
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        return self.drop(x + resize_table(self.pos_embed, self.pos_shape, hw_shape))
 
 
 class PatchMerging(BaseModule):

@@ -9,29 +9,15 @@ import torch
 from mmcv.cnn import build_norm_layer
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
-from mmengine.model import BaseModule, ModuleList
+from mmengine.model import ModuleList
 from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
-from slab_det.attention.geometry import resize_table
 from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
-from slab_det.backbones.blocks import Block, ConvFFN
+from slab_det.backbones.blocks import Block, ConvFFN, PositionEmbedding
 from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
-
-
-class PositionEmbedding(BaseModule):
-    """Adds a learned embedding of (H, W) positions, interpolated to the map at hand, to tokens (B, H * W, C)."""
-
-    def __init__(self, pos_shape: tuple[int, int], embed_dims: int, drop_rate: float) -> None:
-        super().__init__()
-        self.pos_shape = pos_shape
-        self.pos_embed = nn.Parameter(torch.zeros(1, pos_shape[0] * pos_shape[1], embed_dims))
-        self.drop = nn.Dropout(drop_rate)
-
-    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        return self.drop(x + resize_table(self.pos_embed, self.pos_shape, hw_shape))
 
 
 @MODELS.register_module()

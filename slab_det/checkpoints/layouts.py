@@ -2,12 +2,13 @@
 
 | layout | models | source | what differs |
 |---|---|---|---|
-| native | Swin, PVT, PVTv2 | mmdet and this project | nothing |
+| native | Swin, PVT, PVTv2, ViT | mmdet and this project | nothing |
 | microsoft_swin | Swin | github.com/microsoft/Swin-Transformer | names; the order of merged channels |
 | timm_swin | Swin | timm >= 0.9 (older ones have Microsoft's) | the same; patch merging begins a stage |
 | official_pvt | PVT, PVTv2 | github.com/whai362/PVT, FLatten-PVT | stages from 1; q and kv apart; linear fc1, fc2 |
 | timm_pvt_v2 | PVTv2 | timm.models.pvt_v2 | the same under other names |
-| slab_official | Swin, PVT | github.com/xinghaochen/SLAB | Microsoft's or PVT's; progressive norms and counters |
+| official_vit | ViT, DeiT | github.com/facebookresearch/deit, timm | names; the class token's position apart |
+| slab_official | Swin, PVT, DeiT | github.com/xinghaochen/SLAB | the official one; progressive norms and counters |
 
 Classifiers and detectors have the same layout. Norms keep their kind here; :mod:`slab_det.checkpoints.norms` fits them.
 
@@ -25,6 +26,7 @@ windows fill the map both compute the same.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
@@ -200,6 +202,18 @@ def _finish_pvt(weights: Weights) -> Weights:
     return native
 
 
+def _place_class_token(weights: Weights) -> Weights:
+    """Adds the first row of the positions, where there is one for it, to the class token: ours has its position."""
+    token, table = weights.get('cls_token'), weights.get(VIT_POSITIONS)
+    # The SLAB authors' DeiT has a class token without a position, which its forward leaves out.
+    if token is None or table is None or math.isqrt(table.value.shape[1]) ** 2 == table.value.shape[1]:
+        return weights
+    return weights | {
+        'cls_token': token.changed(token.value + table.value[:, :1], 'its position added'),
+        VIT_POSITIONS: table.changed(table.value[:, 1:], "class token's position dropped"),
+    }
+
+
 def _add_gammas(weights: Weights) -> Weights:
     """gamma of every progressive norm in place of its counters.
 
@@ -263,8 +277,18 @@ TIMM_PVT_NAMES = (
     (r'^stages\.(\d+)\.norm\.', r'layers.\1.2.'),
     *PVT_NAMES,
 )
+VIT_POSITIONS = 'positions.pos_embed'
+VIT_NAMES = (
+    (r'^patch_embed\.proj\.', 'embed.projection.'),
+    (r'^pos_embed$', VIT_POSITIONS),
+    (r'\.attn\.qkv\.', '.attn.attn.in_proj_'),
+    (r'\.attn\.proj\.', '.attn.attn.out_proj.'),
+    (r'\.mlp\.fc1\.', '.ffn.layers.0.0.'),
+    (r'\.mlp\.fc2\.', '.ffn.layers.1.'),
+)
 SWIN = r'^layers\.0\.blocks\.0\.attn\.qkv\.weight$'
 PVT = r'^block1\.0\.attn\.kv\.weight$'
+VIT = r'^blocks\.0\.attn\.qkv\.weight$'
 RELEASED_NORM = (r'\.alpha$', r'\.bn\.weight$')
 # Swin V2 has the names of Swin, but scales the cosine of queries and keys.
 SWIN_V2 = r'\.attn\.logit_scale$'
@@ -278,6 +302,8 @@ LAYOUTS = (
         SLAB_NORMS + OFFICIAL_PVT_NAMES,
         (_add_gammas, _pack_projections, _finish_pvt),
     ),
+    Layout('slab_official', (VIT, *RELEASED_NORM), SLAB_NORMS + VIT_NAMES, (_add_gammas, _place_class_token)),
+    Layout('official_vit', (VIT,), VIT_NAMES, (_place_class_token,)),
     Layout('official_pvt', (PVT,), OFFICIAL_PVT_NAMES, (_pack_projections, _finish_pvt)),
     Layout(
         'timm_swin',
@@ -290,5 +316,7 @@ LAYOUTS = (
         'timm_pvt_v2', (r'^stages\.0\.blocks\.0\.attn\.kv\.weight$',), TIMM_PVT_NAMES, (_pack_projections, _finish_pvt)
     ),
     Layout('microsoft_swin', (SWIN,), SWIN_NAMES, (_to_unfold_order,), lacks=(SWIN_V2,)),
-    Layout('native', (r'^(stages\.0\.blocks\.0\.attn\.w_msa\.qkv|layers\.0\.0\.projection)\.weight$',)),
+    Layout(
+        'native', (r'^(stages\.0\.blocks\.0\.attn\.w_msa\.qkv|layers\.0\.0\.projection|embed\.projection)\.weight$',)
+    ),
 )

@@ -36,13 +36,14 @@ def load_pretrained(
 ) -> LoadReport:
     """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
 
-    Layouts: ``slab_official`` (Swin, PVT), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
-    ``microsoft_swin``, ``native`` (mmdet's and our own); also the backbone of a whole detector in any of them.
+    Layouts: ``slab_official`` (Swin, PVT, DeiT), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
+    ``microsoft_swin``, ``official_vit``, ``native`` (mmdet's and our own); also the backbone of a whole detector in any
+    of them.
     Everything is checked before the backbone is touched. A training starts here: counters, windows and psi of UN,
     MABN and PowerNorm, which belong to another training, are not loaded. Resuming loads the whole detector.
 
     Args:
-        backbone: SLABSwin, SLABPVT, or mmdet's SwinTransformer, PyramidVisionTransformer or
+        backbone: SLABSwin, SLABPVT, SLABViT, or mmdet's SwinTransformer, PyramidVisionTransformer or
             PyramidVisionTransformerV2 with any of our norms.
         path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
             that timm has under that name, or what such a file holds.

@@ -92,7 +92,7 @@ class TiledFFN(nn.Module):
 
 
 def deploy_blocks(backbone: nn.Module) -> None:
-    """Gives the blocks of a SLABSwin or SLABPVT attention and FFNs that work in place on their tokens.
+    """Gives the blocks of a backbone attention and FFNs that work in place on their tokens.
 
     A block that computes in another way, or is watched by hooks, stays as it is.
     """

@@ -8,7 +8,6 @@ import torch
 from mmengine.model import BaseModule
 from torch import nn
 
-from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.deployment.blocks import deploy_blocks
 from slab_det.deployment.linear import replace_linears
 from slab_det.deployment.precision import check_precision, lower_precision
@@ -64,8 +63,8 @@ def deploy(
         model = copy.deepcopy(model)
     model.requires_grad_(False)
     backbone = getattr(model, 'backbone', model)
-    # Exactly these: a subclass may keep the tokens that blocks overwrite.
-    if type(backbone) in (SLABSwin, SLABPVT):
+    # Only our own: a subclass may keep the tokens that blocks overwrite.
+    if type(backbone).__module__.startswith('slab_det.backbones.'):
         deploy_blocks(backbone)
     replace_linears(model)
     for module in model.modules():

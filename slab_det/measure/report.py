@@ -24,12 +24,14 @@ METRICS = {
     # Classifiers of mmpretrain, in per cent.
     'accuracy': {'top1': 'top1', 'top5': 'top5'},
 }
+# Of each backbone the family, and the width and depths that it has by default.
 FAMILIES = {
-    'SLABSwin': 'Swin',
-    'SwinTransformer': 'Swin',
-    'SLABPVT': 'PVT',
-    'PyramidVisionTransformer': 'PVT',
-    'PyramidVisionTransformerV2': 'PVTv2',
+    'SLABSwin': ('Swin', 96, (2, 2, 6, 2)),
+    'SwinTransformer': ('Swin', 96, (2, 2, 6, 2)),
+    'SLABPVT': ('PVT', 64, (3, 4, 6, 3)),
+    'PyramidVisionTransformer': ('PVT', 64, (3, 4, 6, 3)),
+    'PyramidVisionTransformerV2': ('PVTv2', 64, (3, 4, 6, 3)),
+    'SLABViT': ('DeiT', 192, 12),
 }
 # The sizes of the papers' tables and of the configs: (family, width, depths).
 SIZES = {
@@ -39,6 +41,8 @@ SIZES = {
     ('PVT', 64, (2, 2, 2, 2)): 'T',
     ('PVT', 64, (3, 4, 6, 3)): 'S',
     ('PVT', 64, (3, 4, 18, 3)): 'M',
+    ('DeiT', 192, (12,)): 'T',
+    ('DeiT', 384, (12,)): 'S',
 }
 
 
@@ -320,14 +324,14 @@ def _cell(values: float | Sequence[float | None]) -> str:
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
-    family = FAMILIES.get(type_name(backbone['type']), type_name(backbone['type']))
-    if family == 'PVT' and backbone.get('use_conv_ffn'):
+    kind = type_name(backbone['type'])
+    family, width, depths = FAMILIES.get(kind, (kind, None, None))
+    if backbone.get('use_conv_ffn'):
         family = 'PVTv2'
     label = family
-    if family in FAMILIES.values():
-        swin = family == 'Swin'
-        width = backbone.get('embed_dims', 96 if swin else 64)
-        depths = tuple(backbone.get('depths', (2, 2, 6, 2)) if swin else backbone.get('num_layers', (3, 4, 6, 3)))
+    if kind in FAMILIES:
+        width, depths = backbone.get('embed_dims', width), backbone.get('depths', backbone.get('num_layers', depths))
+        depths = tuple(depths) if isinstance(depths, Sequence) else (depths,)
         label += '-' + SIZES.get((family, width, depths), f'{width}x{"".join(map(str, depths))}')
     # The papers call BatchNorm over tokens BN.
     norm = 'BN' if norm == 'TokenBN' else norm

@@ -1,4 +1,5 @@
-"""The forwards of the PVT authors' and of the SLAB authors' PVT, written from their key names: there is no package."""
+"""The forwards of the PVT authors' PVT and of the SLAB authors' PVT and DeiT, written from their key names: there is no
+package."""
 
 import math
 
@@ -106,7 +107,10 @@ def official_attention(state: dict, name: str, x: Tensor, h: int, w: int, heads:
     if f'{name}.sr.weight' in state:
         reduced = conv(state, f'{name}.sr', to_image(x, h, w), state[f'{name}.sr.weight'].shape[-1])
         source = norm(state, f'{name}.norm', to_tokens(reduced))
-    q, (k, v) = linear(state, f'{name}.q', x), linear(state, f'{name}.kv', source).chunk(2, -1)
+    if f'{name}.qkv.weight' in state:
+        q, k, v = linear(state, f'{name}.qkv', x).chunk(3, -1)
+    else:
+        q, (k, v) = linear(state, f'{name}.q', x), linear(state, f'{name}.kv', source).chunk(2, -1)
     is_linear = f'{name}.positional_encoding' in state
     if is_linear:
         q, k = q.relu(), (k + state[f'{name}.positional_encoding']).relu()
@@ -149,10 +153,24 @@ def official_features(state: dict, image: Tensor, norm=official_norm) -> list[Te
     return outs
 
 
-def slab_state(remaining: int | None) -> dict:
-    """A small SLAB-PVT; ``remaining`` of 40 steps to go, None for plain RepBN without counters."""
+def slab_deit_map(state: dict, image: Tensor, heads: int) -> Tensor:
+    """The map whose average the authors' classifier reads."""
+    image = conv(state, 'patch_embed.proj', image, 16)
+    h, w = image.shape[2:]
+    x = to_tokens(image) + state['pos_embed']
+    for block in sorted({key[: len('blocks.0')] for key in state if key.startswith('blocks.')}):
+        normed = slab_norm(state, f'{block}.norm1', x)
+        x = x + official_attention(state, f'{block}.attn', normed, h, w, heads, slab_norm)
+        hidden = linear(state, f'{block}.mlp.fc1', slab_norm(state, f'{block}.norm2', x))
+        x = x + linear(state, f'{block}.mlp.fc2', F.gelu(hidden))
+    return to_image(slab_norm(state, 'norm', x), h, w)
+
+
+def slab_state(remaining: int | None, original: dict | None = None) -> dict:
+    """A small SLAB-PVT, or ``original`` with SLAB's norms, whose decay has ``remaining`` of 40 steps to go; None makes
+    them plain RepBN without counters."""
     state = {}
-    for key, value in official_state(linear=True).items():
+    for key, value in (original or official_state(linear=True)).items():
         name, _, part = key.rpartition('.')
         if not name.endswith(('norm', 'norm1', 'norm2')):
             state[key] = value

@@ -9,10 +9,10 @@ import pytest
 import timm
 import torch
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
-from official_pvt import DEPTHS, DIMS, HEADS, official_features, official_state, slab_norm, slab_state
+from official_pvt import DEPTHS, DIMS, HEADS, official_features, official_state, slab_deit_map, slab_norm, slab_state
 from torch import Tensor, nn
 
-from slab_det.backbones import SLABPVT, SLABSwin
+from slab_det.backbones import SLABPVT, SLABSwin, SLABViT
 from slab_det.checkpoints import check_detector_checkpoint, load_pretrained
 from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
@@ -62,6 +62,8 @@ def released_state(name: str) -> dict[str, Tensor]:
         ('slab_pvt_tiny', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
         ('slab_pvt_small', 'slab_official', SLABPVT, dict(LARGER, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
         ('pvt_tiny_prepbn_like', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN), {0.0}),
+        ('deit_tiny_prepbn', 'slab_official', SLABViT, dict(norm_cfg=PVT_PREPBN, out_type='cls_token'), {0.0}),
+        ('deit_tiny_prepbn', 'slab_official', SLABViT, dict(norm_cfg=REPBN), set()),
     ],
 )
 def test_released_layouts_load_with_nothing_unexpected(name, layout, model, config, gammas):
@@ -390,6 +392,52 @@ def test_slab_pvt_equals_the_official_forward(remaining):
     assert f'{(remaining or 0) / 40:g} in {4 + 2 * sum(DEPTHS)} norms' in str(report)
     image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     assert largest_distance(model, official_features(state, image, slab_norm), image) < 1e-10
+
+
+def timm_vit(**options) -> nn.Module:
+    """A small DeiT under the keys of its authors, which are timm's."""
+    config = dict(img_size=64, embed_dim=16, depth=2, num_heads=2, num_classes=5, fc_norm=False, **options)
+    return randomized(timm.models.vision_transformer.VisionTransformer(**config))
+
+
+SMALL_VIT = dict(embed_dims=16, num_layers=2, num_heads=2, pretrain_img_size=64)
+
+
+@torch.no_grad()
+def test_vit_features_are_those_of_timm():
+    image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    theirs = timm_vit()
+    ours = SLABViT(**SMALL_VIT, out_type='cls_token').double().eval()
+    report = load_pretrained(ours, dict(model=theirs.state_dict()))
+    assert report.complete and report.format == 'official_vit', str(report)
+    assert largest_distance(ours, [theirs.forward_features(image)[:, 0]], image) < 1e-10
+
+    # Without class token: that of a file goes, and its position with it.
+    theirs = timm_vit(class_token=False, global_pool='avg')
+    state, token = theirs.state_dict(), torch.ones(1, 1, 16)
+    table = torch.cat([token, state['pos_embed']], 1)
+    ours = SLABViT(**SMALL_VIT).double().eval()
+    for weights in (state, state | {'cls_token': token, 'pos_embed': table}):
+        report = load_pretrained(ours, weights)
+        assert report.complete and ('cls_token' in report.unused_expected) == ('cls_token' in weights), str(report)
+        expected = theirs.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
+        assert largest_distance(ours, expected, image) < 1e-10
+
+
+@pytest.mark.parametrize('remaining', [0, 10, None])
+def test_slab_deit_equals_the_official_forward(remaining):
+    original = timm_vit(class_token=False, global_pool='avg').state_dict()
+    for block in ('blocks.0', 'blocks.1'):
+        original[f'{block}.attn.positional_encoding'] = torch.randn(1, 16, 16, dtype=torch.float64)
+        original[f'{block}.attn.dwc.weight'] = torch.randn(8, 1, 5, 5, dtype=torch.float64) / 5
+        original[f'{block}.attn.dwc.bias'] = torch.randn(8, dtype=torch.float64)
+    state = slab_state(remaining, original | {'cls_token': torch.ones(1, 1, 16)})
+    model = SLABViT(**SMALL_VIT, norm_cfg=PVT_PREPBN, attention='sla').double().eval()
+    report = load_pretrained(model, {'model': state})
+    assert report.complete and report.format == 'slab_official', str(report)
+    assert report.unused_expected['cls_token'] == 'class token'
+    image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    assert largest_distance(model, [slab_deit_map(state, image, heads=2)], image) < 1e-10
 
 
 @pytest.mark.parametrize('has_row', [False, True])

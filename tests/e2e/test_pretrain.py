@@ -36,9 +36,22 @@ RECIPES = {
     'pvt_s': (0.1, None),
     'prepbn_pvt_s': (0.1, 0.8),
     'slab_pvt_s': (0.1, 0.8),
+    'deit_t': (0.1, None),
+    'prepbn_deit_t': (0.0, 0),
+    'slab_deit_t': (0.0, 60000 / 375300),
+    'deit_s': (0.1, None),
+    'prepbn_deit_s': (0.0, 0.8),
+    'slab_deit_s': (0.0, 60000 / 375300),
 }
-# Millions of parameters and G multiply-adds as the papers of Swin and PVT print them.
-PUBLISHED = {'swin_t': ('28', '4.5'), 'swin_s': ('50', '8.7'), 'pvt_t': ('13.2', '1.9'), 'pvt_s': ('24.5', '3.8')}
+# Millions of parameters and G multiply-adds as the papers of Swin and PVT, which has DeiT too, print them.
+PUBLISHED = {
+    'swin_t': ('28', '4.5'),
+    'swin_s': ('50', '8.7'),
+    'pvt_t': ('13.2', '1.9'),
+    'pvt_s': ('24.5', '3.8'),
+    'deit_t': ('5.7', '1.3'),
+    'deit_s': ('22.1', '4.6'),
+}
 # Of each stage at 224: blocks, tokens, channels, heads, reduction of the keys.
 PVT_STAGES = {
     'pvt_t': ((2, 3136, 64, 1, 8), (2, 784, 128, 2, 4), (2, 196, 320, 5, 2), (2, 49, 512, 8, 1)),
@@ -60,6 +73,10 @@ def more_in_slab(size: str) -> int:
     if 'swin' in size:
         # In windows of 7x7, two blocks in each of the first two stages.
         return sum(2 * (linear_attention(n, c, h) - 2 * n * 49 * c) for n, c, h in ((3136, 96, 3), (784, 192, 6)))
+    if 'deit' in size:
+        # Twelve blocks on 196 tokens; with softmax there is a class token too.
+        c, h = (192, 3) if size == 'deit_t' else (384, 6)
+        return 12 * (linear_attention(196, c, h) - 12 * c * c - 2 * 197 * 197 * c)
     return sum(
         blocks
         * (
@@ -78,12 +95,12 @@ def test_every_row_has_its_config():
 
 @pytest.mark.parametrize('row', RECIPES)
 def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
-    cfg, size = load(row), re.search('(swin|pvt)_.', row)[0]
+    cfg, size = load(row), re.search('(swin|pvt|deit)_.', row)[0]
     drop_path, total = RECIPES[row]
     assert cfg.model.backbone.drop_path_rate == drop_path
     hooks = {hook.type: hook for hook in cfg.get('custom_hooks', [])}
-    assert hooks.keys() == ({'ProgressiveNormHook', 'RecalibrateFuseHook'} if total else set())
-    assert not total or hooks['ProgressiveNormHook'].total == total
+    assert hooks.keys() == ({'ProgressiveNormHook', 'RecalibrateFuseHook'} if total is not None else set())
+    assert total is None or hooks['ProgressiveNormHook'].total == total
     assert (cfg.train_cfg.max_epochs, cfg.auto_scale_lr.base_batch_size) == (300, 1024)
     optimizer = cfg.optim_wrapper.optimizer
     assert (optimizer.type, optimizer.lr, optimizer.weight_decay) == ('AdamW', 1e-3, 0.05)
@@ -95,7 +112,8 @@ def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
     groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
     decays = {id(parameter): group['weight_decay'] > 0 for group in groups for parameter in group['params']}
     for name, parameter in model.named_parameters():
-        assert decays[id(parameter)] == (parameter.ndim > 1 and 'bias_table' not in name), name
+        is_spared = parameter.ndim < 2 or re.search('bias_table|cls_token|positions.pos_embed', name)
+        assert decays[id(parameter)] == (not is_spared), name
 
     slab_det.set_gamma(model, 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -130,8 +148,10 @@ def shrink(cfg: Config) -> Config:
     backbone.update(embed_dims=8, pretrain_img_size=64)
     if 'Swin' in backbone.type:
         backbone.update(depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), window_sizes=(16, 8, 7, 7))
-    else:
+    elif 'PVT' in backbone.type:
         backbone.update(num_layers=(1, 1, 1, 1))
+    else:
+        backbone.update(embed_dims=64, num_heads=4, num_layers=2)
     cfg.model.head.update(num_classes=2, in_channels=64)
     cfg.data_preprocessor.num_classes = 2
     for split in ('train', 'val', 'test'):
@@ -150,7 +170,7 @@ def shrink(cfg: Config) -> Config:
     return cfg
 
 
-@pytest.mark.parametrize(('row', 'affine'), [('slab_swin_t', 1), ('prepbn_pvt_t', 0)])
+@pytest.mark.parametrize(('row', 'affine'), [('slab_swin_t', 1), ('prepbn_pvt_t', 0), ('slab_deit_t', 1)])
 def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
     draw_shapes(tmp_path / 'shapes')
     shrink(load(row)).dump(tmp_path / 'small.py')
@@ -180,9 +200,11 @@ def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
         torch.testing.assert_close(again[key], value, rtol=0.05, atol=0.05, msg=key)
     run('fuse.py', 'small.py', 'run/epoch_3.pth', '--out', 'fused_again.pth')
 
-    # A detector on the same backbone, which has the output norms of four stages.
+    # A detector on the same backbone, which has the output norms of four stages where there are stages.
     detector = Config.fromfile('small.py').model.backbone
-    detector.update(out_indices=(0, 1, 2, 3), init_cfg=dict(type='Pretrained', checkpoint='run/epoch_3.pth'))
+    detector.init_cfg = dict(type='Pretrained', checkpoint='run/epoch_3.pth')
+    if 'out_indices' in detector:
+        detector.out_indices = (0, 1, 2, 3)
     backbone = MODELS.build(detector)
     report = load_pretrained(backbone, 'run/epoch_3.pth')
     assert report.complete

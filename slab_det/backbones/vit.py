@@ -1,0 +1,125 @@
+"""SLABViT: plain Vision Transformer (ViT, DeiT) with any norm and any attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from mmcv.cnn import build_norm_layer
+from mmdet.models.layers import PatchEmbed
+from mmdet.registry import MODELS
+from mmengine.model import ModuleList
+from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
+from torch import Tensor, nn
+
+from slab_det.attention import MAP_ATTENTIONS
+from slab_det.backbones.base import Backbone, attention_per_stage
+from slab_det.backbones.blocks import Block, LinearFFN, PositionEmbedding
+from slab_det.fusion import Fold
+
+
+@MODELS.register_module()
+class SLABViT(Backbone):
+    """Vision Transformer whose norms and attention are chosen by a word (ViT, DeiT, SLAB).
+
+    The rows of the papers: DeiT-T is ``out_type='cls_token'``, and DeiT-S has ``embed_dims=384, num_heads=6``;
+    DeiT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-DeiT adds ``attention='sla'`` and has, as in the
+    released code, no class token: its tokens are averaged.
+
+    Args:
+        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
+        in_channels: Channels of the image.
+        embed_dims: Channels C.
+        patch_size: Side of a patch, in pixels.
+        num_layers: Blocks.
+        num_heads: Heads.
+        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
+        out_type: What is returned, both behind the last norm: 'featmap', the map, or 'cls_token', the class token,
+            which only such a model has. A checkpoint with a class token gives 'featmap' all other weights.
+        norm_cfg: Every norm.
+        init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
+            :func:`slab_det.load_pretrained` reads.
+        attention: 'softmax', 'sla' or 'focused'.
+        norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
+            whose statistics were not loaded stay live.
+
+    Shape:
+        (B, in_channels, H, W) -> one (B, C, H / patch_size, W / patch_size), sides rounded up, or one (B, C).
+
+    Raises:
+        ValueError: If an argument does not fit; the message names it.
+    """
+
+    def __init__(
+        self,
+        pretrain_img_size: int | tuple[int, int] = 224,
+        in_channels: int = 3,
+        embed_dims: int = 192,
+        patch_size: int = 16,
+        num_layers: int = 12,
+        num_heads: int = 3,
+        drop_path_rate: float = 0.1,
+        out_type: str = 'featmap',
+        norm_cfg: dict = dict(type='LN', eps=1e-6),  # noqa: B006
+        init_cfg: dict | None = None,
+        attention: str = 'softmax',
+        norm_eval: bool = False,
+    ) -> None:
+        (attention,) = attention_per_stage(attention, 1, MAP_ATTENTIONS)
+        super().__init__(
+            1,
+            (0,),
+            norm_cfg,
+            norm_eval,
+            None,
+            init_cfg,
+            pretrain_img_size,
+            embed_dims=embed_dims,
+            patch_size=patch_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+        )
+        if out_type not in ('featmap', 'cls_token'):
+            raise ValueError(f"unknown out_type {out_type!r}: choose from 'featmap' and 'cls_token'")
+        if out_type == 'cls_token' and attention != 'softmax':
+            raise ValueError(
+                f"attention={attention!r} convolves a map, where a class token has no place: set 'featmap'"
+            )
+        self.embed = PatchEmbed(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)
+        pos_shape = self.count_positions(patch_size)
+        self.positions = PositionEmbedding(pos_shape, embed_dims, drop_rate=0.0)
+        # With its position.
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims)) if out_type == 'cls_token' else None
+        self.blocks = ModuleList()
+        for rate in torch.linspace(0, drop_path_rate, num_layers).tolist():
+            attn = MAP_ATTENTIONS[attention](embed_dims, num_heads, drop_path_rate=rate, table_shape=pos_shape)
+            ffn = LinearFFN(embed_dims, 4 * embed_dims, dict(type='GELU'), drop_path_rate=rate)
+            self.blocks.append(Block(attn, ffn, norm_cfg))
+        self.norm = build_norm_layer(norm_cfg, embed_dims)[1]
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        x, hw_shape = self.embed(x)
+        # An image is not stored channels last. Once is cheaper than in every layer that reads the tokens.
+        x = self.positions(x, hw_shape).contiguous()
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x, hw_shape)
+        x = self.norm(x)
+        if self.cls_token is not None:
+            return (x[:, 0],)
+        return (x.transpose(1, 2).unflatten(2, hw_shape).contiguous(memory_format=self.memory_format),)
+
+    def output_folds(self) -> Iterator[Fold]:
+        """The norm that the output has passed."""
+        yield Fold('norm')
+
+    def init_from_scratch(self) -> None:
+        """DeiT's distributions; convolutions keep PyTorch's."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_init(module, std=0.02, bias=0.0)
+            elif isinstance(module, nn.MultiheadAttention):
+                trunc_normal_(module.in_proj_weight, std=0.02)
+        for table in filter(lambda table: table is not None, (self.positions.pos_embed, self.cls_token)):
+            trunc_normal_(table, std=0.02)

@@ -1,0 +1,128 @@
+"""What SLABViT promises: one word each for norm, attention and output, any size, exact fusion in a detector."""
+
+import copy
+
+import pytest
+import torch
+from conftest import random_sizes, randomize, raw_outputs
+from mmdet.registry import MODELS
+from test_backbones import assert_same, build
+from torch.export import Dim, export
+
+import slab_det
+from slab_det.checkpoints import load_pretrained
+from slab_det.deployment.export.backbones import make_size_free
+from slab_det.norms import set_gamma
+
+VIT = dict(type='SLABViT', embed_dims=16, num_layers=2, num_heads=2, pretrain_img_size=64, norm_cfg=dict(type='PRepBN'))
+CLASSIFIER = dict(VIT, out_type='cls_token')
+
+
+@pytest.fixture
+def detector(small_detector_cfg):
+    """A function: a Mask R-CNN on three levels made of the one map, with random weights, in eval mode at gamma 0."""
+
+    def make(**options):
+        cfg = small_detector_cfg()
+        cfg.backbone = dict(VIT, **options)
+        cfg.neck.update(in_channels=[16], num_outs=3)
+        cfg.rpn_head.anchor_generator.strides = [16, 32, 64]
+        for extractor in (cfg.roi_head.bbox_roi_extractor, cfg.roi_head.mask_roi_extractor):
+            extractor.featmap_strides = [16, 32]
+        cfg.test_cfg.rpn.update(nms_pre=40, max_per_img=20)
+        model = randomize(MODELS.build(cfg)).double()
+        set_gamma(model, 0)
+        return model.eval()
+
+    return make
+
+
+@pytest.mark.parametrize('options', [dict(), dict(attention='sla'), dict(attention='focused'), CLASSIFIER], ids=str)
+def test_any_size_trains(options):
+    model = build(VIT, **options)
+    model.init_weights()
+    set_gamma(model, 0.5)
+    (out,) = model.train()(torch.randn(2, 3, 66, 97))
+    assert out.shape == ((2, 16) if 'out_type' in options else (2, 16, 5, 7))
+    out.square().mean().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+def test_starts_from_scratch_as_deit():
+    model = build(CLASSIFIER, embed_dims=64)
+    model.init_weights()
+    for name, parameter in model.named_parameters():
+        if name.startswith('blocks') and parameter.ndim == 2 or name in ('cls_token', 'positions.pos_embed'):
+            assert 0.015 < parameter.std() < 0.025, name
+        elif 'norm' not in name and 'embed.projection' not in name:
+            assert not parameter.any(), name
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(out_type='map'), "unknown out_type 'map'.*'featmap'"),
+        (dict(out_type='cls_token', attention='sla'), "'sla' convolves a map"),
+        (dict(attention='linear'), 'unknown attention.*linear'),
+        (dict(num_heads=3), 'does not divide'),
+        (dict(pretrain_img_size=15), r'no patch of 16 x 16'),
+        (dict(norm_cfg=dict(type='BN')), 'channels first.*TokenBN'),
+    ],
+)
+def test_wrong_words_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(VIT, **options)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(attention='sla', norm_cfg=dict(type='UN'))], ids=str)
+@torch.no_grad()
+def test_a_detector_is_fused_and_deployed_exactly(detector, options):
+    model = detector(**options)
+    fused = slab_det.fuse(model)
+    assert [norm.fate for norm in fused.fusion_report.norms] == ['folded'] * 5
+    deployed = slab_det.deploy(fused)
+    for size in random_sizes(3, seed=0):
+        image = torch.randn(2, 3, *size, dtype=torch.float64)
+        expected = raw_outputs(model, image)
+        assert_same(raw_outputs(fused, image), expected)
+        assert_same(raw_outputs(deployed, image), expected)
+
+
+@torch.no_grad()
+def test_a_classifier_is_fused_and_deployed_but_for_its_last_norm():
+    model = randomize(build(CLASSIFIER)).double().eval()
+    set_gamma(model, 0)
+    fused = slab_det.fuse(model)
+    assert [norm.norm for norm in fused.fusion_report.select('affine')] == ['norm']
+    deployed, image = slab_det.deploy(fused), torch.randn(2, 3, 70, 64, dtype=torch.float64)
+    for other in (fused, deployed):
+        assert_same(other(image), model(image))
+    # A detector has no class token.
+    assert load_pretrained(build(VIT), model.state_dict()).complete
+
+
+def test_all_layernorms_are_absorbed(detector):
+    model = detector(norm_cfg=dict(type='LN', eps=1e12))
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.LayerNorm):
+            norm.weight.data *= 1e6
+    images = [torch.randn(1, 3, 70, 66, dtype=torch.float64) for _ in range(4)]
+    student = slab_det.absorb(model, images, keep=0, progress=False)
+    assert not student.absorption_report.kept
+    with torch.no_grad():
+        assert_same(raw_outputs(student, images[0]), raw_outputs(model, images[0]), tolerance=1e-6)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(attention='sla')], ids=str)
+@torch.no_grad()
+def test_a_fused_model_exports_once_for_all_sizes(options):
+    model = randomize(build(VIT, **options)).eval()
+    set_gamma(model, 0)
+    fused, side = slab_det.fuse(model), {'min': 64, 'max': 2048}
+    size_free = copy.deepcopy(fused)
+    make_size_free(size_free)
+    shapes = ({2: Dim('h', **side), 3: Dim('w', **side)},)
+    exported = export(size_free, (torch.randn(1, 3, 230, 310),), strict=True, dynamic_shapes=shapes).module()
+    for size in ((64, 64), (97, 131)):
+        image = torch.randn(1, 3, *size)
+        assert_same(exported(image), fused(image), tolerance=1e-5)
