@@ -9,8 +9,10 @@ from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.deployment.blocks import deploy_blocks
-from slab_det.deployment.linear import replace_linears
+from slab_det.deployment.linear import deployed_linear, replace_layers
 from slab_det.deployment.precision import check_precision, lower_precision
+from slab_det.deployment.roi_align import deployed_roi_align
+from slab_det.deployment.winograd import winograd_conv
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
@@ -25,10 +27,11 @@ def deploy(
 
     Residuals are added in place; nothing is computed for padding tokens whose result is known before; feature maps
     and convolutions are channels last. On a CPU, blocks run tile by tile, so that intermediate results stay in the
-    cache, and linear layers on oneDNN where it is faster.
+    cache, linear layers on oneDNN where it is faster, and RoIAlign reads channels-last maps as they are.
 
-    In float32 only the order of sums differs. The result has no gradients, and keys of its own in its state dict:
-    save the model that it was made of.
+    In float32 results differ by rounding: by other orders of sums, and on a CPU by 3x3 convolutions with fewer
+    multiplications (:class:`~slab_det.deployment.winograd.WinogradConv`). It has no gradients, and keys of its own in
+    its state dict: save the model that it was made of.
 
     Args:
         model: A detector or backbone in eval mode; fused, for the fastest form.
@@ -66,7 +69,10 @@ def deploy(
     # Only our own: a subclass may keep the tokens that blocks overwrite.
     if type(backbone).__module__.startswith('slab_det.backbones.'):
         deploy_blocks(backbone)
-    replace_linears(model)
+    replace_layers(model, deployed_linear)
+    replace_layers(model, deployed_roi_align)
+    if dtype is None and not compile:
+        replace_layers(model, winograd_conv)
     for module in model.modules():
         # A subclass may compute with a view of its weight.
         if type(module) in (nn.Conv2d, nn.ConvTranspose2d):

@@ -7,6 +7,8 @@ float32 at the speed of ``F.linear`` or twice of it, with AVX2 at less than its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from mmcv.cnn import Linear
@@ -77,10 +79,16 @@ def is_plain_linear(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters and not find_hooks(layer)
 
 
-def replace_linears(module: nn.Module, kind: type[DeployedLinear] = DeployedLinear) -> None:
-    """Replaces every plain linear layer below ``module`` by one of ``kind``, in place."""
+def deployed_linear(layer: nn.Module, kind: type[DeployedLinear] = DeployedLinear) -> DeployedLinear | None:
+    """A plain linear layer as one of ``kind``; None for every other layer."""
+    return kind(layer) if is_plain_linear(layer) else None
+
+
+def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Puts what ``replacement`` makes of a layer into its place, everywhere below ``module``; None keeps the layer."""
     for name, child in module.named_children():
-        if is_plain_linear(child):
-            setattr(module, name, kind(child).train(child.training))
+        new = replacement(child)
+        if new is None:
+            replace_layers(child, replacement)
         else:
-            replace_linears(child, kind)
+            setattr(module, name, new.train(child.training))

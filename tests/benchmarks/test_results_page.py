@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.norms.run import ROOT, publish
 from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
+from benchmarks.parts import table as parts_table
 from benchmarks.runtimes import table as runtimes_table
 
 PAGE = ROOT / 'docs' / 'results.md'
@@ -99,7 +100,10 @@ def test_steps_of_an_absorption_are_the_stored_results():
 
 
 def test_runtimes_of_the_deploy_page_are_the_stored_results():
-    assert runtimes_table(load('runtimes')['columns']['800x1216']['backbone']) in (ROOT / 'docs/deploy.md').read_text()
+    page = (ROOT / 'docs/deploy.md').read_text()
+    for columns in load('runtimes')['columns']['800x1216'].values():
+        assert runtimes_table(columns) in page
+    assert parts_table(load('parts')) in page
 
 
 def test_table_compares_seed_by_seed():

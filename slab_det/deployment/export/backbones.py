@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
 from slab_det.deployment.export.token_index import WindowIndex
-from slab_det.deployment.linear import DeployedLinear, is_plain_linear, replace_linears
+from slab_det.deployment.linear import DeployedLinear, deployed_linear, replace_layers
 from slab_det.fusion.stock_mmdet import own_attention
 from slab_det.runtime.errors import ExportError
 
@@ -29,6 +31,9 @@ class RowsLinear(DeployedLinear):
         return F.linear(x[0], self.weight, self.bias)[None]
 
 
+rows_linear = partial(deployed_linear, kind=RowsLinear)
+
+
 def make_size_free(model: nn.Module) -> None:
     """Replaces, in place, every module whose forward depends on sizes in another way than by arithmetic.
 
@@ -37,12 +42,7 @@ def make_size_free(model: nn.Module) -> None:
     Raises:
         ExportError: If a patch embedding or patch merging has no export form.
     """
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is ShiftWindowMSA:
-                setattr(parent, name, own_attention(child))
-            elif isinstance(child, MmdetPatchMerging):
-                setattr(parent, name, own_merging(child))
+    replace_layers(model, own_form)
     for module in list(model.modules()):
         if isinstance(module, PatchEmbed) and module.adap_padding is not None:
             stride = module.projection.stride
@@ -55,10 +55,16 @@ def make_size_free(model: nn.Module) -> None:
             # Only these: mix() may give other layers the rows of windows.
             for name in ('qkv', 'proj'):
                 layer = getattr(module.w_msa, name)
-                if is_plain_linear(layer):
-                    setattr(module.w_msa, name, RowsLinear(layer).eval())
+                setattr(module.w_msa, name, rows_linear(layer) or layer)
         if isinstance(module, PatchMerging | FFN | LinearFFN):
-            replace_linears(module, RowsLinear)
+            replace_layers(module, rows_linear)
+
+
+def own_form(layer: nn.Module) -> nn.Module | None:
+    """Our attention or patch merging with the layers of mmdet's; None for every other layer."""
+    if type(layer) is ShiftWindowMSA:
+        return own_attention(layer)
+    return own_merging(layer) if isinstance(layer, MmdetPatchMerging) else None
 
 
 def own_merging(merging: MmdetPatchMerging) -> PatchMerging:

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from conftest import SLA
+from torch import nn
+
+import slab_det
+from slab_det.deployment import winograd
+from slab_det.deployment.winograd import WinogradConv, winograd_conv
+
+SIZES = [(1, 5, 8, 8), (3, 5, 13, 19), (2, 4, 1, 1), (1, 3, 2, 30), (5, 4, 14, 14)]
+
+
+@pytest.mark.parametrize('chunk', [3, 512])
+@pytest.mark.parametrize('size', SIZES)
+@torch.no_grad()
+def test_output_is_that_of_the_convolution(monkeypatch, size, chunk):
+    monkeypatch.setattr(winograd, 'CHUNK_TILES', chunk)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(size, dtype=torch.float64).to(memory_format=memory_format)
+        for bias in (True, False):
+            conv = nn.Conv2d(size[1], 7, 3, padding=1, bias=bias).double()
+            torch.testing.assert_close(WinogradConv(conv)(x), conv(x), rtol=0, atol=1e-13)
+
+
+@torch.no_grad()
+def test_rounding_is_that_of_float32():
+    conv, x = nn.Conv2d(256, 256, 3, padding=1), torch.randn(1, 256, 20, 20)
+    expected = conv.double()(x.double())
+    error = (WinogradConv(conv.float())(x) - expected).abs().max() / expected.abs().max()
+    assert error < 3e-5
+
+
+def test_only_what_computes_this_is_replaced():
+    channels = winograd.MIN_CHANNELS
+    for changes in (
+        dict(stride=2),
+        dict(padding=0),
+        dict(dilation=2),
+        dict(kernel_size=1),
+        dict(groups=2),
+        dict(padding_mode='reflect'),
+        dict(in_channels=channels - 1),
+    ):
+        arguments = dict(in_channels=channels, out_channels=channels, kernel_size=3, padding=1)
+        assert winograd_conv(nn.Conv2d(**arguments)) is not None
+        assert winograd_conv(nn.Conv2d(**arguments | changes)) is None, changes
+
+    class OwnConv(nn.Conv2d):
+        pass
+
+    watched = nn.Conv2d(channels, channels, 3, padding=1)
+    watched.register_forward_hook(lambda *_: None)
+    assert winograd_conv(OwnConv(channels, channels, 3, padding=1)) is winograd_conv(watched) is None
+
+
+def test_deployed_float32_detectors_have_it(small_detector, monkeypatch):
+    monkeypatch.setattr(winograd, 'MIN_CHANNELS', 16)
+    model = slab_det.fuse(small_detector(**SLA))
+    assert any(isinstance(module, WinogradConv) for module in slab_det.deploy(model).neck.modules())
+    lowered = slab_det.deploy(model, torch.bfloat16)
+    assert not any(isinstance(module, WinogradConv) for module in lowered.modules())
