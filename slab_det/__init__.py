@@ -36,6 +36,7 @@ _FUNCTIONS = {
     'convert_norms': 'conversion',
     'deploy': 'deployment',
     'fuse': 'fusion',
+    'load_detector': 'deployment',
     'load_pretrained': 'checkpoints',
     'measure_latency': 'measure',
     'recalibrate': 'recalibration',

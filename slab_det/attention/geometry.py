@@ -214,9 +214,11 @@ class WindowGeometry(Windows):
         # Only the last size is kept: masks of large maps take tens of megabytes in each block.
         key = self, dtype, None if weight.is_inference() else weight._version
         # The weight is kept too: torch.func.functional_call frees one table, and the next may get its id.
-        if owner.kept is None or owner.kept[0] is not weight or owner.kept[1] != key:
-            owner.kept = weight, key, make()
-        return owner.kept[2]
+        # Another thread may replace what is kept at any moment.
+        kept = owner.kept
+        if kept is None or kept[0] is not weight or kept[1] != key:
+            kept = owner.kept = weight, key, make()
+        return kept[2]
 
 
 def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 """The form of a detector that ships: fused weights in the fastest layout, tiles that fit the cache, half precision."""
 
 from slab_det.deployment.deploy import COMPILE_MODES, deploy, is_deployed
+from slab_det.deployment.serve import ServedDetector, load_detector
 
-__all__ = ['COMPILE_MODES', 'deploy', 'is_deployed']
+__all__ = ['COMPILE_MODES', 'ServedDetector', 'deploy', 'is_deployed', 'load_detector']

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from mmdet.registry import DATASETS
 from mmengine.config import Config
-from mmengine.dataset import Compose, pseudo_collate
+from mmengine.dataset import pseudo_collate
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
+from slab_det.data import ImagePipeline, inference_steps
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
 from slab_det.runtime.random_state import fixed_random_state
@@ -50,7 +51,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         # Images evenly spaced over the repetitions may be repetitions of a few.
         dataset = dataset['dataset']
     if pipeline == 'test':
-        dataset = _with_pipeline(dataset, _test_pipeline(cfg))
+        dataset = _with_pipeline(dataset, inference_steps(cfg))
     else:
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
@@ -86,10 +87,8 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
     """
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one image is needed')
-    # LoadAnnotations would look for objects of a dataset.
-    steps = [step for step in _test_pipeline(cfg) if 'Annotations' not in type_name(step['type'])]
     init_default_scope(cfg.get('default_scope', 'mmdet'))
-    images = RepeatableImages(ImageFolder(folder, steps), num_images, test_mode=True)
+    images = RepeatableImages(ImageFolder(folder, inference_steps(cfg)), num_images, test_mode=True)
     return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
 
 
@@ -101,7 +100,7 @@ class ImageFolder(Dataset):
         pipeline: Configs of the transforms that they go through.
 
     Raises:
-        DataError: If there is none; when one is read that cannot be decoded.
+        DataError: If there is none; when one is read that does not pass the pipeline.
     """
 
     def __init__(self, folder: str | Path, pipeline: Sequence[dict]) -> None:
@@ -109,16 +108,13 @@ class ImageFolder(Dataset):
         if not self.files:
             what = 'holds no image' if Path(folder).is_dir() else 'is not a folder'
             raise DataError(f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files')
-        self.transforms = Compose(pipeline)
+        self.pipeline = ImagePipeline(pipeline)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict:
-        try:
-            return self.transforms(dict(img_path=str(self.files[index]), img_id=index))
-        except Exception as error:
-            raise DataError(f'{self.files[index]} does not pass the test pipeline: {error}') from error
+        return self.pipeline(self.files[index], img_id=index)
 
 
 class RepeatableImages(Dataset):
@@ -151,16 +147,6 @@ def configured_pipeline(cfg: Config) -> str:
     """The pipeline that the RecalibrateFuseHook of ``cfg`` recalibrates with; 'train' where the config has none."""
     hooks = [hook for hook in cfg.get('custom_hooks') or () if type_name(hook['type']) == 'RecalibrateFuseHook']
     return hooks[0].get('pipeline', 'train') if hooks else 'train'
-
-
-def _test_pipeline(cfg: Config) -> list[dict]:
-    loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
-    if not loader:
-        raise DataError('images as inference sees them need the pipeline of test_dataloader or val_dataloader')
-    source = loader.dataset
-    while 'pipeline' not in source:
-        source = source['dataset'] if 'dataset' in source else source['datasets'][0]
-    return source['pipeline']
 
 
 def _with_pipeline(dataset: dict, pipeline: list) -> dict:

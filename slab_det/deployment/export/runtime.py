@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 
 import numpy as np
@@ -56,8 +57,14 @@ def _run_in_openvino(path: str | Path, threads: int, precision: str) -> Run:
         options['INFERENCE_NUM_THREADS'] = threads
     core = import_extra('openvino').Core()
     request = core.compile_model(core.read_model(path), 'CPU', options).create_infer_request()
-    # Copies: the next image overwrites the memory of the request.
-    return lambda image: {port.any_name: np.array(value) for port, value in request.infer([image]).items()}
+    lock = Lock()
+
+    def run(image: np.ndarray) -> dict[str, np.ndarray]:
+        # A request serves one thread at a time, and the next image overwrites its memory.
+        with lock:
+            return {port.any_name: np.array(value) for port, value in request.infer([image]).items()}
+
+    return run
 
 
 RUNTIMES = {'onnxruntime': _run_in_onnxruntime, 'openvino': _run_in_openvino}
@@ -93,7 +100,14 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
-    properties = import_extra('onnx').load(path, load_external_data=False).metadata_props
+    onnx = import_extra('onnx')
+    # It comes with onnx.
+    from google.protobuf.message import DecodeError
+
+    try:
+        properties = onnx.load(path, load_external_data=False).metadata_props
+    except DecodeError:
+        properties = ()
     text = next((entry.value for entry in properties if entry.key == METADATA_KEY), None)
     if text is None:
         raise ExportError(f'{path} was not written by slab-det export')

@@ -1,0 +1,86 @@
+"""load_detector: a detector in one object, from the file of an image to objects, in any runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from torch import nn
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.data import ImagePipeline, inference_steps
+from slab_det.data.pipeline import Image
+from slab_det.deployment.deploy import deploy
+from slab_det.fusion import fuse
+from slab_det.norms import named_offline_norms
+
+
+class ServedDetector:
+    """Finds objects in images, whatever form they come in and whatever runs the detector.
+
+    Several threads may call it at the same time. The images of a list are run one by one: padded to a common size, one
+    would change the objects of another.
+
+    Args:
+        model: What answers ``test_step``, in eval mode.
+        steps: Configs of the test pipeline, see :class:`~slab_det.data.ImagePipeline`.
+    """
+
+    def __init__(self, model: nn.Module, steps: Sequence[dict]) -> None:
+        self.model, self.pipeline = model, ImagePipeline(steps)
+
+    @torch.no_grad()
+    def __call__(self, images: Image | Sequence[Image]) -> DetDataSample | list[DetDataSample]:
+        """Predicts the objects of one image, or of each image of a list.
+
+        Raises:
+            DataError: If an image cannot be read, or is none that the detector was trained for.
+        """
+        if isinstance(images, (list, tuple)):
+            return [self(image) for image in images]
+        data = self.pipeline(images)
+        metainfo = data['data_samples'].metainfo
+        (found,) = self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
+        # Without what one of the runtimes alone adds.
+        return DetDataSample(metainfo=metainfo, pred_instances=found.pred_instances)
+
+
+def load_detector(
+    config: str | Path | Config, weights: str | Path, runtime: str = 'torch', **options: object
+) -> ServedDetector:
+    """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
+
+    An image is a path, the bytes of a file, or an array in BGR; see :class:`~slab_det.data.ImagePipeline`. Boxes are in
+    its pixels, and masks have its size, as in ``pred_instances`` of mmdet. The first image of a size costs more than
+    the next.
+
+    Args:
+        config: A config with the test pipeline; the fused one will do.
+        weights: A checkpoint, fused or to be fused, or for other runtimes the file that
+            :func:`slab_det.deployment.export.export_onnx` wrote.
+        runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
+        **options: Those of :func:`slab_det.deploy` (``dtype``, ``compile``) or of
+            :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
+
+    Raises:
+        ConfigError: If the model cannot be built.
+        CheckpointError: If the checkpoint is missing or does not fit.
+        FusionError, DeploymentError: If the detector cannot be fused or deployed.
+        ExportError: If there is no such runtime, or it cannot run the file.
+    """
+    cfg = config if isinstance(config, Config) else Config.fromfile(config)
+    if runtime == 'torch':
+        model = build_detector(cfg, str(weights))
+        model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
+        model = deploy(model, inplace=True, **options)
+    else:
+        # Half a second that PyTorch alone does not need.
+        from slab_det.deployment.export import ExportedDetector
+
+        init_default_scope(cfg.get('default_scope', 'mmdet'))
+        model = ExportedDetector(str(weights), runtime=runtime, **options).eval()
+    return ServedDetector(model, inference_steps(cfg))

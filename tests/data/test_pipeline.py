@@ -1,0 +1,128 @@
+"""An image is the same to a detector in whatever form it comes, or is refused in one sentence."""
+
+import io
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from slab_det.data import ImagePipeline
+from slab_det.runtime.errors import DataError
+
+STEPS = [
+    dict(type='LoadImageFromFile'),
+    dict(type='Resize', scale=(192, 160), keep_ratio=True),
+    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+    dict(type='PackDetInputs'),
+]
+ROWS, COLUMNS = np.mgrid[:64, :96]
+RGB = np.stack([COLUMNS * 2, ROWS * 3, 255 - COLUMNS * 2], -1).astype(np.uint8)
+BGR = RGB[..., ::-1]
+GRAY = np.array(Image.fromarray(RGB).convert('L'))
+
+
+def encode(image: np.ndarray | Image.Image, format: str, mode: str = '', **options) -> bytes:
+    buffer = io.BytesIO()
+    image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    (image.convert(mode) if mode else image).save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def pack(image, steps=(STEPS[0], STEPS[3])):
+    """(H, W, 3) as the detector sees it, without resize."""
+    return ImagePipeline(steps)(image)['inputs'].permute(1, 2, 0).numpy()
+
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # to be turned by 90 degrees clockwise
+FILES = {
+    'rgb': (encode(RGB, 'PNG'), BGR),
+    'gray': (encode(GRAY, 'PNG'), GRAY[..., None]),
+    'gray jpeg': (encode(GRAY, 'JPEG', quality=95), GRAY[..., None]),
+    'rgba': (encode(RGB, 'PNG', 'RGBA'), BGR),
+    'gray and alpha': (encode(GRAY, 'PNG', 'LA'), GRAY[..., None]),
+    'palette': (encode(GRAY, 'PNG', 'P'), GRAY[..., None]),
+    '16 bits': (cv2.imencode('.png', BGR.astype(np.uint16) * 257)[1].tobytes(), BGR),
+    '16 bits gray': (encode(GRAY.astype(np.uint16) * 257, 'PNG'), GRAY[..., None]),
+    '16 bits tiff': (cv2.imencode('.tiff', BGR.astype(np.uint16) * 257)[1].tobytes(), BGR),
+    'cmyk jpeg': (encode(RGB, 'JPEG', 'CMYK', quality=95), BGR),
+    'cmyk tiff': (encode(RGB, 'TIFF', 'CMYK'), BGR),
+    **{f'turned {kind}': (encode(RGB, kind, exif=TURNED), np.rot90(BGR, -1)) for kind in ('JPEG', 'PNG', 'TIFF')},
+}
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_file_of_any_kind_is_read_upright_in_eight_bits_of_bgr(name, tmp_path):
+    content, expected = FILES[name]
+    (tmp_path / 'image').write_bytes(content)
+    found = pack(content)
+    assert found.dtype == np.uint8 and np.array_equal(pack(tmp_path / 'image'), found)
+    assert np.array_equal(pack(str(tmp_path / 'image')), found)
+    assert found.shape[:2] == expected.shape[:2]
+    # JPEG loses a little.
+    assert np.abs(found.astype(int) - expected).mean() <= (2 if 'jpeg' in name.lower() else 0), name
+
+
+@pytest.mark.parametrize(
+    ('image', 'expected'),
+    [
+        (BGR, BGR),
+        (GRAY, GRAY[..., None]),
+        (GRAY[..., None], GRAY[..., None]),
+        (np.dstack([BGR, GRAY]), BGR),
+        (BGR.astype(np.float64), BGR),
+        (BGR.astype(np.int64), BGR),
+        (BGR.astype(np.float16), BGR),
+        (BGR[::-1, ::-2], BGR[::-1, ::-2]),
+    ],
+    ids=['bgr', 'gray', 'one channel', 'bgra', 'float64', 'int64', 'float16', 'strides'],
+)
+@pytest.mark.parametrize('steps', [STEPS, (STEPS[0], STEPS[3])], ids=['resized', 'as it is'])
+def test_an_array_becomes_three_channels(image, expected, steps):
+    before = image.copy()
+    found = pack(image, steps)
+    wanted = pack(np.ascontiguousarray(np.broadcast_to(expected, (*expected.shape[:2], 3))), steps)
+    assert np.abs(found - wanted.astype(float)).max() <= 1 and np.array_equal(image, before)
+
+
+def test_samples_tell_files_from_arrays_and_boxes_find_back(tmp_path):
+    (tmp_path / 'image.png').write_bytes(encode(RGB, 'PNG'))
+    pipeline = ImagePipeline(STEPS)
+    path, content, array = (
+        pipeline(image, img_id=3)['data_samples'] for image in (tmp_path / 'image.png', encode(RGB, 'PNG'), BGR)
+    )
+    assert (path.img_path, content.img_path, array.img_path) == (str(tmp_path / 'image.png'), '', None)
+    for sample in (path, content, array):
+        assert (sample.ori_shape, sample.img_shape, sample.img_id) == ((64, 96), (128, 192), 3)
+        assert sample.scale_factor == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ('image', 'message'),
+    [
+        (b'', 'the image .* it is no image, or a damaged one'),
+        (b'text', 'the image .* it is no image, or a damaged one'),
+        (encode(RGB, 'JPEG')[:900], 'the image .* it is no image, or a damaged one'),
+        (cv2.imencode('.tiff', BGR.astype(np.float32))[1].tobytes(), 'a TIFF of float32: give an array of 0 to 255'),
+        (np.zeros((20000, 10), np.uint8), r'the image, 20000x10 \(HxW\), .* a side is too short.*\(Resize\)'),
+        (np.zeros((3, 480, 640), np.uint8), r'and not \(3, 480, 640\): give image.transpose\(1, 2, 0\)'),
+        (np.zeros((2, 48, 64, 3), np.uint8), 'several images as a list'),
+        (np.zeros((0, 64, 3), np.uint8), r'and not \(0, 64, 3\)'),
+        (torch.zeros(64, 96, 3), 'a path, bytes or a numpy array, not a Tensor'),
+    ],
+)
+def test_what_is_no_image_is_refused_in_one_sentence(image, message, tmp_path):
+    with pytest.raises(DataError, match=message) as caught:
+        ImagePipeline(STEPS)(image)
+    assert len(str(caught.value)) < 250 and 'OpenCV' not in str(caught.value) and '\n' not in str(caught.value)
+    if isinstance(image, bytes):
+        (tmp_path / 'bad.jpg').write_bytes(image)
+        with pytest.raises(DataError, match='bad.jpg .*(no image|TIFF)'):
+            ImagePipeline(STEPS)(tmp_path / 'bad.jpg')
+
+
+def test_other_loaders_are_refused():
+    with pytest.raises(DataError, match='begins with Resize, not with LoadImageFromFile'):
+        ImagePipeline(STEPS[1:])

@@ -1,0 +1,156 @@
+"""load_detector: the same objects from any form of an image, in any runtime, from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL_SWIN, randomize
+from mmdet.apis import inference_detector, init_detector
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+
+import slab_det
+from slab_det.attention.geometry import window_geometry
+from slab_det.deployment import ServedDetector
+from slab_det.deployment.export import export_onnx
+from slab_det.deployment.export.parity import match_detections
+from slab_det.fusion import save_fused
+from slab_det.runtime.errors import CheckpointError, DataError, ExportError
+
+RUNTIMES = ('torch', 'onnxruntime', 'openvino')
+GENERATOR = np.random.default_rng(0)
+# Blobs of several pixels: detectors answer to them.
+IMAGES = [
+    cv2.resize(GENERATOR.integers(0, 256, (h // 6, w // 6, 3), dtype=np.uint8), (w, h))
+    for h, w in ((96, 120), (150, 90), (60, 200), (96, 120))
+]
+
+
+@pytest.fixture(scope='module')
+def files(module_run_cfg: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Fused config, fused checkpoint and ONNX file of a small Mask R-CNN that finds objects in noise."""
+    cfg = module_run_cfg(**SMALL_SWIN)
+    cfg.model.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
+    cfg.model.test_cfg.rcnn.max_per_img = 20
+    model = MODELS.build(cfg.model)
+    randomize(model, 0)
+    for layer in (model.rpn_head.rpn_reg, model.roi_head.bbox_head.fc_reg):
+        layer.weight.data.mul_(0.1)
+        layer.bias.data.zero_()
+    slab_det.set_gamma(model, 0)
+    model.eval()
+    folder = tmp_path_factory.mktemp('served')
+    fused = slab_det.fuse(model)
+    checkpoint, config = save_fused(fused, cfg, folder / 'fused.pth', dict(classes=['a', 'b', 'c', 'd']))
+    export_onnx(fused, folder / 'model.onnx')
+    return config, checkpoint, folder / 'model.onnx'
+
+
+@pytest.fixture(scope='module')
+def served(files: tuple[Path, Path, Path]) -> Callable[[str], ServedDetector]:
+    """A function: the detector in a runtime."""
+
+    @cache
+    def load(runtime: str) -> ServedDetector:
+        if runtime == 'openvino':
+            pytest.importorskip('openvino')
+        options = {} if runtime == 'torch' else dict(threads=1)
+        return slab_det.load_detector(files[0], files[1 if runtime == 'torch' else 2], runtime, **options)
+
+    return load
+
+
+def assert_same(found: DetDataSample, wanted: DetDataSample, exact: bool) -> None:
+    assert {key: found.metainfo[key] for key in ('ori_shape', 'img_shape', 'scale_factor')} == {
+        key: wanted.metainfo[key] for key in ('ori_shape', 'img_shape', 'scale_factor')
+    }
+    found, wanted = found.pred_instances, wanted.pred_instances
+    assert {*found.keys()} == {*wanted.keys()} == {'bboxes', 'scores', 'labels', 'masks'}
+    if exact:
+        assert all(found[key].equal(wanted[key]) for key in wanted.keys())
+        return
+    i, j = match_detections(*(dict(boxes=p.bboxes, scores=p.scores, labels=p.labels) for p in (found, wanted)))
+    assert len(i) >= 0.98 * len(wanted) > 5 and abs(len(found) - len(wanted)) <= 1
+    assert found.masks.shape[1:] == wanted.masks.shape[1:]
+    for key in wanted.keys():
+        assert found[key].dtype == wanted[key].dtype, key
+        assert (found[key][i].float() - wanted[key][j].float()).abs().mean() < 1e-3, key
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_every_runtime_finds_in_any_form_what_mmdet_finds(runtime, files, served, tmp_path):
+    detector = served(runtime)
+    model = init_detector(str(files[0]), str(files[1]), device='cpu')
+    wanted = inference_detector(model, IMAGES[:3])
+    paths = [tmp_path / f'{i}.png' for i in range(3)]
+    for path, image in zip(paths, IMAGES, strict=False):
+        cv2.imwrite(str(path), image)
+    arrays = detector(IMAGES[:3])
+    for results in (
+        detector([*map(str, paths)]),
+        detector(tuple(path.read_bytes() for path in paths)),
+        [detector(paths[0]), detector(paths[1].read_bytes()), detector(IMAGES[2])],
+    ):
+        for found, array, expected in zip(results, arrays, wanted, strict=True):
+            assert_same(found, array, exact=True)
+            assert_same(found, expected, exact=False)
+    assert {*found.metainfo} == {*served('torch')(IMAGES[0]).metainfo}
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_threads_share_a_detector(runtime, served):
+    detector = served(runtime)
+    images = IMAGES[:3] * 4
+    wanted = detector(images)
+    with ThreadPoolExecutor(4) as pool:
+        for found, expected in zip(pool.map(detector, images), wanted, strict=True):
+            assert_same(found, expected, exact=True)
+
+
+def test_what_is_kept_for_a_size_is_made_once(served):
+    detector = served('torch')
+    detector(IMAGES[0])
+    before = window_geometry.cache_info().misses
+    detector([IMAGES[3], IMAGES[0]])
+    assert window_geometry.cache_info().misses == before
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_images_that_no_training_had_are_refused_everywhere(runtime, served):
+    detector = served(runtime)
+    for image, message in (
+        (IMAGES[0] / 255, 'float32, has values up to 0.9.*multiply 0 to 1 by 255'),
+        (IMAGES[0].astype(np.uint16) * 257, 'float32, has values up to 6.*divide 16 bits by 257'),
+        (np.zeros((20000, 10, 3), np.uint8), 'a side is too short'),
+        (IMAGES[0].transpose(2, 0, 1), r'image.transpose\(1, 2, 0\)'),
+    ):
+        with pytest.raises(DataError, match=message):
+            detector(image)
+
+
+def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg, tmp_path, files):
+    cfg = module_run_cfg(**SMALL_SWIN)
+    model = MODELS.build(cfg.model)
+    slab_det.set_gamma(model, 0)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'last.pth')
+    detector = slab_det.load_detector(cfg, tmp_path / 'last.pth', dtype=torch.bfloat16)
+    assert (
+        detector.model.fusion_report.select('folded')
+        and detector.model.backbone.patch_embed.projection.weight.dtype == torch.bfloat16
+    )
+    assert isinstance(detector(IMAGES[0]), DetDataSample)
+    for arguments, error in (
+        (dict(weights=files[2]), CheckpointError),
+        (dict(weights=files[1], runtime='onnxruntime'), ExportError),
+        (dict(weights=files[2], runtime='tensorrt'), ExportError),
+    ):
+        with pytest.raises(error):
+            print(slab_det.load_detector(files[0], **arguments))
