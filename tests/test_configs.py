@@ -39,8 +39,9 @@ NO_LAYER_NORM = {
 LONG = ['swin_t_3x', *NO_LAYER_NORM]
 ROWS += LONG
 OFFICIAL = ['prepbn_swin_t_official', 'slab_swin_t_official']
+CSWIN = ['cswin_t', 'slab_cswin_t']
 COCO = [f'{detector}_rcnn_{row}' for detector in ('mask', 'faster') for row in ROWS]
-COCO += [f'mask_rcnn_{row}' for row in OFFICIAL]
+COCO += [f'mask_rcnn_{row}' for row in OFFICIAL + CSWIN]
 QUICKSTART = ['quickstart_mask_rcnn_swin', 'quickstart_mask_rcnn_slab_swin']
 
 # What the papers print for their classifiers at 224, in millions of parameters and G multiply-adds.
@@ -55,7 +56,7 @@ PUBLISHED = {
 SWIN = 'https://github.com/SwinTransformer/storage/releases/download/v1.0.0'
 PVT = 'https://github.com/whai362/PVT/releases/download/v2'
 SLAB = 'https://github.com/xinghaochen/SLAB/releases/download/ckpts'
-# What the READMEs of the three repositories link to.
+# What the READMEs of the four repositories link to.
 RELEASED = {
     **{f'swin_{name[0]}': f'{SWIN}/swin_{name}_patch4_window7_224.pth' for name in ('tiny', 'small', 'base')},
     **{f'pvt_{name[0]}': f'{PVT}/pvt_{name}.pth' for name in ('tiny', 'small', 'medium')},
@@ -64,6 +65,8 @@ RELEASED = {
     'slab_swin_t': f'{SLAB}/slab_swin_tiny.pth',
     'slab_swin_s': f'{SLAB}/slab_swin_small.pth',
     'slab_pvt_t': f'{SLAB}/slab_pvt_tiny.pth',
+    'cswin_t': 'https://github.com/microsoft/CSWin-Transformer/releases/download/v0.1.0/cswin_tiny_224.pth',
+    'slab_cswin_t': f'{SLAB}/slab_cswin_tiny.pth',
 }
 # Keys and shapes of those that we know.
 MANIFESTS = {
@@ -73,6 +76,7 @@ MANIFESTS = {
     f'{SLAB}/swin_tiny_prepbn.pth': 'swin_tiny_prepbn',
     f'{SLAB}/slab_swin_tiny.pth': 'slab_swin_tiny',
     f'{SLAB}/slab_pvt_tiny.pth': 'slab_pvt_tiny',
+    f'{SLAB}/slab_cswin_tiny.pth': 'slab_cswin_tiny',
 }
 
 
@@ -99,10 +103,12 @@ def has_offline_norms(name: str) -> bool:
 
 def count_norms(backbone: dict) -> int:
     """By hand: Swin has one norm after its patches, two per block, three of merging, four outputs; PVT one after each
-    stage's patches, two per block and one per block that reduces its keys."""
+    stage's patches, two per block and one per block that reduces its keys; CSWin that and four outputs."""
     if backbone.type == 'SLABPVT':
         reducing = 0 if backbone.get('attention') == 'sla' else sum(backbone.num_layers[:3])
         return 4 + 2 * sum(backbone.num_layers) + reducing
+    if backbone.type == 'SLABCSwin':
+        return 4 + 2 * sum(backbone.depths) + 4
     return 1 + (3 if backbone.get('ffn_norm') else 2) * sum(backbone.depths) + 3 + 4
 
 
@@ -156,7 +162,8 @@ def test_coco_configs_follow_the_papers_recipe(name):
     else:
         sides = [scale[0] for scale in transforms['RandomChoice'].transforms[0][0].scales]
         assert sides == list(range(480, 801, 32)) and 'Resize' not in transforms
-        drop_path = {'swin_t': 0.2 if is_long else 0.1, 'swin_s': 0.2, 'swin_b': 0.3}[size]
+        drop_path = {'swin_t': 0.2 if is_long else 0.1, 'swin_s': 0.2, 'swin_b': 0.3, 'cswin_t': 0.2}[size]
+        drop_path = 0.1 if row == 'slab_cswin_t' else drop_path
         assert cfg.model.backbone.drop_path_rate == drop_path
     if has_progressive_norms(name) and not name.endswith('official'):
         hook = cfg.custom_hooks[0]
@@ -191,7 +198,7 @@ def test_both_detectors_of_a_row_differ_in_nothing_but_masks():
         assert faster.model.roi_head.mask_head is None
 
 
-@pytest.mark.parametrize('row', ROWS + OFFICIAL)
+@pytest.mark.parametrize('row', ROWS + OFFICIAL + CSWIN)
 def test_config_names_weights_that_were_released_and_fit(row):
     backbone_cfg = load(f'mask_rcnn_{row}').model.backbone
     row = row.removesuffix('_official')
@@ -281,6 +288,7 @@ SMALL_PVT_V2 = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4
         ('SLABPVT', SMALL_PVT),
         ('PyramidVisionTransformer', SMALL_PVT),
         ('PyramidVisionTransformerV2', SMALL_PVT_V2),
+        ('SLABCSwin', dict(SMALL_SWIN, num_heads=(2, 2, 2, 4))),
     ],
 )
 def test_weight_decay_spares_all_norms_of_every_backbone_and_no_other_weight(kind, options, norm, schedule):

@@ -1,19 +1,22 @@
 """Attention as mathematics over a geometry.
 
-A new attention subclasses :class:`WindowAttention` (for SLABSwin) or :class:`MapAttention` (for SLABPVT and SLABViT)
-and writes ``mix(q, k, v, geometry)``. Configs choose it by its word in ``WINDOW_ATTENTIONS`` or ``MAP_ATTENTIONS``. It
-trains, fuses, deploys and exports as the attentions here do.
+A new attention subclasses :class:`WindowAttention` (for SLABSwin), :class:`MapAttention` (for SLABPVT and SLABViT) or
+:class:`Attention` (for SLABCSwin) and writes ``mix(q, k, v, geometry)``. Configs choose it by its word in
+``WINDOW_ATTENTIONS``, ``MAP_ATTENTIONS`` or ``STRIPE_ATTENTIONS``. It trains, fuses, deploys and exports as the
+attentions here do.
 """
 
 from slab_det.attention.base import Attention, MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import WindowGeometry, repeat_windows
 from slab_det.attention.linear import (
     FocusedMapAttention,
+    FocusedMixing,
     FocusedWindowAttention,
     SimplifiedMapAttention,
+    SimplifiedMixing,
     SimplifiedWindowAttention,
 )
-from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
+from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxMixing, SoftmaxWindowAttention
 
 WINDOW_ATTENTIONS: dict[str, type[WindowAttention]] = {
     'softmax': SoftmaxWindowAttention,
@@ -25,9 +28,15 @@ MAP_ATTENTIONS: dict[str, type[MapAttention]] = {
     'sla': SimplifiedMapAttention,
     'focused': FocusedMapAttention,
 }
+STRIPE_ATTENTIONS: dict[str, type[Attention]] = {
+    'softmax': SoftmaxMixing,
+    'sla': SimplifiedMixing,
+    'focused': FocusedMixing,
+}
 
 __all__ = [
     'MAP_ATTENTIONS',
+    'STRIPE_ATTENTIONS',
     'WINDOW_ATTENTIONS',
     'Attention',
     'MapAttention',

@@ -21,6 +21,7 @@ class Attention(BaseModule):
     Args:
         embed_dims: Channels C.
         num_heads: Heads h; each has d = C / h channels.
+        table_shape: (H', W') of the keys' window, or of their map in pretraining: the rows of a table of positions.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
         attn_drop_rate: Dropout on attention weights, where an attention has weights.
 
@@ -30,15 +31,23 @@ class Attention(BaseModule):
 
     # Whether mix() gets every head by itself, (B, h, N, d), or all of them together, (B, 1, N, C).
     heads_apart = True
+    # Whether mix() may get some of the queries of a map: each is then mixed by itself.
+    queries_apart = True
 
     def __init__(
-        self, embed_dims: int, num_heads: int, qk_scale: float | None = None, attn_drop_rate: float = 0.0
+        self,
+        embed_dims: int,
+        num_heads: int,
+        table_shape: tuple[int, int],
+        qk_scale: float | None = None,
+        attn_drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
         if embed_dims % num_heads:
             raise ValueError(f'num_heads={num_heads} does not divide embed_dims={embed_dims}')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
+        self.table_shape = table_shape
         self.head_dims = embed_dims // num_heads
         self.qk_scale = qk_scale or self.head_dims**-0.5
         self.attn_drop_rate = attn_drop_rate
@@ -82,9 +91,8 @@ class WindowAttention(Attention):
         attn_drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(embed_dims, num_heads, qk_scale, attn_drop_rate)
+        super().__init__(embed_dims, num_heads, (window_size, window_size), qk_scale, attn_drop_rate)
         self.window_size = window_size
-        self.table_shape = (window_size, window_size)
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(proj_drop_rate)
@@ -160,7 +168,6 @@ class MapAttention(Attention):
         proj_drop_rate: Dropout after the output projection.
         drop_path_rate: Stochastic depth.
         norm_cfg: The norm of the reduced map.
-        table_shape: (H', W') of the keys' map in pretraining, which sets the rows of a table of positions.
 
     Shape:
         (B, H * W, C) -> (B, H * W, C).
@@ -178,9 +185,8 @@ class MapAttention(Attention):
         norm_cfg: dict = dict(type='LN', eps=1e-6),  # noqa: B006
         table_shape: tuple[int, int] = (1, 1),
     ) -> None:
-        super().__init__(embed_dims, num_heads, attn_drop_rate=attn_drop_rate)
+        super().__init__(embed_dims, num_heads, table_shape, attn_drop_rate=attn_drop_rate)
         self.sr_ratio = sr_ratio
-        self.table_shape = table_shape
         # Holds the projections under mmdet's names; its own forward is not called.
         self.attn = nn.MultiheadAttention(embed_dims, num_heads, attn_drop_rate, bias=qkv_bias)
         self.proj_drop = nn.Dropout(proj_drop_rate)

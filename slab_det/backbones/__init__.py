@@ -1,7 +1,8 @@
 """Backbones, registered in mmdet's MODELS."""
 
+from slab_det.backbones.cswin import SLABCSwin
 from slab_det.backbones.pvt import SLABPVT
 from slab_det.backbones.swin import SLABSwin
 from slab_det.backbones.vit import SLABViT
 
-__all__ = ['SLABPVT', 'SLABSwin', 'SLABViT']
+__all__ = ['SLABCSwin', 'SLABPVT', 'SLABSwin', 'SLABViT']

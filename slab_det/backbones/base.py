@@ -11,7 +11,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from mmengine.utils import to_2tuple
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.attention import Attention
@@ -65,6 +65,19 @@ class Backbone(BaseModule):
         if not (height and width):
             raise ValueError(f'pretrain_img_size={self.pretrain_img_size} holds no patch of {patch} x {patch} pixels')
         return height, width
+
+    def add_output_norms(self, out_norm_cfg: str | dict | None, norm_cfg: dict, num_features: Sequence[int]) -> None:
+        """Gives each output a norm: ``norm_cfg`` for 'same', another one, or None for none."""
+        cfg = norm_cfg if out_norm_cfg == 'same' else out_norm_cfg
+        if cfg:
+            check_norm_cfg('out_norm_cfg', cfg)
+        for i in self.out_indices:
+            self.add_module(f'norm{i}', build_norm_layer(cfg, num_features[i])[1] if cfg else nn.Identity())
+
+    def make_output(self, stage: int, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """The output of a stage, (B, C, H, W), of its tokens (B, H * W, C)."""
+        image = getattr(self, f'norm{stage}')(x).transpose(1, 2).unflatten(2, hw_shape)
+        return image.contiguous(memory_format=self.memory_format)
 
     @abstractmethod
     def init_from_scratch(self) -> None:

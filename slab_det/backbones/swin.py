@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from mmcv.cnn import build_norm_layer
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule, ModuleList
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.attention.linear import LinearMixing
 from slab_det.attention.softmax import SoftmaxWindowAttention
-from slab_det.backbones.base import Backbone, attention_per_stage, check_norm_cfg, per_stage
+from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
-from slab_det.fusion import Fold
+from slab_det.fusion.stock_mmdet import swin_output_folds
 
 
 class SwinStage(BaseModule):
@@ -180,12 +179,7 @@ class SLABSwin(Backbone):
                 downsample = PatchMerging(channels, 2 * channels, strides[i + 1], norm_cfg if patch_norm else None)
             self.stages.append(SwinStage(blocks, downsample))
 
-        out_norm_cfg = norm_cfg if out_norm_cfg == 'same' else out_norm_cfg
-        if out_norm_cfg:
-            check_norm_cfg('out_norm_cfg', out_norm_cfg)
-        for i in self.out_indices:
-            norm = build_norm_layer(out_norm_cfg, self.num_features[i])[1] if out_norm_cfg else nn.Identity()
-            self.add_module(f'norm{i}', norm)
+        self.add_output_norms(out_norm_cfg, norm_cfg, self.num_features)
         # Before a distributed wrapper counts which parameters train.
         self.freeze()
 
@@ -200,17 +194,12 @@ class SLABSwin(Backbone):
         for i, stage in enumerate(self.stages):
             x = stage(x, hw_shape)
             if i in self.out_indices:
-                out = getattr(self, f'norm{i}')(x)
-                image = out.transpose(1, 2).unflatten(2, hw_shape)
-                outs.append(image.contiguous(memory_format=self.memory_format))
+                outs.append(self.make_output(i, x, hw_shape))
             if stage.downsample is not None:
                 x, hw_shape = stage.downsample(x, hw_shape)
         return tuple(outs)
 
-    def output_folds(self) -> Iterator[Fold]:
-        """The norms that only outputs pass, in the order of the outputs: the next stage reads what is before them."""
-        for i in sorted(self.out_indices):
-            yield Fold(f'norm{i}')
+    output_folds = swin_output_folds
 
     def _position_embedding(self, hw_shape: tuple[int, int]) -> Tensor:
         """The absolute position embedding, (1, H * W, C), at the size of the map."""

@@ -2,13 +2,14 @@
 
 | layout | models | source | what differs |
 |---|---|---|---|
-| native | Swin, PVT, PVTv2, ViT | mmdet and this project | nothing |
+| native | all | mmdet and this project | nothing |
 | microsoft_swin | Swin | github.com/microsoft/Swin-Transformer | names; the order of merged channels |
 | timm_swin | Swin | timm >= 0.9 (older ones have Microsoft's) | the same; patch merging begins a stage |
 | official_pvt | PVT, PVTv2 | github.com/whai362/PVT, FLatten-PVT | stages from 1; q and kv apart; linear fc1, fc2 |
 | timm_pvt_v2 | PVTv2 | timm.models.pvt_v2 | the same under other names |
 | official_vit | ViT, DeiT | github.com/facebookresearch/deit, timm | names; the class token's position apart |
-| slab_official | Swin, PVT, DeiT | github.com/xinghaochen/SLAB | the official one; progressive norms and counters |
+| microsoft_cswin | CSWin | github.com/microsoft/CSWin-Transformer | stages from 1; names |
+| slab_official | Swin, PVT, DeiT, CSWin | github.com/xinghaochen/SLAB | the official one; progressive norms, counters |
 
 Classifiers and detectors have the same layout. Norms keep their kind here; :mod:`slab_det.checkpoints.norms` fits them.
 
@@ -249,12 +250,15 @@ SLAB_NORMS = (
     (r'\b(norm\d*)\.bn\.', r'\1.'),
     (r'\b(norm\d*)\.alpha$', r'\1.eta'),
 )
+MLP_NAMES = (
+    (r'\.mlp\.fc1\.', '.ffn.layers.0.0.'),
+    (r'\.mlp\.fc2\.', '.ffn.layers.1.'),
+)
 SWIN_NAMES = (
     (r'^layers\.', 'stages.'),
     (r'^patch_embed\.proj\.', 'patch_embed.projection.'),
     (r'\.attn\.', '.attn.w_msa.'),
-    (r'\.mlp\.fc1\.', '.ffn.layers.0.0.'),
-    (r'\.mlp\.fc2\.', '.ffn.layers.1.'),
+    *MLP_NAMES,
 )
 PVT_NAMES = (
     (r'^(layers\.\d+\.0)\.proj\.', r'\1.projection.'),
@@ -283,12 +287,25 @@ VIT_NAMES = (
     (r'^pos_embed$', VIT_POSITIONS),
     (r'\.attn\.qkv\.', '.attn.attn.in_proj_'),
     (r'\.attn\.proj\.', '.attn.attn.out_proj.'),
-    (r'\.mlp\.fc1\.', '.ffn.layers.0.0.'),
-    (r'\.mlp\.fc2\.', '.ffn.layers.1.'),
+    *MLP_NAMES,
+)
+CSWIN_NAMES = (
+    (r'^stage1_conv_embed\.0\.', 'stages.0.0.projection.'),
+    (r'^stage1_conv_embed\.2\.', 'stages.0.0.norm.'),
+    (r'^merge(\d)\.conv\.', r'stages.\1.0.projection.'),
+    (r'^merge(\d)\.norm\.', r'stages.\1.0.norm.'),
+    (r'^norm(\d)\.', _stage_before('norm{}.')),
+    (r'^stage(\d)\.', _stage_before('stages.{}.1.')),
+    (r'\.qkv\.', '.attn.attn.in_proj_'),
+    (r'\.proj\.', '.attn.attn.out_proj.'),
+    (r'(\.attns\.\d\.)(?!get_v)', r'\1attn.'),
+    (r'\.attns\.', '.attn.attns.'),
+    *MLP_NAMES,
 )
 SWIN = r'^layers\.0\.blocks\.0\.attn\.qkv\.weight$'
 PVT = r'^block1\.0\.attn\.kv\.weight$'
 VIT = r'^blocks\.0\.attn\.qkv\.weight$'
+CSWIN = r'^stage1\.0\.qkv\.weight$'
 RELEASED_NORM = (r'\.alpha$', r'\.bn\.weight$')
 # Swin V2 has the names of Swin, but scales the cosine of queries and keys.
 SWIN_V2 = r'\.attn\.logit_scale$'
@@ -303,6 +320,14 @@ LAYOUTS = (
         (_add_gammas, _pack_projections, _finish_pvt),
     ),
     Layout('slab_official', (VIT, *RELEASED_NORM), SLAB_NORMS + VIT_NAMES, (_add_gammas, _place_class_token)),
+    Layout(
+        'slab_official',
+        (CSWIN, *RELEASED_NORM),
+        # The scale of focused attention is still there; nothing reads it.
+        ((r'(\.attns\.\d\.)scale$', r'\1unread_scale'), *CSWIN_NAMES, *SLAB_NORMS),
+        (_add_gammas,),
+    ),
+    Layout('microsoft_cswin', (CSWIN,), CSWIN_NAMES),
     Layout('official_vit', (VIT,), VIT_NAMES, (_place_class_token,)),
     Layout('official_pvt', (PVT,), OFFICIAL_PVT_NAMES, (_pack_projections, _finish_pvt)),
     Layout(
@@ -317,6 +342,7 @@ LAYOUTS = (
     ),
     Layout('microsoft_swin', (SWIN,), SWIN_NAMES, (_to_unfold_order,), lacks=(SWIN_V2,)),
     Layout(
-        'native', (r'^(stages\.0\.blocks\.0\.attn\.w_msa\.qkv|layers\.0\.0\.projection|embed\.projection)\.weight$',)
+        'native',
+        (r'^(stages\.0\.blocks\.0\.attn\.w_msa\.qkv|(layers|stages)\.0\.0\.projection|embed\.projection)\.weight$',),
     ),
 )

@@ -22,6 +22,7 @@ EXPECTED_UNUSED = (
     (r'^head\.', 'classification head'),
     (r'^norm\.', 'final norm of the classifier'),
     (r'^cls_token$', 'class token'),
+    (r'\.unread_scale$', 'not read by the released code'),
 )
 EXPECTED_MISSING = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
@@ -36,14 +37,14 @@ def load_pretrained(
 ) -> LoadReport:
     """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
 
-    Layouts: ``slab_official`` (Swin, PVT, DeiT), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
-    ``microsoft_swin``, ``official_vit``, ``native`` (mmdet's and our own); also the backbone of a whole detector in any
-    of them.
+    Layouts: ``slab_official`` (Swin, PVT, DeiT, CSWin), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
+    ``microsoft_swin``, ``microsoft_cswin``, ``official_vit``, ``native`` (mmdet's and our own); also the backbone of a
+    whole detector in any of them.
     Everything is checked before the backbone is touched. A training starts here: counters, windows and psi of UN,
     MABN and PowerNorm, which belong to another training, are not loaded. Resuming loads the whole detector.
 
     Args:
-        backbone: SLABSwin, SLABPVT, SLABViT, or mmdet's SwinTransformer, PyramidVisionTransformer or
+        backbone: SLABSwin, SLABPVT, SLABViT, SLABCSwin, or mmdet's SwinTransformer, PyramidVisionTransformer or
             PyramidVisionTransformerV2 with any of our norms.
         path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
             that timm has under that name, or what such a file holds.
@@ -166,14 +167,14 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     """The tensors of a checkpoint, wherever they lie, without ``module.`` before their names.
 
     Args:
-        checkpoint: What a file held: weights under ``state_dict``, under ``model``, or at the top.
+        checkpoint: What a file held: weights under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
         name: The file, for the error.
 
     Raises:
         CheckpointError: If it holds no tensors.
     """
     state = checkpoint
-    for wrapper in ('state_dict', 'model'):
+    for wrapper in ('state_dict', 'state_dict_ema', 'model'):
         if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
             state = state[wrapper]
     held = state if isinstance(state, Mapping) else {}

@@ -54,7 +54,8 @@ class TiledMapAttention(TiledAttention):
         to_q, to_kv = attention.projections()
         k, v = (split_groups(part, attention.groups) for part in linear(source, *to_kv).chunk(2, dim=-1))
         shared = {}
-        for rows in row_tiles(x.shape[1], tile_tokens(x.device)):
+        max_rows = tile_tokens(x.device) if attention.queries_apart else None
+        for rows in row_tiles(x.shape[1], max_rows):
             tile = MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
             q = split_groups(linear(normed[:, rows], *to_q), attention.groups)
             mixed = join_groups(attention.mix(q, k, v, tile))

@@ -113,6 +113,11 @@ def own_map_attention(attn: SpatialReductionAttention) -> MapAttention:
     return ours
 
 
+def swin_output_folds(backbone: nn.Module) -> list[Fold]:
+    """The norms that only outputs pass, in the order of the outputs: the next stage reads what is before them."""
+    return [Fold(f'norm{stage}') for stage in sorted(backbone.out_indices)]
+
+
 def pvt_folds(backbone: nn.Module) -> list[Fold]:
     """The norm behind each stage of a PVT: the next patch embedding reads it."""
     last = len(backbone.layers) - 1
@@ -145,10 +150,7 @@ register_folds(
 )
 register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',))
 
-# The next stage reads what is before an output norm.
-register_folds(
-    SwinTransformer, output_folds=lambda backbone: [Fold(f'norm{stage}') for stage in sorted(backbone.out_indices)]
-)
+register_folds(SwinTransformer, output_folds=swin_output_folds)
 register_folds(ShiftWindowMSA, input_layers=ShiftedWindowAttention.input_layers, replace=own_attention)
 register_folds(WindowMSA, input_layers=SoftmaxWindowAttention.input_layers)
 # The norm follows all padding of the map, so the padding passes it like any token.

@@ -32,6 +32,7 @@ FAMILIES = {
     'PyramidVisionTransformer': ('PVT', 64, (3, 4, 6, 3)),
     'PyramidVisionTransformerV2': ('PVTv2', 64, (3, 4, 6, 3)),
     'SLABViT': ('DeiT', 192, 12),
+    'SLABCSwin': ('CSWin', 64, (1, 2, 21, 1)),
 }
 # The sizes of the papers' tables and of the configs: (family, width, depths).
 SIZES = {
@@ -43,6 +44,9 @@ SIZES = {
     ('PVT', 64, (3, 4, 18, 3)): 'M',
     ('DeiT', 192, (12,)): 'T',
     ('DeiT', 384, (12,)): 'S',
+    ('CSWin', 64, (1, 2, 21, 1)): 'T',
+    ('CSWin', 64, (2, 4, 18, 1)): 'T',
+    ('CSWin', 64, (2, 4, 32, 2)): 'S',
 }
 
 

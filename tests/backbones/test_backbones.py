@@ -1,4 +1,4 @@
-"""What SLABSwin and SLABPVT promise alike: mmdet's results, keys and arguments, clear errors, frozen statistics."""
+"""What our backbones promise alike: mmdet's results, keys and arguments, clear errors, frozen statistics."""
 
 import copy
 import inspect
@@ -21,7 +21,15 @@ V2_OPTIONS = dict(
     patch_sizes=[7, 3, 3, 3], paddings=[3, 1, 1, 1], use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
 )
 V2 = {**PVT, **V2_OPTIONS}
-BOTH = pytest.mark.parametrize('small', [SWIN, PVT], ids=['Swin', 'PVT'])
+CSWIN = dict(
+    type='SLABCSwin',
+    embed_dims=8,
+    depths=(1, 1, 2, 2),
+    num_heads=(2, 2, 4, 4),
+    pretrain_img_size=64,
+    drop_path_rate=0.0,
+)
+ALL = pytest.mark.parametrize('small', [SWIN, PVT, CSWIN], ids=['Swin', 'PVT', 'CSWin'])
 
 
 def build(small: dict, **options) -> nn.Module:
@@ -142,6 +150,10 @@ def test_arguments_and_keys_are_mmdets(kind, theirs, options):
         (PVT, dict(attention='sla', la_sr_ratios=(1, 1, 1, 8)), 'stage 3 a map of 7x7.*ratio 8'),
         (PVT, dict(paddings=(0, 'corners', 0, 0)), r"unknown padding \['corners'\].*'same'"),
         (PVT, dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),
+        (CSWIN, dict(num_heads=(1, 2, 4, 4)), 'num_heads=1 make no halves'),
+        (CSWIN, dict(stripe_widths=(1, 2)), r'stripe_widths=.*4 stages'),
+        (CSWIN, dict(stripe_widths=(0, 2, 7, None)), 'stripe_widths=.*positive whole numbers'),
+        (CSWIN, dict(attention='linear'), 'unknown attention.*linear.*choose from'),
     ],
 )
 def test_wrong_arguments_are_named(small, options, message):
@@ -149,7 +161,7 @@ def test_wrong_arguments_are_named(small, options, message):
         build(small, **options)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     'init_cfg', [dict(type='Normal'), dict(type='Pretrained'), dict(type='Pretrained', checkpoint='a', strict=True)]
 )
@@ -158,14 +170,16 @@ def test_init_cfg_other_than_pretrained_is_refused(small, init_cfg):
         build(small, init_cfg=init_cfg).init_weights()
 
 
-@BOTH
+@pytest.mark.parametrize('small', [SWIN, PVT], ids=['Swin', 'PVT'])
 def test_pretrained_is_a_name(small):
     with pytest.raises(TypeError, match='pretrained=123: give the name of a checkpoint'):
         build(small, pretrained=123)
 
 
-@BOTH
-@pytest.mark.parametrize('spelling', ['init_cfg', 'pretrained'])
+@pytest.mark.parametrize(
+    ('small', 'spelling'),
+    [(SWIN, 'init_cfg'), (SWIN, 'pretrained'), (PVT, 'init_cfg'), (PVT, 'pretrained'), (CSWIN, 'init_cfg')],
+)
 def test_pretrained_weights_are_loaded(tmp_path, small, spelling):
     source, path = randomize(build(small)), str(tmp_path / 'weights.pth')
     torch.save(dict(state_dict=source.state_dict()), path)
@@ -176,10 +190,12 @@ def test_pretrained_weights_are_loaded(tmp_path, small, spelling):
         assert torch.equal(value, source.state_dict()[key]), key
 
 
-@BOTH
+@ALL
 def test_norm_eval_freezes_loaded_statistics_only(small):
     source, model = (build(small, norm_cfg=dict(type='PRepBN'), norm_eval=True) for _ in range(2))
-    block = 'stages.2.blocks.1.norm1' if small is SWIN else 'layers.3.1.1.norm1'
+    block = {'SLABSwin': 'stages.2.blocks.1.norm1', 'SLABPVT': 'layers.3.1.1.norm1'}.get(
+        small['type'], 'stages.3.1.1.norm1'
+    )
     norm = randomize(source).get_submodule(block)
     # Initial statistics do not count as loaded.
     norm.set_statistics(torch.zeros(norm.num_features), torch.ones(norm.num_features))
@@ -192,7 +208,7 @@ def test_norm_eval_freezes_loaded_statistics_only(small):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@BOTH
+@ALL
 def test_train_and_eval_return_the_model_and_set_the_mode(small):
     model = build(small)
     for mode in (True, False):
@@ -201,7 +217,7 @@ def test_train_and_eval_return_the_model_and_set_the_mode(small):
     assert model.eval() is model
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize('word', ['softmax', 'sla', 'focused'])
 def test_attention_dropout_drops_softmax_weights_only(small, word):
     model = build(small, attention=word, attn_drop_rate=0.5, drop_path_rate=0.0).train()

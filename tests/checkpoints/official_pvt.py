@@ -102,7 +102,7 @@ def to_tokens(image: Tensor) -> Tensor:
 
 
 def official_attention(state: dict, name: str, x: Tensor, h: int, w: int, heads: int, norm) -> Tensor:
-    """Softmax with spatial reduction, or linear where the state holds a table P; head by head."""
+    """Attention with spatial reduction."""
     source = x
     if f'{name}.sr.weight' in state:
         reduced = conv(state, f'{name}.sr', to_image(x, h, w), state[f'{name}.sr.weight'].shape[-1])
@@ -111,6 +111,11 @@ def official_attention(state: dict, name: str, x: Tensor, h: int, w: int, heads:
         q, k, v = linear(state, f'{name}.qkv', x).chunk(3, -1)
     else:
         q, (k, v) = linear(state, f'{name}.q', x), linear(state, f'{name}.kv', source).chunk(2, -1)
+    return linear(state, f'{name}.proj', mix_heads(state, name, q, k, v, (h, w), heads))
+
+
+def mix_heads(state: dict, name: str, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int], heads: int) -> Tensor:
+    """Softmax attention, or linear where the state holds a table P; head by head."""
     is_linear = f'{name}.positional_encoding' in state
     if is_linear:
         q, k = q.relu(), (k + state[f'{name}.positional_encoding']).relu()
@@ -118,11 +123,12 @@ def official_attention(state: dict, name: str, x: Tensor, h: int, w: int, heads:
     for q_h, k_h, v_h in zip(*(t.chunk(heads, -1) for t in (q, k, v)), strict=True):
         products = q_h @ k_h.transpose(1, 2)
         if is_linear:
-            local = to_tokens(conv(state, f'{name}.dwc', to_image(v_h, h, w), 1, padding=2, groups=v_h.shape[-1]))
+            image = to_image(v_h, *hw_shape)
+            local = to_tokens(conv(state, f'{name}.dwc', image, 1, padding=2, groups=v_h.shape[-1]))
             mixed.append(products / (products.sum(-1, keepdim=True) + 1e-6) @ v_h + local)
         else:
             mixed.append((products / math.sqrt(q_h.shape[-1])).softmax(-1) @ v_h)
-    return linear(state, f'{name}.proj', torch.cat(mixed, -1))
+    return torch.cat(mixed, -1)
 
 
 def official_features(state: dict, image: Tensor, norm=official_norm) -> list[Tensor]:

@@ -3,16 +3,20 @@
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
+from official_cswin import DEPTHS as CSWIN_DEPTHS
+from official_cswin import HEADS as CSWIN_HEADS
+from official_cswin import SLAB_WIDTHS, WIDTHS, cswin_features, cswin_state
 from official_pvt import DEPTHS, DIMS, HEADS, official_features, official_state, slab_deit_map, slab_norm, slab_state
 from torch import Tensor, nn
 
-from slab_det.backbones import SLABPVT, SLABSwin, SLABViT
+from slab_det.backbones import SLABPVT, SLABCSwin, SLABSwin, SLABViT
 from slab_det.checkpoints import check_detector_checkpoint, load_pretrained
 from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
@@ -23,6 +27,9 @@ PVT_PREPBN = dict(type='PRepBN', ln_eps=1e-6)
 SLAB = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7))
 V2 = dict(
     patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
+SLAB_CSWIN = dict(
+    depths=(2, 4, 18, 1), attention=('sla', 'sla', 'softmax', 'softmax'), stripe_widths=(None, None, 7, None)
 )
 TINY, LARGER = dict(num_layers=(2, 2, 2, 2)), dict(num_layers=(3, 4, 6, 3))
 COUNTERS = ('.warm', '.iter', '.total_step')
@@ -61,6 +68,7 @@ def released_state(name: str) -> dict[str, Tensor]:
         ('mmdet_pvt_v2_b1', 'native', SLABPVT, TINY | V2, set()),
         ('slab_pvt_tiny', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
         ('slab_pvt_small', 'slab_official', SLABPVT, dict(LARGER, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
+        ('slab_cswin_tiny', 'slab_official', SLABCSwin, dict(norm_cfg=PREPBN, **SLAB_CSWIN), {0.0}),
         ('pvt_tiny_prepbn_like', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN), {0.0}),
         ('deit_tiny_prepbn', 'slab_official', SLABViT, dict(norm_cfg=PVT_PREPBN, out_type='cls_token'), {0.0}),
         ('deit_tiny_prepbn', 'slab_official', SLABViT, dict(norm_cfg=REPBN), set()),
@@ -95,13 +103,16 @@ def refuse(model: nn.Module, state: dict, match: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize('model', [SLABSwin, SLABPVT])
-def test_other_families_are_refused(model):
-    family = 'pvt' if model is SLABPVT else 'swin_tiny'
+@pytest.mark.parametrize(
+    ('model', 'family'),
+    # The output norms of mmdet's Swin have the names of CSWin's; their sizes are refused.
+    [(SLABSwin, '(^|_)swin'), (SLABPVT, 'pvt'), (SLABCSwin, 'cswin|mmdet_swin')],
+)
+def test_other_families_are_refused(model, family):
     for name, shapes in MANIFESTS.items():
-        if family not in name or 'cswin' in name:
+        if not re.search(family, name):
             refuse(
-                model(embed_dims=8, num_heads=(1, 2, 2, 4)),
+                model(embed_dims=8, num_heads=(2, 2, 2, 4)),
                 {key: torch.zeros(shape) for key, shape in shapes.items()},
                 'nothing matches the model',
             )
@@ -109,7 +120,7 @@ def test_other_families_are_refused(model):
     for name in ('swinv2_cr_tiny_224', 'swinv2_tiny_window8_256', 'resnet18', 'convnext_atto', 'deit_tiny_patch16_224'):
         with torch.device('meta'):
             state = timm.create_model(name).state_dict()
-        refuse(model(embed_dims=8, num_heads=(1, 2, 2, 4)), state, 'nothing matches the model')
+        refuse(model(embed_dims=8, num_heads=(2, 2, 2, 4)), state, 'nothing matches the model')
 
 
 def test_a_running_decay_keeps_its_gamma():
@@ -438,6 +449,23 @@ def test_slab_deit_equals_the_official_forward(remaining):
     assert report.unused_expected['cls_token'] == 'class token'
     image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     assert largest_distance(model, [slab_deit_map(state, image, heads=2)], image) < 1e-10
+
+
+@pytest.mark.parametrize('slab', [False, True])
+def test_cswin_equals_the_official_forward(slab):
+    state = cswin_state(slab)
+    options = dict(stripe_widths=WIDTHS)
+    if slab:
+        attention = ('sla', 'sla', 'softmax', 'softmax')
+        options = dict(stripe_widths=SLAB_WIDTHS, attention=attention, norm_cfg=PREPBN, out_norm_cfg=None)
+    model = SLABCSwin(64, 8, CSWIN_DEPTHS, CSWIN_HEADS, **options).double().eval()
+    report = load_pretrained(model, {'model': state})
+    assert report.complete and report.format == ('slab_official' if slab else 'microsoft_cswin'), str(report)
+    assert set(report.matched) == set(model.state_dict()), str(report)
+    # P is interpolated at sizes that the released code does not take.
+    for size in ((64, 64),) if slab else ((64, 64), (75, 109), (33, 130)):
+        image = torch.randn(2, 3, *size, dtype=torch.float64)
+        assert largest_distance(model, cswin_features(state, image), image) < 1e-10, size
 
 
 @pytest.mark.parametrize('has_row', [False, True])

@@ -39,6 +39,9 @@ PVT = dict(
     out_indices=(0, 1),
     pretrain_img_size=64,
 )
+CSWIN = dict(
+    type='SLABCSwin', pretrain_img_size=64, embed_dims=16, depths=(1, 1, 2), num_heads=(2, 2, 4), out_indices=(0, 1, 2)
+)
 PVT_V2 = dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True)
 BACKBONES = {
     'swin': {**SWIN, **PREPBN},
@@ -52,6 +55,8 @@ BACKBONES = {
     'pvt, no bias': {**PVT, **PREPBN, 'qkv_bias': False},
     'pvt, sla': {**PVT, **LN, 'attention': 'sla'},
     'pvt, focused, reduced': {**PVT, **PREPBN, 'attention': 'focused', 'la_sr_ratios': (4, 1)},
+    'cswin': {**CSWIN, **PREPBN, 'stripe_widths': (1, 3, 7)},
+    'cswin, sla': {**CSWIN, **LN, 'stripe_widths': (None, 2, None), 'attention': ('sla', 'sla', 'softmax')},
     'pvt v2': {**PVT, **PREPBN, **PVT_V2},
 }
 
@@ -114,7 +119,7 @@ def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_de
     assert slab_det.deploy(model, inplace=True) is model
 
 
-@pytest.mark.parametrize('name', ['swin', 'pvt, no bias', 'swin, sla', 'pvt, sla'])
+@pytest.mark.parametrize('name', ['swin', 'pvt, no bias', 'swin, sla', 'pvt, sla', 'cswin, sla'])
 @torch.no_grad()
 def test_bfloat16_stays_near(fused_backbone, name):
     """8 significant bits, rounded in every one of a few dozen layers."""

@@ -88,6 +88,10 @@ def shrink(cfg: Config, work_dir: Path) -> Config:
         if 'window_sizes' in backbone:
             backbone.window_sizes = tuple(side if side <= 7 else side // 5 for side in backbone.window_sizes)
         model.neck.in_channels = [backbone.embed_dims * 2**i for i in range(4)]
+    elif backbone.type == 'SLABCSwin':
+        backbone.update(embed_dims=8, num_heads=(2, 2, 4, 4), pretrain_img_size=64)
+        backbone.depths = tuple(max(1, depth // 9) for depth in backbone.depths)
+        model.neck.in_channels = [8, 16, 32, 64]
     else:
         backbone.embed_dims = 8
         backbone.num_layers = tuple(max(1, depth // 3) for depth in backbone.num_layers)

@@ -42,6 +42,10 @@ RECIPES = {
     'deit_s': (0.1, None),
     'prepbn_deit_s': (0.0, 0.8),
     'slab_deit_s': (0.0, 60000 / 375300),
+    'cswin_t': (0.2, None),
+    'slab_cswin_t': (0.1, 120000 / 375300),
+    'cswin_s': (0.4, None),
+    'slab_cswin_s': (0.3, 120000 / 375300),
 }
 # Millions of parameters and G multiply-adds as the papers of Swin and PVT, which has DeiT too, print them.
 PUBLISHED = {
@@ -57,6 +61,10 @@ PVT_STAGES = {
     'pvt_t': ((2, 3136, 64, 1, 8), (2, 784, 128, 2, 4), (2, 196, 320, 5, 2), (2, 49, 512, 8, 1)),
     'pvt_s': ((3, 3136, 64, 1, 8), (4, 784, 128, 2, 4), (6, 196, 320, 5, 2), (3, 49, 512, 8, 1)),
 }
+
+
+# Parameters of Microsoft's own code, in which they were counted; its README prints 23M and 35M, 4.3G and 6.9G.
+CSWIN_PARAMETERS = {'cswin_t': 22_320_552, 'cswin_s': 34_643_304}
 
 
 def load(row: str) -> Config:
@@ -89,13 +97,27 @@ def more_in_slab(size: str) -> int:
     )
 
 
+def cswin_multiply_adds(depths: tuple[int, ...], linear_stages: int) -> int:
+    """By hand: patches, and of each block the linear layers, both convolutions of the values and the products."""
+    count, previous = 512 * 1000, 3
+    for stage, (depth, heads, width) in enumerate(zip(depths, (2, 4, 8, 16), (1, 2, 7, 7), strict=True)):
+        side, dims = 56 >> stage, 64 << stage
+        tokens = side * side
+        count += tokens * dims * previous * (9 if stage else 49)
+        is_linear = stage < linear_stages
+        mixing = linear_attention(tokens, dims, heads) if is_linear else 2 * tokens * side * width * dims
+        count += depth * (12 * tokens * dims * dims + 9 * tokens * dims + mixing)
+        previous = dims
+    return count
+
+
 def test_every_row_has_its_config():
     assert {path.stem.removesuffix('_in1k') for path in (CONFIGS / 'pretrain').glob('*.py')} == {*RECIPES}
 
 
 @pytest.mark.parametrize('row', RECIPES)
 def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
-    cfg, size = load(row), re.search('(swin|pvt|deit)_.', row)[0]
+    cfg, size = load(row), re.search('(c?swin|pvt|deit)_.', row)[0]
     drop_path, total = RECIPES[row]
     assert cfg.model.backbone.drop_path_rate == drop_path
     hooks = {hook.type: hook for hook in cfg.get('custom_hooks', [])}
@@ -104,8 +126,10 @@ def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
     assert (cfg.train_cfg.max_epochs, cfg.auto_scale_lr.base_batch_size) == (300, 1024)
     optimizer = cfg.optim_wrapper.optimizer
     assert (optimizer.type, optimizer.lr, optimizer.weight_decay) == ('AdamW', 1e-3, 0.05)
-    clips, warm_up = (False, 5) if 'pvt' in row else (True, 20)
+    clips, warm_up = (False, 5) if 'pvt' in row else ('cswin' not in row, 20)
     assert (cfg.optim_wrapper.clip_grad is not None, cfg.param_scheduler[0].end) == (clips, warm_up)
+    average = cfg.default_hooks.get('ema', {}).get('momentum')
+    assert average == (None if 'cswin' not in row else 1e-4 if 'slab' in row else 8e-5)
 
     init_default_scope('mmpretrain')
     model = MODELS.build(cfg.model).eval()
@@ -118,6 +142,10 @@ def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
     slab_det.set_gamma(model, 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     multiply_adds = count_multiply_adds(lambda: model(torch.zeros(1, 3, 224, 224)))
+    if 'cswin' in row:
+        assert multiply_adds == cswin_multiply_adds(cfg.model.backbone.depths, 2 if 'slab' in row else 0)
+        assert parameters == CSWIN_PARAMETERS.get(row, parameters)
+        return
     if 'slab' in row:
         multiply_adds -= more_in_slab(size)
         # Softmax attention's parameters: see test_number_of_parameters_is_that_of_the_papers.
@@ -147,7 +175,9 @@ def shrink(cfg: Config) -> Config:
     backbone = cfg.model.backbone
     backbone.update(embed_dims=8, pretrain_img_size=64)
     if 'Swin' in backbone.type:
-        backbone.update(depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8), window_sizes=(16, 8, 7, 7))
+        backbone.update(depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 8))
+        if 'window_sizes' in backbone:
+            backbone.window_sizes = (16, 8, 7, 7)
     elif 'PVT' in backbone.type:
         backbone.update(num_layers=(1, 1, 1, 1))
     else:
@@ -170,7 +200,9 @@ def shrink(cfg: Config) -> Config:
     return cfg
 
 
-@pytest.mark.parametrize(('row', 'affine'), [('slab_swin_t', 1), ('prepbn_pvt_t', 0), ('slab_deit_t', 1)])
+@pytest.mark.parametrize(
+    ('row', 'affine'), [('slab_swin_t', 1), ('prepbn_pvt_t', 0), ('slab_deit_t', 1), ('slab_cswin_t', 1)]
+)
 def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
     draw_shapes(tmp_path / 'shapes')
     shrink(load(row)).dump(tmp_path / 'small.py')

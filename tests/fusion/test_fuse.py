@@ -62,6 +62,8 @@ MODELS_WITH_OPTIONS = {
     'PVT, post_act': dict(PVT, ffn_norm='post_act', attention='sla'),
     'V2': V2,
     'V2, sla': dict(V2, attention='sla', qkv_bias=False),
+    'CSWin': dict(type='SLABCSwin', num_heads=(2, 2, 4, 4)),
+    'CSWin, linear stripes': dict(type='SLABCSwin', num_heads=(2, 2, 4, 4), attention='sla', pretrain_img_size=64),
     **{
         f'{backbone["type"]}, {norm}': dict(backbone, norm_cfg=dict(type=norm))
         for backbone, norm in zip([STOCK_SWIN, STOCK_PVT, STOCK_PVT_V2] * 2, NORMS, strict=True)

@@ -45,6 +45,15 @@ BACKBONES = {
     'stock Swin': dict(type='SwinTransformer'),
     'PVT': PVT,
     'SLAB-PVT': dict(PVT, attention=('sla', 'focused', 'sla', 'sla'), la_sr_ratios=(2, 1, 1, 1)),
+    'CSWin': dict(type='SLABCSwin', num_heads=(2, 2, 4, 4), norm_cfg=dict(type='LN')),
+    'SLAB-CSwin': dict(
+        type='SLABCSwin',
+        num_heads=(1, 2, 2, 4),
+        pretrain_img_size=64,
+        # One linear stage over the whole map: after two, a random net sees everywhere nearly the same.
+        attention=('sla', 'focused', 'softmax', 'softmax'),
+        stripe_widths=(None, 3, 3, None),
+    ),
     'PVT-LN': dict(PVT, norm_cfg=dict(type='LN')),
 }
 SIZES = [(64, 96), (131, 75), (101, 160)]
@@ -112,7 +121,7 @@ def predict(model, image, divisor):
 @pytest.mark.parametrize('row', BACKBONES)
 @torch.no_grad()
 def test_graph_finds_what_mmdet_finds(detector, row):
-    divisor = 1 if row in ('Swin', 'SLAB-Swin', 'PVT') else 32
+    divisor = 1 if row in ('Swin', 'SLAB-Swin', 'PVT', 'CSWin') else 32
     model = detector(row, divisor=divisor).double()
     graph = build_graph(model).double()
     for size in SIZES:
@@ -134,6 +143,7 @@ def test_graph_finds_what_mmdet_finds(detector, row):
         ('PVT', 'mask_rcnn', 'detector', 1),
         ('SLAB-PVT', 'faster_rcnn', 'backbone+neck+rpn', 32),
         ('PVT', 'faster_rcnn', 'backbone', 32),
+        ('SLAB-CSwin', 'mask_rcnn', 'detector', 1),
     ],
 )
 def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, row, kind, scope, divisor):
