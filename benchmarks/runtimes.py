@@ -1,6 +1,7 @@
 """Latency in every runtime that runs on a CPU, each detector beside LayerNorm and beside mmdet in the same rounds.
 
     python benchmarks/runtimes.py --threads 2
+    python benchmarks/runtimes.py --figure docs/latency.svg
 
 Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every detector; int8 is calibrated on
 noise, which costs the same. A column is measured at once, interleaved, and added to benchmarks/results/runtimes.json;
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import cv2
 import mmcv
 import torch
+from matplotlib.figure import Figure
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from torch import nn
@@ -31,6 +33,7 @@ from slab_det.deployment.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
 )  # fmt: skip
 from slab_det.measure.environment import describe_environment
+from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.latency import keep_freed_memory
 from slab_det.measure.untrained import build_untrained, prepare_untrained
 from slab_det.runtime.progress import Progress
@@ -232,6 +235,28 @@ def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
     return '\n'.join(lines)
 
 
+@styled
+def draw(columns: Mapping[str, Mapping[str, dict]], path: Path) -> None:
+    """Draws each form's time over mmdet as built: with LayerNorm, absorbed, and SLAB's, where a form has them."""
+    forms = [form for form in FORMS if form in columns]
+    rows = {SWIN[1]: '0.6', 'Swin-T, absorbed, none kept': INK, 'SLAB-Swin-T': '0.85'}
+    figure = Figure(figsize=(WIDTH, 0.5 * len(forms) + 0.7))
+    axes = figure.subplots()
+    for index, (name, colour) in enumerate(rows.items()):
+        ratios = [columns[form][name]['to_mmdet'] for form in forms]
+        bars = axes.barh(
+            [row + 0.27 * (index - 1) for row in range(len(forms))], ratios, 0.25, color=colour, label=name
+        )
+        axes.bar_label(bars, fmt='%.2f', padding=2)
+    axes.axvline(1, color=INK)
+    axes.set_yticks(range(len(forms)), forms)
+    axes.set_ylim(len(forms) - 0.4, -0.6)
+    axes.grid(visible=False, axis='y')
+    axes.set_xlabel("time over mmdet's as built")
+    axes.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=3)
+    save_figure(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--sizes', nargs='+', default=['800x1216', '480x640'], metavar='HxW')
@@ -241,7 +266,10 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--threads', type=int, default=2)
     parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks/results/runtimes.json')
+    parser.add_argument('--figure', type=Path, metavar='SVG', help="draw the first size's whole detectors, and stop")
     args = parser.parse_args()
+    if args.figure:
+        return draw(json.loads(args.out.read_text())['columns'][args.sizes[0]]['detector'], args.figure)
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     results = json.loads(args.out.read_text()) if args.out.exists() else {'columns': {}}

@@ -2,7 +2,7 @@
 
 On a CPU oneDNN takes the activation or the residual into the matrix product. The library behind ``F.linear`` picks its
 kernels by the maker of the processor, oneDNN by its instructions: with AVX-512 on processors of AMD oneDNN multiplies
-float32 at the speed of ``F.linear`` or twice of it, with AVX2 at less than its speed (docs/deploy.md).
+float32 at the speed of ``F.linear`` or twice of it, with AVX2 at less than its speed (docs/latency.md).
 """
 
 from __future__ import annotations

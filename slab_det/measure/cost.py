@@ -58,12 +58,12 @@ def count_multiply_adds(forward: Callable[[], object]) -> int:
     """Multiply-adds of one call, by torch's counter."""
     # No inference mode: composite operators would reach the counter whole.
     with torch.inference_mode(False), torch.no_grad():
-        with FlopCounterMode(display=False, custom_mapping=_more_formulas()) as counter:
+        with FlopCounterMode(display=False, custom_mapping=more_formulas()) as counter:
             forward()
     return counter.get_total_flops() // 2
 
 
-def _more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
+def more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
     """Formulas that torch's counter lacks: of deployed linear layers and, before torch 2.15, of attention on a CPU."""
 
     def linear_flops(x: torch.Size, *others: object, out_shape: torch.Size, **options: object) -> int:

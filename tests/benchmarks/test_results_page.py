@@ -99,8 +99,8 @@ def test_steps_of_an_absorption_are_the_stored_results():
         assert shown == [f'{seed[key]:.3f}' for seed in seeds for key in ('AP', 'agreement')], label
 
 
-def test_runtimes_of_the_deploy_page_are_the_stored_results():
-    page = (ROOT / 'docs/deploy.md').read_text()
+def test_tables_of_the_latency_page_are_the_stored_results():
+    page = (ROOT / 'docs/latency.md').read_text()
     for columns in load('runtimes')['columns']['800x1216'].values():
         assert runtimes_table(columns) in page
     assert parts_table(load('parts')) in page
