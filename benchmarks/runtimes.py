@@ -16,19 +16,20 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import cv2
-import mmcv
 import torch
 from matplotlib.figure import Figure
-from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from torch import nn
 
 from slab_det.checkpoints.build import build_detector
+from slab_det.data import ImagePipeline
+from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
 )  # fmt: skip
@@ -40,6 +41,8 @@ from slab_det.runtime.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 CALIBRATION_SIZE = (320, 416)
+# The test pipeline without resizing.
+STEPS = (dict(type='LoadImageFromFile'), dict(type='PackDetInputs'))
 # The runtimes' threads spin for a while after a call; the next one should not share the cores with them.
 PAUSE_SECONDS = 0.1
 
@@ -131,14 +134,9 @@ def torch_call(model: nn.Module, scope: str, form: Form, content: bytes) -> Call
     if form.form == 'deployed':
         model = slab_det.deploy(model, None if form.precision == 'float32' else torch.bfloat16)
     if scope == 'backbone':
-        inputs = model.data_preprocessor(decode(content), False)['inputs']
+        inputs = model.data_preprocessor(dict(inputs=[ImagePipeline(STEPS)(content)['inputs']]), False)['inputs']
         return lambda: model.backbone(inputs)
-
-    def run() -> object:
-        data = model.data_preprocessor(decode(content), False)
-        return model.predict(data['inputs'], data['data_samples'])
-
-    return run
+    return partial(ServedDetector(model, STEPS), content)
 
 
 def runtime_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:
@@ -151,18 +149,9 @@ def runtime_call(model: nn.Module, scope: str, form: Form, content: bytes, file:
             quantize_onnx(plain, file, random_images([CALIBRATION_SIZE]))
     options = dict(runtime=form.runtime, threads=threads, precision=PRECISIONS[form.precision])
     if scope == 'backbone':
-        loaded, pixels = load_runtime(file, **options), decode(content)['inputs'][0][None].float().numpy()
-        return lambda: loaded.run(pixels)
-    detector = ExportedDetector(str(file), **options)
-    return lambda: detector(**decode(content))
-
-
-def decode(content: bytes) -> dict[str, list]:
-    """A batch of one image, as a data loader yields it."""
-    pixels = torch.from_numpy(mmcv.imfrombytes(content).transpose(2, 0, 1).copy())
-    size = tuple(pixels.shape[1:])
-    sample = DetDataSample(metainfo=dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0)))
-    return dict(inputs=[pixels], data_samples=[sample])
+        pixels = ImagePipeline(STEPS)(content)['inputs'][None].float().numpy()
+        return partial(load_runtime(file, **options).run, pixels)
+    return partial(ServedDetector(ExportedDetector(str(file), **options), STEPS), content)
 
 
 @torch.inference_mode()

@@ -77,7 +77,8 @@ class ImagePipeline:
         else:
             raise DataError(f'an image is a path, bytes or a numpy array, not a {type(image).__name__}')
         shape = pixels.shape[:2]
-        data = dict(values, img=pixels, img_path=path, img_shape=shape, ori_shape=shape)
+        # Heads ask for the scale also where nothing is resized.
+        data = dict(values, img=pixels, img_path=path, img_shape=shape, ori_shape=shape, scale_factor=(1.0, 1.0))
         for transform in self.transforms:
             try:
                 data = transform(data)
