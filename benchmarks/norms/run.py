@@ -3,6 +3,7 @@
     python benchmarks/norms/run.py bccd-norms --data-root data/bccd --seeds 0 1 2
     python benchmarks/norms/run.py dsb2018-norms --only ln token_bn prepbn
     python benchmarks/norms/run.py bccd-norms --iterations 2000 --only ln bn_ffnbn
+    python benchmarks/norms/run.py bccd-starts
     python benchmarks/norms/run.py bccd-norms --table-only
 
 A run is one call of tools/train.py, in WORK_DIR/STUDY/RUN/seedN; a run that was interrupted goes on, one that is done
@@ -20,19 +21,58 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 import argparse
 import json
 import os
+import random
 import shlex
 import subprocess
 from dataclasses import dataclass, replace
 
+import cv2
 from mmengine.config import Config
+from pycocotools.coco import COCO
 
 from benchmarks.norms.table import markdown, replace_table
 from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path('docs/results.md')
+CLASSIFIER, CLASSIFIER_ITERATIONS = Path('benchmarks/bccd/classifier_swin_small.py'), 600
 # A diverged run ends at once, as failed, and not an hour later with AP 0.
-STOP_AT_NAN = dict(type='CheckInvalidLossHook', interval=10)
+STOP_AT_NAN = dict(type='mmdet.CheckInvalidLossHook', interval=10)
+
+
+PROGRESS = dict(type='ProgressiveNormHook', total=0.8, unit='fraction')
+# Label in the table, changes of the backbone, and hooks.
+RUNS = {
+    'ln': ('LayerNorm', dict(norm_cfg=dict(type='LN')), []),
+    'ln_ffn': ('LayerNorm, one more in each FFN', dict(norm_cfg=dict(type='LN'), ffn_norm='pre_act'), []),
+    'token_bn': ('TokenBN', dict(norm_cfg=dict(type='TokenBN')), []),
+    'bn_ffnbn': ('BN+FFNBN', dict(norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act'), []),
+    'repbn': ('RepBN, no progression', dict(norm_cfg=dict(type='RepBN')), []),
+    'prepbn': ('PRepBN, linear', dict(norm_cfg=dict(type='PRepBN')), [PROGRESS]),
+    'prepbn_ffn': ('PRepBN, one more in each FFN', dict(norm_cfg=dict(type='PRepBN'), ffn_norm='pre_act'), [PROGRESS]),
+    'prepbn_cosine': ('PRepBN, cosine', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='cosine')]),
+    'prepbn_step': ('PRepBN, step', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='step')]),
+    'un': ('UN, warm-up 10 %', dict(norm_cfg=dict(type='UN', window_size=4)), []),
+    'mabn': ('MABN, warm-up 10 %', dict(norm_cfg=dict(type='MABN')), []),
+    'powernorm': ('PowerNorm, warm-up 10 %', dict(norm_cfg=dict(type='PowerNorm')), []),
+}
+NORMS = tuple(RUNS)
+# Where a detector starts from: the backbone of a classifier of cells.
+STARTS = {'scratch': 'from scratch', 'ln': 'from a LayerNorm classifier', 'prepbn': 'from a PRepBN classifier'}
+RUNS |= {
+    f'ln_from_{start}': (f'LayerNorm, {STARTS[start]}', dict(norm_cfg=dict(type='LN')), [])
+    for start in ('scratch', 'ln')
+} | {
+    f'prepbn_{total}_from_{start}': (
+        f'PRepBN, T = {total}, {label}',
+        dict(norm_cfg=dict(type='PRepBN')),
+        [dict(PROGRESS, total=total)],
+    )
+    for start, label in STARTS.items()
+    for total in (0, 0.2, 0.8)
+    # Its gamma is 0 already, but in the output norms, which a classifier has not.
+    if (start, total) != ('prepbn', 0.2)
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +86,7 @@ class Study:
         images: Training images that the statistics are recalibrated on.
         question: What its table answers.
         setting: In words.
+        runs: What it consists of.
     """
 
     config: Path
@@ -54,6 +95,7 @@ class Study:
     images: int
     question: str
     setting: str
+    runs: tuple[str, ...] = NORMS
 
 
 STUDIES = {
@@ -74,29 +116,24 @@ STUDIES = {
         'Which norm keeps the AP of LayerNorm where images differ?',
         'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222',
     ),
-}
-PROGRESS = dict(type='ProgressiveNormHook', total=0.8, unit='fraction')
-# Label in the table, changes of the backbone, and hooks.
-RUNS = {
-    'ln': ('LayerNorm', dict(norm_cfg=dict(type='LN')), []),
-    'ln_ffn': ('LayerNorm, one more in each FFN', dict(norm_cfg=dict(type='LN'), ffn_norm='pre_act'), []),
-    'token_bn': ('TokenBN', dict(norm_cfg=dict(type='TokenBN')), []),
-    'bn_ffnbn': ('BN+FFNBN', dict(norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act'), []),
-    'repbn': ('RepBN, no progression', dict(norm_cfg=dict(type='RepBN')), []),
-    'prepbn': ('PRepBN, linear', dict(norm_cfg=dict(type='PRepBN')), [PROGRESS]),
-    'prepbn_ffn': ('PRepBN, one more in each FFN', dict(norm_cfg=dict(type='PRepBN'), ffn_norm='pre_act'), [PROGRESS]),
-    'prepbn_cosine': ('PRepBN, cosine', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='cosine')]),
-    'prepbn_step': ('PRepBN, step', dict(norm_cfg=dict(type='PRepBN')), [dict(PROGRESS, decay='step')]),
-    'un': ('UN, warm-up 10 %', dict(norm_cfg=dict(type='UN', window_size=4)), []),
-    'mabn': ('MABN, warm-up 10 %', dict(norm_cfg=dict(type='MABN')), []),
-    'powernorm': ('PowerNorm, warm-up 10 %', dict(norm_cfg=dict(type='PowerNorm')), []),
+    'bccd-starts': Study(
+        Path('benchmarks/bccd/faster_rcnn_swin_small.py'),
+        'bbox',
+        250,
+        100,
+        'Which start needs progression?',
+        'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222',
+        tuple(name for name in RUNS if '_from_' in name),
+    ),
 }
 
 
-def run_config(study: Study, name: str, seed: int) -> Config:
-    """The study's config with the norm of a run and a seed."""
+def run_config(study: Study, name: str, seed: int, start: Path | None = None) -> Config:
+    """The study's config with the norm of a run, a seed, and the checkpoint that the backbone starts from."""
     config = Config.fromfile(ROOT / study.config)
     _, backbone, hooks = RUNS[name]
+    if start:
+        backbone = dict(backbone, init_cfg=dict(type='Pretrained', checkpoint=str(start.resolve())))
     if name in ('un', 'mabn', 'powernorm'):
         # One warm-up for all three, so that only their averages differ.
         backbone = dict(norm_cfg=dict(backbone['norm_cfg'], warmup_iters=study.iterations // 10))
@@ -132,12 +169,9 @@ def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> d
     """
     report, key = folder / 'report.json', f'coco/{study.metric}_mAP'
     if not (folder / 'done').exists():
-        path = folder / 'merged' / 'config.py'
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run_config(study, name, seed).dump(path)
-        arguments = [str(path), '--work-dir', str(folder), '--data-root', data_root, '--resume']
-        call([sys.executable, 'tools/train.py', *arguments])
-        (folder / 'done').touch()
+        _, _, start = name.partition('_from_')
+        checkpoint = train_classifier(start, seed, folder.parents[1], data_root) if start in ('ln', 'prepbn') else None
+        run_tool(run_config(study, name, seed, checkpoint), folder, data_root)
     logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
     all_ap = ap_from_metrics([json.loads(line) for line in logs.splitlines() if key in line][-1])
     result = dict(status='finished', ap=all_ap[study.metric]['AP'], all_ap=all_ap)
@@ -148,6 +182,47 @@ def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> d
     return result
 
 
+def run_tool(config: Config, folder: Path, data_root: str | Path) -> None:
+    """Trains, or goes on training, in a folder."""
+    path = folder / 'merged' / 'config.py'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config.dump(path)
+    arguments = [str(path), '--work-dir', str(folder), '--data-root', str(data_root), '--resume']
+    call([sys.executable, 'tools/train.py', *arguments])
+    (folder / 'done').touch()
+
+
+def train_classifier(norm: str, seed: int, study: Path, data_root: str) -> Path:
+    """Trains a classifier of cells if it has not ended yet, and returns its checkpoint; gamma ends at 0."""
+    folder, cells = study / f'classifier_{norm}' / f'seed{seed}', study / 'cells'
+    if not (folder / 'done').exists():
+        cut_cells(Path(data_root), cells)
+        classifier = Study(CLASSIFIER, '', CLASSIFIER_ITERATIONS, 100, '', '')
+        run_tool(run_config(classifier, norm, seed), folder, cells)
+    return folder / f'iter_{CLASSIFIER_ITERATIONS}.pth'
+
+
+def cut_cells(data_root: Path, out: Path, limit: int = 300) -> None:
+    """64x64 pixels around the centre of each cell, at half size as the detector sees them: OUT/SPLIT/CLASS/N.png.
+
+    At most `limit` per class, of both splits apart; what leaves the image is grey.
+    """
+    for split in ('train', 'val'):
+        coco = COCO(data_root / f'annotations/instances_{split}.json')
+        for category in coco.loadCats(coco.getCatIds()):
+            folder = out / split / category['name']
+            folder.mkdir(parents=True, exist_ok=True)
+            annotations = coco.loadAnns(coco.getAnnIds(catIds=[category['id']]))
+            for annotation in random.Random(0).sample(annotations, min(limit, len(annotations))):
+                path = data_root / 'images' / split / coco.imgs[annotation['image_id']]['file_name']
+                x, y, width, height = annotation['bbox']
+                centre = (x + width / 2, y + height / 2)
+                image = cv2.copyMakeBorder(cv2.imread(str(path)), 64, 64, 64, 64, cv2.BORDER_CONSTANT, value=[127] * 3)
+                cell = cv2.getRectSubPix(image, (128, 128), (centre[0] + 64, centre[1] + 64))
+                cell = cv2.resize(cell, (64, 64), interpolation=cv2.INTER_AREA)
+                cv2.imwrite(str(folder / f'{annotation["id"]}.png'), cell)
+
+
 def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> None:
     """Adds one run with one seed to the stored results."""
     if file.exists():
@@ -156,7 +231,7 @@ def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> 
         setting = f'{study.setting}, {study.iterations} iterations of 4 images'
         results = dict(question=study.question, setting=setting, metric=AP_KINDS[study.metric], runs={})
     entry = results['runs'].setdefault(name, dict(seeds={}))
-    entry |= dict(label=RUNS[name][0], setting='', control='ln')
+    entry |= dict(label=RUNS[name][0], setting='', control='ln_from_scratch' if '_from_' in name else 'ln')
     entry['seeds'][str(seed)] = result
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results, indent=1) + '\n')
@@ -174,7 +249,7 @@ def main() -> None:
     parser.add_argument('study', choices=STUDIES)
     parser.add_argument('--data-root', help='default: data/DATASET')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
-    parser.add_argument('--only', nargs='+', choices=RUNS, default=list(RUNS), help='only these rows')
+    parser.add_argument('--only', nargs='+', choices=RUNS, help='only these rows')
     parser.add_argument('--iterations', type=int, help='instead of those of the study; the name of the results says so')
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
     parser.add_argument('--table-only', action='store_true', help='run nothing: write the table again')
@@ -185,7 +260,7 @@ def main() -> None:
     if args.iterations:
         study, name_of_study = replace(study, iterations=args.iterations), f'{args.study}-{args.iterations}'
     for seed in [] if args.table_only else args.seeds:
-        for name in args.only:
+        for name in args.only or study.runs:
             folder = args.work_dir / name_of_study / name / f'seed{seed}'
             try:
                 result = train(study, name, seed, folder, args.data_root or f'data/{args.study.partition("-")[0]}')

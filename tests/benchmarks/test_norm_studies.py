@@ -2,12 +2,18 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import cv2
+import pytest
+from mmdet.registry import MODELS
 from mmdet.visualization import DetLocalVisualizer
+from mmengine.config import Config
 
 from benchmarks.norms import run
 from slab_det.data import generate
+from slab_det.norms import named_offline_norms
 
 
 def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeypatch, call) -> None:
@@ -42,3 +48,32 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
     assert 0 <= served['ap'] <= 1 and served['recalibration']['passes'] and 'ap_before_recalibration' in served
     assert '| PRepBN, linear | ' in page.read_text() and '| LayerNorm |' in page.read_text()
     assert main() == found and len(commands) == 2, 'what is done is skipped'
+
+
+@pytest.mark.skipif(
+    find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
+)
+def test_a_detector_starts_from_a_classifier_of_its_objects(small_run_cfg, tmp_path, monkeypatch, call):
+    cfg = small_run_cfg(norm_cfg={'type': 'LN'})
+    cfg.dump(tmp_path / 'base.py')
+    data = generate(tmp_path / 'data', num_train=8, num_val=4, size=(96, 80))
+    classifier = Config.fromfile(run.ROOT / run.CLASSIFIER)
+    classifier.model.backbone = dict(cfg.model.backbone, type='mmdet.SLABSwin', out_indices=(3,))
+    classifier.model.head.num_classes = classifier.data_preprocessor.num_classes = 4
+    classifier.model.head.in_channels = 8 * cfg.model.backbone.embed_dims
+    classifier.dump(tmp_path / 'classifier.py')
+    monkeypatch.setattr(run, 'CLASSIFIER', tmp_path / 'classifier.py')
+    monkeypatch.setattr(run, 'CLASSIFIER_ITERATIONS', 2)
+    monkeypatch.setattr(run, 'call', lambda command: call(Path(command[1]).name, *command[2:]))
+
+    study = run.Study(tmp_path / 'base.py', 'bbox', iterations=2, images=4, question='', setting='')
+    checkpoint = run.train_classifier('prepbn', 0, tmp_path / 'runs', data)
+    classes = sorted(folder.name for folder in (tmp_path / 'runs/cells/train').iterdir())
+    assert len(classes) == 4 and all((tmp_path / 'runs/cells/val' / name).is_dir() for name in classes)
+    assert cv2.imread(str(next((tmp_path / 'runs/cells/train').glob('*/*.png')))).shape == (64, 64, 3)
+
+    name = 'prepbn_0.8_from_prepbn'
+    model = MODELS.build(run.run_config(study, name, 0, checkpoint).model)
+    model.init_weights()
+    gammas = {norm.gamma for key, norm in named_offline_norms(model.backbone) if not key.startswith('norm')}
+    assert gammas == {0.0}, 'the decay of the classifier was finished'

@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 
+from benchmarks.kernels import table as kernels_table
 from benchmarks.norms.run import ROOT, publish
 from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
 from benchmarks.parts import table as parts_table
@@ -104,6 +105,7 @@ def test_tables_of_the_latency_page_are_the_stored_results():
     for columns in load('runtimes')['columns']['800x1216'].values():
         assert runtimes_table(columns) in page
     assert parts_table(load('parts')) in page
+    assert kernels_table(load('kernels')['rows']) in page
 
 
 def test_table_compares_seed_by_seed():
