@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 
@@ -10,6 +9,7 @@ import torch
 from mmcv.cnn import build_norm_layer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
+from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -79,9 +79,13 @@ class Backbone(BaseModule):
         image = getattr(self, f'norm{stage}')(x).transpose(1, 2).unflatten(2, hw_shape)
         return image.contiguous(memory_format=self.memory_format)
 
-    @abstractmethod
     def init_from_scratch(self) -> None:
-        """Gives the weights the values that they have before any training."""
+        """Gives the weights the values that they have before any training: ViT's; convolutions keep PyTorch's."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_init(module, std=0.02, bias=0.0)
+            elif isinstance(module, nn.MultiheadAttention):
+                trunc_normal_(module.in_proj_weight, std=0.02)
 
     def init_weights(self) -> None:
         """Weights from scratch, then those of the checkpoint that ``init_cfg`` names.

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule, ModuleList
-from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from torch import Tensor, nn
 
 from slab_det.attention import STRIPE_ATTENTIONS, MapAttention
@@ -240,12 +239,3 @@ class SLABCSwin(Backbone):
         return tuple(outs)
 
     output_folds = swin_output_folds
-
-    def init_from_scratch(self) -> None:
-        """The authors' distributions: of linear layers; convolutions keep PyTorch's."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_init(module, std=0.02, bias=0.0)
-            elif isinstance(module, nn.MultiheadAttention):
-                trunc_normal_(module.in_proj_weight, std=0.02)
-                nn.init.zeros_(module.in_proj_bias)

@@ -9,7 +9,7 @@ from mmcv.cnn import build_norm_layer
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from mmengine.model import ModuleList
-from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
+from mmengine.model.weight_init import trunc_normal_
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
@@ -115,11 +115,6 @@ class SLABViT(Backbone):
         yield Fold('norm')
 
     def init_from_scratch(self) -> None:
-        """DeiT's distributions; convolutions keep PyTorch's."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_init(module, std=0.02, bias=0.0)
-            elif isinstance(module, nn.MultiheadAttention):
-                trunc_normal_(module.in_proj_weight, std=0.02)
+        super().init_from_scratch()
         for table in filter(lambda table: table is not None, (self.positions.pos_embed, self.cls_token)):
             trunc_normal_(table, std=0.02)
