@@ -1,5 +1,5 @@
 # SLAB-CSWin-T: PRepBN, and simplified linear attention over whole maps in the first two stages.
-_base_ = ['./mask_rcnn_cswin_t.py', './_base_/rows/slab_cswin.py']
+_base_ = ['./mask_rcnn_cswin_t.py', './_base_/prepbn.py', './_base_/rows/slab_cswin.py']
 
 model = dict(
     backbone=dict(

@@ -13,4 +13,4 @@ model = dict(
     head=dict(_base_.classifier.head, in_channels=512),
 )
 optim_wrapper = dict(clip_grad=None)
-default_hooks = dict(ema=dict(type='EMAHook', momentum=8e-5))
+custom_hooks = [dict(type='EMAHook', momentum=8e-5)]

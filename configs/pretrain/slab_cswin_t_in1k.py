@@ -2,5 +2,8 @@
 _base_ = ['./cswin_t_in1k.py', '../_base_/rows/slab_cswin.py']
 
 model = dict(backbone=dict(_base_.row.backbone, depths=(2, 4, 18, 1)))
-default_hooks = dict(ema=dict(momentum=1e-4))
-custom_hooks = [dict(type='ProgressiveNormHook', total=120000 / 375300), dict(type='RecalibrateFuseHook')]
+custom_hooks = [
+    dict(type='EMAHook', momentum=1e-4),
+    dict(type='ProgressiveNormHook', total=120000 / 375300),
+    dict(type='RecalibrateFuseHook'),
+]
