@@ -1,4 +1,4 @@
-"""Every kind of detector that mmdet has configs for with a Swin, PVT or PVTv2 goes through absorb."""
+"""Every kind of detector that mmdet has configs for with a Swin, PVT or PVTv2 goes through fuse and absorb."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
+import slab_det
 from slab_det.absorption import absorb
 from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import save_fused
@@ -111,6 +112,22 @@ def feature_maps(model, image):
 
 def layer_norms(model):
     return [module for module in model.backbone.modules() if isinstance(module, nn.LayerNorm)]
+
+
+@pytest.mark.parametrize('name', ZOO)
+@torch.no_grad()
+def test_zoo_detector_fuses_exactly_and_says_what_stays(name):
+    model = build_detector(Config(dict(model=zoo_cfg(name))))
+    slab_det.convert_norms(model.backbone, dict(type='RepBN'), inplace=True)
+    model = randomize(model).double().eval()
+    fused = slab_det.fuse(model)
+    left = {fate.norm: fate.reason for fate in fused.fusion_report.select('affine')}
+    left = {norm.removeprefix('backbone.'): reason for norm, reason in left.items()}
+    assert left.keys() == ZOO[name].keys(), left
+    assert all(reason in left[norm] for norm, reason in ZOO[name].items()), left
+    image = torch.randn(1, 3, *((64, 128) if 'rtmdet' in name else (75, 101))).double()
+    for one, other in zip(feature_maps(fused, image), feature_maps(model, image), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * other.abs().max().item())
 
 
 @pytest.mark.parametrize('name', ZOO)
