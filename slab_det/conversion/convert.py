@@ -10,6 +10,7 @@ from itertools import chain
 
 import torch
 from mmcv.cnn import build_norm_layer
+from mmdet.registry import MODELS
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -124,6 +125,12 @@ def convert_norms(
     return model
 
 
+@MODELS.register_module()
+def ConvertedModel(model: dict, norm_cfg: dict) -> nn.Module:  # noqa: N802 (a config's type)
+    """Builds a model, such as a backbone of another library, and gives all of its norms to :func:`convert_norms`."""
+    return convert_norms(MODELS.build(model), norm_cfg, inplace=True)
+
+
 def reason_to_keep(name: str, norm: nn.Module, owner: nn.Module) -> str | None:
     """Why a LayerNorm or RMSNorm of this name, an attribute of ``owner``, cannot be replaced; None if it can."""
     # Takes half a second.
@@ -140,7 +147,7 @@ def reason_to_keep(name: str, norm: nn.Module, owner: nn.Module) -> str | None:
         LayerNormFp32.forward,
     ):
         return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
-    if isinstance(owner, nn.TransformerEncoderLayer):
+    if isinstance(owner, nn.TransformerEncoderLayer) and not owner.norm_first:
         return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
     return None
 
@@ -198,6 +205,9 @@ def _replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child in replaced:
                 setattr(parent, name, replaced[child])
+                if isinstance(parent, nn.TransformerEncoderLayer):
+                    # Its fused kernel would read the weights of the norms and never call them.
+                    parent.activation_relu_or_gelu = 0
 
 
 def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) -> dict[str, float]:

@@ -91,9 +91,10 @@ def register_folds(
 
 
 def _import_rules(kind: type[nn.Module]) -> None:
-    """Imports the rules for timm with the first class of timm: they need all of timm's models, which take seconds."""
-    if kind.__module__.startswith('timm.'):
-        import_module('slab_det.fusion.stock_timm')
+    """Imports the rules for a library with its first class: they need all of its models, which take seconds."""
+    library = kind.__module__.partition('.')[0]
+    if library in ('mmpretrain', 'timm', 'torch'):
+        import_module(f'slab_det.fusion.stock_{library}')
 
 
 def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:

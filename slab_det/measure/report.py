@@ -33,6 +33,7 @@ FAMILIES = {
     'PyramidVisionTransformerV2': ('PVTv2', 64, (3, 4, 6, 3)),
     'SLABViT': ('DeiT', 192, 12),
     'SLABCSwin': ('CSWin', 64, (1, 2, 21, 1)),
+    'T2T_ViT': ('T2T-ViT', 384, 14),
 }
 # The sizes of the papers' tables and of the configs: (family, width, depths).
 SIZES = {
@@ -47,6 +48,7 @@ SIZES = {
     ('CSWin', 64, (1, 2, 21, 1)): 'T',
     ('CSWin', 64, (2, 4, 18, 1)): 'T',
     ('CSWin', 64, (2, 4, 32, 2)): 'S',
+    ('T2T-ViT', 384, (14,)): '14',
 }
 
 
@@ -129,6 +131,8 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
     """
     model_cfg = detector_config(model_cfg)
     backbone = model_cfg['backbone']
+    # A ConvertedModel says the norms of the backbone inside.
+    backbone = {**backbone, **backbone.get('model', {})}
     stages = backbone.get('attention', 'softmax')
     kinds = [stages] if isinstance(stages, str) else list(stages)
     norm = type_name((backbone.get('norm_cfg') or {'type': 'LN'})['type'])

@@ -11,6 +11,7 @@ import torch
 from conftest import CONFIGS
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.dataset import Compose
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 
@@ -18,6 +19,7 @@ import slab_det
 from slab_det.checkpoints import load_pretrained
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.report import read_report
+from slab_det.norms import named_offline_norms
 
 pytestmark = pytest.mark.skipif(
     find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
@@ -55,6 +57,8 @@ PUBLISHED = {
     'pvt_s': ('24.5', '3.8'),
     'deit_t': ('5.7', '1.3'),
     'deit_s': ('22.1', '4.6'),
+    # With transformers in its first module.
+    't2t_vit_14': ('21.5', '6.1'),
 }
 # Of each stage at 224: blocks, tokens, channels, heads, reduction of the keys.
 PVT_STAGES = {
@@ -65,10 +69,14 @@ PVT_STAGES = {
 
 # Parameters of Microsoft's own code, in which they were counted; its README prints 23M and 35M, 4.3G and 6.9G.
 CSWIN_PARAMETERS = {'cswin_t': 22_320_552, 'cswin_s': 34_643_304}
+# UN's Table 2. Norms, and the epochs on ImageNet.
+UN_ROWS = {'un_t2t_vit_14': (2 * (2 + 14) + 1, 310), 'un_swin_t': (1 + 2 * 12 + 3 + 1, 300)}
+UN_CONFIGS = [f'{row}_{data}' for row in UN_ROWS for data in ('in1k', 'cifar10', 'cifar100')]
 
 
 def load(row: str) -> Config:
-    return Config.fromfile(CONFIGS / 'pretrain' / f'{row}_in1k.py')
+    name = row if row in UN_CONFIGS else f'{row}_in1k'
+    return Config.fromfile(CONFIGS / 'pretrain' / f'{name}.py')
 
 
 def linear_attention(tokens: int, dims: int, heads: int) -> int:
@@ -112,7 +120,13 @@ def cswin_multiply_adds(depths: tuple[int, ...], linear_stages: int) -> int:
 
 
 def test_every_row_has_its_config():
-    assert {path.stem.removesuffix('_in1k') for path in (CONFIGS / 'pretrain').glob('*.py')} == {*RECIPES}
+    names = {path.stem for path in (CONFIGS / 'pretrain').glob('*.py')}
+    assert names == {*(f'{row}_in1k' for row in RECIPES), *UN_CONFIGS, 't2t_vit_14_in1k'}
+
+
+def assert_printed(size: str, parameters: float, multiply_adds: int) -> None:
+    for count, printed in zip((parameters / 1e6, multiply_adds / 1e9), PUBLISHED[size], strict=True):
+        assert f'{count:.{len(printed.partition(".")[2])}f}' == printed
 
 
 @pytest.mark.parametrize('row', RECIPES)
@@ -150,8 +164,46 @@ def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
         multiply_adds -= more_in_slab(size)
         # Softmax attention's parameters: see test_number_of_parameters_is_that_of_the_papers.
         parameters = float(PUBLISHED[size][0]) * 1e6
-    for count, printed in zip((parameters / 1e6, multiply_adds / 1e9), PUBLISHED[size], strict=True):
-        assert f'{count:.{len(printed.partition(".")[2])}f}' == printed
+    assert_printed(size, parameters, multiply_adds)
+
+
+@pytest.mark.parametrize('name', UN_CONFIGS)
+def test_un_has_the_recipe_of_its_row(name):
+    cfg, (row, data) = load(name), name.rsplit('_', 1)
+    norms, epochs = UN_ROWS[row]
+    init_default_scope('mmpretrain')
+    # As --cfg-options does.
+    for norm in ('TokenBN', 'MABN', 'PowerNorm', 'UN') if data == 'in1k' else ('UN',):
+        cfg.merge_from_dict({'model.backbone.norm_cfg.type': norm})
+        model = MODELS.build(cfg.model)
+        assert [type(module).__name__ for _, module in named_offline_norms(model)] == [norm] * norms
+        assert not any(isinstance(module, torch.nn.LayerNorm) for module in model.modules())
+    hooks = [hook.type for hook in cfg.custom_hooks]
+    groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+    if data == 'in1k':
+        assert hooks == ['EMAHook'] * ('t2t' in row) + ['RecalibrateFuseHook']
+        # In proportion to the batch.
+        assert cfg.optim_wrapper.optimizer.lr / cfg.auto_scale_lr.base_batch_size == 5e-4 / 512
+        assert (cfg.train_cfg.max_epochs, cfg.optim_wrapper.clip_grad is None) == (epochs, 't2t' in row)
+        size = row.removeprefix('un_')
+        multiply_adds = count_multiply_adds(lambda: model.eval()(torch.zeros(1, 3, 224, 224)))
+        assert_printed(size, sum(parameter.numel() for parameter in model.parameters()), multiply_adds)
+        return
+    assert (
+        cfg.train_cfg.max_epochs,
+        hooks,
+        model.head.fc.out_features if 'swin' in row else model.head.layers.head.out_features,
+    ) == (60, ['RecalibrateFuseHook'], int(data.removeprefix('cifar')))
+    rates = {id(parameter): group['lr'] for group in groups for parameter in group['params']}
+    for key, parameter in model.named_parameters():
+        assert rates[id(parameter)] == pytest.approx(0.05 if key.startswith('head') else 0.0005), key
+    for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
+        assert loader.dataset.type.lower() == data and loader.dataset.data_root.rstrip('/') == f'data/{data}'
+        # A picture of CIFAR goes through to the size of the model.
+        pipeline = Compose(loader.dataset.pipeline)
+        picture = dict(img=np.zeros((32, 32, 3), np.uint8), gt_label=0, img_shape=(32, 32), ori_shape=(32, 32))
+        assert pipeline(picture)['inputs'].shape == (3, 224, 224)
+    assert cfg.load_from == f'work_dirs/{row}_in1k/epoch_{epochs}.pth'
 
 
 def draw_shapes(root: Path) -> None:
@@ -174,7 +226,11 @@ def shrink(cfg: Config) -> Config:
     """The twin of a config for the shapes: fewer channels, blocks, pixels and epochs; all else is the config's own."""
     backbone = cfg.model.backbone
     backbone.update(embed_dims=8, pretrain_img_size=64)
-    if 'Swin' in backbone.type:
+    if 'T2T' in backbone.get('model', backbone).type:
+        del backbone.embed_dims, backbone.pretrain_img_size
+        backbone.model.update(img_size=64, embed_dims=64, num_layers=2, t2t_cfg=dict(token_dims=8))
+        backbone.model.layer_cfgs = dict(num_heads=4, feedforward_channels=64)
+    elif 'Swin' in backbone.type:
         backbone.update(depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 8))
         if 'window_sizes' in backbone:
             backbone.window_sizes = (16, 8, 7, 7)
@@ -201,7 +257,8 @@ def shrink(cfg: Config) -> Config:
 
 
 @pytest.mark.parametrize(
-    ('row', 'affine'), [('slab_swin_t', 1), ('prepbn_pvt_t', 0), ('slab_deit_t', 1), ('slab_cswin_t', 1)]
+    ('row', 'affine'),
+    [('slab_swin_t', 1), ('prepbn_pvt_t', 0), ('slab_deit_t', 1), ('slab_cswin_t', 1), ('un_t2t_vit_14', 1)],
 )
 def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
     draw_shapes(tmp_path / 'shapes')
@@ -232,6 +289,8 @@ def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
         torch.testing.assert_close(again[key], value, rtol=0.05, atol=0.05, msg=key)
     run('fuse.py', 'small.py', 'run/epoch_3.pth', '--out', 'fused_again.pth')
 
+    if 't2t' in row:
+        return
     # A detector on the same backbone, which has the output norms of four stages where there are stages.
     detector = Config.fromfile('small.py').model.backbone
     detector.init_cfg = dict(type='Pretrained', checkpoint='run/epoch_3.pth')
