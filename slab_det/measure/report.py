@@ -17,13 +17,17 @@ from slab_det.runtime.errors import ReportError
 SCHEMA = 1
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
-AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy'}
+AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy', 'iou': 'mIoU'}
 # The runner's metric of each column; the first column of a kind is drawn.
 METRICS = {
     **{kind: {name: f'{kind}_mAP{suffix}' for name, suffix in AP_SUFFIXES.items()} for kind in ('bbox', 'segm')},
-    # Classifiers of mmpretrain, in per cent.
+    # Classifiers of mmpretrain.
     'accuracy': {'top1': 'top1', 'top5': 'top5'},
+    # Segmentors of mmsegmentation.
+    'iou': {'mIoU': 'mIoU', 'mAcc': 'mAcc', 'aAcc': 'aAcc'},
 }
+# Kinds that the runner logs times 100.
+PER_CENT = {'accuracy', 'iou'}
 # Of each backbone the family, and the width and depths that it has by default.
 FAMILIES = {
     'SLABSwin': ('Swin', 96, (2, 2, 6, 2)),
@@ -170,7 +174,7 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
     by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
     return {
         kind: {
-            column: float(by_name[name]) / (100 if kind == 'accuracy' else 1) if by_name.get(name, -1) >= 0 else None
+            column: float(by_name[name]) / (100 if kind in PER_CENT else 1) if by_name.get(name, -1) >= 0 else None
             for column, name in columns.items()
         }
         for kind, columns in METRICS.items()
@@ -186,7 +190,7 @@ def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:
 
 def score(kinds: Sequence[str]) -> str:
     """What numbers of these kinds are called together."""
-    return 'accuracy' if 'accuracy' in kinds else 'AP'
+    return next((AP_KINDS[kind].rpartition(' ')[2] for kind in kinds if kind in PER_CENT), 'AP')
 
 
 def main_column(kind: str) -> str:
@@ -264,8 +268,8 @@ def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperT
     """
     marks, notes = _footnotes('L', 'ms: median latency, ', [latency_scope(e) for e in entries if e.latency])
     kinds = measured_kinds(entries)
-    # Without classifiers the columns are those of Table 3.
-    kinds = kinds if 'accuracy' in kinds else ['bbox', 'segm']
+    # Of detectors alone the columns are those of Table 3.
+    kinds = kinds if PER_CENT & {*kinds} else ['bbox', 'segm']
     ap_marks, ap_notes = _footnotes('A', f'{score(kinds)} on ', [ap_scope(e) for e in entries if e.ap])
     notes += ap_notes
     if len(marks) > 1:

@@ -36,6 +36,7 @@ class ParityCheck:
         own: The detector in float32 against itself in float64.
         detections: How many the float64 detector found; None for scope 'backbone+neck+rpn'.
         unmatched: How many of them, or of the file's, have no partner of the same class.
+        own_unmatched: The same of the detector in float32.
     """
 
     size: tuple[int, int]
@@ -44,13 +45,23 @@ class ParityCheck:
     own: float
     detections: int | None
     unmatched: int
+    own_unmatched: int = 0
+
+    @property
+    def telling(self) -> bool:
+        """Whether PyTorch finds the same objects in float32: otherwise no runtime can be asked to."""
+        return self.own_unmatched <= self._tolerated
+
+    @property
+    def _tolerated(self) -> float:
+        return max(1, UNMATCHED_SHARE * (self.detections or 0))
 
     @property
     def exact(self) -> bool:
         """Whether float32 explains the difference: at most ten times PyTorch's own, as fusion promises."""
-        is_matched = self.unmatched <= max(1, UNMATCHED_SHARE * (self.detections or 0))
         bound = FLOAT32_FACTOR * self.own + FLOAT64_BOUND
         # Infinite: an output is not finite or has another shape. PyTorch's own may be infinite too.
+        is_matched = self.unmatched <= self._tolerated
         return is_matched and math.isfinite(self.difference) and self.difference <= bound
 
     def __str__(self) -> str:
@@ -60,6 +71,8 @@ class ParityCheck:
         )
         if self.detections is not None:
             text += f', {self.detections} detections, {self.unmatched} without partner'
+        if not self.telling:
+            text += f' (PyTorch in float32: {self.own_unmatched}, so that this image tells nothing)'
         return text
 
 
@@ -73,7 +86,8 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
         images: (1, 3, H, W), float32, 0 to 255; sizes should differ.
 
     Raises:
-        ExportError: If an output is missing, not finite or of another shape, or a difference is not rounding.
+        ExportError: If an output is missing, not finite or of another shape, a difference is not rounding, or no image
+            is :attr:`~ParityCheck.telling`.
     """
     graph = build_graph(detector, runtime.metadata['scope']).float()
     graph64, names = copy.deepcopy(graph).double(), graph.output_names()
@@ -87,14 +101,20 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
             raise ExportError(f'the file has the outputs {sorted(found)}, expected {sorted(reference)}')
         difference, output, unmatched = _largest_difference(found, reference)
         detections = len(reference['boxes']) if 'boxes' in reference else None
-        own_difference = _largest_difference(own, reference)[0]
-        check = ParityCheck(tuple(image.shape[2:]), output, difference, own_difference, detections, unmatched)
-        if not check.exact:
+        own_difference, _, own_unmatched = _largest_difference(own, reference)
+        size = tuple(image.shape[2:])
+        check = ParityCheck(size, output, difference, own_difference, detections, unmatched, own_unmatched)
+        if check.telling and not check.exact:
             raise ExportError(
                 f'the file does not compute what the detector does: {check}; do not use it, and please '
                 'report this with the config'
             )
         checks.append(check)
+    if not any(check.telling for check in checks):
+        raise ExportError(
+            f'none of {len(checks)} images tells whether the file is right: in float32 PyTorch finds other objects '
+            'than in float64. Noise does that to detectors without norms; name photographs with --check-images'
+        )
     return checks
 
 

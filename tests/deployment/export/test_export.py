@@ -204,6 +204,15 @@ def test_parity_check_refuses_a_detector_that_is_not_finite(detector, tmp_path):
         check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
 
 
+def test_images_in_which_pytorch_finds_other_objects_prove_nothing(detector, tmp_path):
+    model = detector()
+    # Every box lies on the border of the image and has no width, so that none overlaps another.
+    model.roi_head.bbox_head.fc_reg.bias.data[::4] = 1e4
+    export_onnx(model, tmp_path / 'model.onnx', 'detector')
+    with pytest.raises(ExportError, match='none of 3 images tells .* --check-images'):
+        check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
+
+
 def test_what_has_no_export_form_is_named(detector, tmp_path):
     model = detector()
 
