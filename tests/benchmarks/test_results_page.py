@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 
+from benchmarks.int8 import table as int8_table
 from benchmarks.kernels import table as kernels_table
 from benchmarks.norms.run import ROOT, publish
 from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
@@ -100,11 +101,12 @@ def test_steps_of_an_absorption_are_the_stored_results():
         assert shown == [f'{seed[key]:.3f}' for seed in seeds for key in ('AP', 'agreement')], label
 
 
-def test_tables_of_the_latency_page_are_the_stored_results():
+def test_tables_of_runtimes_are_the_stored_results():
     page = (ROOT / 'docs/latency.md').read_text()
     for columns in load('runtimes')['columns']['800x1216'].values():
         assert runtimes_table(columns) in page
     assert parts_table(load('parts')) in page
+    assert int8_table(load('int8')) in (ROOT / 'docs/deploy.md').read_text()
     assert kernels_table(load('kernels')['rows']) in page
 
 
