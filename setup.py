@@ -104,7 +104,6 @@ setup(
             'mkdocs-material>=9.5',
             'onedl-mmpretrain>=1.3.6,<2',
             'onedl-mmsegmentation>=1.4,<2',
-            'transformers>=4.50,<5',
         ],
         'docs': ['mkdocs-material>=9.5'],
         'onnx': ['onnx>=1.17', 'onnxruntime>=1.20'],

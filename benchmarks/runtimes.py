@@ -28,7 +28,7 @@ from mmengine.config import Config
 from torch import nn
 
 from slab_det.checkpoints.build import build_detector
-from slab_det.data import ImagePipeline
+from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,

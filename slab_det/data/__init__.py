@@ -1,19 +1,16 @@
 """Datasets: the generated shapes of the quick start, and checks: data is there and fits, an image is 0 to 255."""
 
 from slab_det.data.check import check_data, check_num_classes, set_data_root
-from slab_det.data.pipeline import ImagePipeline, inference_steps
 from slab_det.data.preprocessor import CheckedDataPreprocessor, check_image
 from slab_det.data.synthetic import SyntheticShapes, SyntheticShapesMetric, generate
 
 __all__ = [
     'CheckedDataPreprocessor',
-    'ImagePipeline',
     'SyntheticShapes',
     'SyntheticShapesMetric',
     'check_data',
     'check_image',
     'check_num_classes',
     'generate',
-    'inference_steps',
     'set_data_root',
 ]

@@ -12,11 +12,10 @@ from mmengine.registry import init_default_scope
 from torch import nn
 
 from slab_det.checkpoints.build import build_detector
-from slab_det.data import ImagePipeline, inference_steps
-from slab_det.data.pipeline import Image
 from slab_det.deployment.deploy import deploy
 from slab_det.fusion import fuse
 from slab_det.norms import named_offline_norms
+from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 
 
 class ServedDetector:
@@ -27,7 +26,7 @@ class ServedDetector:
 
     Args:
         model: What answers ``test_step``, in eval mode.
-        steps: Configs of the test pipeline, see :class:`~slab_det.data.ImagePipeline`.
+        steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
     """
 
     def __init__(self, model: nn.Module, steps: Sequence[dict]) -> None:
@@ -54,9 +53,9 @@ def load_detector(
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
 
-    An image is a path, the bytes of a file, or an array in BGR; see :class:`~slab_det.data.ImagePipeline`. Boxes are in
-    its pixels, and masks have its size, as in ``pred_instances`` of mmdet. The first image of a size costs more than
-    the next.
+    An image is a path, the bytes of a file, or an array in BGR; see
+    :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes are in its pixels, and masks have its size, as in
+    ``pred_instances`` of mmdet. The first image of a size costs more than the next.
 
     Args:
         config: A config with the test pipeline; the fused one will do.

@@ -13,9 +13,9 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
-from slab_det.data import ImagePipeline, inference_steps
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
+from slab_det.runtime.pipeline import ImagePipeline, inference_steps
 from slab_det.runtime.random_state import fixed_random_state
 
 PIPELINES = ('train', 'test')

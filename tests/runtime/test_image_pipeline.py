@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from slab_det.data import ImagePipeline
 from slab_det.runtime.errors import DataError
+from slab_det.runtime.pipeline import ImagePipeline
 
 STEPS = [
     dict(type='LoadImageFromFile'),
