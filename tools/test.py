@@ -89,9 +89,9 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
         trigger_visualization_hook(cfg, args)
     if args.tta:
         enable_test_time_augmentation(cfg)
-    if args.fuse or args.deploy:
-        # EMAHook would swap in its copy of the model as built; the checkpoint has the averaged weights already.
-        cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if type_name(hook.type) != 'EMAHook']
+    # The checkpoint has the averaged weights already, and the statistics that were recalibrated for them; EMAHook would
+    # swap in statistics of the training, or its copy of a model that is fused by now.
+    cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_runner(cfg, args.verbose)
     model, dtype = plain_model(runner), None if args.dtype == 'float32' else DTYPES[args.dtype]
     if args.fuse or args.deploy:
