@@ -30,14 +30,10 @@ train_dataloader = dict(
     ),
 )
 val_dataloader = dict(
-    _delete_=True,
-    batch_size=32,
-    num_workers=1,
-    persistent_workers=True,
+    train_dataloader,
     sampler=dict(type='DefaultSampler', shuffle=False),
     dataset=dict(
-        type='CustomDataset',
-        data_root='data/bccd_cells',
+        train_dataloader['dataset'],
         data_prefix='val',
         pipeline=[dict(type='LoadImageFromFile'), dict(type='PackInputs')],
     ),
