@@ -11,6 +11,7 @@ what is there is not measured again. Freed memory is kept, or equal models would
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
+import copy
 import json
 import statistics
 import tempfile
@@ -101,6 +102,7 @@ FORMS = {
     'as built': Form('torch'),
     'deployed': Form('torch', form='deployed'),
     'deployed, bfloat16': Form('torch', 'bfloat16', form='deployed'),
+    'torch.compile': Form('torch', form='compiled'),
     'ONNX Runtime': Form('onnxruntime'),
     'ONNX Runtime, int8': Form('onnxruntime', form='int8'),
     'OpenVINO': Form('openvino'),
@@ -133,6 +135,10 @@ def torch_call(model: nn.Module, scope: str, form: Form, content: bytes) -> Call
     """From the bytes of an image file to boxes and masks, or the backbone alone, in PyTorch."""
     if form.form == 'deployed':
         model = slab_det.deploy(model, None if form.precision == 'float32' else torch.bfloat16)
+    elif form.form == 'compiled':
+        model = copy.deepcopy(model)
+        for part in (model.backbone, model.neck, model.rpn_head):
+            part.forward = torch.compile(part.forward, dynamic=False, options={'freezing': True})
     if scope == 'backbone':
         inputs = model.data_preprocessor(dict(inputs=[ImagePipeline(STEPS)(content)['inputs']]), False)['inputs']
         return lambda: model.backbone(inputs)
