@@ -34,6 +34,19 @@ class RowsLinear(DeployedLinear):
 rows_linear = partial(deployed_linear, kind=RowsLinear)
 
 
+class RowsPatchEmbed(PatchEmbed):
+    """mmdet's patch embedding, by another way from maps to tokens.
+
+    Where no norm stands in between, ONNX Runtime would move the transpose of (1, C, L) behind every sum of the residual
+    stream, and transpose each part of the sums instead: an eighth of the time of Swin-T. No transpose passes a reshape.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        x = self.projection(self.adap_padding(x) if self.adap_padding else x)
+        tokens = x.permute(0, 2, 3, 1).reshape(1, -1, self.embed_dims)
+        return tokens if self.norm is None else self.norm(tokens), x.shape[2:]
+
+
 def make_size_free(model: nn.Module) -> None:
     """Replaces, in place, every module whose forward depends on sizes in another way than by arithmetic.
 
@@ -44,6 +57,8 @@ def make_size_free(model: nn.Module) -> None:
     """
     replace_layers(model, own_form)
     for module in list(model.modules()):
+        if type(module) is PatchEmbed:
+            module.__class__ = RowsPatchEmbed
         if isinstance(module, PatchEmbed) and module.adap_padding is not None:
             stride = module.projection.stride
             if module.adap_padding.padding != 'corner' or module.projection.kernel_size != stride:

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
 import torch
 from conftest import SLA, randomize
@@ -241,6 +242,20 @@ def test_file_of_others_is_refused(tmp_path):
         load_runtime(tmp_path / 'nothing.onnx')
     with pytest.raises(ExportError, match="runtime 'tensorrt' is not one of"):
         load_runtime(tmp_path / 'other.onnx', 'tensorrt')
+
+
+def test_onnx_runtime_transposes_no_more_than_the_file_does(detector, tmp_path):
+    # Without a norm in between it would take the transpose behind the patch embedding through the residual stream.
+    source, optimized = tmp_path / 'model.onnx', tmp_path / 'optimized.onnx'
+    export_onnx(detector('Swin'), source, 'backbone')
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(optimized)
+    onnxruntime.InferenceSession(source, options, providers=['CPUExecutionProvider'])
+    names, left = (
+        {node.name for node in onnx.load(file).graph.node if node.op_type == 'Transpose'}
+        for file in (source, optimized)
+    )
+    assert left <= names
 
 
 def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_path):
