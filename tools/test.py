@@ -127,7 +127,7 @@ def main(args: argparse.Namespace) -> None:
     device, latency = next(model.parameters()).device, None
     if args.latency:
         options = latency_options(args)
-        options['image'] = options['image'] or dataset.get_data_info(0)['img_path']
+        options['image'] = options['image'] or dataset.get_data_info(0).get('img_path')
         options['size'] = options['size'] or tuple(dataset[0]['inputs'].shape[-2:])
         (result,) = slab_det.measure_latency(
             {description['name']: model}, device=device, progress=True, **options

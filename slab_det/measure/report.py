@@ -159,8 +159,8 @@ def describe_dataset(dataset: object) -> dict:
     images = len(dataset)
     while hasattr(dataset, 'datasets') or hasattr(dataset, 'dataset'):
         dataset = dataset.datasets[0] if hasattr(dataset, 'datasets') else dataset.dataset
-    # Classes may be folders.
-    ann_file = getattr(dataset, 'ann_file', '') or getattr(dataset, 'img_prefix', '')
+    # Classes may be folders, and CIFAR's images stand in the files of its labels.
+    ann_file = getattr(dataset, 'ann_file', '') or next(iter(getattr(dataset, 'data_prefix', {}).values()), '')
     return {'ann_file': str(ann_file), 'images': images}
 
 

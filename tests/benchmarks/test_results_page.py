@@ -103,11 +103,26 @@ def test_steps_of_an_absorption_are_the_stored_results():
 
 def test_tables_of_runtimes_are_the_stored_results():
     page = (ROOT / 'docs/latency.md').read_text()
-    for columns in load('runtimes')['columns']['800x1216'].values():
-        assert runtimes_table(columns) in page
+    for scopes in load('runtimes')['columns'].values():
+        for columns in scopes.values():
+            assert runtimes_table(columns) in page
     assert parts_table(load('parts')) in page
     assert int8_table(load('int8')) in (ROOT / 'docs/deploy.md').read_text()
     assert kernels_table(load('kernels')['rows']) in page
+
+
+def test_latency_of_classifiers_is_the_stored_result():
+    entries = load('classifiers_cpu')['entries']
+    medians = {entry['config']: entry['latency']['median_ms'] for entry in entries}
+    rows = table((ROOT / 'docs/pretrain.md').read_text(), '| | LayerNorm, ms | PRepBN')
+    for name, ms, *ratios in rows:
+        config = name.strip('`')
+        base = medians.pop(f'configs/pretrain/{config}')
+        assert ms == f'{base:.0f}', config
+        for kind, ratio in zip(('prepbn', 'slab', 'un'), ratios, strict=True):
+            other = medians.pop(f'configs/pretrain/{kind}_{config}', None)
+            assert ratio == ('' if other is None else f'{other / base:.2f}'), (config, kind)
+    assert rows and not medians
 
 
 def test_table_compares_seed_by_seed():
