@@ -228,8 +228,12 @@ def training_figure(runs: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Fi
     figure = Figure(figsize=(0.6 * WIDTH, 3.2))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     # mmdet logs AP up to 1, mmpretrain and mmsegmentation per cent.
-    metrics = {'segm': ('coco/segm_mAP', 100), 'accuracy': ('accuracy/top1', 1), 'iou': ('mIoU', 1)}
-    metrics['bbox'] = 'coco/bbox_mAP', 100
+    metrics = {
+        'segm': ('coco/segm_mAP', 100),
+        'accuracy': ('accuracy/top1', 1),
+        'iou': ('mIoU', 1),
+        'bbox': ('coco/bbox_mAP', 100),
+    }
     logged = {*chain(*runs.values())}
     kind = next((kind for kind, (metric, _) in metrics.items() if metric in logged), 'bbox')
     metric, factor = metrics[kind]

@@ -155,11 +155,11 @@ def form_suffix(deployed: bool, dtype: str) -> str:
 
 
 def describe_dataset(dataset: object) -> dict:
-    """``ann_file`` and number of ``images`` of a built dataset, through wrappers; of the first of several."""
+    """``ann_file`` (or the folder) and number of ``images`` of a dataset, through wrappers; of the first of several."""
     images = len(dataset)
     while hasattr(dataset, 'datasets') or hasattr(dataset, 'dataset'):
         dataset = dataset.datasets[0] if hasattr(dataset, 'datasets') else dataset.dataset
-    # Classes may be folders, and CIFAR's images stand in the files of its labels.
+    # Classes may be folders. Libraries name the folder in ways of their own.
     ann_file = getattr(dataset, 'ann_file', '') or next(iter(getattr(dataset, 'data_prefix', {}).values()), '')
     return {'ann_file': str(ann_file), 'images': images}
 
