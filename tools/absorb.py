@@ -28,6 +28,9 @@ def parse_arguments() -> argparse.Namespace:
         'not affine; or names (default: as few as it takes to agree with the teacher)',
     )
     parser.add_argument(
+        '--int8', action='store_true', help='for a student that is quantized: costs AP in float32 and saves it in int8'
+    )
+    parser.add_argument(
         '--curve', type=int, nargs='+', default=[], metavar='K', help='also measure with the worst K kept'
     )
     parser.add_argument('--eval', action='store_true', help="measure AP too, on the config's validation images")
@@ -115,7 +118,7 @@ def main(args: argparse.Namespace) -> None:
             raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
     teacher = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
     images = load_images(cfg, args)
-    absorb = partial(slab_det.absorb, teacher, images, work_dir=args.work_dir)
+    absorb = partial(slab_det.absorb, teacher, images, int8=args.int8, work_dir=args.work_dir)
     students = {}
     if args.curve:
         everything = absorb(keep=0)

@@ -35,8 +35,12 @@ from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = {'bccd': 'benchmarks/bccd/faster_rcnn_swin_small.py', 'dsb2018': 'benchmarks/dsb2018/mask_rcnn_swin_small.py'}
-METRICS = {'bccd': 'bbox', 'dsb2018': 'segm'}
+CONFIGS = {
+    'bccd': 'benchmarks/bccd/faster_rcnn_swin_small.py',
+    'dsb2018': 'benchmarks/dsb2018/mask_rcnn_swin_small.py',
+    'animals': 'benchmarks/animals/faster_rcnn_swin_small.py',
+}
+METRICS = {'bccd': 'bbox', 'dsb2018': 'segm', 'animals': 'bbox'}
 FINETUNE = ROOT / 'benchmarks/finetune/schedule.py'
 TUNE = ROOT / 'configs/_base_/schedules/tune_absorbed.py'
 IN_PROCESS = dict(num_workers=0, persistent_workers=False)
@@ -86,9 +90,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--iterations', type=int, default=500, help='of the teachers (default %(default)s)')
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     parser.add_argument('--work-dir', default='work_dirs/absorb')
-    parser.add_argument(
-        '--ways', nargs='+', default=['all gone', 'bfloat16', 'default', 'control', 'tuned', 'default, tuned']
-    )
+    ways = ['all gone', 'bfloat16', 'for int8', 'default', 'control', 'tuned', 'default, tuned']
+    parser.add_argument('--ways', nargs='+', default=ways)
     return parser.parse_args()
 
 
@@ -117,12 +120,12 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
     def ap(model: nn.Module) -> dict:
         return dict(AP=evaluate(model, cfg)[METRICS[args.dataset]]['AP'])
 
-    def absorbed(keep: int | None) -> dict:
-        student = slab_det.absorb(teacher, images, keep=keep, work_dir=work_dir, progress=False)
+    def absorbed(stem: str, keep: int | None, int8: bool = False) -> dict:
+        student = slab_det.absorb(teacher, images, keep=keep, int8=int8, work_dir=work_dir, progress=False)
         report = student.absorption_report
         values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
-        save_fused(student, cfg, folder / ('default.pth' if keep is None else 'fused.pth'), teacher.dataset_meta)
-        if keep == 0:
+        save_fused(student, cfg, folder / f'{stem}.pth', teacher.dataset_meta)
+        if stem == 'fused':
             values['own'] = {norm.norm: norm.own for norm in report.norms}
         return values
 
@@ -149,9 +152,10 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
 
     cells.measure('teacher', seed, lambda: ap(teacher))
     ways = {
-        'all gone': lambda: absorbed(0),
+        'all gone': lambda: absorbed('fused', 0),
         'bfloat16': in_bfloat16,
-        'default': lambda: absorbed(None),
+        'for int8': lambda: absorbed('int8', 0, int8=True),
+        'default': lambda: absorbed('default', None),
         'control': control,
         'tuned': lambda: tuned('fused', 'tuned'),
         'default, tuned': lambda: tuned('default', 'default_tuned'),

@@ -28,6 +28,7 @@ def absorb(
     keep: int | float | str | Collection[str] | None = None,
     least: float = NO_LOSS,
     fold_outputs: bool = False,
+    int8: bool = False,
     work_dir: str | Path | None = None,
     progress: bool = True,
 ) -> nn.Module:
@@ -57,6 +58,8 @@ def absorb(
             ones as bisection finds, up to half of them. The best is taken where none agrees so well.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
         fold_outputs: See :func:`slab_det.fuse`.
+        int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
+            off x, so that no weights cancel that rounding would set free. In float32 this costs some AP.
         work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
         progress: Show a progress bar.
 
@@ -77,7 +80,7 @@ def absorb(
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
-        plan = AbsorptionPlan(model, images, folder, fold_outputs)
+        plan = AbsorptionPlan(model, images, folder, fold_outputs, int8)
         compare = _compare_to(model, plan.images.held_out)
         run = partial(Absorption, plan, work_dir=work_dir and Path(work_dir), progress=progress)
         if isinstance(keep, Real) and not isinstance(keep, Integral):

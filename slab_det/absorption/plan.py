@@ -90,6 +90,7 @@ class AbsorptionPlan:
 
     Attributes:
         model: The teacher.
+        int8: Fits must bear that what they read is rounded to int8.
         images: See :class:`Images`.
         digest: Of the images, the teacher's weights and the fates.
         fates: Where each norm goes if it is absorbed, by its name.
@@ -101,8 +102,10 @@ class AbsorptionPlan:
         folder: For temporary files.
     """
 
-    def __init__(self, model: nn.Module, batches: Iterable, folder: Path, fold_outputs: bool = False) -> None:
-        self.model, self.folder = model, folder
+    def __init__(
+        self, model: nn.Module, batches: Iterable, folder: Path, fold_outputs: bool = False, int8: bool = False
+    ) -> None:
+        self.model, self.folder, self.int8 = model, folder, int8
         self.images = Images(model, batches, folder)
         self.digest = self.images.digest.copy()
         check_fusible(model)
@@ -125,7 +128,7 @@ class AbsorptionPlan:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
         candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
         self.fates = {fate.norm: fate for fate in plan_folds(model, fold_outputs, candidates)}
-        self.digest.update(repr(self.fates).encode())
+        self.digest.update(repr((self.fates, int8)).encode())
         for name, value in model.state_dict().items():
             self.digest.update(name.encode() + to_bytes(value))
         self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}

@@ -21,24 +21,39 @@ CHUNK = 4096
 class CrossMoments:
     """Count, means and scatters of inputs x and targets y over tokens, in float64.
 
+    Args:
+        int8: Fits must bear that x is rounded to int8.
+
     Attributes:
         count: Tokens so far.
         mean_x, mean_y: Means, (C_x,) and (C_y,); None before the first token.
         xx: Sum over tokens of ``(x - mean_x) (x - mean_x)^T``, (C_x, C_x).
         xy: The same of x and y, (C_x, C_y).
         yy: Of y only the diagonal, (C_y,).
+        low, high: The least and the largest of all x, and 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, int8: bool = False) -> None:
+        self.int8 = int8
         self.count = 0
         self.mean_x: Tensor | None = None
         self.mean_y: Tensor | None = None
         self.xx: Tensor | None = None
         self.xy: Tensor | None = None
         self.yy: Tensor | None = None
+        self.low = self.high = 0.0
+
+    @property
+    def rounding(self) -> float:
+        """The variance of the error of x in int8, whose 255 steps divide the range of all channels evenly, or 0.
+
+        Of twice that step: what the layers before round arrives too.
+        """
+        return (2 * (self.high - self.low) / 255) ** 2 / 12 if self.int8 else 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Adds tokens, (..., C_x) and (..., C_y)."""
+        self.low, self.high = min(self.low, float(x.min())), max(self.high, float(x.max()))
         # In pieces: whole maps in float64 would be larger than all that the model holds.
         for x_part, y_part in zip(x.flatten(0, -2).split(CHUNK), y.flatten(0, -2).split(CHUNK), strict=True):
             self._add_chunk(x_part.double(), y_part.double())
@@ -66,7 +81,8 @@ class CrossMoments:
 
     def about_zero(self) -> CrossMoments:
         """Sums of products about zero instead of the means: their fits have no shift."""
-        other = CrossMoments()
+        other = CrossMoments(self.int8)
+        other.low, other.high = self.low, self.high
         if self.count:
             x, y = self.mean_x, self.mean_y
             other.count, other.mean_x, other.mean_y = self.count, torch.zeros_like(x), torch.zeros_like(y)
@@ -106,10 +122,12 @@ def diagonal_fit(moments: CrossMoments) -> Affine:
 
 
 def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] = RIDGES) -> Iterator[Affine]:
-    """For each strength r the map that minimises ``E |y - M x - t|^2 + r |(M - prior) diag(sigma)|^2``.
+    """For each strength r the map that minimises
+    ``E |y - M x - t|^2 + r |(M - prior) diag(sigma)|^2 + q |M - prior|^2``.
 
-    sigma are the standard deviations of x. In standardised coordinates, with G = E z z^T,
-    ``M = (E y z^T + r prior) (G + r)^-1``: one matrix for all layers that read y, because the fit is linear in y.
+    sigma are the standard deviations of x, and q is ``moments.rounding``: M gains nothing by what is rounded away. In
+    standardised coordinates, with G = E z z^T and the diagonal R = r + q / sigma^2,
+    ``M = (E y z^T + prior R) (G + R)^-1``: one matrix for all layers that read y, because the fit is linear in y.
 
     Args:
         moments: Of at least two tokens.
@@ -126,12 +144,13 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
     target = torch.where(varies[:, None], moments.xy / moments.count / sigma[:, None], 0.0)
     start = (prior * sigma).T
     for ridge in ridges:
+        pull = ridge + moments.rounding / sigma.square()
         # One after the other: the matrices of an FFN are hundreds of MB, their eigenvectors the slowest of all.
         system = gram.clone()
-        system.diagonal().add_(ridge)
+        system.diagonal().add_(pull)
         factor = torch.linalg.cholesky(system)
         del system
-        yield _with_shift(moments, (torch.cholesky_solve(target + ridge * start, factor) / sigma[:, None]).T)
+        yield _with_shift(moments, (torch.cholesky_solve(target + pull[:, None] * start, factor) / sigma[:, None]).T)
 
 
 def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[Affine, float]:

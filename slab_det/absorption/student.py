@@ -134,7 +134,7 @@ class Absorption:
         eps = self.plan.model.get_submodule(name).eps
         means, variances = [], []
         # Of the student's inputs and of the teacher's own, each to fit and held out.
-        (moments, held_out), own = _pair(), _pair()
+        (moments, held_out), own = _pair(self.plan.int8), _pair()
         for batch in self._progress():
             part = self.plan.images.is_held_out(batch)
             source, target = self.teacher_walk.run(batch, unit, (Probe(name, 'input'), Probe(name, 'output')))
@@ -168,7 +168,7 @@ class Absorption:
 
     def _fit_writer(self, unit: int, writer: Writer) -> Refit:
         layer = self.student.get_submodule(writer.layer)
-        (moments, held_out), target_moments = _pair(), Moments()
+        (moments, held_out), target_moments = _pair(self.plan.int8), Moments()
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,))
             source, stream = self.student_walk.run(batch, unit, (writer.source, writer.stream))
@@ -183,7 +183,7 @@ class Absorption:
         """Fits the convolutions of the neck, all in one pass: none of them reads another."""
         if not (self.plan.outputs and self._changed):
             return
-        sums = {name: (*_pair(), Moments()) for name in self.plan.outputs}
+        sums = {name: (*_pair(self.plan.int8), Moments()) for name in self.plan.outputs}
         targets, found = {}, {}
         with ExitStack() as stack, torch.no_grad():
             for name in self.plan.outputs:
@@ -278,9 +278,9 @@ def _patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
     return nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
 
 
-def _pair() -> tuple[CrossMoments, CrossMoments]:
+def _pair(int8: bool = False) -> tuple[CrossMoments, CrossMoments]:
     """Moments of the batches to fit, and of those held out."""
-    return CrossMoments(), CrossMoments()
+    return CrossMoments(int8), CrossMoments(int8)
 
 
 def _check_finite(name: str, *parts: CrossMoments) -> None:

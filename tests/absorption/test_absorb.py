@@ -135,6 +135,26 @@ def test_every_writer_brings_the_stream_nearer(teacher):
     assert all(0 <= norm.within and 0 <= norm.between for norm in report.norms)
 
 
+def test_a_student_for_int8_bears_that_its_layers_read_rounded_values(teacher):
+    model, image = teacher(), pictures(1, seed=5)[0]
+
+    def rounded(module, args):
+        step = (args[0].max().clamp(min=0) - args[0].min().clamp(max=0)) / 255
+        return ((args[0] / step).round() * step,)
+
+    errors = []
+    for int8 in (False, True):
+        student = absorb(model, pictures(10), keep=0, int8=int8, progress=False)
+        with torch.no_grad():
+            exact = student.extract_feat(image)
+            for module in student.backbone.modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_pre_hook(rounded)
+            maps = student.extract_feat(image)
+        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(maps, exact, strict=True)])
+    assert all(2 * b < a for a, b in zip(*errors, strict=True)), errors
+
+
 def test_kept_norms_stay_and_the_others_go(teacher):
     model = teacher()
     none = absorb(model, pictures(), keep=0, progress=False).absorption_report

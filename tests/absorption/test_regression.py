@@ -14,8 +14,8 @@ def tokens(count=600, noise=0.0, seed=0):
     return x + 7, y + noise * torch.randn(y.shape, generator=generator, dtype=torch.float64), matrix
 
 
-def moments_of(x, y, *cuts):
-    moments = CrossMoments()
+def moments_of(x, y, *cuts, int8=False):
+    moments = CrossMoments(int8)
     for x_part, y_part in zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True):
         moments.add(x_part[None], y_part[None])
     return moments
@@ -30,15 +30,18 @@ def test_batches_of_any_size_give_the_moments_of_all_tokens():
     torch.testing.assert_close(whole.xx, deviations.T @ deviations)
 
 
-def test_ridge_minimises_what_it_says():
+@pytest.mark.parametrize('int8', [False, True])
+def test_ridge_minimises_what_it_says(int8):
     """Against the normal equations of the standardised tokens, with the pull as further rows."""
     x, y, _ = tokens(noise=3.0)
     prior = torch.randn(4, 5, dtype=torch.float64)
     sigma, ridge = x.std(0, correction=0), 0.3
-    rows = torch.cat([(x - x.mean(0)) / sigma, (ridge * len(x)) ** 0.5 * torch.eye(5, dtype=torch.float64)])
-    targets = torch.cat([y - y.mean(0), (ridge * len(x)) ** 0.5 * (prior * sigma).T])
+    rounding = int8 * ((x.max() - x.min().clamp(max=0)) * 2 / 255) ** 2 / 12
+    pull = (len(x) * (ridge + rounding / sigma**2)).sqrt().diag()
+    rows = torch.cat([(x - x.mean(0)) / sigma, pull])
+    targets = torch.cat([y - y.mean(0), pull @ (prior * sigma).T])
     expected = torch.linalg.lstsq(rows, targets).solution.T / sigma
-    (fit,) = ridge_fits(moments_of(x, y), prior, (ridge,))
+    (fit,) = ridge_fits(moments_of(x, y, int8=int8), prior, (ridge,))
     torch.testing.assert_close(fit.matrix, expected)
     torch.testing.assert_close(x.mean(0) @ fit.matrix.T + fit.shift, y.mean(0))
 
@@ -84,16 +87,26 @@ def test_of_ridges_that_leave_nearly_the_same_the_strongest_is_chosen():
     assert ridge > min(left, key=left.get)
 
 
-def test_fit_survives_bfloat16():
+def to_bfloat16(x):
+    return x.bfloat16()
+
+
+def to_int8(x):
+    step = (x.max() - x.min()) / 255
+    return (x / step).round() * step
+
+
+@pytest.mark.parametrize(('rounded', 'bound'), [(to_bfloat16, 0.01), (to_int8, 0.03)])
+def test_fit_survives_low_precision(rounded, bound):
     """A target that is the difference of two channels, a thousandth of what they are: weights that follow it whole
     would turn the rounding of these channels into errors of the target's size."""
     x, _, _ = tokens(count=4000)
     x -= 7
     x[:, 1] = x[:, 0] + x[:, 1] / 1000
     y = 1000 * (x[:, :1] - x[:, 1:2])
-    moments = moments_of(x, y)
+    moments = moments_of(x, y, int8=rounded is to_int8)
     fit, _ = choose_fit(moments, moments, torch.zeros(1, 5, dtype=torch.float64))
-    assert moments_of(x.bfloat16(), y).unexplained(fit) < moments.unexplained(fit) + 0.01
+    assert moments_of(rounded(x), y).unexplained(fit) < moments.unexplained(fit) + bound
 
 
 def test_diagonal_fit_is_a_layer_norm_of_constant_scale():

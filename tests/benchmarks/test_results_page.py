@@ -76,6 +76,7 @@ ABSORBED = {
     'absorbed**, 0': 'default',
     'absorbed, every LayerNorm gone': 'all gone',
     'the same, deployed in bfloat16': 'bfloat16',
+    'absorbed for int8': 'for int8',
     'LayerNorm, 150 more': 'control',
     'absorbed, 150 iterations': 'tuned',
 }
@@ -83,7 +84,7 @@ ABSORBED = {
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/absorb.md'])
 def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
-    cells = [load(f'absorb_{name}')['cells'] for name in ('bccd', 'dsb2018', 'bccd_2000')]
+    cells = [load(f'absorb_{name}')['cells'] for name in ('bccd', 'dsb2018', 'bccd_2000', 'animals_1000')]
     rows = table((ROOT / page).read_text(), '| | BCCD, Faster')
     assert len(rows) > 2
     for label, *shown in rows:

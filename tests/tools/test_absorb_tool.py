@@ -95,12 +95,15 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
         cfg.pop(key)
     cfg.dump('deployed.py')
     command = ('absorb.py', 'deployed.py', detector, '--images', 'pictures', '--out', 'fused.pth', *QUICK)
-    result = call(*command, '--keep', 'backbone.norm0', 'backbone.norm3', '--rounds', 0, '--work-dir', 'work')
+    command += ('--keep', 'backbone.norm0', 'backbone.norm3', '--rounds', 0, '--work-dir', 'work')
+    result = call(*command)
     assert result.code == 0, result.err
     student = build_detector(Config.fromfile('fused_config.py'), 'fused.pth')
     assert norms_of(student) == ['backbone.norm0', 'backbone.norm3']
     assert 'median ms' not in result.out and not Path('fused_tune_config.py').exists()
-    assert list(Path('work').iterdir()), 'to go on from'
+    assert len(list(Path('work').iterdir())) == 1, 'to go on from'
+    result = call(*command, '--int8')
+    assert result.code == 0 and len(list(Path('work').iterdir())) == 2, 'another student'
 
 
 def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Path, call) -> None:
