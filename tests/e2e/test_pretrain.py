@@ -261,7 +261,7 @@ def shrink(cfg: Config) -> Config:
 
 @pytest.mark.parametrize(
     ('row', 'affine'),
-    [('slab_swin_t', 1), ('prepbn_pvt_t', 0), ('slab_deit_t', 1), ('slab_cswin_t', 1), ('un_t2t_vit_14', 1)],
+    [('prepbn_pvt_t', 0), ('slab_deit_t', 1), ('slab_cswin_t', 1), ('un_t2t_vit_14', 1)],
 )
 def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
     draw_shapes(tmp_path / 'shapes')
