@@ -59,7 +59,7 @@ def absorb(
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
         fold_outputs: See :func:`slab_det.fuse`.
         int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
-            off x, so that no weights cancel that rounding would set free. In float32 this costs some AP.
+            off x, so that weights do not amplify it. In float32 this costs some AP.
         work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
         progress: Show a progress bar.
 
