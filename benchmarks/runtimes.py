@@ -4,8 +4,9 @@
     python benchmarks/runtimes.py --figure docs/latency.svg
 
 Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every detector; int8 is calibrated on
-noise, which costs the same. A column is measured at once, interleaved, and added to benchmarks/results/runtimes.json;
-what is there is not measured again. Freed memory is kept, or equal models would differ by it (docs/measuring.md).
+noise, which costs the same. The rows of a column are measured at once, interleaved, and added to
+benchmarks/results/runtimes.json, and new rows later beside their LayerNorm. Freed memory is kept, or equal models
+would differ by it (docs/measuring.md).
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -16,7 +17,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -113,6 +114,11 @@ FORMS = {
 PRECISIONS = {'float32': 'f32', 'bfloat16': 'bf16'}
 
 
+def runs_as(name: str, form: str) -> bool:
+    """Whether a row runs in a form: mmdet's detectors are not deployed."""
+    return FORMS[form].form != 'deployed' or name != ROWS[name].stock
+
+
 def build(row: Row) -> nn.Module:
     """The detector of a row, fused where its norms can be."""
     config = ROOT / 'configs' / f'{row.config}.py'
@@ -176,22 +182,25 @@ def measure(calls: Mapping[str, Call], rounds: int, title: str) -> dict[str, lis
 
 def measure_column(
     models: Mapping[str, nn.Module],
+    names: Sequence[str],
     scope: str,
     form: str,
-    size: tuple[int, int],
+    size: str,
     folder: Path,
     args: argparse.Namespace,
 ) -> dict[str, dict]:
     """For each row the times, and the medians over rounds of the ratios to its LayerNorm and to mmdet as built."""
-    pixels = random_images([size])[0][0].transpose(1, 2, 0).astype('uint8')
+    height, width = map(int, size.split('x'))
+    pixels = random_images([(height, width)])[0][0].transpose(1, 2, 0).astype('uint8')
     content = cv2.imencode('.jpg', pixels)[1].tobytes()
     calls: dict[str, Call] = {}
-    for name, model in models.items():
+    beside = [ROWS[name].layer_norm for name in names]
+    for name in dict.fromkeys([*beside, *names]):
         if FORMS[form].runtime != 'torch':
             file = folder / f'{name}.onnx'
-            calls[name] = runtime_call(model, scope, FORMS[form], content, file, args.threads)
-        elif not (FORMS[form].form == 'deployed' and name == ROWS[name].stock):
-            calls[name] = torch_call(model, scope, FORMS[form], content)
+            calls[name] = runtime_call(models[name], scope, FORMS[form], content, file, args.threads)
+        else:
+            calls[name] = torch_call(models[name], scope, FORMS[form], content)
     stock = {f'{name}, as built': torch_call(models[name], scope, FORMS['as built'], content)
              for name in {ROWS[name].stock for name in calls}}  # fmt: skip
     times = measure(calls | stock, args.rounds, f'{form}, {scope}')
@@ -206,7 +215,7 @@ def measure_column(
             to_mmdet=ratio(name, f'{ROWS[name].stock}, as built'),
             times_ms=times[name],
         )
-        for name in calls
+        for name in names
     }
 
 
@@ -270,17 +279,19 @@ def main() -> None:
     results = json.loads(args.out.read_text()) if args.out.exists() else {'columns': {}}
     results |= dict(rounds=args.rounds, threads=args.threads, batch=1, environment=describe_environment())
     results['runtimes'] = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
-    models = {name: build(ROWS[name]) for name in args.rows}
-    for size in args.sizes:
-        for scope in args.scopes:
-            columns = results['columns'].setdefault(size, {}).setdefault(scope, {})
-            height, width = map(int, size.split('x'))
-            with tempfile.TemporaryDirectory() as folder:
+    names = {name for row in args.rows for name in (row, ROWS[row].stock, ROWS[row].layer_norm)}
+    models = {name: build(ROWS[name]) for name in names}
+    for scope in args.scopes:
+        with tempfile.TemporaryDirectory() as folder:
+            for size in args.sizes:
+                columns = results['columns'].setdefault(size, {}).setdefault(scope, {})
                 for form in args.forms:
-                    if form not in columns:
-                        columns[form] = measure_column(models, scope, form, (height, width), Path(folder), args)
+                    column = columns.setdefault(form, {})
+                    missing = [name for name in args.rows if name not in column and runs_as(name, form)]
+                    if missing:
+                        column |= measure_column(models, missing, scope, form, size, Path(folder), args)
                         args.out.write_text(json.dumps(results, indent=1) + '\n')
-            print(f'\n{scope}, batch 1, {size} (HxW), {args.threads} threads\n\n{table(columns)}', flush=True)
+                print(f'\n{scope}, batch 1, {size} (HxW), {args.threads} threads\n\n{table(columns)}', flush=True)
 
 
 if __name__ == '__main__':
