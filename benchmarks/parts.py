@@ -2,9 +2,10 @@
 
     python benchmarks/parts.py --threads 2
 
-mmdet's detector as built, and ours deployed in float32 and bfloat16, all in the same rounds; from the bytes of an
-image file to boxes and pasted masks. Rates are of the multiply-adds that the model has as built, so that a form that
-computes the same with fewer may pass the fastest product. Written to benchmarks/results/parts.json.
+mmdet's detector as built, ours deployed in float32 and bfloat16, and ours in int8 in ONNX Runtime, whose profile says
+what each node takes, all in the same rounds; from the bytes of an image file to boxes and pasted masks. Rates are of
+the multiply-adds that the model has as built, so that a form that computes the same with fewer may pass the fastest
+product. Written to benchmarks/results/parts.json.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -12,16 +13,21 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import cv2
+import numpy as np
+import onnx
+import onnxruntime
 import torch
 from torch import nn
 
-from benchmarks.runtimes import FORMS, ROOT, ROWS, SWIN, build, measure, torch_call
+from benchmarks.runtimes import FORMS, ROOT, ROWS, SWIN, Call, build, measure, runtime_call, torch_call
+from slab_det.deployment.export import runtime as exported
 from slab_det.deployment.linear import linear
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.environment import describe_environment
@@ -76,14 +82,75 @@ def count(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:
     return counts
 
 
+class Profile:
+    """The runs of a file in ONNX Runtime, node by node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefix = folder / 'profile'
+        self.session: onnxruntime.InferenceSession | None = None
+
+    def load(self, path: str, threads: int, precision: str) -> exported.Run:
+        """As ONNX Runtime is loaded elsewhere, profiled."""
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.enable_profiling, options.profile_file_prefix = True, str(self.prefix)
+        self.session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
+        names = [output.name for output in self.session.get_outputs()]
+        return lambda image: dict(zip(names, self.session.run(None, {'image': image}), strict=True))
+
+    def parts(self) -> dict[str, list[float]]:
+        """The seconds of each part, run by run."""
+        events = json.loads(Path(self.session.end_profiling()).read_text())
+        nodes = sorted((event for event in events if event.get('cat') == 'Node'), key=lambda event: event['ts'])
+        runs = sorted((event for event in events if event['name'] == 'model_run'), key=lambda event: event['ts'])
+        seconds: dict[str, list[float]] = {name: [0.0] * len(runs) for name in PARTS}
+        for index, run in enumerate(runs):
+            last = ''
+            for node in nodes:
+                if run['ts'] <= node['ts'] < run['ts'] + run['dur'] and (name := part_of(node, last)):
+                    last = name
+                    seconds[name][index] += node['dur'] / 1e6
+        return seconds
+
+
+def part_of(node: Mapping, last: str) -> str:
+    """The part of a node of a profile, or '', where ``last`` is the part before it."""
+    if node['args']['op_name'] == 'RoiAlign':
+        return 'RoIAlign of masks' if last in ('box head', 'RoIAlign of masks') else 'RoIAlign of boxes'
+    return next((name for name, path in PARTS.items() if f'/{path.rpartition(".")[2]}/' in node['name']), '')
+
+
+def fastest_integer_product(threads: int) -> float:
+    """As :func:`fastest_product`, of uint8 and int8 in ONNX Runtime."""
+    values = np.random.default_rng(0).integers(0, 127, (2048, 1024), dtype=np.uint8)
+    weight = onnx.numpy_helper.from_array(values[:1024].astype(np.int8), 'weight')
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node('MatMulInteger', ['x', 'weight'], ['y'])],
+        'product',
+        [onnx.helper.make_tensor_value_info('x', onnx.TensorProto.UINT8, values.shape)],
+        [onnx.helper.make_tensor_value_info('y', onnx.TensorProto.INT32, values.shape)],
+        [weight],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 17)], ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
+    return fastest(lambda: session.run(None, {'x': values}))
+
+
 @torch.inference_mode()
 def fastest_product(dtype: torch.dtype) -> float:
     """G multiply-adds per second of a matrix product of 2048 x 1024 x 1024, the best of 20."""
     x, weight = torch.randn(2048, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
+    return fastest(lambda: linear(x, weight, None))
+
+
+def fastest(product: Call) -> float:
+    """G multiply-adds per second of a product of this size."""
     times = []
     for _ in range(20):
         start = time.perf_counter()
-        linear(x, weight, None)
+        product()
         times.append(time.perf_counter() - start)
     return round(2048 * 1024 * 1024 / min(times) / 1e9, 1)
 
@@ -127,7 +194,17 @@ def main() -> None:
         if model is stock:
             multiply_adds = count(model, calls[name])
         seconds[name] = watch(model)
-    times = measure(calls, args.rounds, 'Mask R-CNN')
+    int8 = f'{ROW}, ONNX Runtime, int8'
+    with tempfile.TemporaryDirectory() as folder:
+        profile, file = Profile(Path(folder)), Path(folder, 'model.onnx')
+        exported.RUNTIMES['profiled'] = profile.load
+        form = FORMS['ONNX Runtime, int8']._replace(runtime='profiled')
+        calls[int8] = runtime_call(ours, 'detector', form, content, file, args.threads)
+        times = measure(calls, args.rounds, 'Mask R-CNN')
+        seconds[int8] = profile.parts()
+    products = {name: partial(fastest_product, torch.float32) for name in times}
+    products |= {f'{ROW}, deployed, bfloat16': partial(fastest_product, torch.bfloat16)}
+    products |= {int8: partial(fastest_integer_product, args.threads)}
     mmdet = next(iter(times.values()))
     forms = {}
     for name, totals in times.items():
@@ -141,7 +218,7 @@ def main() -> None:
             ms={part: round(statistics.median(values), 1) for part, values in ms.items()},
             total_ms=statistics.median(totals),
             to_mmdet=round(statistics.median(one / other for one, other in zip(totals, mmdet, strict=True)), 3),
-            fastest_product=fastest_product(torch.bfloat16 if 'bfloat16' in name else torch.float32),
+            fastest_product=products[name](),
         )
     results = dict(rounds=args.rounds, threads=args.threads, size=[800, 1216], environment=describe_environment())
     results |= dict(multiply_adds=multiply_adds, forms=forms)
