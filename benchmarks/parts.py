@@ -117,6 +117,9 @@ def part_of(node: Mapping, last: str) -> str:
     """The part of a node of a profile, or '', where ``last`` is the part before it."""
     if node['args']['op_name'] == 'RoiAlign':
         return 'RoIAlign of masks' if last in ('box head', 'RoIAlign of masks') else 'RoIAlign of boxes'
+    # A fused node loses its name.
+    if node['args']['op_name'] == 'Gelu':
+        return 'backbone'
     return next((name for name, path in PARTS.items() if f'/{path.rpartition(".")[2]}/' in node['name']), '')
 
 

@@ -28,7 +28,8 @@ class RowsLinear(DeployedLinear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x[0], self.weight, self.bias)[None]
+        # ONNX Runtime copies x[0], a Gather, but no Reshape.
+        return F.linear(x.reshape(-1, self.weight.shape[1]), self.weight, self.bias)[None]
 
 
 rows_linear = partial(deployed_linear, kind=RowsLinear)

@@ -64,6 +64,8 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             nodes_to_quantize=nodes,
+            # What they put out would be rounded too, and the activation behind fc1 not fused.
+            extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
     quantized = onnx.load(target)
     onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in onnx.load(source).metadata_props})

@@ -35,10 +35,10 @@ class WindowIndex(Windows):
         self._tokens = torch.where(is_padding, height * width, tokens).reshape(-1, self._num_slots)
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = qkv[0]
         row = padding.to(qkv.dtype)
+        channels = int(row.shape[0])
         # Each row of qkv is 3 g rows of C / g channels, and so is the last one, of a padding token.
-        rows = torch.cat([qkv, row[None]]).reshape(-1, int(row.shape[0]) // (3 * groups))
+        rows = torch.cat([qkv.reshape(-1, channels), row[None]]).reshape(-1, channels // (3 * groups))
         first = self._tokens[:, None] * (3 * groups) + torch.arange(groups, device=qkv.device)[:, None]
         return tuple(_gather_rows(rows, first + part * groups) for part in range(3))
 

@@ -1,6 +1,7 @@
 """The exported graph against mmdet's own prediction, the file against the graph, int8, and the file as a model."""
 
 import copy
+import re
 from functools import cache
 
 import numpy as np
@@ -258,6 +259,13 @@ def test_onnx_runtime_transposes_no_more_than_the_file_does(detector, tmp_path):
     assert left <= names
 
 
+def test_layers_of_tokens_copy_nothing(exported):
+    graph = onnx.load(exported('backbone+neck+rpn')[1]).graph
+    # Each x[0] would be one.
+    gathers = [node.name for node in graph.node if node.op_type == 'Gather']
+    assert not [name for name in gathers if re.search('qkv|proj|ffn|reduction', name)]
+
+
 def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_path):
     source, target = exported('backbone+neck+rpn')[1], tmp_path / 'int8.onnx'
     nodes = quantize_onnx(source, target, random_images([(96, 128), (75, 131)]))
@@ -272,6 +280,8 @@ def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_
     }
     quantized = {node.name: weights[node.input[1]] for node in graph.node if {*node.input[1:2]} & weights.keys()}
     assert set(quantized) == set(nodes) and all(scale for scale in quantized.values()), 'a scale per channel'
+    to_quantizers = {node.input[0] for node in graph.node if node.op_type == 'QuantizeLinear'}
+    assert not [node.name for node in graph.node if node.op_type == 'Gemm' and node.output[0] in to_quantizers]
     names = ' '.join(nodes)
     for part in ('qkv', 'proj/', 'ffn', 'downsample', 'lateral_convs', 'fpn_convs', 'rpn_conv'):
         assert part in names, part
