@@ -95,6 +95,8 @@ def main() -> None:
     cfg = read_config(str(ROOT / CONFIGS[args.dataset]))
     set_data_root(cfg, args.data_root)
     folder = args.work_dir.resolve() / args.dataset
+    dataset = cfg.val_dataloader.dataset
+    photographs = sorted(Path(dataset.data_root, dataset.data_prefix['img']).resolve().iterdir())[:3]
     for name, config, checkpoint in args.detector:
         cells = results.setdefault(args.dataset, {}).setdefault(name, {})
         files = {kind: folder / name / f'{kind}.onnx' for kind in ('float', 'int8', 'nncf')}
@@ -104,9 +106,8 @@ def main() -> None:
                 continue
             if not files['float'].exists():
                 files['float'].parent.mkdir(parents=True, exist_ok=True)
-                call(
-                    'tools/export_onnx.py', Path(config).resolve(), Path(checkpoint).resolve(), '--out', files['float']
-                )
+                detector = Path(config).resolve(), Path(checkpoint).resolve()
+                call('tools/export_onnx.py', *detector, '--out', files['float'], '--check-images', *photographs)
             if not files[kind].exists():
                 loader = recalibration_dataloader(cfg, 100, 'test')
                 images = [batch['inputs'][0][None].float().numpy() for batch in loader]
