@@ -8,7 +8,7 @@ import io
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,6 @@ from slab_det.runtime.run_folder import AtomicLocalBackend
 
 # Positions of a map, at least, at which a convolution of the neck is fitted: one input there is a whole patch.
 POSITIONS = 4096
-# Convolutions of the neck that one pass over the images fits: each needs moments of some 90 MiB.
-OUTPUTS = 2
 
 
 class Absorption:
@@ -75,10 +73,9 @@ class Absorption:
             if fate.fate != 'absorbed':
                 apply_fold(self.student, fate)
         self.state_file = work_dir and work_dir / f'absorb_{self._key()}.pth'
-        # The neck comes behind all units, in groups: its moments are the largest of all.
-        output_groups = [plan.outputs[i : i + OUTPUTS] for i in range(0, len(plan.outputs), OUTPUTS)]
+        # The neck comes behind all units.
         first, last = self._resume(), len(plan.units)
-        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (0 < first < last) + len(output_groups)
+        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (0 < first < last) + bool(plan.outputs)
         self.bar = Progress(
             desc=f'Absorption, {last - first} of {last} units',
             total=steps * len(self.batches),
@@ -96,8 +93,7 @@ class Absorption:
                     self._fit_unit(unit)
                     self._save(unit + 1)
             if first <= last:
-                for names in output_groups if self._changed else ():
-                    self._fit_outputs(names)
+                self._fit_outputs()
                 self._save(last + 1)
         kept = {norm.norm for norm in self.report.kept}
         fates = [
@@ -183,12 +179,14 @@ class Absorption:
             (moments, held_out)[self.plan.images.is_held_out(batch)].add(source, target - stream)
         return _refit(writer.layer, layer, moments, held_out, target_moments)
 
-    def _fit_outputs(self, names: Sequence[str]) -> None:
-        """Fits convolutions of the neck in one pass: none of them reads another."""
-        sums = {name: (*_pair(self.plan.int8), Moments()) for name in names}
+    def _fit_outputs(self) -> None:
+        """Fits the convolutions of the neck, all in one pass: none of them reads another."""
+        if not (self.plan.outputs and self._changed):
+            return
+        sums = {name: (*_pair(self.plan.int8), Moments()) for name in self.plan.outputs}
         targets, found = {}, {}
         with ExitStack() as stack, torch.no_grad():
-            for name in names:
+            for name in self.plan.outputs:
 
                 def keep_target(module: nn.Conv2d, args: tuple, output: Tensor, name: str = name) -> None:
                     targets[name] = _some_rows(output)
@@ -207,7 +205,7 @@ class Absorption:
                     if self.plan.images.judges(batch):
                         target_moments.add(target)
                     moments[self.plan.images.is_held_out(batch)].add(source, target - output)
-        for name in names:
+        for name in self.plan.outputs:
             self.report.refits.append(_refit(name, self.student.get_submodule(name), *sums.pop(name)))
 
     def _key(self) -> str:
