@@ -64,7 +64,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             nodes_to_quantize=nodes,
-            # What they put out would be rounded too, and the activation behind fc1 not fused.
+            # Else the outputs of linear layers are rounded too, and the GELU behind one is four kernels.
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
     quantized = onnx.load(target)
