@@ -4,6 +4,7 @@
     python benchmarks/norms/run.py dsb2018-norms --only ln token_bn prepbn
     python benchmarks/norms/run.py bccd-norms --iterations 2000 --only ln bn_ffnbn
     python benchmarks/norms/run.py bccd-starts
+    python benchmarks/norms/run.py dsb2018-starts
     python benchmarks/norms/run.py bccd-norms --table-only
 
 A run is one call of tools/train.py, in WORK_DIR/STUDY/RUN/seedN; a run that was interrupted goes on, one that is done
@@ -57,11 +58,16 @@ RUNS = {
     'powernorm': ('PowerNorm, warm-up 10 %', dict(norm_cfg=dict(type='PowerNorm')), []),
 }
 NORMS = tuple(RUNS)
-# Where a detector starts from: the backbone of a classifier of cells.
-STARTS = {'scratch': 'from scratch', 'ln': 'from a LayerNorm classifier', 'prepbn': 'from a PRepBN classifier'}
+# Where a detector starts from: the backbone of a classifier of cells, or of a detector of another data set.
+STARTS = {
+    'scratch': 'from scratch',
+    'ln': 'from a LayerNorm classifier',
+    'prepbn': 'from a PRepBN classifier',
+    'other': 'from a LayerNorm detector of the other data set',
+}
 RUNS |= {
     f'ln_from_{start}': (f'LayerNorm, {STARTS[start]}', dict(norm_cfg=dict(type='LN')), [])
-    for start in ('scratch', 'ln')
+    for start in ('scratch', 'ln', 'other')
 } | {
     f'prepbn_{total}_from_{start}': (
         f'PRepBN, T = {total}, {label}',
@@ -87,6 +93,7 @@ class Study:
         question: What its table answers.
         setting: In words.
         runs: What it consists of.
+        other: The study whose LayerNorm detector a run starts from; its data lie beside those of this study.
     """
 
     config: Path
@@ -96,6 +103,7 @@ class Study:
     question: str
     setting: str
     runs: tuple[str, ...] = NORMS
+    other: str = ''
 
 
 STUDIES = {
@@ -124,6 +132,17 @@ STUDIES = {
         'Which start needs progression?',
         'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222',
         tuple(name for name in RUNS if '_from_' in name),
+        'dsb2018-norms',
+    ),
+    'dsb2018-starts': Study(
+        Path('benchmarks/dsb2018/mask_rcnn_swin_small.py'),
+        'segm',
+        250,
+        50,
+        'Which start needs progression where images differ?',
+        'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222',
+        tuple(name for name in RUNS if name.endswith(('_from_scratch', '_from_other'))),
+        'bccd-norms',
     ),
 }
 
@@ -170,7 +189,11 @@ def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> d
     report, key = folder / 'report.json', f'coco/{study.metric}_mAP'
     if not (folder / 'done').exists():
         _, _, start = name.partition('_from_')
-        checkpoint = train_classifier(start, seed, folder.parents[1], data_root) if start in ('ln', 'prepbn') else None
+        checkpoint = None
+        if start in ('ln', 'prepbn'):
+            checkpoint = train_classifier(start, seed, folder.parents[1], data_root)
+        elif start == 'other':
+            checkpoint = train_other(study.other, seed, folder.parents[2], data_root)
         run_tool(run_config(study, name, seed, checkpoint), folder, data_root)
     logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
     all_ap = ap_from_metrics([json.loads(line) for line in logs.splitlines() if key in line][-1])
@@ -200,6 +223,13 @@ def train_classifier(norm: str, seed: int, study: Path, data_root: str) -> Path:
         classifier = Study(CLASSIFIER, '', CLASSIFIER_ITERATIONS, 100, '', '')
         run_tool(run_config(classifier, norm, seed), folder, cells)
     return folder / f'iter_{CLASSIFIER_ITERATIONS}.pth'
+
+
+def train_other(name: str, seed: int, work_dir: Path, data_root: str) -> Path:
+    """Trains the LayerNorm detector of another study if it has not ended yet, and returns its checkpoint."""
+    study, folder = STUDIES[name], work_dir / name / 'ln' / f'seed{seed}'
+    train(study, 'ln', seed, folder, str(Path(data_root).parent / name.partition('-')[0]))
+    return folder / f'iter_{study.iterations}.pth'
 
 
 def cut_cells(data_root: Path, out: Path, limit: int = 300) -> None:

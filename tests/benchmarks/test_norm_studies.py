@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
     cfg.dump(tmp_path / 'base.py')
     generate(tmp_path / 'data' / 'shapes', num_train=4, num_val=2, size=(96, 80))
     study = run.Study(tmp_path / 'base.py', 'bbox', iterations=2, images=4, question='Which?', setting='generated')
-    monkeypatch.setattr(run, 'STUDIES', {'shapes': study})
+    starts = replace(study, other='shapes-norms')
+    monkeypatch.setattr(run, 'STUDIES', {'shapes-norms': study, 'shapes-starts': starts})
     monkeypatch.setattr(run, 'ROOT', tmp_path)
     monkeypatch.setenv('PYTHONPATH', '')
     commands: list[str] = []
@@ -33,21 +35,27 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
         monkeypatch.setattr(DetLocalVisualizer, '_instance_dict', {})
         assert call(commands[-1], *command[2:]).code == 0, command
 
-    def main() -> dict:
-        monkeypatch.setattr(sys, 'argv', ['run.py', 'shapes', '--seeds', '0', '--only', 'ln', 'prepbn'])
+    def main(study: str, *only: str) -> dict:
+        monkeypatch.setattr(sys, 'argv', ['run.py', study, '--seeds', '0', '--only', *only])
         run.main()
-        return json.loads((tmp_path / 'benchmarks/results/norms_shapes.json').read_text())['runs']
+        return json.loads((tmp_path / f'benchmarks/results/norms_{study}.json').read_text())['runs']
 
     monkeypatch.setattr(run, 'call', call_here)
     page = tmp_path / 'docs' / 'results.md'
     page.parent.mkdir()
-    page.write_text('<!-- norms shapes -->\n')
-    found = main()
+    page.write_text('<!-- norms shapes-norms -->\n')
+    found = main('shapes-norms', 'ln', 'prepbn')
     assert commands == ['train.py'] * 2 and list(found) == ['ln', 'prepbn']
     served = found['prepbn']['seeds']['0']
     assert 0 <= served['ap'] <= 1 and served['recalibration']['passes'] and 'ap_before_recalibration' in served
     assert '| PRepBN, linear | ' in page.read_text() and '| LayerNorm |' in page.read_text()
-    assert main() == found and len(commands) == 2, 'what is done is skipped'
+    assert main('shapes-norms', 'ln', 'prepbn') == found and len(commands) == 2, 'what is done is skipped'
+
+    main('shapes-starts', 'prepbn_0.8_from_other')
+    assert len(commands) == 3, 'the detector of the other study is trained already'
+    runs = tmp_path / 'work_dirs/norms'
+    merged = Config.fromfile(runs / 'shapes-starts/prepbn_0.8_from_other/seed0/merged/config.py')
+    assert merged.model.backbone.init_cfg.checkpoint == str(runs / 'shapes-norms/ln/seed0/iter_2.pth')
 
 
 @pytest.mark.skipif(
