@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,17 +45,20 @@ def quantize_by_nncf(source: Path, target: Path, images: list[np.ndarray]) -> No
     # Without weights that the graph still computes, whose names NNCF does not find.
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(target)
-    onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
-    model = onnx.load(target)
+    with tempfile.TemporaryDirectory() as folder:
+        options.optimized_model_filepath = str(Path(folder, 'prepared.onnx'))
+        onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
+        model = onnx.load(options.optimized_model_filepath)
     names = [node.name for node in model.graph.node if any(part in node.name for part in FLOAT_LAYERS)]
+    # Statistics before RoIAlign's maps meet fail where a level gets no box.
+    pooled = {output for node in model.graph.node if node.op_type == 'RoiAlign' for output in node.output}
+    names += [node.name for node in model.graph.node if node.op_type == 'Concat' and pooled.intersection(node.input)]
     quantized = nncf.quantize(
         model,
         nncf.Dataset(images, lambda image: {'image': image}),
         preset=nncf.QuantizationPreset.MIXED,
         model_type=nncf.ModelType.TRANSFORMER,
         subset_size=len(images),
-        # A level that gets no box on an image has no statistics.
         ignored_scope=nncf.IgnoredScope(names=names, types=['RoiAlign'], validate=False),
         advanced_parameters=AdvancedQuantizationParameters(
             smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=0.95)

@@ -1,8 +1,5 @@
 # Mask R-CNN with a small LayerNorm Swin on DSB2018 (microscopy, one class: nucleus), from scratch: 500 iterations of 4.
-_base_ = [
-    '../../configs/_base_/models/mask_rcnn_swin_small.py',
-    '../../configs/_base_/schedules/adamw_scratch.py',
-]
+_base_ = ['../../configs/_base_/models/mask_rcnn_swin_small.py', '../loaders.py']
 
 data_root = 'data/dsb2018/'
 metainfo = dict(classes=('nucleus',))
@@ -22,36 +19,8 @@ test_pipeline = [
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
 ]
-train_dataloader = dict(
-    batch_size=4,
-    num_workers=1,
-    persistent_workers=True,
-    sampler=dict(type='InfiniteSampler', shuffle=True),
-    dataset=dict(
-        type='CocoDataset',
-        data_root=data_root,
-        metainfo=metainfo,
-        ann_file='annotations/instances_train.json',
-        data_prefix=dict(img='images/train/'),
-        filter_cfg=dict(filter_empty_gt=True),
-        pipeline=train_pipeline,
-    ),
-)
-val_dataloader = dict(
-    batch_size=1,
-    num_workers=1,
-    persistent_workers=True,
-    sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(
-        type='CocoDataset',
-        data_root=data_root,
-        metainfo=metainfo,
-        ann_file='annotations/instances_val.json',
-        data_prefix=dict(img='images/val/'),
-        test_mode=True,
-        pipeline=test_pipeline,
-    ),
-)
+train_dataloader = dict(dataset=dict(data_root=data_root, metainfo=metainfo, pipeline=train_pipeline))
+val_dataloader = dict(dataset=dict(data_root=data_root, metainfo=metainfo, pipeline=test_pipeline))
 test_dataloader = val_dataloader
 # Up to 375 nuclei in one image: plain pycocotools counts the best 100 detections for AP whatever it is told.
 val_evaluator = dict(
