@@ -11,6 +11,7 @@ from pathlib import Path
 # 97.5 % quantiles of Student's t by degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
 T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 NONE = '–'
+BEFORE = 'ap_before_recalibration'
 
 
 def markdown(results: Mapping) -> str:
@@ -18,7 +19,8 @@ def markdown(results: Mapping) -> str:
     runs = results['runs']
     header = ['run', f'{results["metric"]} per seed', 'mean ± std', 'minus control', '95 % interval']
     align = ['---', '---', '---:', '---:', '---:']
-    recalibrated = any(map(_before, runs.values()))
+    # Where recalibration changed no cell, its column would say everything twice.
+    recalibrated = any(_mean(run, BEFORE) not in ('', _mean(run)) for run in runs.values())
     lines = [header + ['before recalibration'] * recalibrated, align + ['---:'] * recalibrated]
     for name, run in runs.items():
         own = by_seed(run)
@@ -28,10 +30,10 @@ def markdown(results: Mapping) -> str:
             [
                 ': '.join(filter(None, [run['setting'], run['label']])),
                 ', '.join(f'{value:.3f}' for value in own.values()),
-                spread(list(own.values()), '{:.3f}') if own else NONE,
+                _mean(run) or NONE,
                 spread(differences, '{:+.3f}') if differences else NONE,
                 _interval(differences),
-                *[_before(run) or NONE] * recalibrated,
+                *[_mean(run, BEFORE) or NONE] * recalibrated,
             ]
         )
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
@@ -47,8 +49,13 @@ def replace_table(page: Path, mark: str, table: str) -> None:
     """Writes the table below the line ``<!-- mark -->`` of a page, in place of the rows that are there.
 
     Words around it stay as they are: they are written by hand.
+
+    Raises:
+        ValueError: If the page has no such line.
     """
     line = f'<!-- {mark} -->\n'
+    if line not in page.read_text():
+        raise ValueError(f'{page} has no line {line.strip()}; write it where the table belongs')
     text = re.sub(rf'(?<={re.escape(line)})(?:\|.*(?:\n|\Z))*', lambda _: f'{table}\n', page.read_text())
     page.write_text(text)
 
@@ -59,8 +66,8 @@ def by_seed(run: Mapping, key: str = 'ap') -> dict[str, float]:
     return {str(seed): finished[seed][key] for seed in sorted(finished) if finished[seed].get(key) is not None}
 
 
-def _before(run: Mapping) -> str:
-    values = by_seed(run, 'ap_before_recalibration')
+def _mean(run: Mapping, key: str = 'ap') -> str:
+    values = by_seed(run, key)
     return spread(list(values.values()), '{:.3f}') if values else ''
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.student import Absorption
 from slab_det.conversion.convert import ConversionError
-from slab_det.measure.agreement import NO_LOSS, agreement, detect, expected_loss
+from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
 from slab_det.recalibration.moments import evaluating
 from slab_det.runtime.errors import AgreementError
 
@@ -26,7 +26,7 @@ def absorb(
     model: nn.Module,
     images: Iterable,
     keep: int | float | str | Collection[str] | None = None,
-    least: float = NO_LOSS,
+    least: float = LEAST_AGREEMENT,
     fold_outputs: bool = False,
     int8: bool = False,
     work_dir: str | Path | None = None,

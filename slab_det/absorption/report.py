@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from slab_det.measure.agreement import expected_loss
+
 
 @dataclass(frozen=True)
 class NormAbsorption:
@@ -93,7 +95,9 @@ class AbsorptionReport:
         absorbed = [norm for norm in self.norms if norm.fate == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.agreement is not None:
-            lines[0] += f'; agreement with the teacher on held-out images: {self.agreement:.3f}'
+            loss = expected_loss(self.agreement)
+            lines[0] += f'; agreement with the teacher on held-out images: {self.agreement:.3f}, '
+            lines[0] += f'AP about {loss:.3f} lower'
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept]
         if absorbed:
             worst = max(absorbed, key=lambda norm: norm.left)

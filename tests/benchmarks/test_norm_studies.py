@@ -43,7 +43,7 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
     monkeypatch.setattr(run, 'call', call_here)
     page = tmp_path / 'docs' / 'results.md'
     page.parent.mkdir()
-    page.write_text('<!-- norms shapes-norms -->\n')
+    page.write_text('<!-- norms shapes-norms -->\n\n<!-- norms shapes-starts -->\n')
     found = main('shapes-norms', 'ln', 'prepbn')
     assert commands == ['train.py'] * 2 and list(found) == ['ln', 'prepbn']
     served = found['prepbn']['seeds']['0']

@@ -9,7 +9,7 @@ model = dict(
         embed_dims=32,
         depths=(2, 2, 2, 2),
         num_heads=(1, 2, 4, 8),
-        drop_path_rate=0.0,  # 0.1 and 0.3 change nothing in a few hundred iterations (docs/results.md)
+        drop_path_rate=0.0,  # runs from scratch are short
         norm_cfg=dict(type='LN'),
     ),
     neck=dict(in_channels=[32, 64, 128, 256], out_channels=64),
