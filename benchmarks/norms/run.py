@@ -196,7 +196,8 @@ def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> d
             checkpoint = train_other(study.other, seed, folder.parents[2], data_root)
         run_tool(run_config(study, name, seed, checkpoint), folder, data_root)
     logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
-    all_ap = ap_from_metrics([json.loads(line) for line in logs.splitlines() if key in line][-1])
+    # Not the line of the recalibrated model, whose keys only end like these.
+    all_ap = ap_from_metrics([values for values in map(json.loads, logs.splitlines()) if key in values][-1])
     result = dict(status='finished', ap=all_ap[study.metric]['AP'], all_ap=all_ap)
     if report.exists():
         entry = read_report(report)[0]

@@ -19,8 +19,7 @@ def markdown(results: Mapping) -> str:
     runs = results['runs']
     header = ['run', f'{results["metric"]} per seed', 'mean ± std', 'minus control', '95 % interval']
     align = ['---', '---', '---:', '---:', '---:']
-    # Where recalibration changed no cell, its column would say everything twice.
-    recalibrated = any(_mean(run, BEFORE) not in ('', _mean(run)) for run in runs.values())
+    recalibrated = any(_mean(run, BEFORE) for run in runs.values())
     lines = [header + ['before recalibration'] * recalibrated, align + ['---:'] * recalibrated]
     for name, run in runs.items():
         own = by_seed(run)

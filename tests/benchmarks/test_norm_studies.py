@@ -1,6 +1,7 @@
 """The driver of the norm studies, from a declared run to its table, with the real tools on generated images."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -50,6 +51,10 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
     assert 0 <= served['ap'] <= 1 and served['recalibration']['passes'] and 'ap_before_recalibration' in served
     assert '| PRepBN, linear | ' in page.read_text() and '| LayerNorm |' in page.read_text()
     assert main('shapes-norms', 'ln', 'prepbn') == found and len(commands) == 2, 'what is done is skipped'
+
+    (log,) = (tmp_path / 'work_dirs/norms/shapes-norms/prepbn/seed0').glob('*/vis_data/scalars.json')
+    log.write_text(re.sub(r'(?<="coco/bbox_mAP": )[-.\d]+', '0.25', log.read_text()))
+    assert main('shapes-norms', 'prepbn')['prepbn']['seeds']['0']['ap_before_recalibration'] == 0.25
 
     main('shapes-starts', 'prepbn_0.8_from_other')
     assert len(commands) == 3, 'the detector of the other study is trained already'

@@ -152,9 +152,6 @@ def test_table_compares_seed_by_seed():
         f'[{mean - half:+.3f}, {mean + half:+.3f}]',
     ]
     assert t_interval(difference[:2]) is None, 'two seeds have no interval'
-    for before, shown in ((0.499, True), (0.502, False)):
-        runs['bn']['seeds'] = {'0': dict(status='finished', ap=0.502, ap_before_recalibration=before)}
-        assert ('before recalibration' in markdown(dict(metric='box AP', runs=runs))) == shown
 
 
 def test_only_the_rows_below_the_mark_are_replaced(tmp_path):
