@@ -4,7 +4,6 @@
     python benchmarks/norms/run.py dsb2018-norms --only ln token_bn prepbn
     python benchmarks/norms/run.py bccd-norms --iterations 2000 --only ln bn_ffnbn
     python benchmarks/norms/run.py bccd-starts
-    python benchmarks/norms/run.py dsb2018-starts
     python benchmarks/norms/run.py bccd-norms --table-only
 
 A run is one call of tools/train.py, in WORK_DIR/STUDY/RUN/seedN; a run that was interrupted goes on, one that is done
@@ -133,16 +132,6 @@ STUDIES = {
         'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222',
         tuple(name for name in RUNS if '_from_' in name),
         'dsb2018-norms',
-    ),
-    'dsb2018-starts': Study(
-        Path('benchmarks/dsb2018/mask_rcnn_swin_small.py'),
-        'segm',
-        250,
-        50,
-        'Which start needs progression where images differ?',
-        'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222',
-        tuple(name for name in RUNS if name.endswith(('_from_scratch', '_from_other'))),
-        'bccd-norms',
     ),
 }
 

@@ -95,9 +95,10 @@ class AbsorptionReport:
         absorbed = [norm for norm in self.norms if norm.fate == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.agreement is not None:
-            loss = expected_loss(self.agreement)
-            lines[0] += f'; agreement with the teacher on held-out images: {self.agreement:.3f}, '
-            lines[0] += f'AP about {loss:.3f} lower'
+            lines[0] += (
+                f'; agreement with the teacher on held-out images: {self.agreement:.3f}, '
+                f'AP about {expected_loss(self.agreement):.3f} lower'
+            )
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept]
         if absorbed:
             worst = max(absorbed, key=lambda norm: norm.left)
