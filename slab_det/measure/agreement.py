@@ -79,7 +79,8 @@ def _as_detections(sample: DetDataSample) -> Detections:
         # pycocotools reads (H, W, N) in Fortran's order.
         masks = np.asarray(torch.as_tensor(instances.masks).cpu(), np.uint8)
         regions = coco_mask.encode(np.asfortranarray(masks.transpose(1, 2, 0)))
-        has_area = coco_mask.area(regions) > 0 if regions else np.zeros(0, bool)
+        # Not by coco_mask.area, which takes 255 masks at most.
+        has_area = masks.any((1, 2))
     else:
         corners = instances.bboxes.double().cpu().numpy()
         regions = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1)

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
+from torch import nn
 
 from slab_det.data import generate, set_data_root
 from slab_det.measure.agreement import Detections, agreement, detect
@@ -105,6 +108,22 @@ def test_masks_are_matched_by_their_pixels() -> None:
         agreement([one], [found((0.9, 0, SQUARE))])
     with pytest.raises(AgreementError, match='1 and 2 images'):
         agreement([one], [one, one])
+
+
+def test_more_than_255_masks_in_an_image() -> None:
+    class Crowd(nn.Module):
+        def forward(self, inputs: torch.Tensor, samples: list, mode: str) -> list:
+            masks = torch.zeros(300, 64, 64, dtype=torch.bool)
+            for i in range(299):
+                masks[i, i % 60 : i % 60 + 4, i // 60 * 12 : i // 60 * 12 + 4] = True
+            found = dict(scores=torch.linspace(0.9, 0.1, 300), labels=torch.zeros(300, dtype=torch.long), masks=masks)
+            return [DetDataSample(pred_instances=InstanceData(**found))]
+
+    crowd = Crowd()
+    crowd.weight = nn.Parameter(torch.zeros(1))
+    (detections,) = detect(crowd, [torch.zeros(1, 3, 64, 64)])
+    assert len(detections.scores) == 299, 'all but the one without a pixel'
+    assert agreement([detections], [detections]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize('detector', ['mask_rcnn', 'faster_rcnn'])
