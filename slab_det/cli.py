@@ -19,7 +19,7 @@ from mmengine.runner import Runner
 from slab_det import runtime
 from slab_det.data import check_num_classes, set_data_root
 from slab_det.hooks import NormStateHook
-from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors, describe_error
+from slab_det.runtime.errors import CheckpointError, ConfigError, SlabDetError, config_errors, describe_error
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
 # Launcher: the variable that it sets for every process, and the command to start it with.
@@ -92,6 +92,16 @@ def find_close_configs(path: str) -> list[str]:
     folder = Path(package + configs)
     known = [str(file.relative_to(folder)) for file in folder.rglob('*.py')]
     return [f'{Path(package).name}::{close}' for close in get_close_matches(name, known)]
+
+
+def check_out(out: str, checkpoint: str) -> None:
+    """Refuses to overwrite the checkpoint of a training, which holds more than its weights.
+
+    Raises:
+        CheckpointError: If ``out`` is a folder or the checkpoint.
+    """
+    if Path(out).is_dir() or Path(out).resolve() == Path(checkpoint).resolve():
+        raise CheckpointError(f'{out} is a folder or the checkpoint itself; give another file')
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:

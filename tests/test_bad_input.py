@@ -189,6 +189,8 @@ COMMANDS = [
     ('recalibrate.py small.py small.pth --out x.pth --max-passes 0', 'max_passes must be at least 1'),
     ('recalibrate.py fused_config.py fused.pth --out x.pth', 'no train_dataloader; give the one'),
     ('recalibrate.py small.py small.pth --out ./small.pth', 'is a folder or the checkpoint itself'),
+    ('fuse.py small.py small.pth --out ./small.pth', 'is a folder or the checkpoint itself'),
+    ('convert_checkpoint.py small.pth ./small.pth --config small.py', 'is a folder or the checkpoint itself'),
     ('report.py nowhere.json --out x', 'nowhere.json: No such file.*check the name'),
 ]
 

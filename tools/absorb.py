@@ -59,14 +59,13 @@ from mmengine.fileio import put_text
 from torch.utils.data import DataLoader
 
 from slab_det.checkpoints.build import build_detector
-from slab_det.cli import read_config, run_cli
+from slab_det.cli import check_out, read_config, run_cli
 from slab_det.absorption.curve import curve_table, measure_curve
 from slab_det.conversion import ConversionError, write_tune_config
 from slab_det.data import check_data, set_data_root
 from slab_det.fusion import save_fused
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.config import type_name
-from slab_det.runtime.errors import CheckpointError
 
 TUNE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/tune_absorbed.py'
 
@@ -93,8 +92,7 @@ def load_images(cfg: Config, args: argparse.Namespace) -> DataLoader:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    if Path(args.out).is_dir() or Path(args.out).resolve() == Path(args.checkpoint).resolve():
-        raise CheckpointError(f'--out {args.out} is a folder or the checkpoint itself; give another file')
+    check_out(args.out, args.checkpoint)
     if min([args.rounds, *args.curve]) < 0:
         raise ConversionError('--curve and --rounds are numbers from 0 on')
     if args.images is not None and args.pipeline == 'train':

@@ -57,7 +57,7 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 from mmengine.config import Config
 
 from slab_det.checkpoints.build import rewrite_as_native
-from slab_det.cli import read_config, run_cli
+from slab_det.cli import check_out, read_config, run_cli
 from slab_det.data import check_data, set_data_root
 from slab_det.recalibration.images import recalibration_dataloader
 from slab_det.runtime.config import type_name
@@ -67,6 +67,7 @@ from slab_det.conversion import convert_detector
 
 def main(args: argparse.Namespace) -> None:
     cfg = read_config(args.config)
+    check_out(args.destination, args.source)
     if args.to == 'native':
         # The loader logs its report.
         rewrite_as_native(cfg, args.source, args.destination)

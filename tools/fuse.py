@@ -32,7 +32,7 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import torch
 
-from slab_det.cli import read_config, run_cli
+from slab_det.cli import check_out, read_config, run_cli
 from slab_det.checkpoints.build import build_detector
 from slab_det.fusion import FusionError, save_fused, verify_fusion
 from slab_det.norms import named_offline_norms
@@ -41,6 +41,7 @@ from slab_det.norms import named_offline_norms
 def main(args: argparse.Namespace) -> None:
     if min(args.size) < 1:
         raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
+    check_out(args.out, args.checkpoint)
     cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)
     norms = dict(named_offline_norms(model))

@@ -30,24 +30,20 @@ if __name__ == '__main__':
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import json
-from pathlib import Path
 
 import torch
 from mmengine.fileio import put_text
 from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from slab_det.cli import read_config, run_cli
+from slab_det.cli import check_out, read_config, run_cli
 from slab_det.data import check_data, set_data_root
 from slab_det.checkpoints.build import build_detector
-from slab_det.runtime.errors import CheckpointError
 from slab_det.recalibration import configured_pipeline, recalibration_dataloader
 
 
 def main(args: argparse.Namespace) -> None:
-    if Path(args.out).is_dir() or Path(args.out).resolve() == Path(args.checkpoint).resolve():
-        # The checkpoint of a training holds more than its weights.
-        raise CheckpointError(f'--out {args.out} is a folder or the checkpoint itself; give another file')
+    check_out(args.out, args.checkpoint)
     cfg = read_config(args.config)
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)

@@ -139,7 +139,8 @@ def _absorb_until_agreement(
         else:
             low = count
         if high is None:
-            count = len(ranked) // 4 if count == 0 else len(ranked) // 2
+            quarter, half = len(ranked) // 4, len(ranked) // 2
+            count = half if count else quarter or half
         else:
             count = (low + high + 1) // 2
     return best

@@ -131,7 +131,7 @@ def write_tune_config(
         type='DistilledDetector',
         student=student,
         teacher=teacher,
-        teacher_checkpoint=str(Path(teacher_checkpoint).resolve()),
+        teacher_checkpoint=_absolute(teacher_checkpoint),
     )
     hooks = values.get('custom_hooks') or []
     # There is no norm left for them.
@@ -139,6 +139,11 @@ def write_tune_config(
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
     put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
     return path
+
+
+def _absolute(checkpoint: str | Path) -> str:
+    """A name for a config, which may be read from another folder; addresses stay."""
+    return str(checkpoint) if '://' in str(checkpoint) else str(Path(checkpoint).resolve())
 
 
 def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:

@@ -280,10 +280,9 @@ def _box_leaves(annotation: dict, images: dict[int, dict]) -> bool:
 
 def _mask_fits(annotation: dict, images: dict[int, dict]) -> bool:
     """Whether the mask is polygons, absent, or run lengths (RLE) of the size of its image."""
-    mask = annotation.get('segmentation')
-    if not isinstance(mask, dict):
+    mask, image = annotation.get('segmentation'), images.get(annotation['image_id'])
+    if not isinstance(mask, dict) or image is None:
         return True
-    image = images[annotation['image_id']]
     height, width = image['height'], image['width']
     is_whole = isinstance(mask['counts'], str) or sum(mask['counts']) == height * width
     return is_whole and [*mask['size']] == [height, width]

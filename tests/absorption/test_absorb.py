@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 import slab_det
-from slab_det.absorption import absorb, walk
+from slab_det.absorption import AbsorptionReport, NormAbsorption, absorb, walk
+from slab_det.absorption.absorb import _absorb_until_agreement
 from slab_det.absorption.plan import Images
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
@@ -183,6 +184,18 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     # One pass: a loader that shuffles would compare teacher and student on different images.
     once = absorb(model, iter(images), least=0.0, progress=False)
     assert once.absorption_report == easy.absorption_report
+
+
+def test_of_three_norms_one_is_kept_where_none_agrees():
+    counts = []
+
+    def run(names):
+        counts.append(len(names))
+        report = AbsorptionReport([NormAbsorption(name, 'absorbed', own=0.5) for name in 'abc'], agreement=0.0)
+        return SimpleNamespace(student=SimpleNamespace(absorption_report=report))
+
+    _absorb_until_agreement(run, lambda student: 0.0, least=0.9, progress=False)
+    assert counts == [0, 1], 'a quarter of three is none, half of them is one'
 
 
 @pytest.mark.parametrize('count', [1, 4, 5, 6, 10, 12])

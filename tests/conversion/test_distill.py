@@ -127,6 +127,13 @@ def tune_cfg(absorbed, name):
     return new
 
 
+def test_address_of_a_teacher_stays_one(absorbed):
+    cfg, _, fused_config, checkpoint = absorbed
+    schedule = Config.fromfile(CONFIGS / '_base_/schedules/tune_absorbed.py')
+    path = write_tune_config(cfg, fused_config, checkpoint, 'https://host/teacher.pth', schedule)
+    assert Config.fromfile(path).model.teacher_checkpoint == 'https://host/teacher.pth'
+
+
 @pytest.fixture(scope='module')
 def whole_run(absorbed):
     runner = Runner.from_cfg(tune_cfg(absorbed, 'whole'))

@@ -177,6 +177,15 @@ def test_run_lengths_of_another_size_name_their_image(root: Path, mask: dict, fi
         check_data(config(root))
 
 
+def test_masks_of_images_that_were_taken_out_are_passed_over(root: Path) -> None:
+    path = root / 'annotations' / 'val.json'
+    content = json.loads(path.read_text())
+    other = {'id': 7, 'image_id': 99, 'category_id': 2, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 1}
+    content['annotations'].append({**other, 'segmentation': {'size': [4, 16], 'counts': [60, 4]}})
+    path.write_text(json.dumps(content))
+    check_data(config(root))
+
+
 def test_corners_in_the_place_of_sizes_are_an_error(root: Path) -> None:
     """Half of real boxes, or more, leave their image so; that a few are cut off by it is no reason to stop."""
     boxes = [[1, 1, 2, 2], [5, 1, 8, 3], [0, 4, 4, 8], [2, 2, 4, 4]]

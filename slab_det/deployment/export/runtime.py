@@ -98,6 +98,8 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     """
     if runtime not in RUNTIMES:
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
+    if precision not in PRECISIONS:
+        raise ExportError(f'precision {precision!r} is not one of {", ".join(PRECISIONS)}')
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
     onnx = import_extra('onnx')

@@ -243,6 +243,8 @@ def test_file_of_others_is_refused(tmp_path):
         load_runtime(tmp_path / 'nothing.onnx')
     with pytest.raises(ExportError, match="runtime 'tensorrt' is not one of"):
         load_runtime(tmp_path / 'other.onnx', 'tensorrt')
+    with pytest.raises(ExportError, match="precision 'fp16' is not one of f32, bf16"):
+        load_runtime(tmp_path / 'other.onnx', 'openvino', precision='fp16')
 
 
 def test_onnx_runtime_transposes_no_more_than_the_file_does(detector, tmp_path):
