@@ -68,7 +68,7 @@ setup(
         'Development Status :: 4 - Beta',
         'Intended Audience :: Developers',
         'Intended Audience :: Science/Research',
-        'Operating System :: OS Independent',
+        'Operating System :: POSIX',
         *(f'Programming Language :: Python :: 3.{minor}' for minor in range(10, 14)),
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
     ],

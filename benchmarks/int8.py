@@ -1,6 +1,6 @@
 """AP of detectors in int8: by ONNX Runtime's quantizer, which slab-det export takes, and by NNCF.
 
-    python benchmarks/int8.py bccd --data-root data/bccd --detector LayerNorm CONFIG CHECKPOINT \\
+    python -m benchmarks.int8 bccd --data-root data/bccd --detector LayerNorm CONFIG CHECKPOINT \\
         --detector absorbed work_dirs/absorb/fused_config.py work_dirs/absorb/fused.pth
 
 Both are calibrated on the same 100 training images and leave the same layers in float32. NNCF (pip install nncf) works
@@ -14,20 +14,17 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 
 from benchmarks.absorb.run import CONFIGS, ROOT
 from slab_det.cli import read_config
 from slab_det.data import set_data_root
 from slab_det.deployment.export import quantize_onnx
-from slab_det.deployment.export.quantize import FLOAT_LAYERS
-from slab_det.deployment.export.runtime import ExportedDetector
-from slab_det.measure.agreement import LOSS, agreement, detect
+from slab_det.deployment.export.quantize import FLOAT_LAYERS, fold_constants
 from slab_det.recalibration.images import recalibration_dataloader
 
 FORMS = {
@@ -36,82 +33,36 @@ FORMS = {
     'int8 in OpenVINO': ('int8', 'openvino'),
     'NNCF': ('nncf', 'onnxruntime'),
     'NNCF in OpenVINO': ('nncf', 'openvino'),
-    'NNCF, controlled': ('controlled', 'onnxruntime'),
 }
-# AP that the control may cost by the agreement of the int8 detections with those of the float ones.
-MAX_LOSS = 0.003
 
 
-def quantize_by_nncf(source: Path, target: Path, batches: list, control: list | None = None) -> None:
-    """As :func:`slab_det.deployment.export.quantize_onnx`, by NNCF.
-
-    With ``control``, batches too, layers go back to float32 one by one until the detections on them agree.
-    """
+def quantize_by_nncf(source: Path, target: Path, images: list[np.ndarray]) -> None:
+    """As :func:`slab_det.deployment.export.quantize_onnx`, by NNCF."""
     import nncf
-    from nncf.quantization.advanced_parameters import (
-        AdvancedAccuracyRestorerParameters,
-        AdvancedQuantizationParameters,
-        AdvancedSmoothQuantParameters,
-    )
+    from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, AdvancedSmoothQuantParameters
 
-    # Without weights that the graph still computes, whose names NNCF does not find.
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    # NNCF does not find the names of weights that the graph computes.
     with tempfile.TemporaryDirectory() as folder:
-        options.optimized_model_filepath = str(Path(folder, 'prepared.onnx'))
-        onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
-        model = onnx.load(options.optimized_model_filepath)
+        fold_constants(source, Path(folder, 'prepared.onnx'))
+        model = onnx.load(Path(folder, 'prepared.onnx'))
     names = [node.name for node in model.graph.node if any(part in node.name for part in FLOAT_LAYERS)]
     # Statistics before RoIAlign's maps meet fail where a level gets no box.
     pooled = {output for node in model.graph.node if node.op_type == 'RoiAlign' for output in node.output}
     names += [node.name for node in model.graph.node if node.op_type == 'Concat' and pooled.intersection(node.input)]
-    properties = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
-    images = nncf.Dataset(batches, lambda batch: {'image': image_of(batch)})
-    options = dict(
+    quantized = nncf.quantize(
+        model,
+        nncf.Dataset(images, lambda image: {'image': image}),
         preset=nncf.QuantizationPreset.MIXED,
         model_type=nncf.ModelType.TRANSFORMER,
-        subset_size=len(batches),
+        subset_size=len(images),
         ignored_scope=nncf.IgnoredScope(names=names, types=['RoiAlign'], validate=False),
+        advanced_parameters=AdvancedQuantizationParameters(
+            smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=0.95)
+        ),
     )
-    advanced = AdvancedQuantizationParameters(smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=0.95))
-    if control is None:
-        quantized = nncf.quantize(model, images, advanced_parameters=advanced, **options)
-    else:
-        found = detect(ExportedDetector(str(source)), control)
-        reference = {batch['data_samples'][0].img_id: one for batch, one in zip(control, found, strict=True)}
-
-        def validate(candidate: onnx.ModelProto, batches: Iterable) -> tuple[float, list[float]]:
-            batches = list(batches)
-            wanted = [reference[batch['data_samples'][0].img_id] for batch in batches]
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder, 'candidate.onnx')
-                save(candidate, file, properties)
-                found = detect(ExportedDetector(str(file)), batches)
-            print(f'agreement {agreement(wanted, found):.4f} on {len(found)} images', flush=True)
-            return agreement(wanted, found), [agreement([a], [b]) for a, b in zip(wanted, found, strict=True)]
-
-        quantized = nncf.quantize_with_accuracy_control(
-            model,
-            images,
-            nncf.Dataset(control),
-            validate,
-            max_drop=(MAX_LOSS / LOSS) ** 0.5,
-            advanced_quantization_parameters=advanced,
-            advanced_accuracy_restorer_parameters=AdvancedAccuracyRestorerParameters(
-                ranking_subset_size=len(control) // 2, num_ranking_workers=1
-            ),
-            **options,
-        )
-    save(quantized, target, properties)
-
-
-def save(model: onnx.ModelProto, path: Path, properties: dict[str, str]) -> None:
-    onnx.helper.set_model_props(model, properties)
-    onnx.save(model, path)
-
-
-def image_of(batch: dict) -> np.ndarray:
-    return batch['inputs'][0][None].float().numpy()
+    properties = onnx.load(source).metadata_props
+    onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in properties})
+    onnx.save(quantized, target)
 
 
 def call(*command: object) -> None:
@@ -148,7 +99,7 @@ def main() -> None:
     photographs = sorted(Path(dataset.data_root, dataset.data_prefix['img']).resolve().iterdir())[:3]
     for name, config, checkpoint in args.detector:
         cells = results.setdefault(args.dataset, {}).setdefault(name, {})
-        files = {kind: folder / name / f'{kind}.onnx' for kind in ('float', 'int8', 'nncf', 'controlled')}
+        files = {kind: folder / name / f'{kind}.onnx' for kind in ('float', 'int8', 'nncf')}
         for form in args.forms:
             kind, runtime = FORMS[form]
             if form in cells:
@@ -158,14 +109,9 @@ def main() -> None:
                 detector = Path(config).resolve(), Path(checkpoint).resolve()
                 call('tools/export_onnx.py', *detector, '--out', files['float'], '--check-images', *photographs)
             if not files[kind].exists():
-                # A hundred to calibrate, and fifty others to control.
-                batches = list(recalibration_dataloader(cfg, 200, 'test'))
-                calibrate, control = batches[::2], batches[1::4]
-                if kind == 'int8':
-                    quantize_onnx(files['float'], files[kind], [image_of(batch) for batch in calibrate])
-                else:
-                    control = control if kind == 'controlled' else None
-                    quantize_by_nncf(files['float'], files[kind], calibrate, control)
+                loader = recalibration_dataloader(cfg, 100, 'test')
+                images = [batch['inputs'][0][None].float().numpy() for batch in loader]
+                (quantize_onnx if kind == 'int8' else quantize_by_nncf)(files['float'], files[kind], images)
             report = folder / name / 'report.json'
             arguments = ['--data-root', Path(args.data_root).resolve(), '--runtime', runtime, '--json', report]
             arguments += ['--work-dir', folder / 'test']

@@ -1,7 +1,7 @@
 """Latency in every runtime that runs on a CPU, each detector beside LayerNorm and beside mmdet in the same rounds.
 
-    python benchmarks/runtimes.py --threads 2
-    python benchmarks/runtimes.py --figure docs/latency.svg
+    python -m benchmarks.runtimes --threads 2
+    python -m benchmarks.runtimes --figure docs/latency.svg
 
 Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every detector; int8 is calibrated on
 noise, which costs the same. The rows of a column are measured at once, interleaved, and added to
@@ -26,10 +26,8 @@ from typing import NamedTuple
 import cv2
 import torch
 from matplotlib.figure import Figure
-from mmengine.config import Config
 from torch import nn
 
-from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import (
@@ -38,7 +36,7 @@ from slab_det.deployment.export import (
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.latency import keep_freed_memory
-from slab_det.measure.untrained import build_untrained, prepare_untrained
+from slab_det.measure.untrained import build_untrained
 from slab_det.runtime.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,11 +123,7 @@ def build(row: Row) -> nn.Module:
     config = ROOT / 'configs' / f'{row.config}.py'
     if row.kept is None:
         return build_untrained(config, {'type': row.type} if row.type else {})
-    cfg = Config.fromfile(config)
-    cfg.model.backbone.init_cfg = None
-    torch.manual_seed(0)
-    model = build_detector(cfg)
-    prepare_untrained(model)
+    model = build_untrained(config, {})
     images = [torch.randn(1, 3, 64, 64)]
     everything = slab_det.absorb(model, images, keep=0, progress=False)
     if not row.kept:

@@ -36,9 +36,7 @@ from mmdet.evaluation import DumpDetResults
 from mmdet.utils import setup_cache_size_limit_of_dynamo
 from mmengine.config import Config
 from mmengine.dist import is_main_process
-from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import Runner
-from torch import nn
 
 from slab_det.cli import (
     build_runner,
@@ -51,6 +49,7 @@ from slab_det.data import check_data
 from slab_det.checkpoints import is_fused
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.config import type_name
+from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
 from slab_det.deployment.precision import autocast_forward
 from slab_det.measure.latency import DTYPES
@@ -75,13 +74,6 @@ def check_arguments(args: argparse.Namespace, cfg: Config) -> None:
         raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
 
 
-def plain_model(runner: Runner) -> nn.Module:
-    model = runner.model
-    while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
-        model = model.module
-    return model
-
-
 def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     """Runs the test loop and returns the runner and its metrics."""
     cfg.load_from = args.checkpoint
@@ -93,7 +85,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     # swap in statistics of the training, or its copy of a model that is fused by now.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_runner(cfg, args.verbose)
-    model, dtype = plain_model(runner), None if args.dtype == 'float32' else DTYPES[args.dtype]
+    model, dtype = unwrap(runner.model), None if args.dtype == 'float32' else DTYPES[args.dtype]
     if args.fuse or args.deploy:
         runner.load_or_resume()
         model.eval()
@@ -123,7 +115,7 @@ def main(args: argparse.Namespace) -> None:
     runner, metrics = test(cfg, args)
     if not is_main_process():
         return
-    model, dataset = plain_model(runner), runner.test_dataloader.dataset
+    model, dataset = unwrap(runner.model), runner.test_dataloader.dataset
     device, latency = next(model.parameters()).device, None
     if args.latency:
         options = latency_options(args)

@@ -53,7 +53,8 @@ class CrossMoments:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Adds tokens, (..., C_x) and (..., C_y)."""
-        self.low, self.high = min(self.low, float(x.min())), max(self.high, float(x.max()))
+        if self.int8:
+            self.low, self.high = min(self.low, float(x.min())), max(self.high, float(x.max()))
         # In pieces: whole maps in float64 would be larger than all that the model holds.
         for x_part, y_part in zip(x.flatten(0, -2).split(CHUNK), y.flatten(0, -2).split(CHUNK), strict=True):
             self._add_chunk(x_part.double(), y_part.double())

@@ -6,7 +6,6 @@ import copy
 import ctypes
 import io
 import math
-import os
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
@@ -259,7 +258,7 @@ def _refit(
 
 def _release_memory() -> None:
     """Gives freed memory back to the system: glibc keeps pieces whose sizes fit no later step, as much as is in use."""
-    if trim := None if os.name == 'nt' else getattr(ctypes.CDLL(None), 'malloc_trim', None):
+    if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
         trim(0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from mmengine.utils import apply_to
 from torch import Tensor, nn
 
 from slab_det.conversion.convert import ConversionError
@@ -204,8 +205,4 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)(_map_tensors(part, change) for part in value)
-    return value
+    return apply_to(value, lambda part: isinstance(part, Tensor), change)

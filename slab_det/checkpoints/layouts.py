@@ -101,25 +101,18 @@ class Layout(NamedTuple):
         return native
 
 
-def find_layout(keys: Iterable[str], targets: Iterable[str], source: str | None) -> Layout:
-    """The layout called ``source``, or the one that ``keys`` have.
+def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
+    """The layout that ``keys`` have.
 
     Args:
         keys: Keys of the checkpoint.
         targets: Keys of the model.
-        source: The name of a layout; None detects it.
 
     Raises:
         CheckpointError: If the keys have no known layout.
-        ValueError: If ``source`` is unknown.
     """
     keys, targets = set(keys), set(targets)
-    candidates = [layout for layout in LAYOUTS if source in (None, layout.name)]
-    if not candidates:
-        raise ValueError(f'unknown source {source!r}: choose from {sorted({layout.name for layout in LAYOUTS})}')
-    found = next((layout for layout in candidates if layout.matches(keys)), None)
-    if found is None and source is not None:
-        return candidates[0]
+    found = next((layout for layout in LAYOUTS if layout.matches(keys)), None)
     # A part of a model, or another architecture in its own layout. A key in common may be a coincidence.
     if found is None and 2 * len(keys & targets) > min(len(keys), len(targets)):
         return LAYOUTS[-1]

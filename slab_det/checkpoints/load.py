@@ -32,9 +32,7 @@ EXPECTED_MISSING = (
 OUTPUT_NORM = (r'^(norm\d+|layers\.\d+\.2)\.', 'output norm, new in detection')
 
 
-def load_pretrained(
-    backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping, source: str | None = None, prefix: str = ''
-) -> LoadReport:
+def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping, prefix: str = '') -> LoadReport:
     """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
 
     Layouts: ``slab_official`` (Swin, PVT, DeiT, CSWin), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
@@ -48,14 +46,12 @@ def load_pretrained(
             PyramidVisionTransformerV2 with any of our norms.
         path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
             that timm has under that name, or what such a file holds.
-        source: The layout; None detects it from the keys.
         prefix: What stands before the names of the backbone's weights, such as ``ema.backbone.``; all others are
             left out. Without it ``backbone.`` is found.
 
     Raises:
         CheckpointError: If nothing matches, a shape does not fit, or norms cannot hold what the checkpoint has for
             them.
-        ValueError: If ``source`` is unknown.
     """
     if isinstance(path_or_state_dict, Mapping):
         name, checkpoint = 'state dict', path_or_state_dict
@@ -74,7 +70,7 @@ def load_pretrained(
         wanted = ''
     report.unused_expected = {key: 'not of the backbone' for key in state if not key.startswith(wanted)}
     weights = {key[len(wanted) :]: Weight(value, key) for key, value in state.items() if key.startswith(wanted)}
-    values = fit_weights(weights, backbone, report, source, keep_averages=False)
+    values = fit_weights(weights, backbone, report, keep_averages=False)
     backbone.load_state_dict({**backbone.state_dict(), **values})
     log_report(report)
     return report
@@ -188,7 +184,7 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
 
 
 def fit_weights(
-    weights: Weights, model: nn.Module, report: LoadReport, source: str | None = None, keep_averages: bool = True
+    weights: Weights, model: nn.Module, report: LoadReport, keep_averages: bool = True
 ) -> dict[str, Tensor]:
     """What ``model.load_state_dict`` should get: converted, checked, and every key in the report.
 
@@ -196,22 +192,18 @@ def fit_weights(
         weights: Weights of a backbone in any known layout, or of a detector whose backbone is.
         model: The backbone or detector they are for; left as it is.
         report: Filled with what was found.
-        source: The layout; None detects it.
         keep_averages: Whether what UN, MABN and PowerNorm remember of their training belongs to the weights.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`.
-        ValueError: If ``source`` is unknown.
     """
     try:
-        return _fit(weights, model, report, source, keep_averages)
+        return _fit(weights, model, report, keep_averages)
     except CheckpointError as error:
         raise CheckpointError(f'{report.source}: {error}') from error
 
 
-def _fit(
-    weights: Weights, model: nn.Module, report: LoadReport, source: str | None, keep_averages: bool
-) -> dict[str, Tensor]:
+def _fit(weights: Weights, model: nn.Module, report: LoadReport, keep_averages: bool) -> dict[str, Tensor]:
     targets = model.state_dict()
     is_detector = isinstance(getattr(model, 'backbone', None), nn.Module)
     prefix = 'backbone.' if is_detector else ''
@@ -219,7 +211,7 @@ def _fit(
     given = {key: weight for key, weight in weights.items() if not key.startswith(prefix)}
     report.format = 'native'
     if inner:
-        layout = find_layout(inner, [key[len(prefix) :] for key in targets if key.startswith(prefix)], source)
+        layout = find_layout(inner, [key[len(prefix) :] for key in targets if key.startswith(prefix)])
         report.format = layout.name
         given.update({prefix + key: weight for key, weight in layout.to_native(inner).items()})
     check_fused(given, model, prefix)

@@ -19,7 +19,7 @@ from slab_det.fusion.stock_mmdet import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 from slab_det.runtime.errors import SlabDetError
 
-# Norms that need the statistics of their input at inference too.
+# Norms that need the statistics of their input at inference too; _NormBase is what batch and instance norms share.
 LIVE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.fileio import put_text
@@ -16,7 +15,7 @@ from torch import nn
 
 import slab_det
 from slab_det.checkpoints import register_load_check
-from slab_det.fusion.fuse import apply_folds, fuse
+from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
@@ -30,14 +29,13 @@ TRAINING_KEYS = (
 
 @MODELS.register_module()
 def FusedDetector(  # noqa: N802 (a config's type)
-    model: dict, folds: Sequence[dict] | None = None, **changes: dict
+    model: dict, folds: Sequence[dict], **changes: dict
 ) -> nn.Module:
     """Builds ``model`` and removes its norms; the weights come from a checkpoint.
 
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
-        folds: What became of each norm, as :func:`save_fused` writes it. None, as in files of slab_det 0.1, finds it
-            anew.
+        folds: What became of each norm, as :func:`save_fused` writes it.
         **changes: Merged into ``model``: options written for the unfused config, such as ``model.test_cfg``, hold for
             the fused one.
 
@@ -56,14 +54,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     set_gamma(detector, 0.0)
     detector.eval()  # mmdet's backbones return None from it
     register_load_check(detector)
-    if folds is not None:
-        return apply_folds(detector, [NormFate(**fold) for fold in folds])
-    # 0.1 trusted every detector that had an extract_feat of these two.
-    known = getattr(type(detector), 'extract_feat', None) in (
-        SingleStageDetector.extract_feat,
-        TwoStageDetector.extract_feat,
-    )
-    return fuse(detector, inplace=True, fold_outputs=known)
+    return apply_folds(detector, [NormFate(**fold) for fold in folds])
 
 
 def _fused_config(cfg: Config, folds: list[dict]) -> Config:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmengine.hooks import Hook
-from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop, Runner
 
 from slab_det.checkpoints import check_detector_checkpoint
 from slab_det.checkpoints.load import EXPECTED_MISSING
 from slab_det.checkpoints.report import LoadReport
+from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import CheckpointError
 
 
@@ -39,9 +39,7 @@ class CheckedLoadHook(Hook):
         Raises:
             CheckpointError: If it must not be loaded.
         """
-        model = runner.model
-        while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
-            model = model.module
+        model = unwrap(runner.model)
         # A config may describe training; only train() builds its loop, and does so before it loads.
         is_training = isinstance(runner._train_loop, BaseLoop)
         starts = is_training and not runner._resume

@@ -5,13 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from slab_det.fusion.fuse import LIVE_NORMS
 from slab_det.norms import ChannelAffine, named_offline_norms
-
-# _NormBase is what torch's batch and instance norms share.
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase, ChannelAffine)
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,8 @@ def count_norms(model: nn.Module) -> int:
     """The number of norm modules in a model; a norm that is made of others (PRepBN) counts once."""
     offline = [norm for _, norm in named_offline_norms(model)]
     inside = {part for norm in offline for part in norm.modules()}
-    return len(offline) + sum(isinstance(module, NORMS) and module not in inside for module in model.modules())
+    others = (*LIVE_NORMS, ChannelAffine)
+    return len(offline) + sum(isinstance(module, others) and module not in inside for module in model.modules())
 
 
 def count_multiply_adds(forward: Callable[[], object]) -> int:

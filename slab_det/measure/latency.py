@@ -281,7 +281,7 @@ def keep_freed_memory() -> None:
     Raises:
         LatencyError: Where the C library is not glibc.
     """
-    mallopt = None if os.name == 'nt' else getattr(ctypes.CDLL(None), 'mallopt', None)
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     # M_MMAP_MAX = -4: all blocks come from the heap. M_TRIM_THRESHOLD = -1: its end is never cut off.
     if mallopt is None or not (mallopt(-4, 0) and mallopt(-1, -1)):
         raise LatencyError('only glibc can be told to keep freed memory; leave out keep_memory (--keep-memory)')

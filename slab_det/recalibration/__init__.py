@@ -1,11 +1,6 @@
 """Recalibration: the statistics of norms are found again on images."""
 
-from slab_det.recalibration.fixed_point import (
-    RecalibrationReport,
-    copy_statistics,
-    recalibrate,
-    statistics_drift,
-)
+from slab_det.recalibration.fixed_point import RecalibrationReport, recalibrate
 from slab_det.recalibration.images import (
     PIPELINES,
     configured_pipeline,
@@ -21,9 +16,7 @@ __all__ = [
     'RecalibrationReport',
     'collect_moments',
     'configured_pipeline',
-    'copy_statistics',
     'image_folder_dataloader',
     'recalibrate',
     'recalibration_dataloader',
-    'statistics_drift',
 ]

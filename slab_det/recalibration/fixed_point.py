@@ -117,7 +117,7 @@ def recalibrate(
             if index == 0:
                 by_batch = []
                 continue
-            drifts = {name: statistics_drift({name: norm}, previous)['largest'] for name, norm in norms.items()}
+            drifts = {name: largest_change(norm, previous[name]) for name, norm in norms.items()}
             report.residuals.append(max(drifts.values()))
             report.converged = not by_batch and report.residuals[-1] <= tol
             if report.converged:
@@ -159,23 +159,15 @@ def copy_statistics(norms: Mapping[str, OfflineNorm]) -> Statistics:
     return {name: tuple(values.clone() for values in norm.statistics()) for name, norm in norms.items()}
 
 
-def statistics_drift(norms: Mapping[str, OfflineNorm], before: Statistics) -> dict[str, float]:
-    """How far the statistics that ``norms`` have now are from ``before``.
+def largest_change(norm: OfflineNorm, before: tuple[Tensor, ...]) -> float:
+    """The largest change of a channel's mean, in sigmas of ``before``, or log variance, with eps in the variance.
 
     Args:
-        norms: At least one, all on one device.
-        before: What :func:`copy_statistics` returned for these norms, or for more.
-
-    Returns:
-        'mean', the distance of the means in sigmas of ``before``, and 'log_var', that of the log variances, with eps in
-        the variance, each averaged over all channels of all norms; 'largest', the largest distance of both kinds.
+        norm: Its statistics are those after the change.
+        before: Mean and variance.
     """
-    means, log_vars = [], []
-    for name, norm in norms.items():
-        # statistics(), not the moments found: a norm without mean keeps none, and its variance is the mean of x^2.
-        old_mean, old_var, mean, var = (values.double() for values in (*before[name], *norm.statistics()))
-        means.append((mean - old_mean).abs() / (old_var + norm.eps).sqrt())
-        log_vars.append(((var + norm.eps) / (old_var + norm.eps)).log().abs())
-    means, log_vars = torch.cat(means), torch.cat(log_vars)
-    values = torch.stack([means.mean(), log_vars.mean(), torch.cat([means, log_vars]).max()]).tolist()
-    return dict(zip(('mean', 'log_var', 'largest'), values, strict=True))
+    # statistics(), not the moments found: a norm without mean keeps none, and its variance is the mean of x^2.
+    old_mean, old_var, mean, var = (values.double() for values in (*before, *norm.statistics()))
+    means = (mean - old_mean).abs() / (old_var + norm.eps).sqrt()
+    log_vars = ((var + norm.eps) / (old_var + norm.eps)).log().abs()
+    return float(torch.cat([means, log_vars]).max())

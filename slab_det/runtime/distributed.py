@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from mmengine.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
-from mmengine.model import is_model_wrapper
+from mmengine.model import BaseTTAModel, is_model_wrapper
 from torch import nn
 
 from slab_det.runtime.errors import RankError
@@ -16,8 +16,10 @@ T = TypeVar('T')
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside a distributed wrapper, or the model itself."""
-    return model.module if is_model_wrapper(model) else model
+    """The model inside wrappers, distributed ones and that of test-time augmentation, or the model itself."""
+    while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+        model = model.module
+    return model
 
 
 @contextmanager

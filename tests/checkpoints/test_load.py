@@ -151,13 +151,6 @@ def test_bad_content_is_refused_in_one_line_and_nothing_is_loaded(tmp_path, buil
         model.init_weights()
 
 
-def test_source_overrides_and_is_checked():
-    state = random_state(SLABSwin(**SMALL))
-    assert load_pretrained(SLABSwin(**SMALL), state, source='native').complete
-    with pytest.raises(ValueError, match='unknown source'):
-        load_pretrained(SLABSwin(**SMALL), state, source='timm')
-
-
 def test_tables_of_another_window_are_interpolated():
     small, large = (SLABSwin(**{**SMALL, 'window_size': size}, attention=('sla', 'softmax')) for size in (4, 6))
     nn.init.constant_(small.stages[0].blocks[0].attn.w_msa.positional_encoding, 0.5)

@@ -29,7 +29,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
     Returns:
         The names of the nodes that were quantized.
     """
-    onnx, onnxruntime = import_extra('onnx'), import_extra('onnxruntime')
+    onnx = import_extra('onnx')
     quantization = import_extra('onnxruntime.quantization')
 
     class Reader(quantization.CalibrationDataReader):
@@ -39,13 +39,8 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             return next(self.inputs, None)
 
     with tempfile.TemporaryDirectory() as folder:
-        # Weights that the graph still computes, such as the repeated kernels of linear attention, become constants.
         prepared = Path(folder) / 'prepared.onnx'
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        options.optimized_model_filepath = str(prepared)
-        onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
-
+        fold_constants(source, prepared)
         graph = onnx.load(prepared).graph
         weights = {tensor.name for tensor in graph.initializer}
         nodes = [
@@ -71,3 +66,12 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
     onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in onnx.load(source).metadata_props})
     onnx.save(quantized, target)
     return nodes
+
+
+def fold_constants(source: str | Path, target: str | Path) -> None:
+    """Writes a file in which weights that the graph computes, as the kernels of linear attention, are constants."""
+    onnxruntime = import_extra('onnxruntime')
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(target)
+    onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
