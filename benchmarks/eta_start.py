@@ -1,20 +1,16 @@
 """How far noise in the image grows on its way through fresh backbones with PRepBN at gamma = 0, by the start of eta.
 
-    python benchmarks/eta_start.py
+    python -m benchmarks.eta_start
 
 Random weights, float64, statistics recalibrated on two images of noise (2, 3, 224, 224). Writes
 benchmarks/results/eta_start.json: for each backbone and eta the relative change of the last stage's map over that of
 the image, and the root mean square of the map.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import json
+from pathlib import Path
 
 import torch
 from mmdet.registry import MODELS

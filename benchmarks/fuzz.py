@@ -1,7 +1,7 @@
 """Draws random backbones and detectors and checks each: see tests/fuzz_checks.py.
 
-    python benchmarks/fuzz.py --draws 1000 --seed 0
-    python benchmarks/fuzz.py --case 123
+    python -m benchmarks.fuzz --draws 1000 --seed 0
+    python -m benchmarks.fuzz --case 123
 
 A case is its seed: SEED to SEED + DRAWS - 1 are checked, and --case shows one of them. Every model fuses exactly and is
 the same after saving and loading; every 20th, if it is a detector, is exported to ONNX, which computes the same. Counts
@@ -45,7 +45,7 @@ def check(seed: int) -> Outcome | None:
             with tempfile.TemporaryDirectory() as folder:
                 outcome = replace(outcome, onnx=check_onnx(case, Path(folder)))
     except Exception:
-        print(f'\nSeed {seed} fails; python benchmarks/fuzz.py --case {seed}\n{traceback.format_exc()}', flush=True)
+        print(f'\nSeed {seed} fails; python -m benchmarks.fuzz --case {seed}\n{traceback.format_exc()}', flush=True)
         return None
     return outcome
 

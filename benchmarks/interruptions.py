@@ -1,6 +1,6 @@
 """Kills trainings with SIGKILL, resumes each with ``--resume``, and compares the end with an uninterrupted run's.
 
-    python benchmarks/interruptions.py --kills 20
+    python -m benchmarks.interruptions --kills 20
 
 Every run is tools/train.py in a process of its own, forked from one that has imported torch. A kill in the middle of
 writing is certain: the process is stopped first, and killed only if the file that it writes is still there. While a run

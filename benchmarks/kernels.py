@@ -1,6 +1,6 @@
 """Kernels launched and bytes moved by backbones, counted and not timed: what norms cost a GPU, on paper.
 
-    python benchmarks/kernels.py
+    python -m benchmarks.kernels
 
 Each operator that is no view counts as one kernel, which reads its inputs and writes its outputs once; of
 torch.compile the nodes that Inductor's scheduler is left with after fusion, which are a few more on a CPU than on a

@@ -1,6 +1,6 @@
 """What each part of a Mask R-CNN takes on a CPU, and how near it comes to the fastest matrix product.
 
-    python benchmarks/parts.py --threads 2
+    python -m benchmarks.parts --threads 2
 
 mmdet's detector as built, ours deployed in float32 and bfloat16, and ours in int8 in ONNX Runtime, whose profile says
 what each node takes, all in the same rounds; from the bytes of an image file to boxes and pasted masks. Rates are of

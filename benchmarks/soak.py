@@ -1,6 +1,6 @@
 """One detector serves thousands of images of random sizes: memory stays flat, and the results stay the same.
 
-    python benchmarks/soak.py --images 10000
+    python -m benchmarks.soak --images 10000
 
 A small Mask R-CNN with random weights, loaded by slab_det.load_detector in each runtime, in a process of its own.
 Images are files and arrays, of sides from 16 to 400, resized to 64x48 and less. Memory of the process and the objects

@@ -1,7 +1,7 @@
 """Compares this commit's speed, as ratios to mmdet in the same process, with ratios stored before. Only reports.
 
-    python benchmarks/speed_check.py --threads 2            # this commit / stored
-    python benchmarks/speed_check.py --threads 2 --store    # makes this commit's ratios the stored ones
+    python -m benchmarks.speed_check --threads 2            # this commit / stored
+    python -m benchmarks.speed_check --threads 2 --store    # makes this commit's ratios the stored ones
 
 Ratios are compared where device, threads, size and dtype are the same; for anything else nothing is stored yet.
 """

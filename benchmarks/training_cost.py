@@ -1,7 +1,7 @@
 """Time and peak memory of a training step with PRepBN over one with LayerNorm, interleaved in one process.
 
-    python benchmarks/training_cost.py --threads 2
-    python benchmarks/training_cost.py --device cuda --size 800 1333
+    python -m benchmarks.training_cost --threads 2
+    python -m benchmarks.training_cost --device cuda --size 800 1333
 
 The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone.
 """

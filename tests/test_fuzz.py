@@ -1,4 +1,4 @@
-"""Forty cases of the fuzz; `python benchmarks/fuzz.py --draws 1000 --seed 0` checks more, and one by its seed."""
+"""Forty cases of the fuzz; `python -m benchmarks.fuzz --draws 1000 --seed 0` checks more, and one by its seed."""
 
 import dataclasses
 

@@ -46,7 +46,7 @@ def shell_lines(text: str) -> list[str]:
 def commands() -> list:
     lines = {line: page.name for page in PAGES for line in shell_lines(page.read_text())}
     # An expression that finds none would leave nothing to fail.
-    assert any(line.startswith('python benchmarks/') for line in lines) and len(lines) > 20
+    assert any(line.startswith('python -m benchmarks.') for line in lines) and len(lines) > 20
     return [
         pytest.param(shlex.split(line, comments=True), id=f'{page}: {" ".join(shlex.split(line, comments=True))}')
         for line, page in lines.items()
@@ -82,6 +82,8 @@ def test_command_names_what_exists(command: list[str], flags_of: Callable[[str],
         assert arguments == ['install', '-e', '.'] and (ROOT / 'setup.py').is_file()
         return
     script = arguments.pop(0) if program == 'python' else program
+    if script == '-m':
+        script = f'{arguments.pop(0).replace(".", "/")}.py'
     assert re.match(r'(tools|benchmarks)/', script) and (ROOT / script).is_file(), f'{script} is not there'
     flags = [argument.partition('=')[0] for argument in arguments if argument.startswith('--')]
     assert set(flags) <= flags_of(BEHIND.get(script, script)), f'{script} has other flags'

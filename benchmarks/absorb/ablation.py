@@ -1,21 +1,17 @@
 """What each step of slab_det.absorb brings: every norm gone, no training.
 
-    python benchmarks/absorb/ablation.py bccd --data-root data/bccd --work-dir work_dirs/absorb
+    python -m benchmarks.absorb.ablation bccd --data-root data/bccd --work-dir work_dirs/absorb
 
 The teachers are those of benchmarks/absorb/run.py in the same WORK_DIR. Cells are added to
 benchmarks/results/absorb_ablation_DATASET.json; what is there is not measured again.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
 import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 from unittest.mock import patch
 
 import torch

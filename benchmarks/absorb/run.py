@@ -1,16 +1,11 @@
 """Absorbs the norms of trained LayerNorm detectors and tunes them: AP beside the teachers, which are trained first.
 
-    python benchmarks/absorb/run.py bccd --data-root data/bccd --seeds 0 1 2
-    python benchmarks/absorb/run.py dsb2018 --data-root data/dsb2018 --iterations 2000
+    python -m benchmarks.absorb.run bccd --data-root data/bccd --seeds 0 1 2
+    python -m benchmarks.absorb.run dsb2018 --data-root data/dsb2018 --iterations 2000
 
 Each cell, one way of one seed, is measured once and added to benchmarks/results/absorb_DATASET.json; what is there is
 not measured again. Trainings are calls of tools/train.py in WORK_DIR, and go on where they were interrupted.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
@@ -18,8 +13,10 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from mmengine.config import Config

@@ -1,6 +1,6 @@
 """Time, memory and disk that absorb takes at real size, beside forwards of the same detector on the same images.
 
-    python benchmarks/absorb/size.py --threads 2
+    python -m benchmarks.absorb.size --threads 2
 
 Weights and images are random: neither changes what is computed. Every row is a process of its own. Models that are not
 named keep their stored rows.

@@ -2,7 +2,7 @@
 
     git clone https://github.com/experiencor/kangaroo
     git clone https://github.com/datitran/raccoon_dataset
-    python benchmarks/animals/prepare.py kangaroo/annots raccoon_dataset/annotations --out data/animals
+    python -m benchmarks.animals.prepare kangaroo/annots raccoon_dataset/annotations --out data/animals
 
 Both hold Pascal VOC's XML files, and their photographs in `images` beside. Every fifth photograph is for validation.
 A file that is damaged is left out. The repository of the kangaroos states no licence.

@@ -1,20 +1,15 @@
 """Trains a small detector with each norm, from scratch, and adds their AP to results and table.
 
-    python benchmarks/norms/run.py bccd-norms --data-root data/bccd --seeds 0 1 2
-    python benchmarks/norms/run.py dsb2018-norms --only ln token_bn prepbn
-    python benchmarks/norms/run.py bccd-norms --iterations 2000 --only ln bn_ffnbn
-    python benchmarks/norms/run.py bccd-starts
-    python benchmarks/norms/run.py bccd-norms --table-only
+    python -m benchmarks.norms.run bccd-norms --data-root data/bccd --seeds 0 1 2
+    python -m benchmarks.norms.run dsb2018-norms --only ln token_bn prepbn
+    python -m benchmarks.norms.run bccd-norms --iterations 2000 --only ln bn_ffnbn
+    python -m benchmarks.norms.run bccd-starts
+    python -m benchmarks.norms.run bccd-norms --table-only
 
 A run is one call of tools/train.py, in WORK_DIR/STUDY/RUN/seedN; a run that was interrupted goes on, one that is done
 is not trained again. Results are added to benchmarks/results/norms_STUDY.json, and the table goes below the line
 `<!-- norms STUDY -->` of docs/results.md.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
@@ -24,7 +19,9 @@ import os
 import random
 import shlex
 import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import cv2
 from mmengine.config import Config
