@@ -32,7 +32,7 @@ from slab_det.recalibration.moments import evaluating
 def without(plan: AbsorptionPlan, neck: bool = False, writers: bool = False) -> None:
     """Takes steps out of a plan."""
     if neck:
-        plan.outputs = []
+        plan.steps = [[s for s in steps if not getattr(s, 'layer', '').startswith('neck.')] for steps in plan.steps]
     if writers:
         plan.steps = [[step for step in steps if not isinstance(step, Writer)] for steps in plan.steps]
 

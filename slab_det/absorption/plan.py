@@ -95,9 +95,8 @@ class AbsorptionPlan:
         digest: Of the images, the teacher's weights and the fates.
         fates: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
-        units: Names of the modules that hold the norms, in the order of their calls.
+        units: Names of the modules that hold norms and writers, in the order of their calls; an FPN is the last.
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
-        outputs: Convolutions of the neck, by name, that are fitted last, to what they put out themselves.
         last_uses: See :class:`slab_det.absorption.walk.Walk`.
         folder: For temporary files.
     """
@@ -116,11 +115,8 @@ class AbsorptionPlan:
         self.root = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
         image = load_tensors(self.images.files[0], next(model.parameters()).device)
         writers = {writer.layer: writer for writer in self._find_writers()}
-        self.outputs = [name for name, writer in writers.items() if writer.stream.module == name]
-        writers = {name: writer for name, writer in writers.items() if name not in self.outputs}
-        if not hasattr(model, 'extract_feat'):
-            # A video detector: nothing is known to run its neck.
-            self.outputs = []
+        # A video detector has no extract_feat: nothing is known to run its neck.
+        self.runs_neck = hasattr(model, 'extract_feat') and not all(name.startswith(self.root) for name in writers)
         reasons = self._find_reasons()
         calls = self._trace(image, {writer.layer: writer.stream for writer in writers.values()}, reasons)
         for name in reasons:
@@ -164,13 +160,9 @@ class AbsorptionPlan:
             if rule and not any(writer.layer.startswith(f'{prefix}.') for writer in writers):
                 for write in rule():
                     layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
-                    writers.append(
-                        Writer(
-                            layer,
-                            Probe(stream, 'input') if stream else Probe(prefix, 'output'),
-                            Probe(source, 'output') if source else Probe(layer, 'input'),
-                        )
-                    )
+                    # A layer of its own stream, as an FPN's, is fitted to what it puts out.
+                    seen = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
+                    writers.append(Writer(layer, seen, Probe(source, 'output') if source else Probe(layer, 'input')))
         return writers
 
     def _trace(self, image: Tensor, probes: dict[str, Probe], norms: Iterable[str]) -> list[str]:
@@ -197,6 +189,8 @@ class AbsorptionPlan:
 
     def forward(self, model: nn.Module) -> Callable[[Tensor], object]:
         """What runs a teacher or student on an image tensor."""
+        if self.runs_neck:
+            return model.extract_feat
         return model.backbone if self.root else model
 
 

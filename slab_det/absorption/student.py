@@ -8,7 +8,6 @@ import io
 import math
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from slab_det.absorption.plan import AbsorptionPlan, Writer
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit
 from slab_det.absorption.report import AbsorptionReport, NormAbsorption, Refit
-from slab_det.absorption.walk import Probe, Walk, load_tensors
+from slab_det.absorption.walk import Probe, Walk
 from slab_det.conversion.convert import ConversionError
 from slab_det.fusion.folds import find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, replace_module
@@ -72,13 +71,12 @@ class Absorption:
             if fate.fate != 'absorbed':
                 apply_fold(self.student, fate)
         self.state_file = work_dir and work_dir / f'absorb_{self._key()}.pth'
-        # The neck comes behind all units.
         first, last = self._resume(), len(plan.units)
-        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (0 < first < last) + bool(plan.outputs)
+        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) - (first < last) + (0 < first < last)
         self.bar = Progress(
             desc=f'Absorption, {last - first} of {last} units',
             total=steps * len(self.batches),
-            disable=not progress or first > last,
+            disable=not progress or first == last,
         )
         with self.bar:
             with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
@@ -91,9 +89,6 @@ class Absorption:
                 for unit in range(first, last):
                     self._fit_unit(unit)
                     self._save(unit + 1)
-            if first <= last:
-                self._fit_outputs()
-                self._save(last + 1)
         kept = {norm.norm for norm in self.report.kept}
         fates = [
             replace(f, fate='kept', into='', reason='kept by choice') if f.norm in kept else f
@@ -113,9 +108,10 @@ class Absorption:
                 self.report.norms.append(self._absorb_norm(unit, step))
             elif self._changed:
                 self.report.refits.append(self._fit_writer(unit, step))
-        self._run_units(unit, live_from=unit)
-        for walk in (self.teacher_walk, self.student_walk):
-            walk.drop_before(unit + 1)
+        if unit + 1 < len(self.plan.units):
+            self._run_units(unit, live_from=unit)
+            for walk in (self.teacher_walk, self.student_walk):
+                walk.drop_before(unit + 1)
 
     def _run_units(self, unit: int, live_from: int) -> None:
         """Stores what the units up to this one return."""
@@ -171,41 +167,15 @@ class Absorption:
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,))
             source, stream = self.student_walk.run(batch, unit, (writer.source, writer.stream))
-            if source.ndim == 4 and isinstance(layer, nn.Conv2d):
+            if isinstance(layer, nn.Conv2d) and stream.ndim == 4:
+                source = _patches(layer, source, stream)
+                stream, target = _some_rows(stream), _some_rows(target)
+            elif isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 source = source.flatten(2).transpose(1, 2)
             if self.plan.images.judges(batch):
                 target_moments.add(target)
             (moments, held_out)[self.plan.images.is_held_out(batch)].add(source, target - stream)
         return _refit(writer.layer, layer, moments, held_out, target_moments)
-
-    def _fit_outputs(self) -> None:
-        """Fits the convolutions of the neck, all in one pass: none of them reads another."""
-        if not (self.plan.outputs and self._changed):
-            return
-        sums = {name: (*_pair(self.plan.int8), Moments()) for name in self.plan.outputs}
-        targets, found = {}, {}
-        with ExitStack() as stack, torch.no_grad():
-            for name in self.plan.outputs:
-
-                def keep_target(module: nn.Conv2d, args: tuple, output: Tensor, name: str = name) -> None:
-                    targets[name] = _some_rows(output)
-
-                def keep(module: nn.Conv2d, args: tuple, output: Tensor, name: str = name) -> None:
-                    found[name] = _patches(module, args[0], output), _some_rows(output)
-
-                for model, hook in ((self.plan.model, keep_target), (self.student, keep)):
-                    stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
-            for batch in self._progress():
-                image = load_tensors(self.plan.images.files[batch], next(self.student.parameters()).device)
-                for model in (self.plan.model, self.student):
-                    model.extract_feat(image)
-                for name, (*moments, target_moments) in sums.items():
-                    target, (source, output) = targets.pop(name), found.pop(name)
-                    if self.plan.images.judges(batch):
-                        target_moments.add(target)
-                    moments[self.plan.images.is_held_out(batch)].add(source, target - output)
-        for name in self.plan.outputs:
-            self.report.refits.append(_refit(name, self.student.get_submodule(name), *sums.pop(name)))
 
     def _key(self) -> str:
         """Tells students apart: another teacher, other images or other norms to keep."""
