@@ -97,6 +97,7 @@ class AbsorptionPlan:
         reasons: Why each LayerNorm has to stay, or '', by its name.
         units: Names of the modules that hold norms and writers, in the order of their calls; an FPN is the last.
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
+        runs_neck: Whether forwards go on to the neck, which has writers.
         last_uses: See :class:`slab_det.absorption.walk.Walk`.
         folder: For temporary files.
     """
