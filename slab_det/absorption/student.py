@@ -168,6 +168,7 @@ class Absorption:
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,))
             source, stream = self.student_walk.run(batch, unit, (writer.source, writer.stream))
             if isinstance(layer, nn.Conv2d) and stream.ndim == 4:
+                # Of a neck; one in an FFN has kernel 1 and writes tokens.
                 source = _patches(layer, source, stream)
                 stream, target = _some_rows(stream), _some_rows(target)
             elif isinstance(layer, nn.Conv2d) and source.ndim == 4:

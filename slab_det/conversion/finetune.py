@@ -142,7 +142,7 @@ def write_tune_config(
 
 
 def _absolute(checkpoint: str | Path) -> str:
-    """A name for a config, which may be read from another folder; addresses stay."""
+    """The name of a file as any folder's config may hold it; that of an address stays."""
     return str(checkpoint) if '://' in str(checkpoint) else str(Path(checkpoint).resolve())
 
 

@@ -69,7 +69,15 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
 
 
 def fold_constants(source: str | Path, target: str | Path) -> None:
-    """Writes a file in which weights that the graph computes, as the kernels of linear attention, are constants."""
+    """Writes a file in which weights that the graph computes, as the kernels of linear attention, are constants.
+
+    Args:
+        source: An exported file.
+        target: Where the other goes.
+
+    Raises:
+        ExportError: If onnxruntime is not installed.
+    """
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
