@@ -23,8 +23,6 @@ class NormAbsorption:
         left: Share that the map that was folded leaves of the student's input; what is more than ``own`` comes from the
             norms before.
         ridge: Strength of the pull to the diagonal map.
-        within: Standard deviation of 1 / sigma over the tokens of an image, over its mean.
-        between: Standard deviation of the images' mean 1 / sigma, over its mean.
     """
 
     norm: str
@@ -35,8 +33,6 @@ class NormAbsorption:
     diagonal: float | None = None
     left: float | None = None
     ridge: float | None = None
-    within: float | None = None
-    between: float | None = None
 
 
 @dataclass(frozen=True)

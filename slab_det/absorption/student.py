@@ -120,22 +120,20 @@ class Absorption:
                 walk.run(batch, unit, (), live_from, store=True)
 
     def _progress(self) -> Iterator[int]:
+        # eval() drops the biases that attentions keep for one size of image: of all blocks as large as the model.
+        self.plan.model.eval()
+        self.student.eval()
         _release_memory()
         for batch in self.batches:
             yield batch
             self.bar.update()
 
     def _absorb_norm(self, unit: int, name: str) -> NormAbsorption:
-        eps = self.plan.model.get_submodule(name).eps
-        means, variances = [], []
         # Of the student's inputs and of the teacher's own, each to fit and held out.
         (moments, held_out), own = _pair(self.plan.int8), _pair()
         for batch in self._progress():
             part = self.plan.images.is_held_out(batch)
             source, target = self.teacher_walk.run(batch, unit, (Probe(name, 'input'), Probe(name, 'output')))
-            scales = (source.double().var(-1, correction=0) + eps).rsqrt().reshape(len(source), -1)
-            means.append(scales.mean(1))
-            variances.append(scales.var(1, correction=0))
             own[part].add(source, target)
             (moments, held_out)[part].add(*self.student_walk.run(batch, unit, (Probe(name, 'input'),)), target)
         _check_finite(name, moments, held_out)
@@ -143,7 +141,6 @@ class Absorption:
         fit, ridge = choose_fit(moments, held_out, diagonal.matrix)
         judge = _judge(moments, held_out)
         own_fit, _ = choose_fit(*own, diagonal_fit(own[0]).matrix)
-        mean = torch.cat(means).mean()
         result = NormAbsorption(
             name,
             'absorbed',
@@ -152,8 +149,6 @@ class Absorption:
             diagonal=judge.unexplained(diagonal),
             left=judge.unexplained(fit),
             ridge=ridge,
-            within=float(torch.cat(variances).mean().sqrt() / mean),
-            between=float(torch.cat(means).std(correction=0) / mean),
         )
         if name in self.names or result.own > self.bound:
             return replace(result, fate='kept', into='', reason=f'no affine map holds {result.own:.1%} of it')

@@ -133,7 +133,14 @@ def test_every_writer_brings_the_stream_nearer(teacher):
     assert sum(refit.after < 0.99 * refit.before for refit in report.refits[:10]) >= 5
     assert sum(refit.after < 0.99 * refit.before for refit in report.refits[10:]) >= 1
     assert report.norms[0].norm == 'backbone.patch_embed.norm'
-    assert all(0 <= norm.within and 0 <= norm.between for norm in report.norms)
+
+
+def test_biases_that_attentions_keep_do_not_pile_up(teacher):
+    """Those of all blocks together take as much memory as the weights."""
+    model = teacher()
+    model.extract_feat(pictures(1)[0])
+    absorb(model, pictures(5), keep=0, progress=False)
+    assert [name for name, module in model.named_modules() if getattr(module, 'kept', None)] == []
 
 
 def test_a_student_for_int8_bears_that_its_layers_read_rounded_values(teacher):
@@ -412,7 +419,7 @@ class Pooled(Plain):
 def test_a_norm_of_one_token_per_image_has_no_length():
     register_folds(Pooled, folds=lambda m: [('norm', 'up')])
     (norm,) = absorb(Pooled().eval(), pictures(10), keep=0, progress=False).absorption_report.norms
-    assert norm.fate == 'absorbed' and norm.within == 0 < norm.between
+    assert norm.fate == 'absorbed' and 0 <= norm.own <= norm.left
 
 
 class Recurrent(Plain):
