@@ -68,7 +68,7 @@ class Walk:
             unit: Index of the unit.
             probes: Places up to the end of the unit; without ``store`` the forward ends at the last of them.
             live_from: The first unit that is computed, not read; ``unit`` itself by default.
-            store: Store the outputs of all computed units.
+            store: Store the outputs of all computed units that later ones read.
         """
         live_from = unit if live_from is None else live_from
         found: dict[Probe, Tensor] = {}
@@ -87,7 +87,7 @@ class Walk:
                 for index in range(live_from, unit + 1):
 
                     def keep(module: nn.Module, args: tuple, output: object, index: int = index) -> None:
-                        self._store(index, batch, output)
+                        self._store(index, batch, output, unit)
                         if index == unit:
                             raise _Reached
 
@@ -107,9 +107,9 @@ class Walk:
             if self.last_uses[int(path.name.split('_')[0])] < unit:
                 path.unlink()
 
-    def _store(self, unit: int, batch: int, output: object) -> None:
+    def _store(self, unit: int, batch: int, output: object, last: int) -> None:
         self.placeholders[unit, batch] = _map_tensors(output, _nan_like)
-        if self.last_uses[unit] > unit:
+        if self.last_uses[unit] > last:
             # A view would bring all of its memory along.
             torch.save(_map_tensors(output, torch.clone), self.folder / f'{unit}_{batch}.pt')
 
