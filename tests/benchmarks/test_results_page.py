@@ -92,6 +92,17 @@ def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
             assert value == (spread([seed['AP'] for seed in seeds], '{:.3f}') if seeds else '–'), label
 
 
+def test_size_of_an_absorption_is_the_stored_result():
+    results = load('absorb_size')['results']
+    rows = table((ROOT / 'docs/absorb.md').read_text(), '| Mask R-CNN, 800x1333')
+    assert sorted(name for name, *_ in rows) == sorted(results)
+    for name, *shown in rows:
+        one, other = results[name]['absorb'], results[name]['forward']
+        seconds = [f'{one["seconds_per_image"]:.0f}', f'{other["seconds_per_image"]:.1f}']
+        memory = [f'{row["above_idle_mib"]:.0f}' for row in (one, other)]
+        assert shown[:5] == [*seconds, *memory, f'{results[name]["memory_ratio"]:.2f}']
+
+
 def test_steps_of_an_absorption_are_the_stored_results():
     datasets = [load(f'absorb_ablation_{name}')['cells'] for name in ('bccd', 'dsb2018')]
     rows = table(PAGE.read_text(), '| every norm gone')
