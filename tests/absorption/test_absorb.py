@@ -306,6 +306,17 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
         assert len(calls) > spent
 
 
+def test_a_resumed_walk_stores_only_what_is_still_read(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.save(torch.ones(1, 3), tmp_path / 'image.pt')
+    uses = {-1: 0, 0: 1, 1: 2, 2: 2}
+    resumed = walk.Walk(model, model, ['0', '1', '2'], uses, [tmp_path / 'image.pt'], tmp_path / 'outputs')
+    resumed.run(0, 1, (), live_from=0, store=True)
+    assert [path.name for path in (tmp_path / 'outputs').iterdir()] == ['1_0.pt']
+    (output,) = resumed.run(0, 2, [walk.Probe('2', 'output')])
+    torch.testing.assert_close(output, model(torch.ones(1, 3)))
+
+
 def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):
     register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
 
