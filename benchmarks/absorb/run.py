@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from mmengine.config import Config
+from mmengine.runner import Runner
 from torch import nn
 
 from slab_det import runtime
@@ -27,6 +28,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import write_tune_config
 from slab_det.data import set_data_root
 from slab_det.fusion import save_fused
+from slab_det.measure.agreement import agreement, detect
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader
@@ -88,7 +90,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     parser.add_argument('--work-dir', default='work_dirs/absorb')
     ways = ['all gone', 'bfloat16', 'for int8', 'default', 'control', 'tuned', 'default, tuned']
-    parser.add_argument('--ways', nargs='+', default=ways)
+    more = ['six kept', 'all gone, on validation images']
+    parser.add_argument('--ways', nargs='+', default=ways, choices=[*ways, *more], help='default: all but the last two')
     return parser.parse_args()
 
 
@@ -142,6 +145,11 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         last = train(config, folder / 'control', args.data_root, f'randomness.seed={seed}')
         return ap(build_detector(cfg, str(last)))
 
+    def on_validation() -> dict:
+        student = slab_det.absorb(teacher, images, keep=0, work_dir=work_dir, progress=False)
+        loader = Runner.build_dataloader(cfg.val_dataloader)
+        return dict(agreement=agreement(detect(teacher, loader), detect(student, loader)))
+
     def in_bfloat16() -> dict:
         fused = build_detector(Config.fromfile(folder / 'fused_config.py'), str(folder / 'fused.pth'))
         of_teacher = ap(slab_det.deploy(teacher, torch.bfloat16))
@@ -150,9 +158,11 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
     cells.measure('teacher', seed, lambda: ap(teacher))
     ways = {
         'all gone': lambda: absorbed('fused', 0),
+        'all gone, on validation images': on_validation,
         'bfloat16': in_bfloat16,
         'for int8': lambda: absorbed('int8', 0, int8=True),
         'default': lambda: absorbed('default', None),
+        'six kept': lambda: absorbed('six', 6),
         'control': control,
         'tuned': lambda: tuned('fused', 'tuned'),
         'default, tuned': lambda: tuned('default', 'default_tuned'),

@@ -120,7 +120,7 @@ class Absorption:
                 walk.run(batch, unit, (), live_from, store=True)
 
     def _progress(self) -> Iterator[int]:
-        # eval() drops the biases that attentions keep for one size of image: of all blocks as large as the model.
+        # eval() drops the biases that attentions keep for one size of image: in Swin-S, at 800x1333, 316 MB in all.
         self.plan.model.eval()
         self.student.eval()
         _release_memory()

@@ -136,7 +136,7 @@ def test_every_writer_brings_the_stream_nearer(teacher):
 
 
 def test_biases_that_attentions_keep_do_not_pile_up(teacher):
-    """Those of all blocks together take as much memory as the weights."""
+    """Those of all blocks of a Swin-S take more memory than its weights at 800x1333."""
     model = teacher()
     model.extract_feat(pictures(1)[0])
     absorb(model, pictures(5), keep=0, progress=False)
@@ -427,7 +427,7 @@ class Pooled(Plain):
         return self.up(self.norm(self.stem(x.mean((2, 3)))))
 
 
-def test_a_norm_of_one_token_per_image_has_no_length():
+def test_a_norm_of_one_token_per_image_is_absorbed():
     register_folds(Pooled, folds=lambda m: [('norm', 'up')])
     (norm,) = absorb(Pooled().eval(), pictures(10), keep=0, progress=False).absorption_report.norms
     assert norm.fate == 'absorbed' and 0 <= norm.own <= norm.left
