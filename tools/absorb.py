@@ -25,7 +25,7 @@ def parse_arguments() -> argparse.Namespace:
         nargs='+',
         metavar='KEEP',
         help='LayerNorms that stay: none; a number K, the worst K; a share such as 0.02, those of which more is '
-        'not affine; or names (default: as few as it takes to agree with the teacher)',
+        'not affine; or names (default: as few as it takes to agree with the teacher, at most a quarter)',
     )
     parser.add_argument(
         '--int8', action='store_true', help='for a student that is quantized: costs AP in float32 and saves it in int8'

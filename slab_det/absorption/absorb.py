@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -55,7 +56,7 @@ def absorb(
         keep: Norms that stay LayerNorm: a number K, the K that are the least affine; a float, all of which a larger
             share is not affine (:attr:`NormAbsorption.own`); their names, or one; or None, as few as it takes for an
             agreement with the teacher of ``least`` on the held-out images: none, or else as many of the least affine
-            ones as bisection finds, up to half of them. The best is taken where none agrees so well.
+            ones as bisection finds, up to a quarter of them. The best is taken where none agrees so well.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
         fold_outputs: See :func:`slab_det.fuse`.
         int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
@@ -121,29 +122,25 @@ def _absorb_until_agreement(
     run: Callable[..., Absorption], compare: Callable[[nn.Module], float], least: float, progress: bool
 ) -> nn.Module:
     ranked: list[str] = []
-    best, tried = None, set()
-    # Fewer do not agree; so many do.
-    low, high, count = -1, None, 0
-    while count not in tried:
+    best, count = None, 0
+    # With ``low`` kept the student does not agree, with ``high`` it does; inf: none did.
+    low, high = -1, math.inf
+    while True:
         student = run(names=ranked[:count]).student
-        tried.add(count)
         found = compare(student)
         ranked = ranked or student.absorption_report.rank()
         if progress:
             print(f'{count} of {len(ranked)} LayerNorms kept: agreement {found:.3f}')
-        # One that agrees keeps fewer than those before.
-        if found >= least or best is None or found > best.absorption_report.agreement:
-            best = student
         if found >= least:
-            high = count
+            best, high = student, count
         else:
             low = count
-        if high is None:
-            quarter, half = len(ranked) // 4, len(ranked) // 2
-            count = half if count else quarter or half
-        else:
-            count = (low + high + 1) // 2
-    return best
+            if best is None or found > best.absorption_report.agreement:
+                best = student
+        bound = min(high, len(ranked) // 4 + 1)
+        if bound - low == 1:
+            return best
+        count = (low + bound) // 2 if high == bound else bound - 1
 
 
 def _warn(student: nn.Module, least: float) -> nn.Module:
