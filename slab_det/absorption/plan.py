@@ -95,7 +95,7 @@ class AbsorptionPlan:
         digest: Of the images, the teacher's weights and the fates.
         fates: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
-        units: Names of the modules that hold norms and writers, in the order of their calls; an FPN is the last.
+        units: Names of the modules that hold norms and writers, in the order of their calls.
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
         runs_neck: Whether forwards go on to the neck, which has writers.
         last_uses: See :class:`slab_det.absorption.walk.Walk`.
@@ -125,7 +125,6 @@ class AbsorptionPlan:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
         candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
         self.fates = {fate.norm: fate for fate in plan_folds(model, fold_outputs, candidates)}
-        self.digest.update(repr((self.fates, int8)).encode())
         for name, value in model.state_dict().items():
             self.digest.update(name.encode() + to_bytes(value))
         self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}
@@ -134,9 +133,12 @@ class AbsorptionPlan:
             raise ConversionError(f'the model has no LayerNorm that can be absorbed{others}')
         # A module that a forward calls twice has more than one stream.
         steps = [name for name in calls if calls.count(name) == 1 and (name in writers or not self.reasons[name])]
-        owners = {step: self._find_unit(step) for step in steps}
+        # A layer that is fitted to what it puts out, such as an FPN's convolution, is a unit: no other has to run it.
+        alone = {writer.layer for writer in writers.values() if writer.stream == Probe(writer.layer, 'output')}
+        owners = {step: step if step in alone else self._find_unit(step) for step in steps}
         self.units = list(dict.fromkeys(owners.values()))
         self.steps = [[writers.get(s, s) for s in steps if owners[s] == unit] for unit in self.units]
+        self.digest.update(repr((self.fates, self.steps, int8)).encode())
         self.last_uses = last_uses(model, self.forward(model), self.units, image)
 
     def _find_reasons(self) -> dict[str, str]:
