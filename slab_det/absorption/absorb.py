@@ -141,6 +141,8 @@ def _absorb_until_agreement(
         if bound - low == 1:
             return best
         count = (low + bound) // 2 if high == bound else bound - 1
+        # One that is not the best needs no memory while the next is made.
+        del student
 
 
 def _warn(student: nn.Module, least: float) -> nn.Module:

@@ -92,7 +92,7 @@ class AbsorptionPlan:
         model: The teacher.
         int8: Fits must bear that what they read is rounded to int8.
         images: See :class:`Images`.
-        digest: Of the images, the teacher's weights and the fates.
+        digest: Of the images, the teacher's weights, the fates and the steps.
         fates: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
         units: Names of the modules that hold norms and writers, in the order of their calls.
@@ -133,9 +133,11 @@ class AbsorptionPlan:
             raise ConversionError(f'the model has no LayerNorm that can be absorbed{others}')
         # A module that a forward calls twice has more than one stream.
         steps = [name for name in calls if calls.count(name) == 1 and (name in writers or not self.reasons[name])]
-        # A layer that is fitted to what it puts out, such as an FPN's convolution, is a unit: no other has to run it.
+        owners = {step: self._find_unit(step) for step in steps}
+        # The convolutions of an FPN, fitted to what they put out, are units of their own: no fit runs the others.
         alone = {writer.layer for writer in writers.values() if writer.stream == Probe(writer.layer, 'output')}
-        owners = {step: step if step in alone else self._find_unit(step) for step in steps}
+        others = {owners[step] for step in steps if step not in alone}
+        owners = {step: step if step in alone and unit not in others else unit for step, unit in owners.items()}
         self.units = list(dict.fromkeys(owners.values()))
         self.steps = [[writers.get(s, s) for s in steps if owners[s] == unit] for unit in self.units]
         self.digest.update(repr((self.fates, self.steps, int8)).encode())
