@@ -89,9 +89,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--iterations', type=int, default=500, help='of the teachers (default %(default)s)')
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     parser.add_argument('--work-dir', default='work_dirs/absorb')
-    ways = ['all gone', 'bfloat16', 'for int8', 'default', 'control', 'tuned', 'default, tuned']
-    more = ['six kept', 'all gone, on validation images']
-    parser.add_argument('--ways', nargs='+', default=ways, choices=[*ways, *more], help='default: all but the last two')
+    ways = ['all gone', 'default', 'control', 'tuned', 'for int8', 'bfloat16', 'all gone, on validation images']
+    parser.add_argument('--ways', nargs='+', default=ways, choices=ways, help='default: all')
     return parser.parse_args()
 
 
@@ -116,6 +115,8 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
     teacher = build_detector(cfg, str(checkpoint))
     images = recalibration_dataloader(cfg, args.num_images, 'test')
     work_dir = folder / 'absorbed'
+    # With every norm gone.
+    fused, fused_config = folder / 'fused.pth', folder / 'fused_config.py'
 
     def ap(model: nn.Module) -> dict:
         return dict(AP=evaluate(model, cfg)[METRICS[args.dataset]]['AP'])
@@ -129,10 +130,9 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
             values['own'] = {norm.norm: norm.own for norm in report.norms}
         return values
 
-    def tuned(stem: str, run: str) -> dict:
-        fused, fused_config = folder / f'{stem}.pth', folder / f'{stem}_config.py'
+    def tuned() -> dict:
         config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE))
-        last = train(config, folder / run, args.data_root)
+        last = train(config, folder / 'tuned', args.data_root)
         return ap(build_detector(Config.fromfile(fused_config), str(last)))
 
     def control() -> dict:
@@ -151,21 +151,19 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         return dict(agreement=agreement(detect(teacher, loader), detect(student, loader)))
 
     def in_bfloat16() -> dict:
-        fused = build_detector(Config.fromfile(folder / 'fused_config.py'), str(folder / 'fused.pth'))
+        student = build_detector(Config.fromfile(fused_config), str(fused))
         of_teacher = ap(slab_det.deploy(teacher, torch.bfloat16))
-        return dict(**ap(slab_det.deploy(fused, torch.bfloat16)), teacher_AP=of_teacher['AP'])
+        return dict(**ap(slab_det.deploy(student, torch.bfloat16)), teacher_AP=of_teacher['AP'])
 
     cells.measure('teacher', seed, lambda: ap(teacher))
     ways = {
         'all gone': lambda: absorbed('fused', 0),
-        'all gone, on validation images': on_validation,
-        'bfloat16': in_bfloat16,
-        'for int8': lambda: absorbed('int8', 0, int8=True),
         'default': lambda: absorbed('default', None),
-        'six kept': lambda: absorbed('six', 6),
         'control': control,
-        'tuned': lambda: tuned('fused', 'tuned'),
-        'default, tuned': lambda: tuned('default', 'default_tuned'),
+        'tuned': tuned,
+        'for int8': lambda: absorbed('int8', 0, int8=True),
+        'bfloat16': in_bfloat16,
+        'all gone, on validation images': on_validation,
     }
     for way in args.ways:
         cells.measure(way, seed, ways[way])
