@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -121,28 +120,35 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
 def _absorb_until_agreement(
     run: Callable[..., Absorption], compare: Callable[[nn.Module], float], least: float, progress: bool
 ) -> nn.Module:
+    """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two."""
     ranked: list[str] = []
-    best, count = None, 0
-    # With ``low`` kept the student does not agree, with ``high`` it does; inf: none did.
-    low, high = -1, math.inf
-    while True:
+
+    def attempt(count: int) -> nn.Module:
         student = run(names=ranked[:count]).student
         found = compare(student)
-        ranked = ranked or student.absorption_report.rank()
+        if not ranked:
+            ranked.extend(student.absorption_report.rank())
         if progress:
             print(f'{count} of {len(ranked)} LayerNorms kept: agreement {found:.3f}')
-        if found >= least:
-            best, high = student, count
+        return student
+
+    def agrees(student: nn.Module) -> bool:
+        return student.absorption_report.agreement >= least
+
+    best = attempt(0)
+    low, high = 0, len(ranked) // 4
+    if agrees(best) or high == 0:
+        return best
+    best = max(best, attempt(high), key=lambda student: student.absorption_report.agreement)
+    # With ``low`` kept the student does not agree, with ``high`` it does.
+    while agrees(best) and high - low > 1:
+        middle = (low + high) // 2
+        student = attempt(middle)
+        if agrees(student):
+            best, high = student, middle
         else:
-            low = count
-            if best is None or found > best.absorption_report.agreement:
-                best = student
-        bound = min(high, len(ranked) // 4 + 1)
-        if bound - low == 1:
-            return best
-        count = (low + bound) // 2 if high == bound else bound - 1
-        # One that is not the best needs no memory while the next is made.
-        del student
+            low = middle
+    return best
 
 
 def _warn(student: nn.Module, least: float) -> nn.Module:

@@ -92,10 +92,10 @@ class AbsorptionPlan:
         model: The teacher.
         int8: Fits must bear that what they read is rounded to int8.
         images: See :class:`Images`.
-        digest: Of the images, the teacher's weights, the fates and the steps.
+        digest: Of the images, the teacher's weights and the fates.
         fates: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
-        units: Names of the modules that hold norms and writers, in the order of their calls.
+        units: Names of the modules that hold norms and writers, in the order of their calls; an FPN is the last.
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
         runs_neck: Whether forwards go on to the neck, which has writers.
         last_uses: See :class:`slab_det.absorption.walk.Walk`.
@@ -125,6 +125,7 @@ class AbsorptionPlan:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
         candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
         self.fates = {fate.norm: fate for fate in plan_folds(model, fold_outputs, candidates)}
+        self.digest.update(repr((self.fates, int8)).encode())
         for name, value in model.state_dict().items():
             self.digest.update(name.encode() + to_bytes(value))
         self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}
@@ -134,13 +135,8 @@ class AbsorptionPlan:
         # A module that a forward calls twice has more than one stream.
         steps = [name for name in calls if calls.count(name) == 1 and (name in writers or not self.reasons[name])]
         owners = {step: self._find_unit(step) for step in steps}
-        # The convolutions of an FPN, fitted to what they put out, are units of their own: no fit runs the others.
-        alone = {writer.layer for writer in writers.values() if writer.stream == Probe(writer.layer, 'output')}
-        others = {owners[step] for step in steps if step not in alone}
-        owners = {step: step if step in alone and unit not in others else unit for step, unit in owners.items()}
         self.units = list(dict.fromkeys(owners.values()))
         self.steps = [[writers.get(s, s) for s in steps if owners[s] == unit] for unit in self.units]
-        self.digest.update(repr((self.fates, self.steps, int8)).encode())
         self.last_uses = last_uses(model, self.forward(model), self.units, image)
 
     def _find_reasons(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from types import MethodType, SimpleNamespace
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -15,12 +15,11 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 import slab_det
-from slab_det.absorption import AbsorptionReport, NormAbsorption, absorb, walk
-from slab_det.absorption.absorb import _absorb_until_agreement
-from slab_det.absorption.plan import AbsorptionPlan, Images
+from slab_det.absorption import absorb, walk
+from slab_det.absorption.plan import Images
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
-from slab_det.fusion import Write, register_folds, save_fused
+from slab_det.fusion import register_folds, save_fused
 from slab_det.fusion.fuse import apply_folds
 
 LN = dict(type='LN')
@@ -191,46 +190,6 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     # One pass: a loader that shuffles would compare teacher and student on different images.
     once = absorb(model, iter(images), least=0.0, progress=False)
     assert once.absorption_report == easy.absorption_report
-
-
-@pytest.mark.parametrize(
-    ('num_norms', 'enough', 'tried', 'kept'),
-    [
-        (24, 0, [0], 0),
-        (24, 1, [0, 6, 3, 1], 1),
-        (24, 4, [0, 6, 3, 4], 4),
-        (24, 6, [0, 6, 3, 4, 5], 6),
-        # A quarter does not agree either, and is the better of the two.
-        (24, 7, [0, 6], 6),
-        (7, 1, [0, 1], 1),
-        (3, 1, [0], 0),
-    ],
-)
-def test_bisection_finds_how_many_norms_of_a_quarter_it_takes(num_norms, enough, tried, kept):
-    counts = []
-    run, compare = counting(num_norms, counts, lambda count: 0.9 + 0.001 * (count - enough))
-    assert (_absorb_until_agreement(run, compare, least=0.9, progress=False).kept, counts) == (kept, tried)
-
-
-def test_none_is_kept_where_a_quarter_agrees_less():
-    run, compare = counting(24, counts := [], lambda count: 0.8 - 0.001 * count)
-    assert _absorb_until_agreement(run, compare, least=0.9, progress=False).kept == 0
-    assert counts == [0, 6]
-
-
-def counting(num_norms, counts, agreement):
-    """Stands for students: what runs them and what compares them; the numbers that they keep are added to counts."""
-
-    def run(names):
-        counts.append(len(names))
-        norms = [NormAbsorption(f'norm{i}', 'absorbed', own=0.5) for i in range(num_norms)]
-        return SimpleNamespace(student=SimpleNamespace(absorption_report=AbsorptionReport(norms), kept=len(names)))
-
-    def compare(student):
-        student.absorption_report.agreement = agreement(student.kept)
-        return student.absorption_report.agreement
-
-    return run, compare
 
 
 @pytest.mark.parametrize('count', [1, 4, 5, 6, 10, 12])
@@ -448,27 +407,6 @@ def test_a_writer_leaves_what_the_report_says(bias):
     left = (one - other).square().sum() / (one - one.mean(0)).square().sum()
     (writer,) = student.absorption_report.refits
     assert writer.after == pytest.approx(float(left)) and writer.after < writer.before
-
-
-class Forked(Plain):
-    """Beside its norm it has a layer that is fitted to what it puts out."""
-
-    def __init__(self):
-        super().__init__()
-        self.side = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y + self.side(y)
-
-
-def test_a_layer_with_a_stream_of_its_own_is_fitted_in_its_block_or_alone(teacher, tmp_path):
-    register_folds(Forked, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [Write('side', 'side')])
-    model = nn.Sequential(nn.Identity(), Forked()).eval()
-    report = absorb(model, pictures(10), keep=0, progress=False).absorption_report
-    assert [refit.layer for refit in report.refits] == ['1.side'] and report.refits[0].after < report.refits[0].before
-    plan = AbsorptionPlan(teacher(), pictures(1), tmp_path)
-    assert plan.units[-4:] == [f'neck.fpn_convs.{i}.conv' for i in range(4)], 'an FPN holds nothing else'
 
 
 class Pooled(Plain):

@@ -1,0 +1,48 @@
+"""How many LayerNorms absorb keeps by default: which numbers it tries, and which student it takes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slab_det.absorption import AbsorptionReport, NormAbsorption
+from slab_det.absorption.absorb import _absorb_until_agreement
+
+
+@pytest.mark.parametrize(
+    ('num_norms', 'enough', 'tried', 'kept'),
+    [
+        (24, 0, [0], 0),
+        (24, 1, [0, 6, 3, 1], 1),
+        (24, 4, [0, 6, 3, 4], 4),
+        (24, 6, [0, 6, 3, 4, 5], 6),
+        # A quarter does not agree either, and is the better of the two.
+        (24, 7, [0, 6], 6),
+        (7, 1, [0, 1], 1),
+        (3, 1, [0], 0),
+    ],
+)
+def test_bisection_finds_how_many_norms_of_a_quarter_it_takes(num_norms, enough, tried, kept):
+    counts = []
+    run, compare = counting(num_norms, counts, lambda count: 0.9 + 0.001 * (count - enough))
+    assert (_absorb_until_agreement(run, compare, least=0.9, progress=False).kept, counts) == (kept, tried)
+
+
+def test_none_is_kept_where_a_quarter_agrees_less():
+    run, compare = counting(24, counts := [], lambda count: 0.8 - 0.001 * count)
+    assert _absorb_until_agreement(run, compare, least=0.9, progress=False).kept == 0
+    assert counts == [0, 6]
+
+
+def counting(num_norms, counts, agreement):
+    """Stands for students: what runs them and what compares them; the numbers that they keep are added to counts."""
+
+    def run(names):
+        counts.append(len(names))
+        norms = [NormAbsorption(f'norm{i}', 'absorbed', own=0.5) for i in range(num_norms)]
+        return SimpleNamespace(student=SimpleNamespace(absorption_report=AbsorptionReport(norms), kept=len(names)))
+
+    def compare(student):
+        student.absorption_report.agreement = agreement(student.kept)
+        return student.absorption_report.agreement
+
+    return run, compare
