@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
+from slab_det.absorption.walk import Probe, find_readers, load_tensors, register_probe
 from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
@@ -92,13 +92,13 @@ class AbsorptionPlan:
         model: The teacher.
         int8: Fits must bear that what they read is rounded to int8.
         images: See :class:`Images`.
-        digest: Of the images, the teacher's weights and the fates.
+        digest: Of the images, the teacher's weights, the fates and the units.
         fates: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
-        units: Names of the modules that hold norms and writers, in the order of their calls; an FPN is the last.
+        units: Names of the modules that hold norms and writers, in the order in which they return.
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
         runs_neck: Whether forwards go on to the neck, which has writers.
-        last_uses: See :class:`slab_det.absorption.walk.Walk`.
+        readers: See :class:`slab_det.absorption.walk.Walk`.
         folder: For temporary files.
     """
 
@@ -115,11 +115,11 @@ class AbsorptionPlan:
         # Norms of neck and heads are not on the way.
         self.root = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
         image = load_tensors(self.images.files[0], next(model.parameters()).device)
-        writers = {writer.layer: writer for writer in self._find_writers()}
+        writers = self._find_writers()
         # A video detector has no extract_feat: nothing is known to run its neck.
-        self.runs_neck = hasattr(model, 'extract_feat') and not all(name.startswith(self.root) for name in writers)
+        self.runs_neck = hasattr(model, 'extract_feat') and any(not w.layer.startswith(self.root) for w in writers)
         reasons = self._find_reasons()
-        calls = self._trace(image, {writer.layer: writer.stream for writer in writers.values()}, reasons)
+        calls = self._trace(image, writers, reasons)
         for name in reasons:
             if not reasons[name] and calls.count(name) != 1:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
@@ -133,11 +133,15 @@ class AbsorptionPlan:
             others = describe_others(model, self.reasons)
             raise ConversionError(f'the model has no LayerNorm that can be absorbed{others}')
         # A module that a forward calls twice has more than one stream.
-        steps = [name for name in calls if calls.count(name) == 1 and (name in writers or not self.reasons[name])]
-        owners = {step: self._find_unit(step) for step in steps}
-        self.units = list(dict.fromkeys(owners.values()))
-        self.steps = [[writers.get(s, s) for s in steps if owners[s] == unit] for unit in self.units]
-        self.last_uses = last_uses(model, self.forward(model), self.units, image)
+        once = [place for place in calls if calls.count(place) == 1]
+        steps: dict[str, list[Writer | str]] = {}
+        for step in once:
+            if isinstance(step, Writer) or self.reasons.get(step) == '':
+                steps.setdefault(self._find_unit(step), []).append(step)
+        parts = [part for unit in steps for part in self._split(unit, steps[unit], once)]
+        self.units, self.steps = [unit for unit, _ in parts], [part for _, part in parts]
+        self.digest.update(repr(self.units).encode())
+        self.readers = find_readers(model, self.forward(model), self.units, image)
 
     def _find_reasons(self) -> dict[str, str]:
         """Why each LayerNorm of the model has to stay, or ''."""
@@ -166,20 +170,28 @@ class AbsorptionPlan:
                     writers.append(Writer(layer, seen, Probe(source, 'output') if source else Probe(layer, 'input')))
         return writers
 
-    def _trace(self, image: Tensor, probes: dict[str, Probe], norms: Iterable[str]) -> list[str]:
-        """The names of the writers and norms in the order in which a forward comes to them."""
-        calls: list[str] = []
+    def _trace(self, image: Tensor, writers: Iterable[Writer], norms: Iterable[str]) -> list[Writer | str | Probe]:
+        """The writers, the norms and the ends of branches in the order in which a forward comes to them."""
+        calls: list[Writer | str | Probe] = []
         # Where the new stream is the input of a norm, the writer is first.
-        places = [*probes.items(), *((name, Probe(name, 'input')) for name in norms)]
+        places = [
+            *((writer, writer.stream) for writer in writers),
+            *((name, Probe(name, 'input')) for name in norms),
+            *((probe, probe) for probe in {self._find_branch(writer) for writer in writers}),
+        ]
         with ExitStack() as stack, torch.no_grad():
-            for name, probe in places:
+            for place, probe in places:
                 module = self.model.get_submodule(probe.module)
-                stack.callback(register_probe(module, probe.side, lambda value, name=name: calls.append(name)).remove)
+                stack.callback(register_probe(module, probe.side, lambda value, at=place: calls.append(at)).remove)
             self.forward(self.model)(image)
         return calls
 
-    def _find_unit(self, name: str) -> str:
+    def _find_unit(self, step: Writer | str) -> str:
         """The outermost module around a norm or layer, backbones excepted, that says where norms go or what writes."""
+        name = step.layer if isinstance(step, Writer) else step
+        if isinstance(step, Writer) and step.stream.module == name:
+            # What it puts out is no other's input: no fit of another runs it.
+            return name
         for container in ['', *containers_of(name)]:
             module = self.model.get_submodule(container)
             if find_rule(module, 'output_folds') is None and (
@@ -187,6 +199,23 @@ class AbsorptionPlan:
             ):
                 return container
         return name
+
+    def _find_branch(self, writer: Writer) -> Probe:
+        """The end of the child of a unit around a writer: the attention of a block."""
+        unit = self._find_unit(writer)
+        return Probe(join_names(unit, writer.layer[len(unit) :].strip('.').split('.')[0]), 'output')
+
+    def _split(self, unit: str, steps: list[Writer | str], calls: list) -> Iterator[tuple[str, list[Writer | str]]]:
+        """A unit behind those of its branches that write a stream which it reads on: what follows runs none of them."""
+        first = 0
+        for index, step in enumerate(steps, 1):
+            if isinstance(step, Writer) and step.stream.side == 'input':
+                branch = self._find_branch(step)
+                later = [s.layer if isinstance(s, Writer) else s for s in steps[index:]]
+                if branch in calls and not any(name.startswith(f'{branch.module}.') for name in later):
+                    yield branch.module, steps[first:index]
+                    first = index
+        yield unit, steps[first:]
 
     def forward(self, model: nn.Module) -> Callable[[Tensor], object]:
         """What runs a teacher or student on an image tensor."""

@@ -7,7 +7,7 @@ import ctypes
 import io
 import math
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class Absorption:
                 apply_fold(self.student, fate)
         self.state_file = work_dir and work_dir / f'absorb_{self._key()}.pth'
         first, last = self._resume(), len(plan.units)
-        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) - (first < last) + (0 < first < last)
+        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (0 < first < last)
         self.bar = Progress(
             desc=f'Absorption, {last - first} of {last} units',
             total=steps * len(self.batches),
@@ -81,11 +81,11 @@ class Absorption:
         with self.bar:
             with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
                 self.teacher_walk, self.student_walk = (
-                    Walk(model, plan.forward(model), plan.units, plan.last_uses, plan.images.files, Path(folder, name))
+                    Walk(model, plan.forward(model), plan.units, plan.readers, plan.images.files, Path(folder, name))
                     for name, model in (('teacher', plan.model), ('student', self.student))
                 )
                 if 0 < first < last:
-                    self._run_units(first - 1, live_from=0)
+                    self._run_units(first - 1, (self.teacher_walk, self.student_walk), live_from=0)
                 for unit in range(first, last):
                     self._fit_unit(unit)
                     self._save(unit + 1)
@@ -103,20 +103,27 @@ class Absorption:
         return any(norm.fate == 'absorbed' for norm in self.report.norms)
 
     def _fit_unit(self, unit: int) -> None:
+        # Whose outputs are not stored yet.
+        walks = [self.teacher_walk, self.student_walk] if unit + 1 < len(self.plan.units) else []
         for step in self.plan.steps[unit]:
             if not isinstance(step, Writer):
                 self.report.norms.append(self._absorb_norm(unit, step))
             elif self._changed:
-                self.report.refits.append(self._fit_writer(unit, step))
-        if unit + 1 < len(self.plan.units):
-            self._run_units(unit, live_from=unit)
-            for walk in (self.teacher_walk, self.student_walk):
-                walk.drop_before(unit + 1)
+                stored = []
+                if step is self.plan.steps[unit][-1]:
+                    # No fit changes an output of the teacher, and one that nothing reads does not count.
+                    stored = walks[:1] if self.plan.readers[unit] else walks
+                self.report.refits.append(self._fit_writer(unit, step, stored))
+                walks = walks[len(stored) :]
+        if walks:
+            self._run_units(unit, walks, live_from=unit)
+        else:
+            self.bar.update(len(self.batches))
 
-    def _run_units(self, unit: int, live_from: int) -> None:
+    def _run_units(self, unit: int, walks: Iterable[Walk], live_from: int) -> None:
         """Stores what the units up to this one return."""
         for batch in self._progress():
-            for walk in (self.teacher_walk, self.student_walk):
+            for walk in walks:
                 walk.run(batch, unit, (), live_from, store=True)
 
     def _progress(self) -> Iterator[int]:
@@ -156,12 +163,14 @@ class Absorption:
         fold_affine(self.student, self.plan.fates[name], *fit)
         return result
 
-    def _fit_writer(self, unit: int, writer: Writer) -> Refit:
+    def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk]) -> Refit:
         layer = self.student.get_submodule(writer.layer)
         (moments, held_out), target_moments = _pair(self.plan.int8), Moments()
         for batch in self._progress():
-            (target,) = self.teacher_walk.run(batch, unit, (writer.stream,))
-            source, stream = self.student_walk.run(batch, unit, (writer.source, writer.stream))
+            (target,) = self.teacher_walk.run(batch, unit, (writer.stream,), store=self.teacher_walk in stored)
+            source, stream = self.student_walk.run(
+                batch, unit, (writer.source, writer.stream), store=self.student_walk in stored
+            )
             if isinstance(layer, nn.Conv2d) and stream.ndim == 4:
                 # Of a neck; one in an FFN has kernel 1 and writes tokens.
                 source = _patches(layer, source, stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from mmengine.utils import apply_to
 from torch import Tensor, nn
 
 from slab_det.conversion.convert import ConversionError
+from slab_det.fusion.fuse import containers_of
 
 # Sides of the image on which is found what reads what.
 SMALL = 256
@@ -29,15 +30,16 @@ class _Reached(BaseException):  # noqa: N818 (ends a forward early; nothing may 
 
 
 class Walk:
-    """One model and the stored outputs of its units, which are called one after the other, once per forward.
+    """One model and the stored outputs of its units, which return one after the other, once per forward.
 
-    Only outputs that a later unit reads are stored; in the place of others stands NaN, which takes no memory.
+    A unit may lie within a later one. Only outputs that a later unit reads are stored; in the place of others stands
+    NaN, which takes no memory.
 
     Args:
         model: In eval mode.
         forward: Runs the model on an image tensor, as far as the last unit at least.
-        units: Names of modules in the order of their calls.
-        last_uses: For the image, at index -1, and for each unit the last unit that reads it; see :func:`last_uses`.
+        units: Names of modules in the order in which they return.
+        readers: For the image, at index -1, and for each unit those that read it; see :func:`find_readers`.
         images: A file for each batch that holds its image tensor, (B, 3, H, W).
         folder: Where outputs are stored, one file for each unit and batch.
     """
@@ -47,11 +49,11 @@ class Walk:
         model: nn.Module,
         forward: Callable[[Tensor], object],
         units: Sequence[str],
-        last_uses: Mapping[int, int],
+        readers: Mapping[int, Collection[int]],
         images: Sequence[Path],
         folder: Path,
     ) -> None:
-        self.model, self.forward, self.units, self.last_uses, self.folder = model, forward, units, last_uses, folder
+        self.model, self.forward, self.units, self.readers, self.folder = model, forward, units, readers, folder
         self.images = images
         self.device = next(model.parameters()).device
         # What stands for an output that is not stored.
@@ -66,12 +68,18 @@ class Walk:
         Args:
             batch: Its index.
             unit: Index of the unit.
-            probes: Places up to the end of the unit; without ``store`` the forward ends at the last of them.
+            probes: Places up to the end of the unit, or behind it where nothing is stored yet.
             live_from: The first unit that is computed, not read; ``unit`` itself by default.
-            store: Store the outputs of all computed units that later ones read.
+            store: Store the outputs of all computed units that later ones read, and remove what only this one read.
         """
         live_from = unit if live_from is None else live_from
         found: dict[Probe, Tensor] = {}
+        to_store = unit + 1 - live_from if store else 0
+
+        def end_forward() -> None:
+            if len(found) == len(probes) and not to_store:
+                raise _Reached
+
         with ExitStack() as stack, torch.no_grad():
             for index, name in enumerate(self.units[:live_from]):
                 stack.enter_context(_replaced_forward(self.model.get_submodule(name), self._load(index, batch, unit)))
@@ -79,17 +87,17 @@ class Walk:
 
                 def look(value: object, probe: Probe = probe) -> None:
                     found.setdefault(probe, first_tensor(value))
-                    if len(found) == len(probes) and not store:
-                        raise _Reached
+                    end_forward()
 
                 stack.callback(register_probe(self.model.get_submodule(probe.module), probe.side, look).remove)
             if store:
                 for index in range(live_from, unit + 1):
 
                     def keep(module: nn.Module, args: tuple, output: object, index: int = index) -> None:
+                        nonlocal to_store
                         self._store(index, batch, output, unit)
-                        if index == unit:
-                            raise _Reached
+                        to_store -= 1
+                        end_forward()
 
                     module = self.model.get_submodule(self.units[index])
                     stack.callback(module.register_forward_hook(keep).remove)
@@ -99,22 +107,24 @@ class Walk:
                 pass
         if missed := ', '.join(probe.module for probe in probes if probe not in found):
             raise ConversionError(f'{missed}: the forward does not call it, though the rules of the model name it')
+        if store:
+            self._drop(batch, unit)
         return [found[probe] for probe in probes]
 
-    def drop_before(self, unit: int) -> None:
-        """Removes what neither this unit nor a later one reads."""
-        for path in self.folder.iterdir():
-            if self.last_uses[int(path.name.split('_')[0])] < unit:
-                path.unlink()
+    def _drop(self, batch: int, unit: int) -> None:
+        """Removes what no unit behind this one reads."""
+        for index in range(unit):
+            if max(self.readers[index], default=index) == unit:
+                (self.folder / f'{index}_{batch}.pt').unlink(missing_ok=True)
 
     def _store(self, unit: int, batch: int, output: object, last: int) -> None:
         self.placeholders[unit, batch] = _map_tensors(output, _nan_like)
-        if self.last_uses[unit] > last:
+        if max(self.readers[unit], default=last) > last:
             # A view would bring all of its memory along.
             torch.save(_map_tensors(output, torch.clone), self.folder / f'{unit}_{batch}.pt')
 
     def _load(self, unit: int, batch: int, reader: int) -> object:
-        if self.last_uses[unit] < reader and (unit, batch) in self.placeholders:
+        if reader not in self.readers[unit] and (unit, batch) in self.placeholders:
             return self.placeholders[unit, batch]
         path = self.images[batch] if unit < 0 else self.folder / f'{unit}_{batch}.pt'
         output = load_tensors(path, self.device)
@@ -123,16 +133,19 @@ class Walk:
         return output
 
 
-def last_uses(
+def find_readers(
     model: nn.Module, forward: Callable[[Tensor], object], units: Sequence[str], image: Tensor
-) -> dict[int, int]:
-    """For the image (-1) and each unit the last unit whose input depends on it while all other units stay the same.
+) -> dict[int, set[int]]:
+    """For the image (-1) and each unit the units whose input depends on it while all other units stay the same.
 
-    Units are replaced by what they returned, one of them by NaN: where NaN arrives is what reads it.
+    Units are replaced by what they returned, one of them by NaN: where NaN arrives is what reads it. A unit within
+    another is read by what comes behind it there, and reads all that the other one does.
     """
     image = image[..., :SMALL, :SMALL]
     outputs: dict[str, object] = {}
     modules = {name: model.get_submodule(name) for name in units}
+    inner = [[i for i, other in enumerate(units) if other and name in ('', *containers_of(other))] for name in units]
+    within = {index: outer for outer, indices in enumerate(inner) for index in indices}
     with ExitStack() as stack, torch.no_grad():
         for name, module in modules.items():
 
@@ -141,24 +154,25 @@ def last_uses(
 
             stack.callback(module.register_forward_hook(keep).remove)
         forward(image)
-    uses = {}
+    readers: dict[int, set[int]] = {}
     for index in range(-1, len(units)):
-        readers: list[int] = []
+        readers[index] = found = set()
+        if index in within:
+            outer = within[index]
+            found.update(other for other in [*inner[outer], outer] if other > index)
+            continue
         with ExitStack() as stack, torch.no_grad():
             for other, (name, module) in enumerate(modules.items()):
                 given = _map_tensors(outputs[name], _nan_like) if other == index else outputs[name]
                 stack.enter_context(_replaced_forward(module, given))
 
-                def look(
-                    module: nn.Module, args: tuple, kwargs: dict, other: int = other, readers: list = readers
-                ) -> None:
+                def look(module: nn.Module, args: tuple, kwargs: dict, other: int = other, found: set = found) -> None:
                     if any(tensor.isnan().any() for tensor in _tensors((args, kwargs))):
-                        readers.append(other)
+                        found.update([*inner[other], other])
 
                 stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
             forward(_nan_like(image) if index < 0 else image)
-        uses[index] = max(readers, default=index)
-    return uses
+    return readers
 
 
 def load_tensors(path: Path, device: torch.device) -> object:

@@ -3,7 +3,9 @@
 import copy
 import os
 import re
+from collections import Counter
 from types import MethodType
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -296,8 +298,8 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
 def test_a_resumed_walk_stores_only_what_is_still_read(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     torch.save(torch.ones(1, 3), tmp_path / 'image.pt')
-    uses = {-1: 0, 0: 1, 1: 2, 2: 2}
-    resumed = walk.Walk(model, model, ['0', '1', '2'], uses, [tmp_path / 'image.pt'], tmp_path / 'outputs')
+    readers = {-1: {0}, 0: {1}, 1: {2}, 2: set()}
+    resumed = walk.Walk(model, model, ['0', '1', '2'], readers, [tmp_path / 'image.pt'], tmp_path / 'outputs')
     resumed.run(0, 1, (), live_from=0, store=True)
     assert [path.name for path in (tmp_path / 'outputs').iterdir()] == ['1_0.pt']
     (output,) = resumed.run(0, 2, [walk.Probe('2', 'output')])
@@ -407,6 +409,83 @@ def test_a_writer_leaves_what_the_report_says(bias):
     left = (one - other).square().sum() / (one - one.mean(0)).square().sum()
     (writer,) = student.absorption_report.refits
     assert writer.after == pytest.approx(float(left)) and writer.after < writer.before
+
+
+class Mixer(nn.Module):
+    """Mixes tokens, and counts the calls of every copy of itself."""
+
+    calls: ClassVar[Counter] = Counter()
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, y):
+        self.calls[id(self)] += 1
+        return self.proj(y.cumsum(1) / 100)
+
+
+class Mixing(Plain):
+    """A block with a branch, which adds to the stream, before the two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm0 = nn.LayerNorm(8)
+        self.mixer = Mixer()
+
+    def forward(self, x):
+        x = self.stem(x.flatten(2).transpose(1, 2))
+        x = x + self.get_submodule(self.branch)(self.norm0(x))
+        y = self.norm(x)
+        return x + self.down(self.up(y).relu() * self.gate(y).sigmoid())
+
+    branch = 'mixer'
+
+
+class Listed(Mixing):
+    """The branch stands in a list, which no forward calls."""
+
+    branch = 'mixers.0'
+
+    def __init__(self):
+        super().__init__()
+        self.mixers = nn.ModuleList([self.mixer])
+        del self.mixer
+
+
+class Wrapped(nn.Module):
+    """The branch and what follows it stand in one module, whose rules are those of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Mixing()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_what_follows_an_attention_does_not_run_it_again():
+    """A teacher's runs once for each batch, a student's twice; where no call can be left out comes the same."""
+    states, calls = {}, {}
+    for kind, prefix, branch in ((Mixing, '', 'mixer'), (Listed, '', 'mixers.0'), (Wrapped, 'body.', 'mixer')):
+        folds = [
+            (f'{prefix}norm0', f'{prefix}{branch}.proj'),
+            (f'{prefix}norm', (f'{prefix}up', f'{prefix}gate')),
+        ]
+        writes = [(f'{prefix}{branch}.proj', f'{prefix}norm'), (f'{prefix}down',)]
+        register_folds(kind, folds=lambda m, folds=folds: folds, writes=lambda m, writes=writes: writes)
+        torch.manual_seed(0)
+        model = kind().eval()
+        Mixer.calls.clear()
+        student = absorb(model, pictures(10), keep=0, progress=False)
+        assert [refit.layer for refit in student.absorption_report.refits] == [name for name, *_ in writes]
+        calls[kind] = [Mixer.calls[id(m.get_submodule(prefix + branch))] for m in (model, student)]
+        states[kind] = [*student.state_dict().values()]
+    # Two more of the teacher say in which order the steps come, and who reads whom.
+    assert calls[Mixing] == [10 + 2, 20]
+    assert all(of_teacher > 20 < of_student for of_teacher, of_student in (calls[Listed], calls[Wrapped]))
+    for kind in (Listed, Wrapped):
+        torch.testing.assert_close(states[kind], states[Mixing], rtol=0, atol=0)
 
 
 class Pooled(Plain):
