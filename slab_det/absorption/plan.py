@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.walk import Probe, find_readers, load_tensors, register_probe
+from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
 from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
@@ -92,13 +92,13 @@ class AbsorptionPlan:
         model: The teacher.
         int8: Fits must bear that what they read is rounded to int8.
         images: See :class:`Images`.
-        digest: Of the images, the teacher's weights, the fates and the units.
+        digest: Of the images, the teacher's weights, the fates and the steps.
         fates: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
         units: Names of the modules that hold norms and writers, in the order in which they return.
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
         runs_neck: Whether forwards go on to the neck, which has writers.
-        readers: See :class:`slab_det.absorption.walk.Walk`.
+        last_uses: See :class:`slab_det.absorption.walk.Walk`.
         folder: For temporary files.
     """
 
@@ -115,7 +115,7 @@ class AbsorptionPlan:
         # Norms of neck and heads are not on the way.
         self.root = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
         image = load_tensors(self.images.files[0], next(model.parameters()).device)
-        writers = self._find_writers()
+        writers = {writer.layer: writer for writer in self._find_writers()}.values()
         # A video detector has no extract_feat: nothing is known to run its neck.
         self.runs_neck = hasattr(model, 'extract_feat') and any(not w.layer.startswith(self.root) for w in writers)
         reasons = self._find_reasons()
@@ -140,8 +140,8 @@ class AbsorptionPlan:
                 steps.setdefault(self._find_unit(step), []).append(step)
         parts = [part for unit in steps for part in self._split(unit, steps[unit], once)]
         self.units, self.steps = [unit for unit, _ in parts], [part for _, part in parts]
-        self.digest.update(repr(self.units).encode())
-        self.readers = find_readers(model, self.forward(model), self.units, image)
+        self.digest.update(repr(parts).encode())
+        self.last_uses = last_uses(model, self.forward(model), self.units, image)
 
     def _find_reasons(self) -> dict[str, str]:
         """Why each LayerNorm of the model has to stay, or ''."""
@@ -189,9 +189,6 @@ class AbsorptionPlan:
     def _find_unit(self, step: Writer | str) -> str:
         """The outermost module around a norm or layer, backbones excepted, that says where norms go or what writes."""
         name = step.layer if isinstance(step, Writer) else step
-        if isinstance(step, Writer) and step.stream.module == name:
-            # What it puts out is no other's input: no fit of another runs it.
-            return name
         for container in ['', *containers_of(name)]:
             module = self.model.get_submodule(container)
             if find_rule(module, 'output_folds') is None and (
@@ -201,21 +198,43 @@ class AbsorptionPlan:
         return name
 
     def _find_branch(self, writer: Writer) -> Probe:
-        """The end of the child of a unit around a writer: the attention of a block."""
+        """Where the child of a unit that holds a writer returns, such as the attention of a block."""
         unit = self._find_unit(writer)
-        return Probe(join_names(unit, writer.layer[len(unit) :].strip('.').split('.')[0]), 'output')
+        return Probe(join_names(unit, writer.layer[len(unit) :].strip('.').split('.')[0]) or unit, 'output')
 
     def _split(self, unit: str, steps: list[Writer | str], calls: list) -> Iterator[tuple[str, list[Writer | str]]]:
-        """A unit behind those of its branches that write a stream which it reads on: what follows runs none of them."""
+        """Units within a unit, with their steps, then the unit itself with the rest.
+
+        What is a unit of its own need not run for what follows: an attention, behind which the block has a norm, and
+        each convolution of an FPN.
+        """
+        if all(isinstance(step, Writer) and step.stream.module == step.layer for step in steps):
+            yield from ((step.layer, [step]) for step in steps)
+            return
         first = 0
         for index, step in enumerate(steps, 1):
-            if isinstance(step, Writer) and step.stream.side == 'input':
-                branch = self._find_branch(step)
-                later = [s.layer if isinstance(s, Writer) else s for s in steps[index:]]
-                if branch in calls and not any(name.startswith(f'{branch.module}.') for name in later):
-                    yield branch.module, steps[first:index]
-                    first = index
+            if (
+                isinstance(step, Writer)
+                and step.stream.side == 'input'
+                and self._ends_early(unit, step, steps[index:], calls)
+            ):
+                yield self._find_branch(step).module, steps[first:index]
+                first = index
         yield unit, steps[first:]
+
+    def _ends_early(self, unit: str, writer: Writer, later: list[Writer | str], calls: list) -> bool:
+        """Whether the branch of a writer has returned before the new stream, and no later step is in or before it."""
+        branch = self._find_branch(writer)
+        if branch.module == unit or branch not in calls or find_hooks(self.model.get_submodule(branch.module)):
+            return False
+        end = calls.index(branch)
+        places = {step for step in later if isinstance(step, str)}
+        for step in (step for step in later if isinstance(step, Writer)):
+            places |= {step.layer, step.source.module, step.stream.module}
+            if (other := self._find_branch(step)) in calls and calls.index(other) < end:
+                return False
+        inside = any(f'{place}.'.startswith(f'{branch.module}.') for place in places)
+        return end < calls.index(writer) and not inside
 
     def forward(self, model: nn.Module) -> Callable[[Tensor], object]:
         """What runs a teacher or student on an image tensor."""

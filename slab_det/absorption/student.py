@@ -81,7 +81,7 @@ class Absorption:
         with self.bar:
             with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
                 self.teacher_walk, self.student_walk = (
-                    Walk(model, plan.forward(model), plan.units, plan.readers, plan.images.files, Path(folder, name))
+                    Walk(model, plan.forward(model), plan.units, plan.last_uses, plan.images.files, Path(folder, name))
                     for name, model in (('teacher', plan.model), ('student', self.student))
                 )
                 if 0 < first < last:
@@ -111,8 +111,8 @@ class Absorption:
             elif self._changed:
                 stored = []
                 if step is self.plan.steps[unit][-1]:
-                    # No fit changes an output of the teacher, and one that nothing reads does not count.
-                    stored = walks[:1] if self.plan.readers[unit] else walks
+                    # No fit changes an output of the teacher; of one that nothing reads only the shape is kept.
+                    stored = walks[:1] if self.plan.last_uses[unit] > unit else walks
                 self.report.refits.append(self._fit_writer(unit, step, stored))
                 walks = walks[len(stored) :]
         if walks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Walk:
         model: In eval mode.
         forward: Runs the model on an image tensor, as far as the last unit at least.
         units: Names of modules in the order in which they return.
-        readers: For the image, at index -1, and for each unit those that read it; see :func:`find_readers`.
+        last_uses: For the image, at index -1, and for each unit the last unit that reads it; see :func:`last_uses`.
         images: A file for each batch that holds its image tensor, (B, 3, H, W).
         folder: Where outputs are stored, one file for each unit and batch.
     """
@@ -49,11 +49,11 @@ class Walk:
         model: nn.Module,
         forward: Callable[[Tensor], object],
         units: Sequence[str],
-        readers: Mapping[int, Collection[int]],
+        last_uses: Mapping[int, int],
         images: Sequence[Path],
         folder: Path,
     ) -> None:
-        self.model, self.forward, self.units, self.readers, self.folder = model, forward, units, readers, folder
+        self.model, self.forward, self.units, self.last_uses, self.folder = model, forward, units, last_uses, folder
         self.images = images
         self.device = next(model.parameters()).device
         # What stands for an output that is not stored.
@@ -68,9 +68,9 @@ class Walk:
         Args:
             batch: Its index.
             unit: Index of the unit.
-            probes: Places up to the end of the unit, or behind it where nothing is stored yet.
+            probes: Places before the end of the unit, or where its output arrives.
             live_from: The first unit that is computed, not read; ``unit`` itself by default.
-            store: Store the outputs of all computed units that later ones read, and remove what only this one read.
+            store: Store the outputs of all computed units that later ones read, and remove what no later one reads.
         """
         live_from = unit if live_from is None else live_from
         found: dict[Probe, Tensor] = {}
@@ -114,17 +114,17 @@ class Walk:
     def _drop(self, batch: int, unit: int) -> None:
         """Removes what no unit behind this one reads."""
         for index in range(unit):
-            if max(self.readers[index], default=index) == unit:
+            if self.last_uses[index] == unit:
                 (self.folder / f'{index}_{batch}.pt').unlink(missing_ok=True)
 
     def _store(self, unit: int, batch: int, output: object, last: int) -> None:
         self.placeholders[unit, batch] = _map_tensors(output, _nan_like)
-        if max(self.readers[unit], default=last) > last:
+        if self.last_uses[unit] > last:
             # A view would bring all of its memory along.
             torch.save(_map_tensors(output, torch.clone), self.folder / f'{unit}_{batch}.pt')
 
     def _load(self, unit: int, batch: int, reader: int) -> object:
-        if reader not in self.readers[unit] and (unit, batch) in self.placeholders:
+        if self.last_uses[unit] < reader and (unit, batch) in self.placeholders:
             return self.placeholders[unit, batch]
         path = self.images[batch] if unit < 0 else self.folder / f'{unit}_{batch}.pt'
         output = load_tensors(path, self.device)
@@ -133,19 +133,23 @@ class Walk:
         return output
 
 
-def find_readers(
+def last_uses(
     model: nn.Module, forward: Callable[[Tensor], object], units: Sequence[str], image: Tensor
-) -> dict[int, set[int]]:
-    """For the image (-1) and each unit the units whose input depends on it while all other units stay the same.
+) -> dict[int, int]:
+    """For the image (-1) and each unit the last unit whose input depends on it while all other units stay the same.
 
     Units are replaced by what they returned, one of them by NaN: where NaN arrives is what reads it. A unit within
-    another is read by what comes behind it there, and reads all that the other one does.
+    another is read there.
     """
+    within = {
+        index: other
+        for index, name in enumerate(units)
+        for other, unit in enumerate(units)
+        if name and unit in ('', *containers_of(name))
+    }
     image = image[..., :SMALL, :SMALL]
     outputs: dict[str, object] = {}
     modules = {name: model.get_submodule(name) for name in units}
-    inner = [[i for i, other in enumerate(units) if other and name in ('', *containers_of(other))] for name in units]
-    within = {index: outer for outer, indices in enumerate(inner) for index in indices}
     with ExitStack() as stack, torch.no_grad():
         for name, module in modules.items():
 
@@ -154,25 +158,27 @@ def find_readers(
 
             stack.callback(module.register_forward_hook(keep).remove)
         forward(image)
-    readers: dict[int, set[int]] = {}
+    uses = {}
     for index in range(-1, len(units)):
-        readers[index] = found = set()
         if index in within:
-            outer = within[index]
-            found.update(other for other in [*inner[outer], outer] if other > index)
+            uses[index] = within[index]
             continue
+        readers: list[int] = []
         with ExitStack() as stack, torch.no_grad():
             for other, (name, module) in enumerate(modules.items()):
                 given = _map_tensors(outputs[name], _nan_like) if other == index else outputs[name]
                 stack.enter_context(_replaced_forward(module, given))
 
-                def look(module: nn.Module, args: tuple, kwargs: dict, other: int = other, found: set = found) -> None:
+                def look(
+                    module: nn.Module, args: tuple, kwargs: dict, other: int = other, readers: list = readers
+                ) -> None:
                     if any(tensor.isnan().any() for tensor in _tensors((args, kwargs))):
-                        found.update([*inner[other], other])
+                        readers.append(other)
 
                 stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
             forward(_nan_like(image) if index < 0 else image)
-    return readers
+        uses[index] = max(readers, default=index)
+    return uses
 
 
 def load_tensors(path: Path, device: torch.device) -> object:

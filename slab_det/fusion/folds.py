@@ -38,7 +38,9 @@ class Write(NamedTuple):
     """One layer that adds to the residual stream of a module, as a method ``writes()`` yields it.
 
     Names are dotted and relative to the module. What the layer reads and the stream that it makes have the same tokens
-    in the same order, channels last. Of a neck, whose layers stand in no stream, a convolution is its own ``stream``.
+    in the same order, channels last. The child that holds a layer with a ``stream``, such as an attention, acts by what
+    it returns alone: it is not run again for what follows. Of a neck, whose layers stand in no stream, a convolution is
+    its own ``stream``.
 
     Attributes:
         layer: The linear layer that writes: an nn.Linear, or an nn.Conv2d of kernel 1; of a neck any nn.Conv2d.

@@ -298,8 +298,8 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
 def test_a_resumed_walk_stores_only_what_is_still_read(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     torch.save(torch.ones(1, 3), tmp_path / 'image.pt')
-    readers = {-1: {0}, 0: {1}, 1: {2}, 2: set()}
-    resumed = walk.Walk(model, model, ['0', '1', '2'], readers, [tmp_path / 'image.pt'], tmp_path / 'outputs')
+    uses = {-1: 0, 0: 1, 1: 2, 2: 2}
+    resumed = walk.Walk(model, model, ['0', '1', '2'], uses, [tmp_path / 'image.pt'], tmp_path / 'outputs')
     resumed.run(0, 1, (), live_from=0, store=True)
     assert [path.name for path in (tmp_path / 'outputs').iterdir()] == ['1_0.pt']
     (output,) = resumed.run(0, 2, [walk.Probe('2', 'output')])
