@@ -55,6 +55,17 @@ def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
     return cfg
 
 
+def layer_norms(model):
+    return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+
+
+def pictures(count=6, size=(66, 70), seed=0):
+    """Coarse blobs: tokens differ within an image and between images."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = [torch.randn(1, 3, 9, 9, generator=generator) for _ in range(count)]
+    return [nn.functional.interpolate(n, size=size, mode='bicubic') * (1 + i % 3) for i, n in enumerate(noise)]
+
+
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.set_num_threads(1)

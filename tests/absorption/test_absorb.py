@@ -1,16 +1,12 @@
 """absorb: LayerNorms go into linear layers, front to back; what is saved rebuilds; what is interrupted goes on."""
 
 import copy
-import os
 import re
-from collections import Counter
 from types import MethodType
-from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
-from conftest import randomize, raw_outputs
+from conftest import layer_norms, pictures, randomize, raw_outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
@@ -18,11 +14,10 @@ from torch import nn
 
 import slab_det
 from slab_det.absorption import absorb, walk
-from slab_det.absorption.plan import Images
+from slab_det.absorption.plan import AbsorptionPlan, Images
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
-from slab_det.fusion import register_folds, save_fused
-from slab_det.fusion.fuse import apply_folds
+from slab_det.fusion import save_fused
 
 LN = dict(type='LN')
 SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=LN)
@@ -42,13 +37,6 @@ BACKBONES = {
 }  # fmt: skip
 
 
-def pictures(count=6, size=(66, 70), seed=0):
-    """Coarse blobs: tokens differ within an image and between images."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = [torch.randn(1, 3, 9, 9, generator=generator) for _ in range(count)]
-    return [nn.functional.interpolate(n, size=size, mode='bicubic') * (1 + i % 3) for i, n in enumerate(noise)]
-
-
 @pytest.fixture
 def teacher(small_detector_cfg):
     """A function: a Mask R-CNN with one of BACKBONES and random weights."""
@@ -64,10 +52,6 @@ def teacher(small_detector_cfg):
         return model
 
     return build
-
-
-def layer_norms(model):
-    return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
 
 
 @pytest.mark.parametrize('backbone', BACKBONES)
@@ -136,6 +120,12 @@ def test_every_writer_brings_the_stream_nearer(teacher):
     assert report.norms[0].norm == 'backbone.patch_embed.norm'
 
 
+def test_units_are_attentions_then_their_blocks_and_convolutions_of_the_fpn(teacher, tmp_path):
+    units = AbsorptionPlan(teacher(), pictures(1), tmp_path).units
+    assert units[1:3] == ['backbone.stages.0.blocks.0.attn', 'backbone.stages.0.blocks.0']
+    assert units[-4:] == [f'neck.fpn_convs.{i}.conv' for i in range(4)]
+
+
 def test_biases_that_attentions_keep_do_not_pile_up(teacher):
     """Those of all blocks of a Swin-S take more memory than its weights at 800x1333."""
     model = teacher()
@@ -201,18 +191,6 @@ def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count, tmp_path
     assert [index for index in range(count) if images.is_held_out(index)] == expected
     assert [index for index in range(count) if images.judges(index)] == (expected or [*range(count)])
     assert all(one is batches[i] for one, i in zip(images.held_out, expected or range(count), strict=True))
-
-
-def test_keep_takes_numbers_of_any_type_and_one_name():
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-    model = Plain().eval()
-    for keep in ('norm', ['norm'], 1, np.int64(1), 9, 0.0, np.float32(0)):
-        assert layer_norms(absorb(model, pictures(), keep=keep, progress=False)) == ['norm'], keep
-    for keep in (0, np.int64(0), 1.0, np.float32(1)):
-        assert not layer_norms(absorb(model, pictures(), keep=keep, progress=False)), keep
-    for keep in (-1, -0.1, float('nan')):
-        with pytest.raises(ConversionError, match='from 0 on'):
-            absorb(model, pictures(), keep=keep, progress=False)
 
 
 def test_the_teacher_stays_as_it_was(teacher):
@@ -306,25 +284,6 @@ def test_a_resumed_walk_stores_only_what_is_still_read(tmp_path):
     torch.testing.assert_close(output, model(torch.ones(1, 3)))
 
 
-def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-
-    def cut_off(file):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, 'fsync', cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            absorb(Plain().eval(), pictures(), keep=0, work_dir=tmp_path, progress=False)
-    assert not [*tmp_path.iterdir()]
-
-
-def test_counters_of_other_norms_are_no_obstacle_to_a_work_dir(tmp_path):
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-    model = nn.Sequential(nn.BatchNorm2d(3), Plain()).eval()
-    assert not layer_norms(absorb(model, pictures(), keep=0, work_dir=tmp_path, progress=False))
-
-
 def test_a_forward_that_a_module_was_given_comes_back(teacher):
     model = teacher().backbone
     block = model.stages[0].blocks[0]
@@ -353,177 +312,3 @@ def test_nothing_to_absorb_is_an_error(teacher, small_detector):
     broken.backbone.stages[1].blocks[0].norm1.weight.data[0] = torch.inf
     with pytest.raises(ConversionError, match='stages.1.blocks.0.norm1: .* NaN or infinite'):
         absorb(broken, pictures(), keep=0, progress=False)
-
-
-class Plain(nn.Module):
-    """A model of somebody else, pre-norm, with a norm that two layers read."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(3, 8)
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.gate = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        x = self.stem(x.flatten(2).transpose(1, 2))
-        y = self.norm(x)
-        return x + self.down(self.up(y).relu() * self.gate(y).sigmoid())
-
-
-class Twice(Plain):
-    def forward(self, x):
-        return super().forward(x) + self.norm(self.stem(x.flatten(2).transpose(1, 2)))
-
-
-def test_folds_go_into_a_model_on_its_own_device():
-    """On the meta device, which refuses tensors of the CPU as a GPU does."""
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-    student = absorb(Plain().eval(), pictures(), keep=0, progress=False)
-    apply_folds(Plain().eval().to('meta'), student.fusion_report.norms)
-
-
-def test_any_model_whose_readers_are_named():
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-    register_folds(Twice, folds=lambda m: [('norm', ('up', 'gate'))])
-    model = Plain().eval()
-    student = absorb(model, pictures(10), keep=0, progress=False)
-    assert student.absorption_report.norms[0].into == 'up, gate'
-    assert isinstance(student.norm, nn.Identity) and student.absorption_report.refits[0].layer == 'down'
-    with pytest.raises(ConversionError, match='norm: a forward calls it 2 times'):
-        absorb(Twice().eval(), pictures(10), keep=0, progress=False)
-
-
-@pytest.mark.parametrize('bias', [True, False])
-def test_a_writer_leaves_what_the_report_says(bias):
-    """Without a bias in the writer too; distances from the formula, on the images that are held out."""
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-    torch.manual_seed(0)
-    model = Plain().eval().double()
-    model.down = nn.Linear(16, 8, bias=bias).double()
-    images = [image.double() for image in pictures(10)]
-    student = absorb(model, images, keep=0, progress=False)
-    with torch.no_grad():
-        one, other = (torch.cat([m(image) for image in images[4::5]]).flatten(0, 1) for m in (model, student))
-    left = (one - other).square().sum() / (one - one.mean(0)).square().sum()
-    (writer,) = student.absorption_report.refits
-    assert writer.after == pytest.approx(float(left)) and writer.after < writer.before
-
-
-class Mixer(nn.Module):
-    """Mixes tokens, and counts the calls of every copy of itself."""
-
-    calls: ClassVar[Counter] = Counter()
-
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(8, 8)
-
-    def forward(self, y):
-        self.calls[id(self)] += 1
-        return self.proj(y.cumsum(1) / 100)
-
-
-class Mixing(Plain):
-    """A block with a branch, which adds to the stream, before the two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm0 = nn.LayerNorm(8)
-        self.mixer = Mixer()
-
-    def forward(self, x):
-        x = self.stem(x.flatten(2).transpose(1, 2))
-        x = x + self.get_submodule(self.branch)(self.norm0(x))
-        y = self.norm(x)
-        return x + self.down(self.up(y).relu() * self.gate(y).sigmoid())
-
-    branch = 'mixer'
-
-
-class Listed(Mixing):
-    """The branch stands in a list, which no forward calls."""
-
-    branch = 'mixers.0'
-
-    def __init__(self):
-        super().__init__()
-        self.mixers = nn.ModuleList([self.mixer])
-        del self.mixer
-
-
-class Wrapped(nn.Module):
-    """The branch and what follows it stand in one module, whose rules are those of the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = Mixing()
-
-    def forward(self, x):
-        return self.body(x)
-
-
-@pytest.mark.parametrize('hooked', [False, True])
-def test_what_follows_an_attention_does_not_run_it_again(hooked):
-    """A teacher's runs once for each batch, a student's twice; where no call can be left out comes the same."""
-    states, calls = {}, {}
-    for kind, prefix, branch in ((Mixing, '', 'mixer'), (Listed, '', 'mixers.0'), (Wrapped, 'body.', 'mixer')):
-        folds = [
-            (f'{prefix}norm0', f'{prefix}{branch}.proj'),
-            (f'{prefix}norm', (f'{prefix}up', f'{prefix}gate')),
-        ]
-        writes = [(f'{prefix}{branch}.proj', f'{prefix}norm'), (f'{prefix}down',)]
-        register_folds(kind, folds=lambda m, folds=folds: folds, writes=lambda m, writes=writes: writes)
-        torch.manual_seed(0)
-        model = kind().eval()
-        if hooked:
-            model.get_submodule(prefix + branch).register_forward_hook(lambda module, args, output: 2 * output)
-        Mixer.calls.clear()
-        student = absorb(model, pictures(10), keep=0, progress=False)
-        refits = [refit.layer for refit in student.absorption_report.refits]
-        assert refits == [name for name, *_ in writes][hooked:]
-        calls[kind] = [Mixer.calls[id(m.get_submodule(prefix + branch))] for m in (model, student)]
-        states[kind] = [*student.state_dict().values()]
-    if not hooked:
-        # Two more of the teacher say in which order the steps come, and who reads whom.
-        assert calls[Mixing] == [10 + 2, 20]
-        assert all(of_teacher > 20 < of_student for of_teacher, of_student in (calls[Listed], calls[Wrapped]))
-    for kind in (Listed, Wrapped):
-        torch.testing.assert_close(states[kind], states[Mixing], rtol=0, atol=0)
-
-
-class Pooled(Plain):
-    def forward(self, x):
-        return self.up(self.norm(self.stem(x.mean((2, 3)))))
-
-
-def test_a_norm_of_one_token_per_image_is_absorbed():
-    register_folds(Pooled, folds=lambda m: [('norm', 'up')])
-    (norm,) = absorb(Pooled().eval(), pictures(10), keep=0, progress=False).absorption_report.norms
-    assert norm.fate == 'absorbed' and 0 <= norm.own <= norm.left
-
-
-class Recurrent(Plain):
-    """The norm runs once, the block behind it twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Plain()
-        self.block.stem = nn.Identity()
-
-    def forward(self, x):
-        x = self.up(self.norm(self.stem(x.flatten(2).transpose(1, 2))))[..., :8]
-        for _ in range(2):
-            x = self.block(x.transpose(1, 2)[..., None])
-        return x
-
-
-def test_a_block_that_runs_twice_stays():
-    register_folds(Recurrent, folds=lambda m: [('norm', 'up')])
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-    model = Recurrent().eval()
-    student = absorb(model, pictures(10), keep=0, progress=False)
-    assert layer_norms(student) == ['block.norm'] and not student.absorption_report.refits
-    for one, other in zip(model.block.parameters(), student.block.parameters(), strict=True):
-        assert torch.equal(one, other)
