@@ -7,6 +7,7 @@ os.environ['OMP_NUM_THREADS'] = '1'
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
+import gc
 import runpy
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from mmengine.visualization import Visualizer
 from torch import nn
+from yapf.yapflib import yapf_api
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(
@@ -38,6 +40,19 @@ slab_det.runtime.install()
 
 # Each `mmdet::` in a config reads all of mmdet's hundred metafiles, only to find out that it is none of theirs.
 mmengine.config.utils.load = cache(mmengine.config.utils.load)
+
+# A run formats its config five times, and again with each checkpoint: a third of the time of tests that train.
+format_code = yapf_api.FormatCode
+format_once = cache(lambda text, style: format_code(text, style_config=dict(style)))
+yapf_api.FormatCode = lambda text, style_config: format_once(text, tuple(style_config.items()))
+
+# Each dataset collects garbage: what is imported by now is none.
+gc.freeze()
+
+
+def pytest_sessionfinish():
+    # Else Triton's modules report at exit that nothing of theirs was freed.
+    gc.unfreeze()
 
 
 def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
