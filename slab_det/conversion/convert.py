@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.backbones.base import check_norm_cfg
+from slab_det.fusion.fuse import replace_module
 from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
 from slab_det.recalibration import Moments, collect_moments
 from slab_det.runtime.errors import SlabDetError
@@ -204,10 +205,7 @@ def _replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> None:
         # Not named_children(): a module may hold a norm under several names.
         for name, child in parent._modules.items():
             if child in replaced:
-                setattr(parent, name, replaced[child])
-                if isinstance(parent, nn.TransformerEncoderLayer):
-                    # Its fused kernel would read the weights of the norms and never call them.
-                    parent.activation_relu_or_gelu = 0
+                replace_module(parent, name, replaced[child])
 
 
 def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) -> dict[str, float]:

@@ -237,3 +237,19 @@ def test_a_block_that_runs_twice_stays():
     assert layer_norms(student) == ['block.norm'] and not student.absorption_report.refits
     for one, other in zip(model.block.parameters(), student.block.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+class Tokens(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x).flatten(2).transpose(1, 2)
+
+
+def test_a_transformer_of_torch_computes_the_same_where_its_fused_kernel_would_run():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+    model = nn.Sequential(Tokens(3, 8, 4, 4), layer).eval()
+    student = absorb(model, pictures(), keep=0, progress=False)
+    assert not layer_norms(student) and layer_norms(model)
+    (image,) = pictures(count=1)
+    expected = student(image)
+    with torch.no_grad():
+        torch.testing.assert_close(student(image), expected)
