@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
 from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import Write, find_hooks, find_rule
-from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
+from slab_det.fusion.fuse import check_fusible, containers_of, find_shared, join_names, plan_folds
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration.moments import prepare_inputs
 
@@ -165,6 +165,9 @@ class AbsorptionPlan:
             if rule and not any(writer.layer.startswith(f'{prefix}.') for writer in writers):
                 for write in rule():
                     layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
+                    # A fit for one place would undo that of the other.
+                    if find_shared(self.model, layer):
+                        continue
                     # A layer of its own stream, as an FPN's, is fitted to what it puts out.
                     seen = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
                     writers.append(Writer(layer, seen, Probe(source, 'output') if source else Probe(layer, 'input')))

@@ -273,6 +273,19 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
         assert len(calls) > spent
 
 
+def test_a_layer_that_two_blocks_share_stays_as_it_is(teacher):
+    model = teacher()
+    first, second = model.backbone.stages[0].blocks
+    second.attn = first.attn
+    student = absorb(model, pictures(), keep=0, progress=False)
+    written = {refit.layer for refit in student.absorption_report.refits}
+    assert {'backbone.stages.0.blocks.1.ffn.layers.1', 'backbone.stages.1.blocks.0.attn.w_msa.proj'} <= written
+    attention = student.backbone.stages[0].blocks[1].attn.w_msa
+    for name in ('qkv', 'proj'):
+        layers = (getattr(each, name) for each in (attention, first.attn.w_msa))
+        assert torch.equal(*(layer.weight for layer in layers)), name
+
+
 def test_a_resumed_walk_stores_only_what_is_still_read(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     torch.save(torch.ones(1, 3), tmp_path / 'image.pt')
