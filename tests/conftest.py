@@ -7,15 +7,16 @@ os.environ['OMP_NUM_THREADS'] = '1'
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
-import gc
 import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import mmengine.config.utils
+import mmengine.dataset.base_dataset
 import pytest
 import torch
 from mmdet.registry import MODELS
@@ -46,13 +47,8 @@ format_code = yapf_api.FormatCode
 format_once = cache(lambda text, style: format_code(text, style_config=dict(style)))
 yapf_api.FormatCode = lambda text, style_config: format_once(text, tuple(style_config.items()))
 
-# Each dataset collects garbage: what is imported by now is none.
-gc.freeze()
-
-
-def pytest_sessionfinish():
-    # Else Triton's modules report at exit that nothing of theirs was freed.
-    gc.unfreeze()
+# Each dataset has all garbage collected when it is built: a tenth of that time.
+mmengine.dataset.base_dataset.gc = SimpleNamespace(collect=int)
 
 
 def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
