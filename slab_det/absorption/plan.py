@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
 from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import Write, find_hooks, find_rule
-from slab_det.fusion.fuse import check_fusible, containers_of, find_shared, join_names, plan_folds
+from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration.moments import prepare_inputs
 
@@ -136,7 +136,7 @@ class AbsorptionPlan:
         once = [place for place in calls if calls.count(place) == 1]
         steps: dict[str, list[Writer | str]] = {}
         for step in once:
-            if isinstance(step, Writer) or self.reasons.get(step) == '':
+            if not self._is_shared(step.layer, calls) if isinstance(step, Writer) else self.reasons.get(step) == '':
                 steps.setdefault(self._find_unit(step), []).append(step)
         parts = [part for unit in steps for part in self._split(unit, steps[unit], once)]
         self.units, self.steps = [unit for unit, _ in parts], [part for _, part in parts]
@@ -165,22 +165,20 @@ class AbsorptionPlan:
             if rule and not any(writer.layer.startswith(f'{prefix}.') for writer in writers):
                 for write in rule():
                     layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
-                    # A fit for one place would undo that of the other.
-                    if find_shared(self.model, layer):
-                        continue
                     # A layer of its own stream, as an FPN's, is fitted to what it puts out.
                     seen = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
                     writers.append(Writer(layer, seen, Probe(source, 'output') if source else Probe(layer, 'input')))
         return writers
 
     def _trace(self, image: Tensor, writers: Iterable[Writer], norms: Iterable[str]) -> list[Writer | str | Probe]:
-        """The writers, the norms and the ends of branches in the order in which a forward comes to them."""
+        """The writers, the norms and the ends of branches and layers in the order in which a forward comes to them."""
         calls: list[Writer | str | Probe] = []
+        ends = {Probe(w.layer, 'output') for w in writers} | {self._find_branch(w) for w in writers}
         # Where the new stream is the input of a norm, the writer is first.
         places = [
             *((writer, writer.stream) for writer in writers),
             *((name, Probe(name, 'input')) for name in norms),
-            *((probe, probe) for probe in {self._find_branch(writer) for writer in writers}),
+            *((probe, probe) for probe in ends),
         ]
         with ExitStack() as stack, torch.no_grad():
             for place, probe in places:
@@ -188,6 +186,12 @@ class AbsorptionPlan:
                 stack.callback(register_probe(module, probe.side, lambda value, at=place: calls.append(at)).remove)
             self.forward(self.model)(image)
         return calls
+
+    def _is_shared(self, layer: str, calls: list) -> bool:
+        """Whether a layer has another place too, for which a fit would undo this one's."""
+        parameters = [p for module in self.model.modules() for p in module._parameters.values()]
+        own = {*map(id, self.model.get_submodule(layer).parameters())}
+        return calls.count(Probe(layer, 'output')) > 1 or sum(id(p) in own for p in parameters) > len(own)
 
     def _find_unit(self, step: Writer | str) -> str:
         """The outermost module around a norm or layer, backbones excepted, that says where norms go or what writes."""

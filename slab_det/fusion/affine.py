@@ -90,6 +90,9 @@ def _parameters(layer: nn.Module, part: str = '') -> tuple[Tensor, Tensor]:
     if getattr(layer, bias_name) is None:
         zeros = weight.new_zeros(weight.shape[0])
         setattr(layer, bias_name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
+        if isinstance(layer, nn.MultiheadAttention):
+            # With a bias for its inputs its fused kernel may run, which reads this one too.
+            _parameters(layer.out_proj)
     parameters = weight, getattr(layer, bias_name)
     if not part:
         return parameters

@@ -203,15 +203,11 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side) -> None:
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
     check_foldable(layer, side, part, target)
-    if others := find_shared(model, name):
-        raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
-
-
-def find_shared(model: nn.Module, name: str) -> list[str]:
-    """What the parameters of a layer are called elsewhere: whoever changes them changes those places too."""
-    own = {*map(_memory, model.get_submodule(name).parameters())}
+    own = {*map(_memory, layer.parameters())}
     names = [n for n, parameter in model.named_parameters(remove_duplicate=False) if _memory(parameter) in own]
-    return [other for other in names if not other.startswith(f'{name}.')]
+    others = [other for other in names if not other.startswith(f'{name}.')]
+    if others:
+        raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
 
 
 def _memory(parameter: nn.Parameter) -> int:

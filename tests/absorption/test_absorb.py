@@ -14,7 +14,7 @@ from torch import nn
 
 import slab_det
 from slab_det.absorption import absorb, walk
-from slab_det.absorption.plan import AbsorptionPlan, Images
+from slab_det.absorption.plan import AbsorptionPlan, Images, Writer
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
@@ -273,17 +273,21 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
         assert len(calls) > spent
 
 
-def test_a_layer_that_two_blocks_share_stays_as_it_is(teacher):
-    model = teacher()
+def test_layers_that_two_blocks_share_are_not_fitted(teacher, tmp_path):
+    def writers(model):
+        plan = AbsorptionPlan(model, pictures(), tmp_path)
+        return {step.layer for steps in plan.steps for step in steps if isinstance(step, Writer)}
+
+    whole, model = teacher(), teacher()
     first, second = model.backbone.stages[0].blocks
     second.attn = first.attn
-    student = absorb(model, pictures(), keep=0, progress=False)
-    written = {refit.layer for refit in student.absorption_report.refits}
-    assert {'backbone.stages.0.blocks.1.ffn.layers.1', 'backbone.stages.1.blocks.0.attn.w_msa.proj'} <= written
-    attention = student.backbone.stages[0].blocks[1].attn.w_msa
-    for name in ('qkv', 'proj'):
-        layers = (getattr(each, name) for each in (attention, first.attn.w_msa))
-        assert torch.equal(*(layer.weight for layer in layers)), name
+    second.ffn.layers[1].weight = first.ffn.layers[1].weight
+    # Only another name.
+    model.levels = model.neck.fpn_convs
+    shared = {
+        f'backbone.stages.0.blocks.{i}.{layer}' for i in range(2) for layer in ('attn.w_msa.proj', 'ffn.layers.1')
+    }
+    assert shared < writers(whole) and writers(model) == writers(whole) - shared
 
 
 def test_a_resumed_walk_stores_only_what_is_still_read(tmp_path):

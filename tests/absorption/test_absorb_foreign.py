@@ -244,8 +244,9 @@ class Tokens(nn.Conv2d):
         return super().forward(x).flatten(2).transpose(1, 2)
 
 
-def test_a_transformer_of_torch_computes_the_same_where_its_fused_kernel_would_run():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+@pytest.mark.parametrize('bias', [True, False])
+def test_a_transformer_of_torch_computes_the_same_where_its_fused_kernel_would_run(bias):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True, bias=bias)
     model = nn.Sequential(Tokens(3, 8, 4, 4), layer).eval()
     student = absorb(model, pictures(), keep=0, progress=False)
     assert not layer_norms(student) and layer_norms(model)
