@@ -136,7 +136,11 @@ class AbsorptionPlan:
         once = [place for place in calls if calls.count(place) == 1]
         steps: dict[str, list[Writer | str]] = {}
         for step in once:
-            if not self._is_shared(step.layer, calls) if isinstance(step, Writer) else self.reasons.get(step) == '':
+            if isinstance(step, Writer):
+                is_fitted = not self._is_shared(step.layer, calls)
+            else:
+                is_fitted = self.reasons.get(step) == ''
+            if is_fitted:
                 steps.setdefault(self._find_unit(step), []).append(step)
         parts = [part for unit in steps for part in self._split(unit, steps[unit], once)]
         self.units, self.steps = [unit for unit, _ in parts], [part for _, part in parts]
