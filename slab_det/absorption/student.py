@@ -143,6 +143,8 @@ class Absorption:
             source, target = self.teacher_walk.run(batch, unit, (Probe(name, 'input'), Probe(name, 'output')))
             own[part].add(source, target)
             (moments, held_out)[part].add(*self.student_walk.run(batch, unit, (Probe(name, 'input'),)), target)
+            # The next forwards need the memory.
+            del source, target
         _check_finite(name, moments, held_out)
         diagonal = diagonal_fit(moments)
         fit, ridge = choose_fit(moments, held_out, diagonal.matrix)
@@ -168,18 +170,21 @@ class Absorption:
         (moments, held_out), target_moments = _pair(self.plan.int8), Moments()
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,), store=self.teacher_walk in stored)
+            # A convolution in an FFN has kernel 1 and writes tokens.
+            of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4
+            if of_neck:
+                target = _some_rows(target)
             source, stream = self.student_walk.run(
                 batch, unit, (writer.source, writer.stream), store=self.student_walk in stored
             )
-            if isinstance(layer, nn.Conv2d) and stream.ndim == 4:
-                # Of a neck; one in an FFN has kernel 1 and writes tokens.
-                source = _patches(layer, source, stream)
-                stream, target = _some_rows(stream), _some_rows(target)
+            if of_neck:
+                source, stream = _patches(layer, source, stream), _some_rows(stream)
             elif isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 source = source.flatten(2).transpose(1, 2)
             if self.plan.images.judges(batch):
                 target_moments.add(target)
             (moments, held_out)[self.plan.images.is_held_out(batch)].add(source, target - stream)
+            del source, stream, target
         return _refit(writer.layer, layer, moments, held_out, target_moments)
 
     def _key(self) -> str:
