@@ -43,6 +43,10 @@ METRICS = {'bccd': 'bbox', 'dsb2018': 'segm', 'animals': 'bbox'}
 FINETUNE = ROOT / 'benchmarks/finetune/schedule.py'
 TUNE = ROOT / 'configs/_base_/schedules/tune_absorbed.py'
 IN_PROCESS = dict(num_workers=0, persistent_workers=False)
+WAYS = (
+    'all gone', 'default', 'control', 'tuned', 'tuned without labels', 'for int8', 'bfloat16',
+    'all gone, on validation images',
+)  # fmt: skip
 
 
 class Cells:
@@ -89,8 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--iterations', type=int, default=500, help='of the teachers (default %(default)s)')
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     parser.add_argument('--work-dir', default='work_dirs/absorb')
-    ways = ['all gone', 'default', 'control', 'tuned', 'for int8', 'bfloat16', 'all gone, on validation images']
-    parser.add_argument('--ways', nargs='+', default=ways, choices=ways, help='default: all')
+    parser.add_argument('--ways', nargs='+', default=WAYS, choices=WAYS, help='default: all')
     return parser.parse_args()
 
 
@@ -130,9 +133,9 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
             values['own'] = {norm.norm: norm.own for norm in report.norms}
         return values
 
-    def tuned() -> dict:
+    def tuned(name: str, *options: str) -> dict:
         config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE))
-        last = train(config, folder / 'tuned', args.data_root)
+        last = train(config, folder / name, args.data_root, *options)
         return ap(build_detector(Config.fromfile(fused_config), str(last)))
 
     def control() -> dict:
@@ -160,7 +163,8 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         'all gone': lambda: absorbed('fused', 0),
         'default': lambda: absorbed('default', None),
         'control': control,
-        'tuned': tuned,
+        'tuned': lambda: tuned('tuned'),
+        'tuned without labels': lambda: tuned('tuned_without_labels', 'model.task_weight=0'),
         'for int8': lambda: absorbed('int8', 0, int8=True),
         'bfloat16': in_bfloat16,
         'all gone, on validation images': on_validation,
