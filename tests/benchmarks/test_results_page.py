@@ -71,7 +71,8 @@ ABSORBED = {
     'absorbed, every LayerNorm gone': 'all gone',
     'absorbed for int8': 'for int8',
     'LayerNorm, 150 more': 'control',
-    'every LayerNorm gone, 150 iterations': 'tuned',
+    'every LayerNorm gone, 150 iterations with labels': 'tuned',
+    'every LayerNorm gone, 150 iterations with teacher, without labels': 'tuned without labels',
 }
 
 
@@ -93,7 +94,10 @@ def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
 
 
 def test_size_of_an_absorption_is_the_stored_result():
-    assert size_table(load('absorb_size')['results']) in (ROOT / 'docs/absorb.md').read_text()
+    results = load('absorb_size')['results']
+    shown = size_table(results)
+    assert [row.split('|')[1].strip() for row in shown.splitlines()[2:]] == [*results]
+    assert shown in (ROOT / 'docs/absorb.md').read_text()
 
 
 def test_steps_of_an_absorption_are_the_stored_results():
