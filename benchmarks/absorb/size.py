@@ -28,9 +28,10 @@ from slab_det.measure.untrained import build_untrained
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {'Swin-T': 'mask_rcnn_swin_t', 'Swin-S': 'mask_rcnn_swin_s', 'PVT-S': 'mask_rcnn_pvt_s'}
 MIB = 2**20
-# What glibc reads when a process starts. For memory each block of 1 MiB or more goes back to the system once it is
-# freed. By default pieces stay, as chance has it: the forward of PVT-S took 434, 494 and 531 MiB where it needs 343.
-SETTINGS = {'time': {}, 'memory': {'MALLOC_MMAP_THRESHOLD_': str(MIB)}}
+# Of the processes that measure; glibc reads it when they start. For memory each block of 1 MiB or more goes back to
+# the system once it is freed. By default pieces stay, as chance has it: the forward of PVT-S took 434, 494 and 531 MiB
+# where it needs 343.
+ENVIRONMENTS = {'time': {}, 'memory': {'MALLOC_MMAP_THRESHOLD_': str(MIB)}}
 
 
 def peak_mib() -> float:
@@ -82,16 +83,16 @@ def measure(config: str, absorbs: bool, size: tuple[int, int], num_images: int, 
     return dict(time=dict(seconds_per_image=seconds / num_images), memory=memory)
 
 
-def measure_both(name: str, quantity: str, args: argparse.Namespace) -> dict:
+def measure_quantity(name: str, quantity: str, args: argparse.Namespace) -> dict:
     """Time or memory of the detector's forward and of absorb, each in a process of its own."""
     found = {}
-    os.environ.update(SETTINGS[quantity])
+    os.environ.update(ENVIRONMENTS[quantity])
     for row in ('forward', 'absorb'):
         # A process that has ended leaves no memory to the next.
         with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
             arguments = CONFIGS[name], row == 'absorb', tuple(args.size), args.num_images, args.threads
             found[row] = pool.submit(measure, *arguments).result()[quantity]
-    for variable in SETTINGS[quantity]:
+    for variable in ENVIRONMENTS[quantity]:
         del os.environ[variable]
     # Seconds count only beside what else ran.
     return dict(**found, num_images=args.num_images, load_average=os.getloadavg()[1], **describe_environment())
@@ -102,7 +103,7 @@ def table(results: dict) -> str:
     columns = 's per image', 'its own forward, s', 'MiB above idle', "its forward's", 'ratio', 'disk, MiB per image'
     lines = [f'| Mask R-CNN, 800x1333, keep=0 | {" | ".join(columns)} |', '|---' + '|---:' * len(columns) + '|']
     for name, result in results.items():
-        if result.keys() < SETTINGS.keys():
+        if result.keys() < ENVIRONMENTS.keys():
             continue
         seconds, forward = (result['time'][row]['seconds_per_image'] for row in ('absorb', 'forward'))
         peak, own = (result['memory'][row]['above_idle_mib'] for row in ('absorb', 'forward'))
@@ -115,7 +116,7 @@ def table(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('models', nargs='*', default=[*CONFIGS], help=f'of {", ".join(CONFIGS)} (default: all)')
-    parser.add_argument('--only', choices=SETTINGS, help='default: both')
+    parser.add_argument('--only', choices=ENVIRONMENTS, help='default: both')
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1333), metavar=('H', 'W'))
     parser.add_argument('--num-images', type=int, default=5)
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
@@ -125,8 +126,8 @@ def main() -> None:
     results = json.loads(args.out.read_text())['results'] if args.out.exists() else {}
     scope = dict(size=list(args.size), batch_size=1, dtype='float32', keep=0)
     for name in args.models:
-        for quantity in [args.only] if args.only else SETTINGS:
-            results.setdefault(name, {})[quantity] = measure_both(name, quantity, args)
+        for quantity in [args.only] if args.only else ENVIRONMENTS:
+            results.setdefault(name, {})[quantity] = measure_quantity(name, quantity, args)
             args.out.write_text(json.dumps(dict(scope=scope, results=results), indent=1) + '\n')
     print(table(results))
 
