@@ -154,9 +154,10 @@ def main(args: argparse.Namespace) -> None:
         latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}
         draw_absorption(report, args.figure, agreements, latencies)
     print(f'{report}\n\n{curve_table(points)}\n\nWritten to {checkpoint} and {config}')
-    if cfg.get('train_dataloader'):
-        tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, Config.fromfile(TUNE))
-        print(f'To train it beside its teacher: slab-det train {tune}')
+    if args.images is not None or cfg.get('train_dataloader'):
+        tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, Config.fromfile(TUNE), args.images)
+        on = 'the training set, with its labels' if args.images is None else args.images
+        print(f'To train it a little more beside its teacher, on {on}: slab-det train {tune}')
 
 
 if __name__ == '__main__':

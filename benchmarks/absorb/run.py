@@ -44,7 +44,7 @@ FINETUNE = ROOT / 'benchmarks/finetune/schedule.py'
 TUNE = ROOT / 'configs/_base_/schedules/tune_absorbed.py'
 IN_PROCESS = dict(num_workers=0, persistent_workers=False)
 WAYS = (
-    'all gone', 'default', 'control', 'tuned', 'tuned without labels', 'for int8', 'bfloat16',
+    'all gone', 'default', 'control', 'tuned', 'tuned without labels', 'tuned on a folder', 'for int8', 'bfloat16',
     'all gone, on validation images',
 )  # fmt: skip
 
@@ -69,11 +69,13 @@ class Cells:
         return seeds[str(seed)]
 
 
-def train(config: str | Path, work_dir: Path, data_root: str, *options: str) -> Path:
-    """Trains by tools/train.py and returns the last checkpoint."""
+def train(config: str | Path, work_dir: Path, data_root: str | None, *options: str) -> Path:
+    """Trains by tools/train.py and returns the last checkpoint; without ``data_root`` on pictures alone."""
     if not (work_dir / 'done').exists():
-        loaders = [f'{kind}_dataloader.{key}={value}' for kind in ('train', 'val') for key, value in IN_PROCESS.items()]
-        command = [sys.executable, ROOT / 'tools/train.py', config, '--work-dir', work_dir, '--data-root', data_root]
+        kinds = ('train', 'val') if data_root else ('train',)
+        loaders = [f'{kind}_dataloader.{key}={value}' for kind in kinds for key, value in IN_PROCESS.items()]
+        command = [sys.executable, ROOT / 'tools/train.py', config, '--work-dir', work_dir]
+        command += ['--data-root', data_root] if data_root else []
         resume = ['--resume'] if (work_dir / 'last_checkpoint').exists() else []
         work_dir.mkdir(parents=True, exist_ok=True)
         with open(work_dir / 'log.txt', 'a') as log:
@@ -133,9 +135,9 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
             values['own'] = {norm.norm: norm.own for norm in report.norms}
         return values
 
-    def tuned(name: str, *options: str) -> dict:
-        config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE))
-        last = train(config, folder / name, args.data_root, *options)
+    def tuned(name: str, *options: str, pictures: Path | None = None) -> dict:
+        config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE), pictures)
+        last = train(config, folder / name, None if pictures else args.data_root, *options)
         return ap(build_detector(Config.fromfile(fused_config), str(last)))
 
     def control() -> dict:
@@ -165,6 +167,8 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         'control': control,
         'tuned': lambda: tuned('tuned'),
         'tuned without labels': lambda: tuned('tuned_without_labels', 'model.task_weight=0'),
+        # As a user has it who gives the tool --images.
+        'tuned on a folder': lambda: tuned('tuned_on_folder', pictures=Path(args.data_root, 'images/train')),
         'for int8': lambda: absorbed('int8', 0, int8=True),
         'bfloat16': in_bfloat16,
         'all gone, on validation images': on_validation,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mmdet.registry import MODELS
@@ -15,7 +15,9 @@ import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
 from slab_det.norms import named_progressive_norms
+from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, type_name
+from slab_det.runtime.pipeline import inference_steps
 
 # What every run of ours has.
 DEFAULT_HOOKS = dict(
@@ -26,6 +28,8 @@ DEFAULT_HOOKS = dict(
 )
 # The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
+# What a folder of pictures takes from the loader of the training set in whose place it stands, or has without one.
+PICTURE_LOADER = dict(batch_size=4, num_workers=2, persistent_workers=True)
 NORM_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook')
 
 
@@ -104,11 +108,12 @@ def write_tune_config(
     fused_checkpoint: str | Path,
     teacher_checkpoint: str | Path,
     schedule: Config,
+    images: str | Path | None = None,
 ) -> Path:
-    """Writes ``<stem>_tune_config.py`` beside the checkpoint of an absorbed detector, which trains it with labels.
+    """Writes ``<stem>_tune_config.py`` beside the checkpoint of an absorbed detector, which trains it a little more.
 
-    The detector learns from its teacher too: see :func:`slab_det.conversion.distill.DistilledDetector`. Checkpoints of
-    the run load into ``fused_config``.
+    The detector learns from its teacher, see :func:`slab_det.conversion.distill.DistilledDetector`, and from the labels
+    of the training set. Checkpoints of the run load into ``fused_config``.
 
     Args:
         cfg: The config that the LayerNorm detector, now the teacher, was trained with.
@@ -116,9 +121,13 @@ def write_tune_config(
         fused_checkpoint: Its weights, ending in .pth.
         teacher_checkpoint: The teacher's weights.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/tune_absorbed.py.
+        images: A folder of pictures to train on instead, without labels and without validation, as inference sees them.
 
     Returns:
         The path of the written config.
+
+    Raises:
+        DataError: If there are ``images``, and ``cfg`` has no test-time pipeline for them.
     """
     fused_checkpoint = Path(fused_checkpoint)
     values, student = cfg.to_dict(), Config.fromfile(fused_config).model.to_dict()
@@ -136,9 +145,25 @@ def write_tune_config(
     hooks = values.get('custom_hooks') or []
     # There is no norm left for them.
     values['custom_hooks'] = [hook for hook in hooks if type_name(hook['type']) not in NORM_HOOKS]
+    if images is not None:
+        values['model']['task_weight'] = 0.0
+        dataset_meta = read_checkpoint(fused_checkpoint)['meta'].get('dataset_meta')
+        _train_on_pictures(values, images, inference_steps(cfg), dataset_meta)
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
     put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
     return path
+
+
+def _train_on_pictures(values: dict, folder: str | Path, pipeline: Sequence[dict], metainfo: dict | None) -> None:
+    """Makes the training set of a config the pictures of a folder, in place, and takes its validation out."""
+    loader = values.get('train_dataloader') or PICTURE_LOADER
+    values['train_dataloader'] = dict(
+        # No batch_sampler: one that sorts by shape needs annotations.
+        {key: loader[key] for key in PICTURE_LOADER if key in loader},
+        sampler=dict(type='InfiniteSampler', shuffle=True),
+        dataset=dict(type='ImageFolder', data_root=_absolute(folder), pipeline=pipeline, metainfo=metainfo),
+    )
+    values.update(val_cfg=None, val_dataloader=None, val_evaluator=None)
 
 
 def _absolute(checkpoint: str | Path) -> str:
@@ -152,7 +177,8 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
     hooks = changes.get('custom_hooks') or []
     brought = {type_name(hook['type']) for hook in hooks}
     own_hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in brought]
-    was_by_epoch = 'max_epochs' in (values.get('train_cfg') or {})
+    # mmdet's hooks count epochs, also those of a config from which the training was taken out.
+    was_by_epoch = 'max_epochs' in (values.get('train_cfg') or {'max_epochs': None})
     values.update(
         {key: value for key, value in changes.items() if key in SCHEDULE_KEYS}, custom_hooks=own_hooks + hooks
     )
@@ -175,7 +201,7 @@ def _count_anew(values: dict) -> None:
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
     # An epoch of an endless sampler never ends; one that ends makes a loop of iterations start its workers anew.
     old, new = ('InfiniteSampler', 'DefaultSampler') if by_epoch else ('DefaultSampler', 'InfiniteSampler')
-    sampler = values['train_dataloader'].get('sampler')
+    sampler = (values.get('train_dataloader') or {}).get('sampler')
     if sampler and type_name(sampler['type']) == old:
         sampler['type'] = new
         sampler.pop('round_up', None)

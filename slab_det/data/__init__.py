@@ -1,11 +1,13 @@
-"""Datasets: the generated shapes of the quick start, and checks: data is there and fits, an image is 0 to 255."""
+"""Datasets: generated shapes, a folder of pictures; and checks: data is there and fits, an image is 0 to 255."""
 
 from slab_det.data.check import check_data, check_num_classes, set_data_root
+from slab_det.data.folder import ImageFolder
 from slab_det.data.preprocessor import CheckedDataPreprocessor, check_image
 from slab_det.data.synthetic import SyntheticShapes, SyntheticShapesMetric, generate
 
 __all__ = [
     'CheckedDataPreprocessor',
+    'ImageFolder',
     'SyntheticShapes',
     'SyntheticShapesMetric',
     'check_data',

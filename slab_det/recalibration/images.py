@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 
 from mmdet.registry import DATASETS
@@ -15,11 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
-from slab_det.runtime.pipeline import ImagePipeline, inference_steps
+from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.random_state import fixed_random_state
 
 PIPELINES = ('train', 'test')
-IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 
 def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'train') -> DataLoader:
@@ -85,36 +83,14 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
     Raises:
         DataError: If there is no test-time pipeline to take, no image, or ``num_images`` is below 1.
     """
+    # Imports mmdet's datasets, which takes seconds.
+    from slab_det.data import ImageFolder
+
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one image is needed')
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     images = RepeatableImages(ImageFolder(folder, inference_steps(cfg)), num_images, test_mode=True)
     return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
-
-
-class ImageFolder(Dataset):
-    """The images in a folder and its folders, by name.
-
-    Args:
-        folder: Where they lie.
-        pipeline: Configs of the transforms that they go through.
-
-    Raises:
-        DataError: If there is none; when one is read that does not pass the pipeline.
-    """
-
-    def __init__(self, folder: str | Path, pipeline: Sequence[dict]) -> None:
-        self.files = sorted(path for path in Path(folder).rglob('*') if path.suffix.lower() in IMAGE_SUFFIXES)
-        if not self.files:
-            what = 'holds no image' if Path(folder).is_dir() else 'is not a folder'
-            raise DataError(f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files')
-        self.pipeline = ImagePipeline(pipeline)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> dict:
-        return self.pipeline(self.files[index], img_id=index)
 
 
 class RepeatableImages(Dataset):

@@ -91,8 +91,11 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     shutil.move('data/images/train', 'pictures')
     shutil.rmtree('data')
     cfg = Config.fromfile('small.py')
-    for key in ('train_dataloader', 'val_dataloader', 'val_evaluator'):
+    # As a config that only serves: no training, and hooks that count epochs.
+    for key in ('train_cfg', 'train_dataloader', 'val_cfg', 'val_dataloader', 'val_evaluator', 'param_scheduler'):
         cfg.pop(key)
+    cfg.default_hooks.checkpoint = dict(type='CheckpointHook', interval=1)
+    cfg.log_processor = dict(type='LogProcessor', by_epoch=True)
     cfg.dump('deployed.py')
     command = ('absorb.py', 'deployed.py', detector, '--images', 'pictures', '--out', 'fused.pth', *QUICK)
     command += ('--keep', 'backbone.norm0', 'backbone.norm3', '--rounds', 0, '--work-dir', 'work')
@@ -100,7 +103,22 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     assert result.code == 0, result.err
     student = build_detector(Config.fromfile('fused_config.py'), 'fused.pth')
     assert norms_of(student) == ['backbone.norm0', 'backbone.norm3']
-    assert 'median ms' not in result.out and not Path('fused_tune_config.py').exists()
+    assert 'median ms' not in result.out
+    tune = re.search(r'on pictures: slab-det train (\S+)', result.out)[1]
+    schedule = ('train_cfg.max_iters=2', 'train_dataloader.batch_size=2', 'train_dataloader.num_workers=0')
+    schedule += (
+        'train_dataloader.persistent_workers=False',
+        'default_hooks.checkpoint.interval=2',
+        'default_hooks.logger.interval=1',
+    )
+    tuned = call('train.py', tune, '--work-dir', 'tuned', '--cfg-options', *schedule)
+    assert tuned.code == 0, tuned.err
+    losses = json.loads(next(Path('tuned').glob('*/vis_data/scalars.json')).read_text().splitlines()[-1])
+    assert {key for key in losses if key.startswith('loss_')} == {'loss_features', 'loss_dense', 'loss_roi'}, losses
+    last = build_detector(Config.fromfile('fused_config.py'), 'tuned/iter_2.pth')
+    assert last.dataset_meta == student.dataset_meta == dict(classes=('a', 'b', 'c', 'd'))
+    weights = (model.backbone.stages[0].blocks[0].ffn.layers[0][0].weight for model in (last, student))
+    assert not torch.equal(*weights)
     assert len(list(Path('work').iterdir())) == 1, 'to go on from'
     result = call(*command, '--int8')
     assert result.code == 0 and len(list(Path('work').iterdir())) == 2, 'another student'

@@ -1,0 +1,42 @@
+"""The pictures in a folder as a dataset: to absorb on, to recalibrate on, and to learn from a teacher on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmdet.registry import DATASETS
+from torch.utils.data import Dataset
+
+from slab_det.runtime.errors import DataError
+from slab_det.runtime.pipeline import ImagePipeline
+
+IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
+
+
+@DATASETS.register_module()
+class ImageFolder(Dataset):
+    """The images in a folder and its folders, by name, without labels.
+
+    Args:
+        data_root: Where they lie.
+        pipeline: Configs of the transforms that they go through; those that load annotations are left out.
+        metainfo: What checkpoints of a training on it store, such as the class names of the detector.
+
+    Raises:
+        DataError: If there is none; when one is read that does not pass the pipeline.
+    """
+
+    def __init__(self, data_root: str | Path, pipeline: Sequence[dict], metainfo: dict | None = None) -> None:
+        self.files = sorted(path for path in Path(data_root).rglob('*') if path.suffix.lower() in IMAGE_SUFFIXES)
+        if not self.files:
+            what = 'holds no image' if Path(data_root).is_dir() else 'is not a folder'
+            raise DataError(f'{data_root} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files')
+        self.pipeline = ImagePipeline(pipeline)
+        if metainfo is not None:
+            # DetInferencer expects none in a checkpoint without class names; ours are read back without ConfigDict.
+            self.metainfo = dict(metainfo)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.pipeline(self.files[index], img_id=index)
