@@ -21,7 +21,10 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument(
         '--int8',
         action='store_true',
-        help='write FILE_int8.onnx beside it, weights and activations in int8, calibrated on training images',
+        help='write FILE_int8.onnx beside it, weights and activations in int8, calibrated on images',
+    )
+    group.add_argument(
+        '--images', metavar='DIR', help='pictures to calibrate on, without annotations (default: training images)'
     )
     group.add_argument('--num-images', type=int, default=100, help='calibration images (default %(default)s)')
     group.add_argument(
@@ -47,7 +50,7 @@ import numpy as np
 
 from slab_det.cli import read_config, run_cli
 from slab_det.data import check_data, set_data_root
-from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import SlabDetError
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
@@ -66,13 +69,16 @@ def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]
         yield np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
-def calibration_images(config: str, data_root: str | None, count: int) -> Iterator[np.ndarray]:
-    """Training images of a config through its test-time pipeline."""
-    cfg = read_config(config)
-    if data_root is not None:
-        set_data_root(cfg, data_root)
-    check_data(cfg, ('train',))
-    loader = recalibration_dataloader(cfg, count, 'test')
+def calibration_images(args: argparse.Namespace) -> Iterator[np.ndarray]:
+    """Pictures of a folder or training images of a config, through its test-time pipeline."""
+    cfg = read_config(args.calibrate_with or args.config)
+    if args.images is not None:
+        loader = image_folder_dataloader(cfg, args.images, args.num_images)
+    else:
+        if args.data_root is not None:
+            set_data_root(cfg, args.data_root)
+        check_data(cfg, ('train',))
+        loader = recalibration_dataloader(cfg, args.num_images, 'test')
     return (batch['inputs'][0][None].float().numpy() for batch in loader)
 
 
@@ -81,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
         raise SlabDetError(f'--out {args.out} must end in .onnx')
     if args.int8:
         # Missing data is found now, not after minutes of exporting.
-        calibration = calibration_images(args.calibrate_with or args.config, args.data_root, args.num_images)
+        calibration = calibration_images(args)
     detector = build_detector(read_config(args.config), args.checkpoint)
     export_onnx(detector, args.out, args.scope, args.opset)
     sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]

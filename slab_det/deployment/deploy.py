@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from torch import nn
 
@@ -18,6 +19,9 @@ from slab_det.runtime.errors import DeploymentError
 
 # torch.compile's own names; its list would have to be loaded with all of inductor.
 COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
+
+# Of mmdet's backbones, ours with the same arguments and keys.
+OURS = {'SwinTransformer': 'SLABSwin', 'PyramidVisionTransformer': 'SLABPVT'}
 
 
 def deploy(
@@ -69,6 +73,11 @@ def deploy(
     # Only our own: a subclass may keep the tokens that blocks overwrite.
     if type(backbone).__module__.startswith('slab_det.backbones.'):
         deploy_blocks(backbone)
+    elif ours := OURS.get(type(backbone).__name__):
+        MMLogger.get_current_instance().warning(
+            f"blocks of {type(backbone).__name__} are not deployed; with type='{ours}' in the config, which takes the "
+            'same arguments and the same checkpoint, they are, and run faster'
+        )
     replace_layers(model, deployed_linear)
     replace_layers(model, deployed_roi_align)
     if dtype is None and not compile:

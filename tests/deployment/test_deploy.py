@@ -1,4 +1,5 @@
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -164,6 +165,21 @@ def test_what_computes_in_another_way_stays(fused_backbone):
     kinds = [type(block.attn) for stage in deployed.stages for block in stage.blocks]
     assert kinds == [ShiftedWindowAttention] * 3 + [TiledWindowAttention]
     assert type(deployed.stages[1].blocks[1].ffn) is LinearFFN
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(('stock', 'arguments'), [('SwinTransformer', SWIN), ('PyramidVisionTransformer', PVT)])
+def test_for_a_backbone_of_mmdet_ours_is_named_and_loads_its_weights(monkeypatch, stock, arguments):
+    model, images, warnings = MODELS.build(dict(arguments, type=stock)), torch.randn(1, 3, 64, 96), []
+    model.eval()
+    randomize(model)
+    monkeypatch.setattr('mmengine.logging.MMLogger.warning', lambda logger, text: warnings.append(text))
+    expected = slab_det.deploy(model)(images)
+    (text,) = warnings
+    ours = MODELS.build(dict(arguments, type=re.search(r"type='(\w+)'", text)[1]))
+    ours.load_state_dict(model.state_dict(), strict=True)
+    ours.eval()
+    assert relative_difference(slab_det.deploy(ours)(images), expected) < 1e-4 and len(warnings) == 1
 
 
 @pytest.mark.parametrize(

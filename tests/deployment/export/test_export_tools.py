@@ -6,8 +6,10 @@ import pytest
 import torch
 from conftest import randomize
 from mmdet.registry import MODELS
+from mmengine.config import Config
 
 import slab_det
+from slab_det.data import generate
 from slab_det.deployment.export import load_runtime
 
 
@@ -37,6 +39,12 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path):
     normalization = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
     assert metadata['normalization'].pop('channel_order') == 'RGB'
     assert metadata['normalization'] == {name: pytest.approx(values) for name, values in normalization.items()}
+    # The same images, by their folder.
+    pictures = generate(**Config.fromfile(run[0]).train_dataloader.dataset.generator) / 'images/train'
+    options = ('--int8', '--num-images', 2, '--images', pictures)
+    outcome = call('export_onnx.py', *run, '--out', tmp_path / 'again.onnx', *options)
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / 'again_int8.onnx').read_bytes() == quantized.read_bytes()
     arguments = ('--work-dir', tmp_path / 'test', '--json', tmp_path / 'ap.json', '--threads', 1)
     outcome = call('test_onnx.py', run[0], quantized, *arguments)
     assert outcome.code == 0, outcome.err
