@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from benchmarks.absorb.size import table as size_table
+from benchmarks.absorb.table import absorption_table
 from benchmarks.int8 import table as int8_table
 from benchmarks.kernels import table as kernels_table
 from benchmarks.norms.run import ROOT, publish
@@ -64,33 +65,43 @@ def test_norms_of_the_readme_are_the_stored_results():
         assert [bccd, dsb2018] == [spread(values, '{:.3f}') for values in ap], norm
 
 
-# Words that begin a row: the cell of benchmarks/absorb.
 ABSORBED = {
-    'LayerNorm, the teacher': 'teacher',
-    'absorbed, the default': 'default',
-    'absorbed, every LayerNorm gone': 'all gone',
-    'absorbed for int8': 'for int8',
-    'LayerNorm, 150 more': 'control',
-    'every LayerNorm gone, 150 iterations with labels': 'tuned',
-    'every LayerNorm gone, 150 iterations with teacher, without labels': 'tuned without labels',
+    'BCCD, Faster R-CNN, box AP': 'bccd_2000',
+    'DSB2018, Mask R-CNN, mask AP': 'dsb2018_2000',
+    'photographs, Faster R-CNN, box AP': 'animals_1000',
 }
 
 
-@pytest.mark.parametrize('page', ['README.md', 'docs/absorb.md'])
-def test_absorbed_detectors_of_a_page_are_the_stored_results(page):
-    names = ('bccd_2000', 'dsb2018_2000', 'animals_1000')
-    cells = [load(f'absorb_{name}')['cells'] for name in names]
-    rows = table((ROOT / page).read_text(), '| | BCCD, Faster')
-    assert len(rows) > 2
-    for label, *shown in rows:
-        if label.startswith('LayerNorms that it keeps'):
-            counts = [sorted(len(seed['kept']) for seed in measured['default'].values()) for measured in cells]
-            assert shown == [' to '.join(map(str, dict.fromkeys((kept[0], kept[-1])))) for kept in counts]
+def absorbed_cells() -> dict[str, dict]:
+    return {column: load(f'absorb_{name}')['cells'] for column, name in ABSORBED.items()}
+
+
+def test_absorbed_detectors_are_the_stored_results():
+    shown = absorption_table(absorbed_cells())
+    assert shown in (ROOT / 'docs/absorb.md').read_text(), f'docs/absorb.md needs this table:\n{shown}'
+
+
+def test_table_of_absorbed_detectors_compares_seed_by_seed():
+    ap = dict(teacher=(0.5, 0.6, 0.7), default=(0.51, 0.58, 0.7), tuned=(0.4, 0.6))
+    cells = {
+        way: {str(seed): dict(AP=value, kept=['norm'] * seed) for seed, value in enumerate(values)}
+        for way, values in ap.items()
+    }
+    rows = table(absorption_table({'BCCD': cells}), '| | BCCD |')
+    first = ['0.600: 0.500, 0.600, 0.700', '0.597: +0.010, -0.020, +0.000', '0 to 2']
+    assert [row[1] for row in rows] == [*first, *['–'] * 5, '-0.100, +0.000, –']
+
+
+def test_absorbed_detectors_of_the_readme_are_the_stored_results():
+    ways = ('teacher', 'default', None, 'all gone')
+    rows = table((ROOT / 'README.md').read_text(), '| | BCCD, Faster')
+    kept = table(absorption_table(absorbed_cells()), '| | BCCD, Faster')[2]
+    for (label, *shown), way in zip(rows, ways, strict=True):
+        if way is None:
+            assert [label, *shown] == kept
             continue
-        (name,) = (name for words, name in ABSORBED.items() if label.replace('*', '').startswith(words))
-        for measured, value in zip(cells, shown, strict=True):
-            seeds = measured.get(name, {}).values()
-            assert value == (spread([seed['AP'] for seed in seeds], '{:.3f}') if seeds else '–'), label
+        for cells, value in zip(absorbed_cells().values(), shown, strict=True):
+            assert value == spread([seed['AP'] for seed in cells[way].values()], '{:.3f}'), label
 
 
 def test_size_of_an_absorption_is_the_stored_result():

@@ -12,6 +12,7 @@ optim_wrapper = dict(
     paramwise_cfg=dict(custom_keys={'backbone': dict(lr_mult=0.1)}),
     clip_grad=dict(max_norm=5.0),
 )
+auto_scale_lr = dict(enable=False, base_batch_size=4)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.05, by_epoch=False, begin=0, end=20),
     dict(type='CosineAnnealingLR', by_epoch=False, begin=20, end=max_iters, T_max=max_iters - 20, eta_min_ratio=0.01),
