@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from mmdet.registry import MODELS
@@ -28,9 +28,8 @@ DEFAULT_HOOKS = dict(
 )
 # The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
-# What a folder of pictures takes from the loader of the training set in whose place it stands, or has without one.
-PICTURE_LOADER = dict(batch_size=4, num_workers=2, persistent_workers=True)
-NORM_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook')
+# There is no norm left for the first two, and an average would hardly follow so short a training.
+NO_TUNE_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
 
 
 def convert_detector(
@@ -137,33 +136,44 @@ def write_tune_config(
         # The runner would hand it to DistilledDetector.
         teacher.setdefault('data_preprocessor', values.pop('data_preprocessor'))
     values['model'] = dict(
-        type='DistilledDetector',
+        type='mmdet.DistilledDetector',
         student=student,
         teacher=teacher,
         teacher_checkpoint=_absolute(teacher_checkpoint),
     )
     hooks = values.get('custom_hooks') or []
-    # There is no norm left for them.
-    values['custom_hooks'] = [hook for hook in hooks if type_name(hook['type']) not in NORM_HOOKS]
+    values['custom_hooks'] = [hook for hook in hooks if type_name(hook['type']) not in NO_TUNE_HOOKS]
     if images is not None:
-        values['model']['task_weight'] = 0.0
+        dataset = dict(type='mmdet.ImageFolder', folder=_absolute(images), pipeline=inference_steps(cfg))
         dataset_meta = read_checkpoint(fused_checkpoint)['meta'].get('dataset_meta')
-        _train_on_pictures(values, images, inference_steps(cfg), dataset_meta)
+        if isinstance(dataset_meta, dict) and dataset_meta.get('classes'):
+            # Not all that a dataset of mmdet may have there can be written to a config.
+            dataset['metainfo'] = dict(classes=tuple(dataset_meta['classes']))
+        _train_on_pictures(values, dataset, 'max_epochs' in schedule.train_cfg)
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
     put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
     return path
 
 
-def _train_on_pictures(values: dict, folder: str | Path, pipeline: Sequence[dict], metainfo: dict | None) -> None:
-    """Makes the training set of a config the pictures of a folder, in place, and takes its validation out."""
-    loader = values.get('train_dataloader') or PICTURE_LOADER
+def _train_on_pictures(values: dict, dataset: dict, by_epoch: bool) -> None:
+    """Makes a dataset without labels the training set of a config, in place, and takes out what would read labels."""
     values['train_dataloader'] = dict(
-        # No batch_sampler: one that sorts by shape needs annotations.
-        {key: loader[key] for key in PICTURE_LOADER if key in loader},
-        sampler=dict(type='InfiniteSampler', shuffle=True),
-        dataset=dict(type='ImageFolder', data_root=_absolute(folder), pipeline=pipeline, metainfo=metainfo),
+        batch_size=4,
+        num_workers=2,
+        persistent_workers=True,
+        sampler=dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True),
+        dataset=dataset,
     )
-    values.update(val_cfg=None, val_dataloader=None, val_evaluator=None)
+    values['model']['task_weight'] = 0.0
+    preprocessor = detector_config(values['model']).get('data_preprocessor') or {}
+    for key in ('batch_augments', 'pad_mask', 'pad_seg'):
+        preprocessor.pop(key, None)
+    # Heads that are not compared, such as the masks of a cascade, get no gradient.
+    values.update(custom_hooks=[], find_unused_parameters=True)
+    for split in ('val', 'test'):
+        parts = [f'{split}_{part}' for part in ('cfg', 'dataloader', 'evaluator')]
+        if split == 'val' or not all(values.get(part) for part in parts):
+            values.update(dict.fromkeys(parts))
 
 
 def _absolute(checkpoint: str | Path) -> str:
@@ -182,7 +192,7 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
     values.update(
         {key: value for key, value in changes.items() if key in SCHEDULE_KEYS}, custom_hooks=own_hooks + hooks
     )
-    values['default_hooks'] = {**DEFAULT_HOOKS, **values.get('default_hooks', {})}
+    values['default_hooks'] = {**DEFAULT_HOOKS, **(values.get('default_hooks') or {})}
     if ('max_epochs' in (values.get('train_cfg') or {})) != was_by_epoch:
         _count_anew(values)
     import_slab_det(values)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from slab_det.data.synthetic import SyntheticShapes
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
 
 SPLITS = ('train', 'val', 'test')
@@ -111,7 +112,8 @@ def set_data_root(cfg: Config, root: str) -> None:
     if not osp.isdir(root):
         raise DataError(f'--data-root {root} is not a folder')
     for split in SPLITS:
-        datasets = [*_datasets(cfg, split)]
+        # A folder of pictures has no layout below a root.
+        datasets = [dataset for dataset in _datasets(cfg, split) if type_name(dataset.type) != 'ImageFolder']
         old_roots = {osp.normpath(dataset.data_root) for dataset in datasets if dataset.get('data_root')}
         for evaluator in _evaluators(cfg, split):
             ann_file = osp.normpath(evaluator.get('ann_file') or '')

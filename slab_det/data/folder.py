@@ -1,6 +1,7 @@
 """The pictures in a folder as a dataset: to absorb on, to recalibrate on, and to learn from a teacher on."""
 
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 
 from mmdet.registry import DATASETS
@@ -14,22 +15,27 @@ IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 @DATASETS.register_module()
 class ImageFolder(Dataset):
-    """The images in a folder and its folders, by name, without labels.
+    """The images in a folder and its folders, by name, without labels; hidden files are left out.
 
     Args:
-        data_root: Where they lie.
+        folder: Where they lie.
         pipeline: Configs of the transforms that they go through; those that load annotations are left out.
-        metainfo: What checkpoints of a training on it store, such as the class names of the detector.
+        metainfo: What checkpoints of a training on it store, the class names of the detector.
 
     Raises:
         DataError: If there is none; when one is read that does not pass the pipeline.
     """
 
-    def __init__(self, data_root: str | Path, pipeline: Sequence[dict], metainfo: dict | None = None) -> None:
-        self.files = sorted(path for path in Path(data_root).rglob('*') if path.suffix.lower() in IMAGE_SUFFIXES)
+    def __init__(self, folder: str | Path, pipeline: Sequence[dict], metainfo: dict | None = None) -> None:
+        # Unlike rglob, it follows links to folders.
+        found = [Path(folder, name) for name in glob('**/*', root_dir=folder, recursive=True)]
+        self.files = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
         if not self.files:
-            what = 'holds no image' if Path(data_root).is_dir() else 'is not a folder'
-            raise DataError(f'{data_root} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files')
+            what = 'holds no image' if Path(folder).is_dir() else 'is not a folder'
+            raise DataError(
+                f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files, a training by --cfg-options '
+                'train_dataloader.dataset.folder=DIR'
+            )
         self.pipeline = ImagePipeline(pipeline)
         if metainfo is not None:
             # DetInferencer expects none in a checkpoint without class names; ours are read back without ConfigDict.

@@ -21,12 +21,15 @@ Image: TypeAlias = str | Path | bytes | np.ndarray
 
 
 def inference_steps(cfg: Config) -> list[dict]:
-    """Configs of the transforms of ``test_dataloader``, or else of ``val_dataloader``.
+    """Configs of the transforms of ``test_dataloader``, or ``val_dataloader``, or a training on a folder of pictures.
 
     Raises:
-        DataError: If the config has neither.
+        DataError: If the config has none of them.
     """
-    loader = cfg.get('test_dataloader') or cfg.get('val_dataloader')
+    pictures = cfg.get('train_dataloader')
+    if pictures and type_name(pictures.dataset.type) != 'ImageFolder':
+        pictures = None
+    loader = cfg.get('test_dataloader') or cfg.get('val_dataloader') or pictures
     if not loader:
         raise DataError('images as inference sees them need the pipeline of test_dataloader or val_dataloader')
     source = loader.dataset

@@ -3,6 +3,8 @@
 import copy
 from pathlib import Path
 
+import mmcv
+import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, SMALL_SWIN, StopAfter, randomize, small_mmdet_cfg
@@ -16,6 +18,7 @@ import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError, DistillationError, convert_detector, write_tune_config
 from slab_det.conversion.distill import NUM_PROPOSALS, Distillation, mean_relative_error
+from slab_det.data import set_data_root
 from slab_det.fusion import save_fused
 from slab_det.measure.report import read_report
 from slab_det.norms import PRepBN
@@ -218,6 +221,47 @@ def test_without_a_task_loss_no_labels_are_read(absorbed):
     # Drop-path of 0.5 would be drawn anew.
     torch.testing.assert_close(model(images, describe_images(images), mode='loss'), losses)
     assert model.state_dict().keys() == MODELS.build(cfg.model.student).state_dict().keys()
+
+
+def test_a_tune_on_pictures_takes_nothing_that_needs_labels(absorbed, tmp_path):
+    cfg, teacher, fused_config, checkpoint = absorbed
+    (tmp_path / 'elsewhere').mkdir()
+    for i, size in enumerate([(70, 90), (96, 64), (64, 64)]):
+        mmcv.imwrite(np.full((*size, 3), 80 * i, np.uint8), str(tmp_path / f'elsewhere/{i}.png'))
+    # What an archive of macOS holds.
+    (tmp_path / 'elsewhere/._0.png').write_bytes(b'no PNG')
+    (tmp_path / 'pictures').mkdir()
+    (tmp_path / 'pictures/linked').symlink_to(tmp_path / 'elsewhere')
+    cfg, fused = copy.deepcopy(cfg), Config.fromfile(fused_config)
+    cfg.custom_hooks += [dict(type='NumClassCheckHook'), dict(type='EMAHook', begin_epoch=5)]
+    cfg.test_cfg = cfg.test_evaluator = cfg.train_dataloader = None
+    fused.model.model.data_preprocessor.batch_augments = [
+        dict(type='BatchSyncRandomResize', random_size_range=(64, 96), interval=1)
+    ]
+    fused.dump(tmp_path / 'fused_config.py')
+    # mmdet's OpenImages has a matrix there.
+    meta = dict(classes=['a', 'b', 'c', 'd'], RELATION_MATRIX=np.eye(4))
+    stored = torch.load(checkpoint, weights_only=False)
+    torch.save(dict(stored, meta=dict(dataset_meta=meta)), tmp_path / 'fused.pth')
+    schedule = Config.fromfile(CONFIGS / '_base_/schedules/tune_absorbed.py')
+    schedule.train_cfg, schedule.param_scheduler = dict(type='IterBasedTrainLoop', max_iters=2), []
+    path = write_tune_config(
+        cfg, tmp_path / 'fused_config.py', tmp_path / 'fused.pth', teacher, schedule, tmp_path / 'pictures'
+    )
+    tune = Config.fromfile(path)
+    set_data_root(tune, str(tmp_path))
+    tune.train_dataloader.update(num_workers=0, persistent_workers=False)
+    tune.work_dir, tune.experiment_name = str(tmp_path / 'tuned'), tmp_path.name
+    runner = Runner.from_cfg(tune)
+    assert len(runner.train_dataloader.dataset) == 3
+    runner.train()
+    logged = runner.message_hub.log_scalars
+    losses = {key.removeprefix('train/') for key in logged if 'loss_' in key}
+    assert losses == {'loss_features', 'loss_dense', 'loss_roi'}
+    last = build_detector(Config.fromfile(fused_config), str(tmp_path / 'tuned/iter_2.pth'))
+    assert last.dataset_meta == dict(classes=('a', 'b', 'c', 'd'))
+    # The pictures are what the norms that absorption kept can be converted on.
+    assert len(recalibration_dataloader(tune, 2, 'test')) == 2
 
 
 def test_the_teacher_follows_and_copies_share_it(absorbed):

@@ -59,13 +59,13 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert f'{NORMS - 2} LayerNorms absorbed, 2 kept' in result.out
     assert 'agreement with the teacher' in result.out and 'fused.pth' in result.out
     tune = Config.fromfile(re.search(r'slab-det train (\S+)', result.out)[1])
-    assert tune.model.type == 'DistilledDetector' and Path(tune.load_from) == Path('fused.pth').resolve()
+    assert tune.model.type == 'mmdet.DistilledDetector' and Path(tune.load_from) == Path('fused.pth').resolve()
     # The two that are left can be trained away, beside the teacher.
     command = ('convert_checkpoint.py', 'fused.pth', 'mixed.pth', '--config', 'fused_config.py')
     converted = call(*command, '--data-root', 'data', '--num-images', 2)
     assert converted.code == 0 and '2 norms converted' in converted.out, converted.err
     mixed = Config.fromfile(re.search(r'slab-det train (\S+)', converted.out)[1])
-    assert mixed.model.type == 'DistilledDetector' and mixed.train_cfg == tune.train_cfg
+    assert mixed.model.type == 'mmdet.DistilledDetector' and mixed.train_cfg == tune.train_cfg
     assert [hook.type for hook in mixed.custom_hooks] == ['ProgressiveNormHook', 'RecalibrateFuseHook']
 
     student, teacher = (
