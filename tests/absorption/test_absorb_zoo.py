@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import CONFIGS, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
 from torch import nn
 
 import slab_det
@@ -17,6 +18,7 @@ def outputs(reason, *stages):
     return {f'norm{stage}': reason for stage in stages}
 
 
+TUNE = Config.fromfile(CONFIGS / '_base_/schedules/tune_absorbed.py')
 ON_INPUT = 'neck.fpn_convs.3 reads the same map'
 NO_NECK = 'which no neck reads'
 MAY_READ = 'may read the outputs of its backbone outside its neck'
@@ -160,3 +162,6 @@ def test_zoo_detector_goes_through_absorb(name, tmp_path, monkeypatch):
         norm.eps = 1e12
     for one, other in zip(maps, feature_maps(rebuilt, image), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    # Each parameter is tuned, and once, also where heads share layers.
+    groups = build_optim_wrapper(rebuilt, TUNE.optim_wrapper).optimizer.param_groups
+    assert sum(len(group['params']) for group in groups) == len({*rebuilt.parameters()})
