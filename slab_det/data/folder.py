@@ -33,8 +33,8 @@ class ImageFolder(Dataset):
         if not self.files:
             what = 'holds no image' if Path(folder).is_dir() else 'is not a folder'
             raise DataError(
-                f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files, a training by --cfg-options '
-                'train_dataloader.dataset.folder=DIR'
+                f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files (to a training by --cfg-options '
+                'train_dataloader.dataset.folder=DIR)'
             )
         self.pipeline = ImagePipeline(pipeline)
         if metainfo is not None:

@@ -120,6 +120,10 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     weights = (model.backbone.stages[0].blocks[0].ffn.layers[0][0].weight for model in (last, student))
     assert not torch.equal(*weights)
     assert len(list(Path('work').iterdir())) == 1, 'to go on from'
+    moved = shutil.move('pictures', 'moved')
+    result = call('train.py', tune, '--work-dir', 'again')
+    assert result.code == 1 and 'pictures is not a folder' in result.err.splitlines()[-1], result.err
+    shutil.move(moved, 'pictures')
     result = call(*command, '--int8')
     assert result.code == 0 and len(list(Path('work').iterdir())) == 2, 'another student'
 
