@@ -187,7 +187,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def run(tool: str, *arguments: object) -> Outcome:
         monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
         # A new process would have none yet: that of the last call writes to a stream that is closed, or draws for it.
-        for kind in (MMLogger, Visualizer):
+        for kind in (MMLogger, Visualizer, *Visualizer.__subclasses__()):
             monkeypatch.setattr(kind, '_instance_dict', {})
         code: object = 0
         try:
