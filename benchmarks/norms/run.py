@@ -130,6 +130,16 @@ STUDIES = {
         tuple(name for name in RUNS if '_from_' in name),
         'dsb2018-norms',
     ),
+    'dsb2018-starts': Study(
+        Path('benchmarks/dsb2018/mask_rcnn_swin_small.py'),
+        'segm',
+        250,
+        50,
+        'Which start needs progression where images differ?',
+        'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222',
+        tuple(name for name in RUNS if name.endswith(('_from_scratch', '_from_other'))),
+        'bccd-norms',
+    ),
 }
 
 

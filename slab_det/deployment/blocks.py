@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models.backbones.pvt import PVTEncoderLayer, SpatialReductionAttention
+from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock
 from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
@@ -11,6 +14,8 @@ from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
 from slab_det.deployment.tiles import MapTile, row_tiles, tile_tokens, window_tiles
 from slab_det.fusion.folds import find_hooks
+from slab_det.fusion.fuse import replace_module
+from slab_det.fusion.stock_mmdet import own_attention, own_map_attention
 
 
 class TiledAttention(nn.Module):
@@ -21,7 +26,7 @@ class TiledAttention(nn.Module):
         attention: The attention to deploy; its parameters are shared.
 
     Shape:
-        (B, H * W, C), contiguous; changed in place and returned.
+        (B, H * W, C); changed in place, where it is contiguous, and returned contiguous.
     """
 
     def __init__(self, norm: nn.Module, attention: nn.Module) -> None:
@@ -33,6 +38,8 @@ class TiledWindowAttention(TiledAttention):
     """The tiled form of a :class:`~slab_det.attention.ShiftedWindowAttention`."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        # Tokens of mmdet's patch embedding lie one channel after the other.
+        x = x.contiguous()
         w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
         tiles = window_tiles(*hw_shape, w_msa.window_size, self.attention.shift_size, tile_tokens(x.device), x.device)
         for image in x:
@@ -48,6 +55,7 @@ class TiledMapAttention(TiledAttention):
     """The tiled form of a :class:`~slab_det.attention.MapAttention`."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        x = x.contiguous()
         attention, out_proj = self.attention, self.attention.attn.out_proj
         normed = self.norm(x)
         source, source_shape = attention.reduce(normed, hw_shape)
@@ -93,22 +101,43 @@ class TiledFFN(nn.Module):
 
 
 def deploy_blocks(backbone: nn.Module) -> None:
-    """Gives the blocks of a backbone attention and FFNs that work in place on their tokens.
+    """Gives the blocks of a backbone, ours or mmdet's, attention and FFNs that work in place on their tokens.
 
     A block that computes in another way, or is watched by hooks, stays as it is.
     """
-    for block in list(backbone.modules()):
-        # Exactly this class: a subclass may keep the tokens that are overwritten.
-        if type(block) is Block and not any(map(find_hooks, block.modules())):
-            attention = _tile_attention(block.norm1, block.attn)
-            if attention is None:
-                continue
-            block.norm1, block.attn = nn.Identity(), attention
-            ffn = _tile_ffn(block.norm2, block.ffn)
-            if ffn is not None:
-                block.norm2, block.ffn = nn.Identity(), ffn
-    # Tokens are channels last: the maps are then views of them.
+    for name, block in list(backbone.named_modules()):
+        # Exactly these classes: a subclass may keep the tokens that are overwritten.
+        if type(block) not in (Block, SwinBlock, PVTEncoderLayer) or any(map(find_hooks, block.modules())):
+            continue
+        if type(block) is not Block:
+            block = _own_block(block)
+            replace_module(backbone, name, block)
+        attention = _tile_attention(block.norm1, block.attn)
+        if attention is None:
+            continue
+        block.norm1, block.attn = nn.Identity(), attention
+        ffn = _tile_ffn(block.norm2, block.ffn)
+        if ffn is not None:
+            block.norm2, block.ffn = nn.Identity(), ffn
+    # Tokens are channels last: the maps of our backbones are then views of them.
     backbone.memory_format = torch.channels_last
+
+
+def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
+    """Our block with the layers of mmdet's, for inference."""
+    attention, theirs = block.attn, block.ffn
+    if type(attention) is ShiftWindowMSA:
+        attention = own_attention(attention)
+    elif isinstance(attention, SpatialReductionAttention):
+        attention = own_map_attention(attention)
+    # Of one channel: every layer is taken from the original.
+    if isinstance(theirs, FFN):
+        ffn = LinearFFN(1, 1, dict(type='GELU'))
+    else:
+        ffn = ConvFFN(1, 1, dict(type='GELU'), use_conv=len(theirs.layers) > 5)
+    own = Block(attention, ffn, dict(type='LN'))
+    ffn.layers, own.norm1, own.norm2 = theirs.layers, block.norm1, block.norm2
+    return own.eval()
 
 
 def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import torch
-from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from torch import nn
 
@@ -19,9 +18,6 @@ from slab_det.runtime.errors import DeploymentError
 
 # torch.compile's own names; its list would have to be loaded with all of inductor.
 COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
-
-# Of mmdet's backbones, ours with the same arguments and keys.
-OURS = {'SwinTransformer': 'SLABSwin', 'PyramidVisionTransformer': 'SLABPVT'}
 
 
 def deploy(
@@ -38,7 +34,7 @@ def deploy(
     its state dict: save the model that it was made of.
 
     Args:
-        model: A detector or backbone in eval mode; fused, for the fastest form.
+        model: A detector or backbone, ours or mmdet's, in eval mode; fused, for the fastest form.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None keeps float32.
         compile: Apply torch.compile to backbone, neck and RPN head, once per input shape. A string is its mode, for
             example ``'reduce-overhead'``, which records CUDA graphs.
@@ -70,14 +66,9 @@ def deploy(
         model = copy.deepcopy(model)
     model.requires_grad_(False)
     backbone = getattr(model, 'backbone', model)
-    # Only our own: a subclass may keep the tokens that blocks overwrite.
-    if type(backbone).__module__.startswith('slab_det.backbones.'):
+    # Only ours and mmdet's own: a subclass may keep the tokens that blocks overwrite.
+    if type(backbone).__module__.startswith(('slab_det.backbones.', 'mmdet.models.backbones.')):
         deploy_blocks(backbone)
-    elif ours := OURS.get(type(backbone).__name__):
-        MMLogger.get_current_instance().warning(
-            f"blocks of {type(backbone).__name__} are not deployed; with type='{ours}' in the config, which takes the "
-            'same arguments and the same checkpoint, they are, and run faster'
-        )
     replace_layers(model, deployed_linear)
     replace_layers(model, deployed_roi_align)
     if dtype is None and not compile:

@@ -1,18 +1,19 @@
 import copy
-import re
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from conftest import SLA, random_sizes, randomize, raw_outputs
+from mmdet.models.backbones.swin import SwinBlock
 from mmdet.registry import MODELS
 from torch import nn
 
 import slab_det
 from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
-from slab_det.backbones.blocks import LinearFFN
+from slab_det.backbones.blocks import Block, LinearFFN
 from slab_det.deployment import linear, tiles
-from slab_det.deployment.blocks import TiledFFN, TiledWindowAttention
+from slab_det.deployment.blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.linear import DeployedLinear
 from slab_det.runtime.errors import DeploymentError
 
@@ -168,18 +169,40 @@ def test_what_computes_in_another_way_stays(fused_backbone):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(('stock', 'arguments'), [('SwinTransformer', SWIN), ('PyramidVisionTransformer', PVT)])
-def test_for_a_backbone_of_mmdet_ours_is_named_and_loads_its_weights(monkeypatch, stock, arguments):
-    model, images, warnings = MODELS.build(dict(arguments, type=stock)), torch.randn(1, 3, 64, 96), []
-    model.eval()
+@pytest.mark.parametrize('norm', ['LN', 'TokenBN'])
+@pytest.mark.parametrize(
+    ('stock', 'arguments', 'num_blocks', 'num_ffns'),
+    [
+        ('SwinTransformer', SWIN, 4, 4),
+        ('PyramidVisionTransformer', PVT, 3, 3),
+        # A depthwise convolution stands in its FFNs.
+        ('PyramidVisionTransformerV2', dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 4, 8)), 4, 0),
+    ],
+)
+def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, num_ffns, norm):
+    model = MODELS.build(dict(arguments, type=stock, norm_cfg=dict(type=norm)))
     randomize(model)
-    monkeypatch.setattr('mmengine.logging.MMLogger.warning', lambda logger, text: warnings.append(text))
-    expected = slab_det.deploy(model)(images)
-    (text,) = warnings
-    ours = MODELS.build(dict(arguments, type=re.search(r"type='(\w+)'", text)[1]))
-    ours.load_state_dict(model.state_dict(), strict=True)
-    ours.eval()
-    assert relative_difference(slab_det.deploy(ours)(images), expected) < 1e-4 and len(warnings) == 1
+    model.eval()
+    model, images = slab_det.fuse(model) if norm != 'LN' else model, torch.randn(2, 3, 72, 103)
+    deployed = slab_det.deploy(model)
+    assert relative_difference(deployed(images), model(images)) < 1e-4
+    kinds = Counter(type(module) for module in deployed.modules())
+    assert kinds[TiledWindowAttention] + kinds[TiledMapAttention] == num_blocks and kinds[TiledFFN] == num_ffns
+    in_bfloat16 = slab_det.deploy(model, torch.bfloat16)
+    assert relative_difference(in_bfloat16(images), model(images)) < 0.1
+
+
+@torch.no_grad()
+def test_a_block_of_mmdet_that_is_watched_stays():
+    model = MODELS.build(dict(SWIN, type='SwinTransformer'))
+    model.eval()
+    seen, images = [], torch.randn(1, 3, 64, 64)
+    model.stages[0].blocks[1].ffn.register_forward_hook(lambda *_: seen.append(1))
+    expected = model(images)
+    deployed = slab_det.deploy(model)
+    seen.clear()
+    assert relative_difference(deployed(images), expected) < 1e-4 and seen == [1]
+    assert [type(block) for stage in deployed.stages for block in stage.blocks] == [Block, SwinBlock, Block, Block]
 
 
 @pytest.mark.parametrize(
