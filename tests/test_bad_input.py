@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import Outcome, randomize
+from conftest import Outcome, RunsCode, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
@@ -27,13 +27,6 @@ from slab_det.fusion import save_fused
 from slab_det.hooks import NormStateHook, RecalibrateFuseHook
 from slab_det.measure.report import write_report
 from slab_det.runtime.checkpoint_files import read_checkpoint
-
-
-class RunsCode:
-    """What unpickling turns into a call."""
-
-    def __reduce__(self):
-        return os.mkdir, ('ran',)
 
 
 @pytest.fixture(scope='module')
@@ -69,7 +62,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
         write(f'un{size}', norm_cfg={'type': 'UN', 'window_size': size})
     resnet = {'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight': torch.ones(64, 64)}
     torch.save({'state_dict': resnet}, folder / 'resnet.pth')
-    torch.save({'state_dict': RunsCode()}, folder / 'bomb.pth')
+    torch.save({'state_dict': RunsCode(os.mkdir, 'ran')}, folder / 'bomb.pth')
     (folder / 'truncated.pth').write_bytes((folder / 'small.pth').read_bytes()[:-2000])
 
     (folder / 'data' / 'unpacked' / 'images').mkdir(parents=True)

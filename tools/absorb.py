@@ -148,11 +148,12 @@ def main(args: argparse.Namespace) -> None:
         )
         put_text(json.dumps(values, indent=1) + '\n', args.json)
     if args.figure is not None:
-        from slab_det.absorption.figure import draw_absorption
+        from slab_det.absorption.figure import absorption_figure
+        from slab_det.measure.figure import save_figure
 
         agreements = {point.num_kept: point.agreement for point in points}
         latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}
-        draw_absorption(report, args.figure, agreements, latencies)
+        save_figure(absorption_figure(report, agreements, latencies), args.figure)
     print(f'{report}\n\n{curve_table(points)}\n\nWritten to {checkpoint} and {config}')
     if args.images is not None or cfg.get('train_dataloader'):
         tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, Config.fromfile(TUNE), args.images)

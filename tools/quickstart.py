@@ -43,7 +43,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.cli import read_config, run_cli
 from slab_det.measure import ReportEntry, measure_latency, update_report
 from slab_det.measure.evaluate import evaluate
-from slab_det.measure.figure import WIDTH, draw_ap_latency, draw_training, save_figure, styled
+from slab_det.measure.figure import WIDTH, ap_latency_figure, read_scalars, save_figure, styled, training_figure
 from slab_det.measure.report import ap_scope, describe_dataset, describe_model, form_suffix, latency_scope
 
 TOOLS = Path(__file__).resolve().parent
@@ -194,8 +194,9 @@ def main(args: argparse.Namespace) -> None:
     update_report(work_dir / 'report.json', *entries)
     table = compare(entries)
     (work_dir / 'table.md').write_text(table)
-    draw_ap_latency(entries, work_dir / 'ap_latency.svg')
-    draw_training({'Swin': twin, 'SLAB-Swin': work_dir}, work_dir / 'training.svg')
+    save_figure(ap_latency_figure(entries), work_dir / 'ap_latency.svg')
+    runs = {'Swin': read_scalars(twin), 'SLAB-Swin': read_scalars(work_dir)}
+    save_figure(training_figure(runs), work_dir / 'training.svg')
     save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
     print(f'\n{table}')
     print('Written to ' + ', '.join(str(work_dir / name) for name in ('table.md', 'report.json')))

@@ -20,7 +20,7 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 from pathlib import Path
 
 from slab_det.cli import run_cli
-from slab_det.measure.figure import draw_ap_latency, draw_training, read_scalars
+from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
 from slab_det.measure.report import markdown_table, merge_entries, read_paper_tables, read_report
 from slab_det.runtime.errors import ReportError
 
@@ -37,12 +37,12 @@ def main(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)
     print(table)
-    draw_ap_latency(entries, out / 'ap_latency.svg')
+    save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
     # Beside the report of a training lies what it logged.
     folders = [Path(path).resolve().parent for path in args.reports]
-    runs = {folder.name: folder for folder in folders if read_scalars(folder)}
+    runs = {folder.name: scalars for folder in folders if (scalars := read_scalars(folder))}
     if runs:
-        draw_training(runs, out / 'training.svg')
+        save_figure(training_figure(runs), out / 'training.svg')
     print(f'Table and pictures written to {out}')
 
 

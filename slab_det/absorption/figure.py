@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from slab_det.absorption.report import AbsorptionReport, NormAbsorption
-from slab_det.measure.figure import COLOURS, INK, WIDTH, limits, save_figure, styled
+from slab_det.measure.figure import COLOURS, INK, WIDTH, limits, styled
 
 _ROW = 0.17  # inches: two bars and the name of a norm
 _LEAST = 1e-4  # share below which nobody tells bars apart
 
 
-def draw_absorption(
-    report: AbsorptionReport,
-    path: str | Path,
-    agreement: Mapping[int, float] | None = None,
-    latency: Mapping[int, float] | None = None,
-) -> None:
+@styled
+def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], latency: Mapping[int, float]) -> Figure:
     """Draws what share of each norm is left by the affine maps, and what the norms kept buy.
 
     The upper panel has a row per norm, front to back: a light bar for the best scale per channel and a dark bar for the
@@ -32,16 +27,9 @@ def draw_absorption(
 
     Args:
         report: What :func:`slab_det.absorb` left with its model.
-        path: The SVG or PNG to write.
         agreement: See :func:`slab_det.measure.agreement.agreement`, by the number of norms kept.
         latency: Milliseconds, by the number of norms kept.
     """
-    save_figure(absorption_figure(report, agreement or {}, latency or {}), path)
-
-
-@styled
-def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], latency: Mapping[int, float]) -> Figure:
-    """The picture of :func:`draw_absorption`, not yet written."""
     # Label, values, the narrowest axis and its end: agreement is an AP.
     curves = [('agreement', agreement, 0.04, 1.0)] if agreement else []
     curves += [('median latency (ms)', latency, 0.2 * max(latency.values()), math.inf)] if latency else []

@@ -10,24 +10,6 @@ from slab_det.attention.base import Attention, MapAttention, WindowAttention
 from slab_det.attention.geometry import Geometry, repeat_windows
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout: float = 0.0) -> Tensor:
-    """``softmax(scale * q k^T + bias) v`` per head, with dropout on the weights.
-
-    Args:
-        q: (B, h, N, d).
-        k: (B, h, M, d).
-        v: (B, h, M, d).
-        bias: Broadcasts to (B, h, N, M).
-        scale: Factor of the products.
-        dropout: Its rate.
-    """
-    if torch.jit.is_tracing():
-        # An exported graph would scale k as well, and transpose it twice.
-        logits = (q * scale) @ k.transpose(-1, -2)
-        return F.dropout((logits if bias is None else logits + bias).softmax(-1), dropout) @ v
-    return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale)
-
-
 class SoftmaxMixing(Attention):
     """``softmax(q k^T / sqrt(d) + B) v`` per head; a base before WindowAttention or MapAttention."""
 
@@ -35,7 +17,12 @@ class SoftmaxMixing(Attention):
         bias = self.logit_bias(geometry, q.dtype)
         if bias is not None:
             bias = repeat_windows(bias, q.shape[0])
-        return attend(q, k, v, bias, self.qk_scale, self.attn_drop_rate if self.training else 0.0)
+        dropout = self.attn_drop_rate if self.training else 0.0
+        if torch.jit.is_tracing():
+            # An exported graph would scale k as well, and transpose it twice.
+            logits = (q * self.qk_scale) @ k.transpose(-1, -2)
+            return F.dropout((logits if bias is None else logits + bias).softmax(-1), dropout) @ v
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.qk_scale)
 
     def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
         """B, (1, h, N, M), or (nW, h, N, M) for nW windows of a map; None for none."""

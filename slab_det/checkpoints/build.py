@@ -10,9 +10,8 @@ from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
 from slab_det.checkpoints import LoadReport, check_detector_checkpoint, load_pretrained
-from slab_det.checkpoints.report import name_some
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.errors import CheckpointError, config_errors
+from slab_det.runtime.errors import CheckpointError, config_errors, name_some
 
 
 def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:

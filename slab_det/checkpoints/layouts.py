@@ -35,8 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slab_det.checkpoints.report import name_some
-from slab_det.runtime.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError, name_some
 
 
 class Weight(NamedTuple):

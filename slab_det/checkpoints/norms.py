@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from slab_det.checkpoints.layouts import Weight, Weights
-from slab_det.checkpoints.report import LoadReport, name_some
+from slab_det.checkpoints.report import LoadReport
 from slab_det.norms import OfflineNorm, PRepBN, QuadraticNorm, RepBN, TokenBN, named_offline_norms
-from slab_det.runtime.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError, name_some
 
 _AFFINE = {'weight', 'bias'}
 _BATCH_NORM = _AFFINE | {'running_mean', 'running_var'}

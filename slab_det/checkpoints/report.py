@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from slab_det.runtime.errors import name_some
 
 
 @dataclass
@@ -51,12 +52,6 @@ class LoadReport:
             counts = sorted(Counter(self.gammas.values()).items())
             rows['gamma'] = ', '.join(f'{gamma:g} in {count} norms' for gamma, count in counts)
         return '\n'.join([f'{self.source} ({self.format})', *(f'  {name:<18} {text}' for name, text in rows.items())])
-
-
-def name_some(keys: Iterable[str], limit: int = 4) -> str:
-    """The first few keys."""
-    keys = list(keys)
-    return ', '.join(keys[:limit]) + (', …' if len(keys) > limit else '')
 
 
 def _count_reasons(reasons: dict[str, str]) -> str:

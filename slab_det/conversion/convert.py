@@ -208,7 +208,7 @@ def _replace(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> None:
                 replace_module(parent, name, replaced[child])
 
 
-def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) -> dict[str, float]:
+def calibrate_norms(model: nn.Module, batches: Iterable) -> dict[str, float]:
     """Starts the RepBN branch of every PRepBN as the best affine approximation of its LayerNorm on ``batches``.
 
     For each channel, over all tokens x of the data and y = LN(x), ``E (s x + t - y)^2`` is smallest for
@@ -228,7 +228,6 @@ def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) 
     Args:
         model: A model whose PRepBNs are at gamma = 1, so that every LayerNorm sees what it saw in training.
         batches: What a data loader yields, or image tensors (B, 3, H, W); at least as many tokens as channels are wise.
-        progress: Show a progress bar.
 
     Returns:
         For each norm the share of the variance of y that the affine map explains.
@@ -248,8 +247,7 @@ def calibrate_norms(model: nn.Module, batches: Iterable, progress: bool = True) 
             'right after loading LayerNorm weights, at gamma = 1'
         )
     layer_norms = {name: norm.ln for name, norm in norms.items()}
-    title = 'Calibration' if progress else None
-    moments, _ = collect_moments(model, layer_norms, lambda x, y: (x, y), batches, title)
+    moments, _ = collect_moments(model, layer_norms, lambda x, y: (x, y), batches, 'Calibration')
     return {name: _start_as_affine(norm, moments[name]) for name, norm in norms.items()}
 
 

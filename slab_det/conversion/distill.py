@@ -25,6 +25,8 @@ from slab_det.runtime.errors import SlabDetError
 
 # Boxes of an image on which RoI heads are compared.
 NUM_PROPOSALS = 100
+# Of loss_features; the other losses have weight 1.
+FEATURE_WEIGHT = 5.0
 
 
 class DistillationError(SlabDetError):
@@ -47,22 +49,11 @@ class Distillation:
 
     Args:
         teacher: A detector; it is set to eval mode and gets no gradient.
-        feature_weight: Weight of the first loss.
-        dense_weight: Weight of the second; 0 leaves it out.
-        roi_weight: Weight of the third; 0 leaves it out.
-
-    Raises:
-        ValueError: If a weight is negative.
     """
 
-    def __init__(
-        self, teacher: nn.Module, feature_weight: float = 5.0, dense_weight: float = 1.0, roi_weight: float = 1.0
-    ) -> None:
-        if min(feature_weight, dense_weight, roi_weight) < 0:
-            raise ValueError(f'weights of losses must not be negative: {feature_weight}, {dense_weight}, {roi_weight}')
+    def __init__(self, teacher: nn.Module) -> None:
         teacher.eval()
         self.teacher = teacher
-        self.feature_weight, self.dense_weight, self.roi_weight = feature_weight, dense_weight, roi_weight
 
     def __call__(
         self, student: nn.Module, features: Sequence[Tensor], images: Tensor, samples: list[DetDataSample]
@@ -81,14 +72,14 @@ class Distillation:
         with torch.no_grad():
             targets = self.teacher.extract_feat(images)
         error = mean_relative_error(features, targets, 'feature maps')
-        losses = dict(loss_features=self.feature_weight * error, feature_error=error.detach())
-        if self.dense_weight > 0 and (name := _dense_head(self.teacher)):
+        losses = dict(loss_features=FEATURE_WEIGHT * error, feature_error=error.detach())
+        if name := _dense_head(self.teacher):
             with torch.no_grad():
                 wanted = getattr(self.teacher, name)(targets)
             head = getattr(student, name)
             with evaluating(head):
-                losses['loss_dense'] = self.dense_weight * mean_relative_error(head(features), wanted, name)
-        if self.roi_weight > 0 and _compares_roi_heads(self.teacher):
+                losses['loss_dense'] = mean_relative_error(head(features), wanted, name)
+        if _compares_roi_heads(self.teacher):
             with torch.no_grad():
                 proposals = self.teacher.rpn_head.predict(targets, samples, rescale=False)
                 # The surest first. All of them would cost more than the rest of both detectors.
@@ -96,7 +87,7 @@ class Distillation:
                 wanted = _roi_outputs(self.teacher.roi_head, targets, proposals, samples)
             with evaluating(student.roi_head):
                 outputs = _roi_outputs(student.roi_head, features, proposals, samples)
-            losses['loss_roi'] = self.roi_weight * mean_relative_error(outputs, wanted, 'roi_head')
+            losses['loss_roi'] = mean_relative_error(outputs, wanted, 'roi_head')
         return losses
 
     def __deepcopy__(self, memo: dict) -> Distillation:
@@ -134,7 +125,7 @@ def mean_relative_error(outputs: object, targets: object, name: str = 'outputs')
 
 @MODELS.register_module()
 def DistilledDetector(  # noqa: N802 (a config's type)
-    student: dict, teacher: dict, teacher_checkpoint: str, task_weight: float = 1.0, **weights: float
+    student: dict, teacher: dict, teacher_checkpoint: str, task_weight: float = 1.0
 ) -> nn.Module:
     """Builds a detector that learns from another one as well as from labels.
 
@@ -148,11 +139,10 @@ def DistilledDetector(  # noqa: N802 (a config's type)
         teacher_checkpoint: The teacher's weights, all of them.
         task_weight: Weight of the student's own losses; with 0 no labels are read, and DDP needs
             ``find_unused_parameters`` where heads are not compared.
-        weights: See :class:`Distillation`.
 
     Raises:
         CheckpointError: If the teacher's checkpoint is missing or does not fit.
-        ValueError: If a weight is negative.
+        ValueError: If the weight is negative.
     """
     # Takes half a second.
     from timm.layers import DropPath as TimmDropPath
@@ -168,7 +158,7 @@ def DistilledDetector(  # noqa: N802 (a config's type)
             module.drop_prob = 0.0
     kind = type(detector)
     detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), dict(student_class=kind))
-    detector.distillation = Distillation(reference, **weights)
+    detector.distillation = Distillation(reference)
     detector.task_weight, detector.student_features = task_weight, None
     return detector
 

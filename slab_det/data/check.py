@@ -4,7 +4,7 @@ import json
 import os
 import os.path as osp
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name
-from slab_det.runtime.errors import DataError
+from slab_det.runtime.errors import DataError, name_some
 
 SPLITS = ('train', 'val', 'test')
 # What mmdet reads of each entry of an annotation file; iscrowd only AP, at the end of an epoch.
@@ -91,7 +91,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
         if classes and is_head and num_classes is not None and num_classes not in numbers:
             raise DataError(
                 f'{name} has num_classes={num_classes}, but the {split} dataset has {len(classes)} classes '
-                f'({_first(classes)}). Set num_classes={len(classes)} in every head, or metainfo=dict(classes=…) in '
+                f'({name_some(classes)}). Set num_classes={len(classes)} in every head, or metainfo=dict(classes=…) in '
                 'the datasets.'
             )
 
@@ -187,15 +187,8 @@ def _remedies(root: str, what: str, is_coco: bool) -> list[str]:
         argument, patterns = 'data_prefix=dict(img=…)', ('*/', 'images/*/')
     found = sorted(str(path.relative_to(root)) for pattern in patterns for path in Path(root).glob(pattern))
     if root and found:
-        return [f'{root} holds {_first(found)}: name one of them with {argument}.', _OTHER_ROOT]
+        return [f'{root} holds {name_some(found)}: name one of them with {argument}.', _OTHER_ROOT]
     return [*([_COCO_DOWNLOAD.format(root=root or 'data/coco')] if is_coco else []), _OTHER_ROOT, _QUICK_START]
-
-
-def _first(names: Iterable[str], count: int = 5) -> str:
-    """The first of ``names``, and how many more there are."""
-    names = [*names]
-    more = f' and {len(names) - count} more' if len(names) > count else ''
-    return ', '.join(names[:count]) + more
 
 
 def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
@@ -240,9 +233,9 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
     # mmdet numbers them as they come in the file: others would go under wrong names.
     if (labelled and not labelled & set(classes)) or found != [*classes]:
         raise DataError(
-            f'{named}: {len(found)} of its {len(categories)} categories ({_first(categories.values())}) are among the '
-            f"config's {len(classes)} classes ({_first(classes)}). Classes must be categories of the file, in its "
-            f'order: for all, set metainfo=dict(classes={(*categories.values(),)}) in the dataset and '
+            f'{named}: {len(found)} of its {len(categories)} categories ({name_some(categories.values())}) are among '
+            f"the config's {len(classes)} classes ({name_some(classes)}). Classes must be categories of the file, in "
+            f'its order: for all, set metainfo=dict(classes={(*categories.values(),)}) in the dataset and '
             f'num_classes={len(categories)} in the heads.'
         )
     if misfits:

@@ -74,7 +74,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     figure.savefig(path, metadata={'Date': None} if Path(path).suffix == '.svg' else None)
 
 
-def draw_ap_latency(entries: Sequence[ReportEntry], path: str | Path) -> None:
+@styled
+def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     """Draws box and mask AP, or the accuracy of classifiers (times 100), over median latency.
 
     Hollow markers are unfused, filled ones fused, and an arrow leads from one to the other. A model whose AP was not
@@ -82,17 +83,10 @@ def draw_ap_latency(entries: Sequence[ReportEntry], path: str | Path) -> None:
 
     Args:
         entries: Rows; those without latency are left out.
-        path: The SVG or PNG to write.
 
     Raises:
         ReportError: If no entry has both AP and latency.
     """
-    save_figure(ap_latency_figure(entries), path)
-
-
-@styled
-def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
-    """The picture of :func:`draw_ap_latency`, not yet written."""
     timed = [entry for entry in entries if entry.latency]
     rows = list(dict.fromkeys((e.detector, latency_scope(e), ap_scope(e)) for e in timed if e.ap))
     if not rows:
@@ -197,18 +191,6 @@ def limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tu
     return max(low - room, 0), min(high + room, most)
 
 
-def draw_training(runs: Mapping[str, str | Path], path: str | Path) -> None:
-    """Draws AP (times 100) or top-1 accuracy, and gamma, over the iterations of runs.
-
-    AP is that of the validations, of masks where the detector has them; a filled marker is the AP after recalibration.
-
-    Args:
-        runs: The work directory of each run, by its name.
-        path: The SVG or PNG to write.
-    """
-    save_figure(training_figure({name: read_scalars(run) for name, run in runs.items()}), path)
-
-
 def read_scalars(work_dir: str | Path) -> dict[str, dict[int, float]]:
     """What a run logged, over its iterations: ``{'gamma': {20: 0.95, …}, …}``; of parts of a resumed run, the last."""
     scalars: dict[str, dict[int, float]] = {}
@@ -224,7 +206,13 @@ def read_scalars(work_dir: str | Path) -> dict[str, dict[int, float]]:
 
 @styled
 def training_figure(runs: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Figure:
-    """The picture of :func:`draw_training`, of what :func:`read_scalars` found, not yet written."""
+    """Draws AP (times 100) or top-1 accuracy, and gamma, over the iterations of runs.
+
+    AP is that of the validations, of masks where the detector has them; a filled marker is the AP after recalibration.
+
+    Args:
+        runs: What :func:`read_scalars` found of each run, by its name.
+    """
     figure = Figure(figsize=(0.6 * WIDTH, 3.2))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     # mmdet logs AP up to 1, mmpretrain and mmsegmentation per cent.

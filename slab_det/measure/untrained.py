@@ -18,7 +18,7 @@ from slab_det.recalibration.fixed_point import recalibrate
 OBJECTS = 32
 
 
-def prepare_untrained(model: nn.Module, size: tuple[int, int] = (128, 128)) -> bool:
+def prepare_untrained(model: nn.Module) -> bool:
     """Makes a detector with random weights cost what a trained one does, in place.
 
     Norms are at gamma = 0, as after training, with statistics of noise: at their initial ones activations grow from
@@ -27,14 +27,13 @@ def prepare_untrained(model: nn.Module, size: tuple[int, int] = (128, 128)) -> b
 
     Args:
         model: A detector in eval mode, unfused.
-        size: (height, width) of the noise.
 
     Returns:
         Whether the heads were of a kind that can be made blind: RPN and one box head.
     """
     set_gamma(model, 0.0)
     if any(True for _ in named_offline_norms(model)):
-        noise = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
         recalibrate(model, [noise.to(next(model.parameters()).device)], max_passes=1, progress=False)
     rpn_head, roi_head = getattr(model, 'rpn_head', None), getattr(model, 'roi_head', None)
     box_head = getattr(roi_head, 'bbox_head', None)

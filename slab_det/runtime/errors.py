@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -72,6 +72,13 @@ def config_errors(config: str) -> Iterator[None]:
         raise ConfigError(
             f'{config}: {type(error).__name__}: {reason}; correct the config, or the value given with --cfg-options'
         ) from error
+
+
+def name_some(names: Iterable[str]) -> str:
+    """The first five of ``names``, and how many more there are."""
+    names = [*names]
+    more = f' and {len(names) - 5} more' if len(names) > 5 else ''
+    return ', '.join(names[:5]) + more
 
 
 def describe_error(error: SlabDetError | OSError) -> str:

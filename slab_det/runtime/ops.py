@@ -33,11 +33,8 @@ EXTENSION = 'mmcv._ext'
 COMPILE = 'pip install --force-reinstall --no-deps --no-build-isolation --no-binary onedl-mmcv onedl-mmcv'
 
 
-def install_ops() -> bool:
+def install_ops() -> None:
     """Puts the stand-in in the place of ``mmcv._ext`` if mmcv has no compiled operators; otherwise does nothing.
-
-    Returns:
-        Whether the stand-in is in place.
 
     Raises:
         ImportError: If there is a compiled extension and it does not load; with the commands that repair it.
@@ -55,7 +52,6 @@ def install_ops() -> bool:
                     'or remove them (slab_det then takes NMS and RoIAlign from torchvision):\n'
                     '  pip install --force-reinstall --no-deps onedl-mmcv'
                 ) from error
-    return isinstance(sys.modules[EXTENSION], TorchvisionOps)
 
 
 class TorchvisionOps(ModuleType):

@@ -163,7 +163,13 @@ def test_wrong_arguments_are_named(small, options, message):
 
 @ALL
 @pytest.mark.parametrize(
-    'init_cfg', [dict(type='Normal'), dict(type='Pretrained'), dict(type='Pretrained', checkpoint='a', strict=True)]
+    'init_cfg',
+    [
+        dict(type='Normal'),
+        dict(type='Pretrained'),
+        dict(type='Pretrained', checkpoint='a', strict=True),
+        [dict(type='Pretrained', checkpoint='a')],
+    ],
 )
 def test_init_cfg_other_than_pretrained_is_refused(small, init_cfg):
     with pytest.raises(ValueError, match=f'{small["type"]} takes init_cfg'):

@@ -75,19 +75,6 @@ def test_a_prefix_that_nothing_has_is_an_error():
         load_pretrained(SLABSwin(**SMALL), random_state(SLABSwin(**SMALL)), prefix='ema.backbone.')
 
 
-@pytest.mark.parametrize(
-    ('init_cfg', 'named'),
-    [
-        (dict(type='Pretrained', checkpoint='x.pth', strict=True, map_location='cpu'), 'takes init_cfg=None.*strict'),
-        (dict(type='Pretrained'), 'takes init_cfg=None'),
-        ([dict(type='Pretrained', checkpoint='x.pth')], 'got'),
-    ],
-)
-def test_options_of_init_cfg_that_nothing_would_read_are_refused(init_cfg, named):
-    with pytest.raises(ValueError, match=named):
-        SLABSwin(**SMALL, init_cfg=init_cfg).init_weights()
-
-
 def test_surplus_and_missing_weights_are_reported():
     deep, shallow = SLABSwin(**{**SMALL, 'depths': (2, 4)}), SLABSwin(**SMALL)
     report = load_pretrained(shallow, random_state(deep))

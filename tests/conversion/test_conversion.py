@@ -156,7 +156,7 @@ def test_an_rms_norm_goes_through_gamma_and_calibration(kind):
     converted = slab_det.convert_norms(model, rms_norms=(nn.RMSNorm, OtherRMSNorm))
     norm = converted[1]
     assert converted.conversion_report.converted == ['1'] and torch.equal(converted(x), model(x))
-    (explained,) = calibrate_norms(converted, [x], progress=False).values()
+    (explained,) = calibrate_norms(converted, [x]).values()
     # The best affine map per channel, by least squares over all tokens.
     t, y = tokens.flatten(0, 1), y.flatten(0, 1)
     ones = torch.ones_like(t[:, 0])

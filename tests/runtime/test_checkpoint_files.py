@@ -8,21 +8,12 @@ import mmengine.logging
 import numpy as np
 import pytest
 import torch
+from conftest import RunsCode
 from mmengine.runner import CheckpointLoader
 from safetensors.torch import save_file
 
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError
-
-
-class RunsCode:
-    """What a malicious checkpoint holds."""
-
-    def __init__(self, *call):
-        self.call = call
-
-    def __reduce__(self):
-        return self.call[0], self.call[1:]
 
 
 def load_with_mmengine(path):

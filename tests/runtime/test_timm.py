@@ -6,6 +6,7 @@ import pytest
 import timm
 import timm.models._hub
 import torch
+from conftest import RunsCode
 from mmengine.runner import CheckpointLoader
 from safetensors.torch import save_file
 from torch import nn
@@ -72,14 +73,6 @@ def test_weights_that_cannot_be_downloaded_say_how_to_go_on(monkeypatch):
     with pytest.raises(CheckpointError, match=r'no route to host.*name that file') as error:
         load_pretrained(SLABPVT(**CONFIG), 'timm://pvt_v2_b0')
     assert '\n' not in str(error.value)
-
-
-class RunsCode:
-    def __init__(self, *call) -> None:
-        self.call = call
-
-    def __reduce__(self):
-        return self.call[0], self.call[1:]
 
 
 @pytest.mark.parametrize('variables', [{}, {'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}], ids=str)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, randomize
+from conftest import CONFIGS, layer_norms, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from torch import nn
 
 from slab_det.absorption.plan import Batches
 from slab_det.checkpoints.build import build_detector
@@ -42,10 +41,6 @@ def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
     return tmp_path / 'small.pth'
 
 
-def norms_of(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
-
-
 def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, call, tmp_path: Path) -> None:
     options = ('--keep', 2, '--curve', 0, '--eval', '--json', 'report.json', '--figure', 'figure.svg')
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *options, *QUICK)
@@ -74,7 +69,7 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     )
     report = json.loads(Path('report.json').read_text())
     kept = [norm['norm'] for norm in report['norms'] if norm['fate'] == 'kept']
-    assert sorted(norms_of(student)) == sorted(kept) and len(kept) == 2
+    assert sorted(layer_norms(student)) == sorted(kept) and len(kept) == 2
     assert all(norm['reason'] for norm in report['norms'] if norm['fate'] == 'kept')
     assert student.dataset_meta['classes'] == ('a', 'b', 'c', 'd')
     loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
@@ -102,7 +97,7 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     result = call(*command)
     assert result.code == 0, result.err
     student = build_detector(Config.fromfile('fused_config.py'), 'fused.pth')
-    assert norms_of(student) == ['backbone.norm0', 'backbone.norm3']
+    assert layer_norms(student) == ['backbone.norm0', 'backbone.norm3']
     assert 'median ms' not in result.out
     tune = re.search(r'on pictures: slab-det train (\S+)', result.out)[1]
     schedule = ('train_cfg.max_iters=2', 'train_dataloader.batch_size=2', 'train_dataloader.num_workers=0')
