@@ -94,14 +94,18 @@ def find_close_configs(path: str) -> list[str]:
     return [f'{Path(package).name}::{close}' for close in get_close_matches(name, known)]
 
 
-def check_out(out: str, checkpoint: str) -> None:
-    """Refuses to overwrite the checkpoint of a training, which holds more than its weights.
+def check_out(out: str, checkpoint: str, config: str | None = None) -> None:
+    """Refuses to overwrite the checkpoint of a training, which holds more than its weights, or its config.
 
     Raises:
-        CheckpointError: If ``out`` is a folder or the checkpoint.
+        CheckpointError: If ``out`` is a folder or the checkpoint, or ``config`` is one that goes beside ``out``.
     """
-    if Path(out).is_dir() or Path(out).resolve() == Path(checkpoint).resolve():
+    path = Path(out)
+    if path.is_dir() or path.resolve() == Path(checkpoint).resolve():
         raise CheckpointError(f'{out} is a folder or the checkpoint itself; give another file')
+    for beside in (path.with_name(f'{path.stem}{kind}_config.py') for kind in ('', '_tune')):
+        if config is not None and beside.resolve() == Path(config).resolve():
+            raise CheckpointError(f'{out} would put a new config in the place of {config}; give another file')
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:

@@ -56,6 +56,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
     slab_det.set_gamma(model, 0.0)
     torch.save(dict(state_dict=model.state_dict()), folder / 'small.pth')
     save_fused(slab_det.fuse(model), cfg, folder / 'fused.pth')
+    for name in ('own_config', 'own_tune_config'):
+        shutil.copy(folder / 'small.py', folder / f'{name}.py')
     write('layernorm', norm_cfg={'type': 'LN'})
     write('wider', embed_dims=16)
     for size in (4, 8):
@@ -184,6 +186,9 @@ COMMANDS = [
     ('recalibrate.py small.py small.pth --out ./small.pth', 'is a folder or the checkpoint itself'),
     ('fuse.py small.py small.pth --out ./small.pth', 'is a folder or the checkpoint itself'),
     ('convert_checkpoint.py small.pth ./small.pth --config small.py', 'is a folder or the checkpoint itself'),
+    ('fuse.py own_config.py small.pth --out own.pth', 'own.pth would put a new config in the place of own_config.py'),
+    ('convert_checkpoint.py small.pth own.pth --config own_config.py', 'in the place of own_config.py'),
+    ('absorb.py own_tune_config.py small.pth --out own.pth', 'in the place of own_tune_config.py'),
     ('report.py nowhere.json --out x', 'nowhere.json: No such file.*check the name'),
 ]
 

@@ -92,7 +92,7 @@ def load_images(cfg: Config, args: argparse.Namespace) -> DataLoader:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    check_out(args.out, args.checkpoint)
+    check_out(args.out, args.checkpoint, args.config)
     if min([args.rounds, *args.curve]) < 0:
         raise ConversionError('--curve and --rounds are numbers from 0 on')
     if args.images is not None and args.pipeline == 'train':
@@ -151,7 +151,9 @@ def main(args: argparse.Namespace) -> None:
         from slab_det.absorption.figure import absorption_figure
         from slab_det.measure.figure import save_figure
 
-        agreements = {point.num_kept: point.agreement for point in points}
+        # The teacher alone, which agrees with itself, is no curve.
+        compared = all(point.agreement is not None for point in points)
+        agreements = {point.num_kept: point.agreement for point in points} if compared else {}
         latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}
         save_figure(absorption_figure(report, agreements, latencies), args.figure)
     print(f'{report}\n\n{curve_table(points)}\n\nWritten to {checkpoint} and {config}')

@@ -67,15 +67,17 @@ from slab_det.conversion import convert_detector
 
 def main(args: argparse.Namespace) -> None:
     cfg = read_config(args.config)
-    check_out(args.destination, args.source)
     if args.to == 'native':
+        check_out(args.destination, args.source)
         # The loader logs its report.
         rewrite_as_native(cfg, args.source, args.destination)
         print(f'Written to {args.destination}')
         return
     if type_name(cfg.model.type) == 'FusedDetector':
         # That of slab-det absorb; training images and teacher stand in the one that it wrote beside it.
-        cfg = read_config(args.config.replace('_config.py', '_tune_config.py'))
+        args.config = args.config.replace('_config.py', '_tune_config.py')
+        cfg = read_config(args.config)
+    check_out(args.destination, args.source, args.config)
     if args.data_root is not None:
         set_data_root(cfg, args.data_root)
     batches = None

@@ -41,7 +41,7 @@ from slab_det.norms import named_offline_norms
 def main(args: argparse.Namespace) -> None:
     if min(args.size) < 1:
         raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
-    check_out(args.out, args.checkpoint)
+    check_out(args.out, args.checkpoint, args.config)
     cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)
     norms = dict(named_offline_norms(model))

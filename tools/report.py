@@ -17,6 +17,7 @@ if __name__ == '__main__':
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
+import os
 from pathlib import Path
 
 from slab_det.cli import run_cli
@@ -40,7 +41,10 @@ def main(args: argparse.Namespace) -> None:
     save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
     # Beside the report of a training lies what it logged.
     folders = [Path(path).resolve().parent for path in args.reports]
-    runs = {folder.name: scalars for folder in folders if (scalars := read_scalars(folder))}
+    root = os.path.commonpath([folder.parent for folder in folders])
+    # seed0 of one run is not seed0 of another.
+    names = {str(folder.relative_to(root)): folder for folder in folders}
+    runs = {name: scalars for name, folder in names.items() if (scalars := read_scalars(folder))}
     if runs:
         save_figure(training_figure(runs), out / 'training.svg')
     print(f'Table and pictures written to {out}')

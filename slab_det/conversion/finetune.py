@@ -149,7 +149,7 @@ def write_tune_config(
         if isinstance(dataset_meta, dict) and dataset_meta.get('classes'):
             # Not all that a dataset of mmdet may have there can be written to a config.
             dataset['metainfo'] = dict(classes=tuple(dataset_meta['classes']))
-        _train_on_pictures(values, dataset, 'max_epochs' in schedule.train_cfg)
+        _train_on_pictures(values, dataset, 'max_epochs' in (schedule.get('train_cfg') or values['train_cfg']))
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
     put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
     return path
@@ -206,7 +206,9 @@ def _count_anew(values: dict) -> None:
     """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
     by_epoch = 'max_epochs' in values['train_cfg']
     checkpoint = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
-    checkpoint.update(by_epoch=by_epoch, interval=1 if by_epoch else values['train_cfg'].get('val_interval', 1000))
+    # What an interruption costs at most: an epoch, or a third of the run.
+    checkpoint.update(by_epoch=by_epoch, interval=1 if by_epoch else -(-values['train_cfg']['max_iters'] // 3))
+    checkpoint.setdefault('max_keep_ckpts', 1)
     checkpoint.pop('save_begin', None)
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
     # An epoch of an endless sampler never ends; one that ends makes a loop of iterations start its workers anew.

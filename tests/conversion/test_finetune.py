@@ -107,7 +107,7 @@ EPOCHS = dict(type='EpochBasedTrainLoop', max_epochs=3), dict(type='DefaultSampl
 ITERATIONS = (
     dict(type='IterBasedTrainLoop', max_iters=500, val_interval=250),
     dict(type='InfiniteSampler', shuffle=True),
-    250,
+    167,
 )
 
 

@@ -13,7 +13,7 @@ from matplotlib.transforms import Bbox
 from test_report import DATASET, entry, latency
 
 from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
-from slab_det.measure.report import ReportEntry
+from slab_det.measure.report import ReportEntry, write_report
 from slab_det.runtime.errors import ReportError
 
 
@@ -124,6 +124,17 @@ def test_without_ap_and_latency_of_one_model_there_is_no_picture() -> None:
     tested = ReportEntry('Swin-S', 'unfused', 'LN', 'softmax', 'MaskRCNN', 'a.py', ap={'bbox': {'AP': 0.4}})
     with pytest.raises(ReportError, match='both AP and latency'):
         ap_latency_figure([timed('Swin-T', 'unfused', 25), tested])
+
+
+def test_report_draws_runs_of_one_name_in_two_folders(tmp_path: Path, call) -> None:
+    for name in ('long', 'short'):
+        logs = tmp_path / name / 'seed0/1/vis_data'
+        logs.mkdir(parents=True)
+        (logs / 'scalars.json').write_text('{"coco/bbox_mAP": 0.2, "iter": 20}\n')
+        write_report(tmp_path / name / 'seed0/report.json', [timed(name, 'fused', 20, 40.0)])
+    assert call('report.py', 'long/seed0/report.json', 'short/seed0/report.json', '--out', 'drawn').code == 0
+    drawn = (tmp_path / 'drawn/training.svg').read_text()
+    assert '>long/seed0<' in drawn and '>short/seed0<' in drawn
 
 
 def test_ap_and_gamma_over_a_run_that_was_resumed(tmp_path: Path) -> None:

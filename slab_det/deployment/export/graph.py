@@ -30,6 +30,8 @@ SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 # The first opset whose RoiAlign knows half pixels is 16.
 MIN_OPSET = 17
+# ONNX Runtime has no kernel for the RoiAlign of the next one.
+MAX_OPSET = 21
 # No multiple of a window or a stride; small, because tracing runs the model.
 TRACED_SIZE = (161, 227)
 
@@ -55,14 +57,14 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         detector: A two-stage detector in eval mode. Offline norms that are left are fused.
         path: The file, ending in .onnx.
         scope: One of ``SCOPES``.
-        opset: Version of ONNX's operators, 17 at least.
+        opset: Version of ONNX's operators, 17 to 21.
 
     Raises:
         ExportError: If the detector, or a part of it, has no export form.
         FusionError: If it cannot be fused.
     """
-    if opset < MIN_OPSET:
-        raise ExportError(f'opset {opset} is too old: give {MIN_OPSET} or more')
+    if not MIN_OPSET <= opset <= MAX_OPSET:
+        raise ExportError(f'opset {opset}: give one from {MIN_OPSET} to {MAX_OPSET}')
     onnx = import_extra('onnx')
     graph = build_graph(detector, scope).float()
     names = graph.output_names()
