@@ -155,6 +155,8 @@ def test_python_of_a_page_runs(
 ) -> None:
     # The process goes on.
     monkeypatch.setattr(slab_det.measure, 'keep_freed_memory', lambda: None)
-    given = dict(torch=torch, slab_det=slab_det, model=small_detector(norm_cfg=dict(type='PRepBN')))
+    model = small_detector(norm_cfg=dict(type='PRepBN'))
+    model.cfg = Config.fromfile('config.py')  # as init_detector leaves it
+    given = dict(torch=torch, slab_det=slab_det, model=model)
     images = [torch.rand(1, 3, 64, 96) for _ in range(2)]
     exec(compile(block, 'block', 'exec'), {'__name__': 'block', **given, 'images': images})
