@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.pvt import PVTEncoderLayer, SpatialReductionAttention
-from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock
+from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer
+from mmdet.models.backbones.swin import SwinBlock
 from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import join_groups, split_groups
+from slab_det.attention.softmax import SoftmaxMapAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
 from slab_det.deployment.tiles import MapTile, row_tiles, tile_tokens, window_tiles
-from slab_det.fusion.folds import find_hooks
+from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
-from slab_det.fusion.stock_mmdet import own_attention, own_map_attention
 
 
 class TiledAttention(nn.Module):
@@ -111,6 +111,8 @@ def deploy_blocks(backbone: nn.Module) -> None:
             continue
         if type(block) is not Block:
             block = _own_block(block)
+            if block is None:
+                continue
             replace_module(backbone, name, block)
         attention = _tile_attention(block.norm1, block.attn)
         if attention is None:
@@ -123,20 +125,21 @@ def deploy_blocks(backbone: nn.Module) -> None:
     backbone.memory_format = torch.channels_last
 
 
-def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
-    """Our block with the layers of mmdet's, for inference."""
-    attention, theirs = block.attn, block.ffn
-    if type(attention) is ShiftWindowMSA:
-        attention = own_attention(attention)
-    elif isinstance(attention, SpatialReductionAttention):
-        attention = own_map_attention(attention)
+def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block | None:
+    """Our block with the layers of mmdet's, for inference; None where a part of it is of another class."""
+    replace = find_rule(block.attn, 'replace')
+    try:
+        attention = replace() if replace else block.attn
+    except CannotFold:
+        return None
+    ffn = {FFN: LinearFFN, MixFFN: ConvFFN}.get(type(block.ffn))
+    if ffn is None or type(attention) not in (ShiftedWindowAttention, SoftmaxMapAttention):
+        return None
     # Of one channel: every layer is taken from the original.
-    if isinstance(theirs, FFN):
-        ffn = LinearFFN(1, 1, dict(type='GELU'))
-    else:
-        ffn = ConvFFN(1, 1, dict(type='GELU'), use_conv=len(theirs.layers) > 5)
+    ffn = ffn(1, 1, dict(type='GELU'))
+    ffn.layers = block.ffn.layers
     own = Block(attention, ffn, dict(type='LN'))
-    ffn.layers, own.norm1, own.norm2 = theirs.layers, block.norm1, block.norm2
+    own.norm1, own.norm2 = block.norm1, block.norm2
     return own.eval()
 
 

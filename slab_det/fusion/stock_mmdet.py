@@ -78,6 +78,8 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
     padding tokens have the bias of qkv, which a fold changes.
     """
     theirs = attn.w_msa
+    if type(theirs) is not WindowMSA:
+        raise CannotFold(f'its attention is a {type(theirs).__name__}')
     # Nothing is allocated or drawn: every tensor is taken from the original.
     with torch.device('meta'):
         w_msa = SoftmaxWindowAttention(
