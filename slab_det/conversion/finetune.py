@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -195,6 +196,11 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
     values['default_hooks'] = {**DEFAULT_HOOKS, **(values.get('default_hooks') or {})}
     if ('max_epochs' in (values.get('train_cfg') or {})) != was_by_epoch:
         _count_anew(values)
+    elif 'max_iters' in changes.get('train_cfg', {}):
+        # That of a long training would save a short one at its end alone.
+        saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook', by_epoch=False))
+        saving['interval'] = min(saving.get('interval', math.inf), _third(changes['train_cfg']))
+        saving.pop('save_begin', None)
     import_slab_det(values)
     # An absolute path is found from wherever the fine-tune is started.
     values.update(load_from=str(checkpoint.resolve()), resume=False)
@@ -205,11 +211,9 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
 def _count_anew(values: dict) -> None:
     """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
     by_epoch = 'max_epochs' in values['train_cfg']
-    checkpoint = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
-    # What an interruption costs at most: an epoch, or a third of the run.
-    checkpoint.update(by_epoch=by_epoch, interval=1 if by_epoch else -(-values['train_cfg']['max_iters'] // 3))
-    checkpoint.setdefault('max_keep_ckpts', 1)
-    checkpoint.pop('save_begin', None)
+    saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
+    saving.update(by_epoch=by_epoch, interval=1 if by_epoch else _third(values['train_cfg']))
+    saving.pop('save_begin', None)
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
     # An epoch of an endless sampler never ends; one that ends makes a loop of iterations start its workers anew.
     old, new = ('InfiniteSampler', 'DefaultSampler') if by_epoch else ('DefaultSampler', 'InfiniteSampler')
@@ -217,3 +221,8 @@ def _count_anew(values: dict) -> None:
     if sampler and type_name(sampler['type']) == old:
         sampler['type'] = new
         sampler.pop('round_up', None)
+
+
+def _third(train_cfg: dict) -> int:
+    """Iterations that an interruption costs at most."""
+    return math.ceil(train_cfg['max_iters'] / 3)

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import torch
+from mmcv.cnn import Conv2d, Linear
+from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer
-from mmdet.models.backbones.swin import SwinBlock
+from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
+from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
+from mmengine.model import Sequential
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import join_groups, split_groups
-from slab_det.attention.softmax import SoftmaxMapAttention
+from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
 from slab_det.deployment.tiles import MapTile, row_tiles, tile_tokens, window_tiles
-from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
+from slab_det.fusion.folds import find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
+from slab_det.norms import ChannelAffine
+
+# What stands in a block of mmdet, as it is or fused, but for its activation.
+STOCK = {
+    SwinBlock, ShiftWindowMSA, WindowMSA, FFN, Sequential, Linear, nn.Linear, nn.Softmax, nn.Dropout, DropPath,
+    PVTEncoderLayer, SpatialReductionAttention, nn.MultiheadAttention, NonDynamicallyQuantizableLinear, MixFFN, Conv2d,
+    nn.Conv2d, nn.LayerNorm, nn.Identity, ChannelAffine, ShiftedWindowAttention, SoftmaxWindowAttention,
+    SoftmaxMapAttention,
+}  # fmt: skip
 
 
 class TiledAttention(nn.Module):
@@ -25,21 +38,27 @@ class TiledAttention(nn.Module):
         norm: The norm before the attention; an identity once it is fused.
         attention: The attention to deploy; its parameters are shared.
 
+    Attributes:
+        copies: Write into a copy of x instead.
+
     Shape:
         (B, H * W, C); changed in place, where it is contiguous, and returned contiguous.
     """
 
     def __init__(self, norm: nn.Module, attention: nn.Module) -> None:
         super().__init__()
-        self.norm, self.attention = norm, attention
+        self.norm, self.attention, self.copies = norm, attention, False
+
+    def own(self, x: Tensor) -> Tensor:
+        """Contiguous tokens to write into: those of mmdet's patch embedding lie one channel after the other."""
+        return x.clone(memory_format=torch.contiguous_format) if self.copies else x.contiguous()
 
 
 class TiledWindowAttention(TiledAttention):
     """The tiled form of a :class:`~slab_det.attention.ShiftedWindowAttention`."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
-        # Tokens of mmdet's patch embedding lie one channel after the other.
-        x = x.contiguous()
+        x = self.own(x)
         w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
         tiles = window_tiles(*hw_shape, w_msa.window_size, self.attention.shift_size, tile_tokens(x.device), x.device)
         for image in x:
@@ -55,7 +74,7 @@ class TiledMapAttention(TiledAttention):
     """The tiled form of a :class:`~slab_det.attention.MapAttention`."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
-        x = x.contiguous()
+        x = self.own(x)
         attention, out_proj = self.attention, self.attention.attn.out_proj
         normed = self.norm(x)
         source, source_shape = attention.reduce(normed, hw_shape)
@@ -105,18 +124,24 @@ def deploy_blocks(backbone: nn.Module) -> None:
 
     A block that computes in another way, or is watched by hooks, stays as it is.
     """
+    # Hooks may keep what a module returns.
+    watched = any(find_hooks(module) for module in backbone.modules() if module is not backbone)
     for name, block in list(backbone.named_modules()):
         # Exactly these classes: a subclass may keep the tokens that are overwritten.
         if type(block) not in (Block, SwinBlock, PVTEncoderLayer) or any(map(find_hooks, block.modules())):
             continue
+        # Others may need more than the tokens of a tile.
+        if not {type(block.norm1), type(block.norm2)} <= {nn.LayerNorm, ChannelAffine, nn.Identity}:
+            continue
         if type(block) is not Block:
-            block = _own_block(block)
-            if block is None:
+            if not _is_stock(block):
                 continue
+            block = _own_block(block)
             replace_module(backbone, name, block)
         attention = _tile_attention(block.norm1, block.attn)
         if attention is None:
             continue
+        attention.copies = watched
         block.norm1, block.attn = nn.Identity(), attention
         ffn = _tile_ffn(block.norm2, block.ffn)
         if ffn is not None:
@@ -125,21 +150,25 @@ def deploy_blocks(backbone: nn.Module) -> None:
     backbone.memory_format = torch.channels_last
 
 
-def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block | None:
-    """Our block with the layers of mmdet's, for inference; None where a part of it is of another class."""
+def _is_stock(block: SwinBlock | PVTEncoderLayer) -> bool:
+    """Whether every part of a block of mmdet is what mmdet puts there, or fusion."""
+    ffn, activation = block.ffn, None
+    if type(ffn) is FFN and ffn.num_fcs == 2 and ffn.add_identity:
+        activation = ffn.layers[0][1]
+    elif type(ffn) is MixFFN:
+        activation = ffn.layers[-4]
+    known = all(type(part) in STOCK for part in block.modules() if part is not activation)
+    return activation is not None and known
+
+
+def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
+    """Our block with the layers of mmdet's, for inference."""
     replace = find_rule(block.attn, 'replace')
-    try:
-        attention = replace() if replace else block.attn
-    except CannotFold:
-        return None
-    ffn = {FFN: LinearFFN, MixFFN: ConvFFN}.get(type(block.ffn))
-    if ffn is None or type(attention) not in (ShiftedWindowAttention, SoftmaxMapAttention):
-        return None
-    # Of one channel: every layer is taken from the original.
-    ffn = ffn(1, 1, dict(type='GELU'))
-    ffn.layers = block.ffn.layers
-    own = Block(attention, ffn, dict(type='LN'))
-    own.norm1, own.norm2 = block.norm1, block.norm2
+    # Every layer is taken from the original.
+    with torch.device('meta'):
+        ffn = {FFN: LinearFFN, MixFFN: ConvFFN}[type(block.ffn)](1, 1, dict(type='GELU'))
+        own = Block(replace() if replace else block.attn, ffn, dict(type='LN'))
+    ffn.layers, own.norm1, own.norm2 = block.ffn.layers, block.norm1, block.norm2
     return own.eval()
 
 

@@ -214,12 +214,44 @@ def test_a_block_of_mmdet_that_computes_in_another_way_stays():
     seen, images, blocks = [], torch.randn(1, 3, 64, 64), [block for stage in model.stages for block in stage.blocks]
     blocks[0].ffn.register_forward_hook(lambda *_: seen.append(1))
     blocks[1].ffn.__class__, blocks[2].attn.w_msa.__class__ = OwnFFN, OwnWindowMSA
+    state = torch.get_rng_state()
     expected = model(images)
     deployed = slab_det.deploy(model)
+    assert torch.equal(torch.get_rng_state(), state), 'random numbers were drawn'
     seen.clear()
     assert relative_difference(deployed(images), expected) < 1e-4 and seen == [1]
     kinds = [type(block) for stage in deployed.stages for block in stage.blocks]
     assert kinds == [SwinBlock, SwinBlock, SwinBlock, Block]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('kind', ['SwinTransformer', 'SLABSwin'])
+def test_what_hooks_keep_is_not_overwritten(kind):
+    model = MODELS.build(dict(SWIN, type=kind))
+    model.eval()
+    kept, images = [], torch.randn(1, 3, 64, 64)
+    for module in (model.patch_embed, model.stages[0].blocks[0]):
+        module.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    model(images)
+    expected, kept[:] = list(kept), []
+    slab_det.deploy(model)(images)
+    for mine, theirs in zip(kept, expected, strict=True):
+        mine, theirs = (out[0] if isinstance(out, tuple) else out for out in (mine, theirs))
+        assert relative_difference([mine], [theirs]) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('kind', ['SwinTransformer', 'SLABSwin'])
+def test_a_norm_that_sees_more_than_a_tile_keeps_its_block(kind):
+    class GlobalNorm(nn.Module):
+        def forward(self, x):
+            return x / x.norm(dim=1, keepdim=True)
+
+    model = MODELS.build(dict(SWIN, type=kind))
+    model.eval()
+    model.stages[0].blocks[1].norm2 = GlobalNorm().eval()
+    images = torch.randn(1, 3, 64, 64)
+    assert relative_difference(slab_det.deploy(model)(images), model(images)) < 1e-4
 
 
 @pytest.mark.parametrize(

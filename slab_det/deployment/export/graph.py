@@ -16,6 +16,7 @@ from mmdet.utils import get_test_pipeline_cfg
 from torch import Tensor, nn
 
 import slab_det
+from slab_det.deployment.deploy import is_deployed
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DenseGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
@@ -63,6 +64,8 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         ExportError: If the detector, or a part of it, has no export form.
         FusionError: If it cannot be fused.
     """
+    if is_deployed(detector):
+        raise ExportError('the model is deployed; export the fused model that it was made of')
     if not MIN_OPSET <= opset <= MAX_OPSET:
         raise ExportError(f'opset {opset}: give one from {MIN_OPSET} to {MAX_OPSET}')
     onnx = import_extra('onnx')
