@@ -225,6 +225,9 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
     for opset in (16, 22):
         refuses(f'opset {opset}: give one from 17 to 21', opset=opset)
     refuses("scope 'neck' is not one of", scope='neck')
+    model.deployed = True
+    refuses('the model is deployed')
+    model.deployed = False
     model.roi_head.test_cfg.nms.type = 'soft_nms'
     refuses('plain NMS per class in test_cfg.rcnn.nms')
     model.roi_head.mask_head.class_agnostic = True
