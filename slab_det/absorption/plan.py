@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
 from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
-from slab_det.fusion.folds import Write, find_hooks, find_rule
+from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration.moments import prepare_inputs
@@ -110,8 +110,13 @@ class AbsorptionPlan:
         self.digest = self.images.digest.copy()
         check_fusible(model)
         for name, module in model.named_modules():
-            if find_rule(module, 'replace') and any(map(find_hooks, module.modules())):
-                raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before slab_det.absorb')
+            if replace := find_rule(module, 'replace'):
+                if any(map(find_hooks, module.modules())):
+                    raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before absorbing')
+                try:
+                    replace()
+                except CannotFold as reason:
+                    raise ConversionError(f'{name}: {reason}; what its layers read cannot be seen') from reason
         # Norms of neck and heads are not on the way.
         self.root = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
         image = load_tensors(self.images.files[0], next(model.parameters()).device)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import layer_norms, pictures
+from mmdet.models.backbones.swin import SwinTransformer, WindowMSA
 from torch import nn
 
 from slab_det.absorption import absorb
@@ -254,3 +255,18 @@ def test_a_transformer_of_torch_computes_the_same_where_its_fused_kernel_would_r
     expected = student(image)
     with torch.no_grad():
         torch.testing.assert_close(student(image), expected)
+
+
+class HalfWindowMSA(WindowMSA):
+    """Half of an attention."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) / 2
+
+
+def test_an_attention_of_mmdet_that_computes_in_another_way_is_named():
+    model = SwinTransformer(embed_dims=8, depths=(1, 1), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1))
+    model.eval()
+    model.stages[0].blocks[0].attn.w_msa.__class__ = HalfWindowMSA
+    with pytest.raises(ConversionError, match=r'stages\.0\.blocks\.0\.attn: its attention is a HalfWindowMSA'):
+        absorb(model, pictures(), keep=0, progress=False)
