@@ -19,6 +19,7 @@ import mmengine.config.utils
 import mmengine.dataset.base_dataset
 import pytest
 import torch
+from mmdet.models.backbones.swin import WindowMSA
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -64,6 +65,13 @@ def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
     else:
         cfg.bbox_head.update(in_channels=16, feat_channels=64, num_classes=3)
     return cfg
+
+
+class HalfWindowMSA(WindowMSA):
+    """An attention of mmdet that computes something else."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) / 2
 
 
 class RunsCode:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from mmdet.registry import MODELS
-from mmdet.testing._utils import demo_mm_inputs
+from mmdet.testing import demo_mm_inputs
 from mmengine.config import Config
 from mmengine.runner import save_checkpoint
 from torch import Tensor, nn

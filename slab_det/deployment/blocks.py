@@ -49,8 +49,9 @@ class TiledAttention(nn.Module):
         super().__init__()
         self.norm, self.attention, self.copies = norm, attention, False
 
-    def own(self, x: Tensor) -> Tensor:
-        """Contiguous tokens to write into: those of mmdet's patch embedding lie one channel after the other."""
+    def writable(self, x: Tensor) -> Tensor:
+        """The tokens (B, L, C), contiguous and free to be overwritten."""
+        # Those of mmdet's patch embedding lie one channel after the other.
         return x.clone(memory_format=torch.contiguous_format) if self.copies else x.contiguous()
 
 
@@ -58,7 +59,7 @@ class TiledWindowAttention(TiledAttention):
     """The tiled form of a :class:`~slab_det.attention.ShiftedWindowAttention`."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
-        x = self.own(x)
+        x = self.writable(x)
         w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
         tiles = window_tiles(*hw_shape, w_msa.window_size, self.attention.shift_size, tile_tokens(x.device), x.device)
         for image in x:
@@ -74,7 +75,7 @@ class TiledMapAttention(TiledAttention):
     """The tiled form of a :class:`~slab_det.attention.MapAttention`."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
-        x = self.own(x)
+        x = self.writable(x)
         attention, out_proj = self.attention, self.attention.attn.out_proj
         normed = self.norm(x)
         source, source_shape = attention.reduce(normed, hw_shape)

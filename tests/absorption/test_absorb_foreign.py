@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from conftest import layer_norms, pictures
-from mmdet.models.backbones.swin import SwinTransformer, WindowMSA
+from conftest import HalfWindowMSA, layer_norms, pictures
+from mmdet.models.backbones.swin import SwinTransformer
 from torch import nn
 
 from slab_det.absorption import absorb
@@ -255,13 +255,6 @@ def test_a_transformer_of_torch_computes_the_same_where_its_fused_kernel_would_r
     expected = student(image)
     with torch.no_grad():
         torch.testing.assert_close(student(image), expected)
-
-
-class HalfWindowMSA(WindowMSA):
-    """Half of an attention."""
-
-    def forward(self, x, mask=None):
-        return super().forward(x, mask) / 2
 
 
 def test_an_attention_of_mmdet_that_computes_in_another_way_is_named():
