@@ -39,15 +39,18 @@ from slab_det.cli import latency_options, read_config, run_cli
 from slab_det.checkpoints.build import build_detector
 from slab_det.checkpoints import is_fused
 from slab_det.runtime.errors import SlabDetError
-from slab_det.measure.latency import DTYPES, latency_table
+from slab_det.measure.latency import DTYPES, find_device, latency_table
 from slab_det.norms import named_offline_norms
 from slab_det.measure.report import ReportEntry, describe_model, form_suffix, read_report, update_report
 from slab_det.measure.untrained import OBJECTS, prepare_untrained
 
 
-def load(config: str, checkpoint: str | None, args: argparse.Namespace) -> tuple[Config, nn.Module]:
+def load(
+    config: str, checkpoint: str | None, device: torch.device, args: argparse.Namespace
+) -> tuple[Config, nn.Module]:
     cfg = read_config(config, args.cfg_options)
-    model = build_detector(cfg, checkpoint)
+    # Before it is deployed: that form depends on the device.
+    model = build_detector(cfg, checkpoint).to(device)
     if checkpoint is None:
         blind = prepare_untrained(model)
         heads = f'heads made to find {OBJECTS} objects' if blind else 'heads that find anything or nothing'
@@ -67,11 +70,12 @@ def main(args: argparse.Namespace) -> None:
     if args.json and Path(args.json).exists():
         # A file that cannot be added to is found now, not after the measurement.
         read_report(args.json)
+    device = find_device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     models, entries = {}, {}
     for config, checkpoint in pairs:
         if pairs.count((config, checkpoint)) > 1:
             raise SlabDetError(f'{config} is listed twice; leave one out, or measure again with --repeat')
-        cfg, model = load(config, None if checkpoint == 'none' else checkpoint, args)
+        cfg, model = load(config, None if checkpoint == 'none' else checkpoint, device, args)
         variant = 'fused' if is_fused(model) else 'unfused'
         form = f'{variant}, deployed' if args.deploy else variant
         name = f'{Path(config).stem} ({form})'
@@ -83,7 +87,6 @@ def main(args: argparse.Namespace) -> None:
         entries[name]['checkpoint'] = None if checkpoint == 'none' else checkpoint
         if args.deploy:
             entries[name]['name'] += form_suffix(args.deploy, args.dtype)
-    device = args.device or ('cuda' if torch.cuda.is_available() else 'cpu')
     results = slab_det.measure_latency(models, device=device, progress=True, **latency_options(args))
     print(latency_table(list(results.values())))
     if args.json:

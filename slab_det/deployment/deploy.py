@@ -34,7 +34,8 @@ def deploy(
     its state dict: save the model that it was made of.
 
     Args:
-        model: A detector or backbone, ours or mmdet's, in eval mode; fused, for the fastest form.
+        model: A detector or backbone, ours or mmdet's, in eval mode, on the device where it will run; fused, for the
+            fastest form.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None keeps float32.
         compile: Apply torch.compile to backbone, neck and RPN head, once per input shape. A string is its mode, for
             example ``'reduce-overhead'``, which records CUDA graphs.

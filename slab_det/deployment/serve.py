@@ -62,8 +62,8 @@ def load_detector(
         weights: A checkpoint, fused or to be fused, or for other runtimes the file that
             :func:`slab_det.deployment.export.export_onnx` wrote.
         runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
-        **options: Those of :func:`slab_det.deploy` (``dtype``, ``compile``) or of
-            :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
+        **options: Those of :func:`slab_det.deploy` (``dtype``, ``compile``) and ``device``, by default a GPU where
+            PyTorch finds one; or those of :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -73,7 +73,8 @@ def load_detector(
     """
     cfg = config if isinstance(config, Config) else Config.fromfile(config)
     if runtime == 'torch':
-        model = build_detector(cfg, str(weights))
+        device = options.pop('device', None) or ('cuda' if torch.cuda.is_available() else 'cpu')
+        model = build_detector(cfg, str(weights)).to(device)
         model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
         model = deploy(model, inplace=True, **options)
     else:

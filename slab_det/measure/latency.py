@@ -150,7 +150,7 @@ def measure_latency(
         raise LatencyError(
             f'cannot measure rounds={rounds}, warmup={warmup}, repeat={repeat}, size={tuple(size)} (height, width)'
         )
-    device = _find_device(device)
+    device = find_device(device)
     photo = _read_image(image, size)
     torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
     torch.set_num_threads(threads or torch_threads)
@@ -438,7 +438,12 @@ def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
     return content
 
 
-def _find_device(name: str | torch.device) -> torch.device:
+def find_device(name: str | torch.device) -> torch.device:
+    """A device by its name.
+
+    Raises:
+        LatencyError: If it is not there.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -205,6 +205,7 @@ def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) 
 
     def forward(batch: object) -> object:
         if isinstance(batch, Tensor):
+            batch = batch.to(next(model.parameters()).device)
             return model.extract_feat(batch) if hasattr(model, 'extract_feat') else model(batch)
         inputs, samples = prepare(batch)
         return model.extract_feat(inputs) if before_heads else model(inputs, samples, mode='predict')

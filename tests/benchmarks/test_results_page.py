@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.absorb.size import table as size_table
 from benchmarks.absorb.table import absorption_table
+from benchmarks.gpu import table as gpu_table
 from benchmarks.int8 import table as int8_table
-from benchmarks.kernels import table as kernels_table
 from benchmarks.norms.run import ROOT, publish
 from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
 from benchmarks.parts import table as parts_table
@@ -126,7 +126,8 @@ def test_tables_of_runtimes_are_the_stored_results():
             assert runtimes_table(columns) in page
     assert parts_table(load('parts')) in page
     assert int8_table(load('int8')) in (ROOT / 'docs/deploy.md').read_text()
-    assert kernels_table(load('kernels')['rows']) in page
+    for scope in load('gpu')['scopes'].values():
+        assert gpu_table(scope['columns']) in page
 
 
 def test_latency_of_classifiers_is_the_stored_result():

@@ -1,0 +1,169 @@
+"""What training, recalibration, absorption, fusion and deployment compute on a GPU, beside a CPU in float64."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import SLA, SMALL_SWIN, pictures, randomize
+from mmdet.registry import MODELS
+
+import slab_det
+
+if not torch.cuda.is_available():
+    pytest.skip('torch sees no GPU', allow_module_level=True)
+
+PVT = dict(
+    type='SLABPVT',
+    embed_dims=8,
+    num_stages=2,
+    num_layers=(2, 1),
+    num_heads=(1, 2),
+    patch_sizes=(4, 2),
+    strides=(4, 2),
+    paddings=(0, 0),
+    sr_ratios=(4, 1),
+    mlp_ratios=(4, 4),
+    out_indices=(0, 1),
+    pretrain_img_size=64,
+    norm_cfg=dict(type='PRepBN'),
+)
+BACKBONES = {
+    **{
+        norm: {**SMALL_SWIN, 'norm_cfg': dict(type=norm)}
+        for norm in ('LN', 'TokenBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm')
+    },
+    'BN+FFNBN': {**SMALL_SWIN, 'norm_cfg': dict(type='TokenBN'), 'ffn_norm': 'pre_act'},
+    'SLA': {**SMALL_SWIN, **SLA},
+    'focused': {**SMALL_SWIN, 'attention': 'focused'},
+    'PVT': PVT,
+    'PVT, SLA': {**PVT, 'attention': 'sla'},
+    'PVTv2': {
+        **PVT,
+        **dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True),
+    },
+    'mmdet Swin': dict(type='SwinTransformer', embed_dims=16, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4)),
+    'mmdet PVT': dict(type='PyramidVisionTransformer', embed_dims=16, num_layers=(2, 1, 1, 1), pretrain_img_size=64),
+    'mmdet PVTv2': dict(type='PyramidVisionTransformerV2', embed_dims=16, num_layers=(2, 1, 1, 1)),
+}
+# No multiples of a window, a stride or a reduction.
+SIZES = ((75, 102), (129, 66))
+
+
+def build(name):
+    """A backbone in float64 on the CPU with every weight and statistic random, in eval mode at gamma 0."""
+    model = randomize(MODELS.build(copy.deepcopy(BACKBONES[name])))
+    slab_det.set_gamma(model, 0)
+    model.eval()
+    return model.double()
+
+
+def difference(outputs, references):
+    return max(
+        ((out.cpu().double() - reference).abs().max() / reference.abs().max()).item()
+        for out, reference in zip(outputs, references, strict=True)
+    )
+
+
+def error(outputs, references):
+    """The largest root of the mean square, over that of the reference."""
+    return max(
+        ((out.cpu().double() - reference).square().mean() / reference.square().mean()).sqrt().item()
+        for out, reference in zip(outputs, references, strict=True)
+    )
+
+
+@pytest.mark.parametrize('name', BACKBONES)
+@torch.no_grad()
+def test_fused_and_deployed_compute_the_same(name):
+    model = build(name)
+    fused = slab_det.fuse(copy.deepcopy(model).cuda())
+    single = copy.deepcopy(fused).float()
+    forms = fused, slab_det.deploy(fused)
+    for size in SIZES:
+        images = torch.randn(2, 3, *size).double()
+        reference, images = model(images), images.cuda()
+        for form in (copy.deepcopy(model).cuda(), *forms):
+            assert difference(form(images), reference) <= 1e-9
+        own = difference(single(images.float()), reference)
+        assert own <= 1e-3, 'TF32, which PyTorch allows convolutions'
+        assert difference(slab_det.deploy(single)(images.float()), reference) <= 10 * own
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast('cuda', dtype):
+                own = error(single(images.float()), reference)
+            assert error(slab_det.deploy(single, dtype)(images.float()), reference) <= 5 * own <= 0.5
+
+
+@pytest.mark.parametrize('name', [name for name in BACKBONES if not name.startswith('mmdet')])
+def test_training_computes_the_same(name):
+    """Outputs, gradients and statistics of a step, half way in progression."""
+    cpu = randomize(MODELS.build({**copy.deepcopy(BACKBONES[name]), 'drop_path_rate': 0.0})).double().train()
+    slab_det.set_gamma(cpu, 0.5)
+    gpu, images = copy.deepcopy(cpu).cuda(), torch.randn(2, 3, 75, 102).double()
+    outputs, references = gpu(images.cuda()), cpu(images)
+    for found in (outputs, references):
+        sum(out.square().mean() for out in found).backward()
+    assert difference(outputs, references) <= 1e-9
+    gradients = [[p.grad for p in model.parameters() if p.grad is not None] for model in (gpu, cpu)]
+    # Some gradients are zero but for rounding: the bias before a norm.
+    scale = max(gradient.abs().max() for gradient in gradients[1])
+    for found, reference in zip(*gradients, strict=True):
+        assert (found.cpu() - reference).abs().max() <= 1e-9 * scale
+    for (key, found), reference in zip(gpu.state_dict().items(), cpu.state_dict().values(), strict=True):
+        torch.testing.assert_close(found.cpu(), reference, rtol=1e-9, atol=1e-9, msg=key)
+
+
+def test_recalibration_computes_the_same(small_detector):
+    cpu, images = small_detector().double(), [image.double() for image in pictures()]
+    gpu = copy.deepcopy(cpu).cuda()
+    for model in (cpu, gpu):
+        slab_det.recalibrate(model, images, progress=False)
+    for (key, found), reference in zip(gpu.state_dict().items(), cpu.state_dict().values(), strict=True):
+        torch.testing.assert_close(found.cpu(), reference, rtol=1e-6, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize('kind', ['SLABSwin', 'SwinTransformer'])
+def test_absorption_computes_the_same(small_detector, kind):
+    cpu, images = small_detector(type=kind, norm_cfg=dict(type='LN')), pictures(12)
+    gpu = copy.deepcopy(cpu).cuda()
+    absorbed = [slab_det.absorb(model, images, keep=0, progress=False) for model in (cpu, gpu)]
+    shares = [[norm.left for norm in model.absorption_report.norms] for model in absorbed]
+    torch.testing.assert_close(torch.tensor(shares[1]), torch.tensor(shares[0]), rtol=0.05, atol=0.01)
+    with torch.no_grad():
+        references = [level.double() for level in absorbed[0].extract_feat(images[0])]
+        assert error(absorbed[1].extract_feat(images[0].cuda()), references) <= 0.05
+
+
+@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
+@torch.no_grad()
+def test_compiled_backbone_computes_the_same(mode):
+    """Twice at each size, in turns: CUDA graphs use the memory of the image before."""
+    model = slab_det.fuse(build('SLA').cuda().float())
+    compiled, sizes = slab_det.deploy(model, compile=mode), (*SIZES, *SIZES)
+    for size in sizes:
+        images = torch.randn(1, 3, *size).cuda()
+        reference = [out.cpu().double() for out in model(images)]
+        assert difference(compiled(images), reference) <= 1e-2
+
+
+def test_a_detector_is_trained_fused_tested_and_served(call, small_run_cfg, tmp_path):
+    cfg = small_run_cfg(max_iters=6)
+    cfg.dump(tmp_path / 'config.py')
+    run = tmp_path / 'run'
+    assert call('train.py', 'config.py', '--amp').code == 0
+    entries = json.loads((run / 'report.json').read_text())['entries']
+    assert {entry['variant'] for entry in entries} == {'unfused', 'fused'}
+    fused = run / 'fused_config.py', run / 'fused.pth'
+    outcome = call(
+        'test.py', *fused, '--deploy', '--dtype', 'float16', '--latency', '--rounds', 3, '--report', 'r.json'
+    )
+    assert outcome.code == 0, outcome.err
+    (entry,) = json.loads((tmp_path / 'r.json').read_text())['entries']
+    assert entry['latency']['device'] == torch.cuda.get_device_name() and entry['latency']['dtype'] == 'float16'
+    outcome = call('latency.py', fused[0], '--deploy', '--size', 96, 80, '--rounds', 2, '--scope', 'end-to-end')
+    assert outcome.code == 0 and torch.cuda.get_device_name() in outcome.out, outcome.err
+    image = torch.randint(0, 256, (96, 80, 3), dtype=torch.uint8).numpy()
+    served = {device: slab_det.load_detector(*fused, device=device) for device in (None, 'cpu')}
+    assert next(served[None].model.parameters()).is_cuda
+    boxes = [one(image).pred_instances.bboxes.cpu() for one in served.values()]
+    assert len(boxes[0]) == len(boxes[1])
