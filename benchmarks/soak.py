@@ -99,7 +99,7 @@ def soak_runtime(folder: Path, runtime: str, images: int) -> dict:
     """:func:`soak` of the files of :func:`write_files`, on one thread."""
     torch.set_num_threads(1)
     cv2.setNumThreads(1)
-    weights, options = ('fused.pth', {}) if runtime == 'torch' else ('model.onnx', dict(threads=1))
+    weights, options = ('fused.pth', dict(device='cpu')) if runtime == 'torch' else ('model.onnx', dict(threads=1))
     detector = slab_det.load_detector(folder / 'fused_config.py', folder / weights, runtime, **options)
     return dict(soak(detector, images), environment=describe_environment())
 

@@ -44,14 +44,14 @@ class Step:
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
         self.model, self.loss = model.train(), loss
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.05)
-        self.is_cuda = next(model.parameters()).is_cuda
+        self.device = next(model.parameters()).device
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
         self.loss(self.model).backward()
         self.optimizer.step()
-        if self.is_cuda:
-            torch.cuda.synchronize()
+        if self.device.type == 'cuda':
+            torch.cuda.synchronize(self.device)
 
 
 def seconds(step: Step) -> float:
@@ -64,11 +64,11 @@ def seconds(step: Step) -> float:
 def peak_bytes(step: Step) -> int:
     """Peak memory of one step on top of the model and the optimizer's state."""
     step.optimizer.zero_grad()
-    if step.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if step.device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(step.device)
+        before = torch.cuda.memory_allocated(step.device)
         step()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated(step.device) - before
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with recorder:
         step()

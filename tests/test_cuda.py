@@ -1,7 +1,8 @@
-"""What training, recalibration, absorption, fusion and deployment compute on a GPU, beside a CPU in float64."""
+"""What training, recalibration, absorption, fusion and deployment compute on a GPU, beside a CPU."""
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def difference(outputs, references):
     )
 
 
-def error(outputs, references):
+def relative_rms(outputs, references):
     """The largest root of the mean square, over that of the reference."""
     return max(
         ((out.cpu().double() - reference).square().mean() / reference.square().mean()).sqrt().item()
@@ -84,14 +85,15 @@ def test_fused_and_deployed_compute_the_same(name):
         images = torch.randn(2, 3, *size).double()
         reference, images = model(images), images.cuda()
         for form in (copy.deepcopy(model).cuda(), *forms):
-            assert difference(form(images), reference) <= 1e-9
+            assert difference(form(images), reference) <= 1e-9, size
         own = difference(single(images.float()), reference)
-        assert own <= 1e-3, 'TF32, which PyTorch allows convolutions'
+        assert own <= 1e-3, ('TF32, which PyTorch allows convolutions', size)
         assert difference(slab_det.deploy(single)(images.float()), reference) <= 10 * own
         for dtype in (torch.float16, torch.bfloat16):
             with torch.autocast('cuda', dtype):
-                own = error(single(images.float()), reference)
-            assert error(slab_det.deploy(single, dtype)(images.float()), reference) <= 5 * own <= 0.5
+                own = relative_rms(single(images.float()), reference)
+            found = relative_rms(slab_det.deploy(single, dtype)(images.float()), reference)
+            assert found <= 5 * own <= 1, (size, dtype)
 
 
 @pytest.mark.parametrize('name', [name for name in BACKBONES if not name.startswith('mmdet')])
@@ -104,13 +106,14 @@ def test_training_computes_the_same(name):
     for found in (outputs, references):
         sum(out.square().mean() for out in found).backward()
     assert difference(outputs, references) <= 1e-9
-    gradients = [[p.grad for p in model.parameters() if p.grad is not None] for model in (gpu, cpu)]
+    gradients = [{key: p.grad for key, p in model.named_parameters() if p.grad is not None} for model in (gpu, cpu)]
+    assert gradients[0].keys() == gradients[1].keys()
     # Some gradients are zero but for rounding: the bias before a norm.
-    scale = max(gradient.abs().max() for gradient in gradients[1])
-    for found, reference in zip(*gradients, strict=True):
-        assert (found.cpu() - reference).abs().max() <= 1e-9 * scale
+    scale = max(gradient.abs().max() for gradient in gradients[1].values())
+    for key, reference in gradients[1].items():
+        assert (gradients[0][key].cpu() - reference).abs().max() <= 1e-9 * scale, key
     for (key, found), reference in zip(gpu.state_dict().items(), cpu.state_dict().values(), strict=True):
-        torch.testing.assert_close(found.cpu(), reference, rtol=1e-9, atol=1e-9, msg=key)
+        torch.testing.assert_close(found.cpu(), reference, rtol=1e-9, atol=1e-9, msg=partial('{}: {}'.format, key))
 
 
 def test_recalibration_computes_the_same(small_detector):
@@ -119,7 +122,7 @@ def test_recalibration_computes_the_same(small_detector):
     for model in (cpu, gpu):
         slab_det.recalibrate(model, images, progress=False)
     for (key, found), reference in zip(gpu.state_dict().items(), cpu.state_dict().values(), strict=True):
-        torch.testing.assert_close(found.cpu(), reference, rtol=1e-6, atol=1e-9, msg=key)
+        torch.testing.assert_close(found.cpu(), reference, rtol=1e-6, atol=1e-9, msg=partial('{}: {}'.format, key))
 
 
 @pytest.mark.parametrize('kind', ['SLABSwin', 'SwinTransformer'])
@@ -131,19 +134,21 @@ def test_absorption_computes_the_same(small_detector, kind):
     torch.testing.assert_close(torch.tensor(shares[1]), torch.tensor(shares[0]), rtol=0.05, atol=0.01)
     with torch.no_grad():
         references = [level.double() for level in absorbed[0].extract_feat(images[0])]
-        assert error(absorbed[1].extract_feat(images[0].cuda()), references) <= 0.05
+        assert relative_rms(absorbed[1].extract_feat(images[0].cuda()), references) <= 0.05
 
 
 @pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
 @torch.no_grad()
-def test_compiled_backbone_computes_the_same(mode):
+def test_compiled_detector_computes_the_same(small_detector, dtype, mode):
     """Twice at each size, in turns: CUDA graphs use the memory of the image before."""
-    model = slab_det.fuse(build('SLA').cuda().float())
-    compiled, sizes = slab_det.deploy(model, compile=mode), (*SIZES, *SIZES)
-    for size in sizes:
+    model = slab_det.fuse(small_detector(**SLA).cuda())
+    plain, compiled = slab_det.deploy(model, dtype), slab_det.deploy(model, dtype, compile=mode)
+    for size in (*SIZES, *SIZES):
         images = torch.randn(1, 3, *size).cuda()
-        reference = [out.cpu().double() for out in model(images)]
-        assert difference(compiled(images), reference) <= 1e-2
+        reference = [level.cpu().double() for level in plain.extract_feat(images)]
+        found = relative_rms(compiled.extract_feat(images), reference)
+        assert found <= {torch.float32: 1e-3, torch.float16: 0.02}[dtype], size
 
 
 def test_a_detector_is_trained_fused_tested_and_served(call, small_run_cfg, tmp_path):
@@ -165,5 +170,8 @@ def test_a_detector_is_trained_fused_tested_and_served(call, small_run_cfg, tmp_
     image = torch.randint(0, 256, (96, 80, 3), dtype=torch.uint8).numpy()
     served = {device: slab_det.load_detector(*fused, device=device) for device in (None, 'cpu')}
     assert next(served[None].model.parameters()).is_cuda
-    boxes = [one(image).pred_instances.bboxes.cpu() for one in served.values()]
-    assert len(boxes[0]) == len(boxes[1])
+    found, wanted = (
+        {key: one(image).pred_instances[key] for key in ('bboxes', 'scores', 'labels')} for one in served.values()
+    )
+    assert len(wanted['scores']) and abs(len(found['scores']) - len(wanted['scores'])) <= 1
+    assert (found['scores'][:5] - wanted['scores'][:5]).abs().max() < 0.01

@@ -49,7 +49,7 @@ def load(
     config: str, checkpoint: str | None, device: torch.device, args: argparse.Namespace
 ) -> tuple[Config, nn.Module]:
     cfg = read_config(config, args.cfg_options)
-    # Before it is deployed: that form depends on the device.
+    # Before deploy, which picks convolutions by the device of their weights.
     model = build_detector(cfg, checkpoint).to(device)
     if checkpoint is None:
         blind = prepare_untrained(model)
@@ -58,7 +58,7 @@ def load(
     if args.fuse and any(True for _ in named_offline_norms(model)):
         model = slab_det.fuse(model, inplace=True)
     if args.deploy:
-        model = slab_det.deploy(model, None if args.dtype == 'float32' else DTYPES[args.dtype], inplace=True)
+        model = slab_det.deploy(model, DTYPES[args.dtype], inplace=True)
     return cfg, model
 
 

@@ -23,7 +23,7 @@ COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-
 def deploy(
     model: nn.Module, dtype: torch.dtype | None = None, compile: bool | str = False, inplace: bool = False
 ) -> nn.Module:
-    """Gives a detector its fastest form for inference, with the results of ``model``.
+    """Gives a detector a faster form for inference, with the results of ``model``.
 
     Residuals are added in place; nothing is computed for padding tokens whose result is known before; feature maps
     and convolutions are channels last. On a CPU, blocks run tile by tile, so that intermediate results stay in the
@@ -36,7 +36,8 @@ def deploy(
     Args:
         model: A detector or backbone, ours or mmdet's, in eval mode, on the device where it will run; fused, for the
             fastest form.
-        dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None keeps float32.
+        dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None, or
+            ``torch.float32``, keeps the dtype of the model.
         compile: Apply torch.compile to backbone, neck and RPN head, once per input shape. A string is its mode, for
             example ``'reduce-overhead'``, which records CUDA graphs.
         inplace: Change ``model`` itself instead of a copy.
@@ -61,6 +62,8 @@ def deploy(
         )
     if compile not in (False, True, *COMPILE_MODES):
         raise DeploymentError(f'compile mode {compile!r} is not one of {", ".join(COMPILE_MODES)}')
+    if dtype == torch.float32:
+        dtype = None
     if dtype is not None:
         check_precision(model, dtype)
     if not inplace:

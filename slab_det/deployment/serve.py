@@ -15,6 +15,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.deployment.deploy import deploy
 from slab_det.fusion import fuse
 from slab_det.norms import named_offline_norms
+from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 
 
@@ -34,7 +35,7 @@ class ServedDetector:
 
     @torch.no_grad()
     def __call__(self, images: Image | Sequence[Image]) -> DetDataSample | list[DetDataSample]:
-        """Predicts the objects of one image, or of each image of a list.
+        """Predicts the objects of one image, or of each image of a list; on the CPU, wherever the detector runs.
 
         Raises:
             DataError: If an image cannot be read, or is none that the detector was trained for.
@@ -45,11 +46,15 @@ class ServedDetector:
         metainfo = data['data_samples'].metainfo
         (found,) = self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
         # Without what one of the runtimes alone adds.
-        return DetDataSample(metainfo=metainfo, pred_instances=found.pred_instances)
+        return DetDataSample(metainfo=metainfo, pred_instances=found.pred_instances.cpu())
 
 
 def load_detector(
-    config: str | Path | Config, weights: str | Path, runtime: str = 'torch', **options: object
+    config: str | Path | Config,
+    weights: str | Path,
+    runtime: str = 'torch',
+    device: str | torch.device | None = None,
+    **options: object,
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
 
@@ -62,22 +67,24 @@ def load_detector(
         weights: A checkpoint, fused or to be fused, or for other runtimes the file that
             :func:`slab_det.deployment.export.export_onnx` wrote.
         runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
-        **options: Those of :func:`slab_det.deploy` (``dtype``, ``compile``) and ``device``, by default a GPU where
-            PyTorch finds one; or those of :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
+        device: Of the runtime 'torch'; None takes a GPU where PyTorch finds one. The others run on the CPU.
+        **options: Those of :func:`slab_det.deploy` (``dtype``, ``compile``) or of
+            :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
 
     Raises:
         ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit.
         FusionError, DeploymentError: If the detector cannot be fused or deployed.
-        ExportError: If there is no such runtime, or it cannot run the file.
+        ExportError: If there is no such runtime, it cannot run the file, or a ``device`` was given for it.
     """
     cfg = config if isinstance(config, Config) else Config.fromfile(config)
     if runtime == 'torch':
-        device = options.pop('device', None) or ('cuda' if torch.cuda.is_available() else 'cpu')
-        model = build_detector(cfg, str(weights)).to(device)
+        model = build_detector(cfg, str(weights)).to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
         model = deploy(model, inplace=True, **options)
     else:
+        if device is not None:
+            raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
         # Half a second that PyTorch alone does not need.
         from slab_det.deployment.export import ExportedDetector
 

@@ -439,10 +439,10 @@ def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """A device by its name.
+    """The device of a name.
 
     Raises:
-        LatencyError: If it is not there.
+        LatencyError: If PyTorch does not see it.
     """
     try:
         device = torch.device(name)

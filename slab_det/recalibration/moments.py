@@ -204,10 +204,9 @@ def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) 
     prepare = prepare_inputs(model, batches)
 
     def forward(batch: object) -> object:
-        if isinstance(batch, Tensor):
-            batch = batch.to(next(model.parameters()).device)
-            return model.extract_feat(batch) if hasattr(model, 'extract_feat') else model(batch)
         inputs, samples = prepare(batch)
-        return model.extract_feat(inputs) if before_heads else model(inputs, samples, mode='predict')
+        if not (isinstance(batch, Tensor) or before_heads):
+            return model(inputs, samples, mode='predict')
+        return model.extract_feat(inputs) if hasattr(model, 'extract_feat') else model(inputs)
 
     return forward

@@ -126,8 +126,19 @@ def test_tables_of_runtimes_are_the_stored_results():
             assert runtimes_table(columns) in page
     assert parts_table(load('parts')) in page
     assert int8_table(load('int8')) in (ROOT / 'docs/deploy.md').read_text()
-    for scope in load('gpu')['scopes'].values():
+
+
+def test_tables_of_the_gpu_are_the_stored_results():
+    page = (ROOT / 'docs/gpu.md').read_text()
+    for scope in load('gpu').values():
         assert gpu_table(scope['columns']) in page
+    detectors, backbones = load('gpu_compiled')['scopes'].values()
+    rows = table(page, '| | deployed | CUDA graph |')
+    assert sorted(row[0] for row in rows) == sorted(detectors)
+    for name, *cells in rows:
+        forms = ('deployed', 'CUDA graph', 'compile=True', "compile='reduce-overhead'")
+        alone = [f' ({backbones[name][form]:.1f})' if form in backbones[name] else '' for form in forms]
+        assert cells == [f'{detectors[name][form]:.1f}{more}' for form, more in zip(forms, alone, strict=True)]
 
 
 def test_latency_of_classifiers_is_the_stored_result():

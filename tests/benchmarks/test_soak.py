@@ -28,7 +28,7 @@ def test_memory_stays_flat_and_results_stay_the_same(runtime: str, files: Path) 
 
 
 def test_a_leak_and_a_drift_are_seen(files: Path) -> None:
-    detector = slab_det.load_detector(files / 'fused_config.py', files / 'fused.pth')
+    detector = slab_det.load_detector(files / 'fused_config.py', files / 'fused.pth', device='cpu')
     kept: list[np.ndarray] = []
 
     def leaking(image: np.ndarray | bytes) -> object:

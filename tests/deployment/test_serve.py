@@ -62,7 +62,7 @@ def served(files: tuple[Path, Path, Path]) -> Callable[[str], ServedDetector]:
     def load(runtime: str) -> ServedDetector:
         if runtime == 'openvino':
             pytest.importorskip('openvino')
-        options = {} if runtime == 'torch' else dict(threads=1)
+        options = dict(device='cpu') if runtime == 'torch' else dict(threads=1)
         return slab_det.load_detector(files[0], files[1 if runtime == 'torch' else 2], runtime, **options)
 
     return load
@@ -151,6 +151,7 @@ def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg,
         (dict(weights=files[2]), CheckpointError),
         (dict(weights=files[1], runtime='onnxruntime'), ExportError),
         (dict(weights=files[2], runtime='tensorrt'), ExportError),
+        (dict(weights=files[2], runtime='onnxruntime', device='cpu'), ExportError),
     ):
         with pytest.raises(error):
             print(slab_det.load_detector(files[0], **arguments))

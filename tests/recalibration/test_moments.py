@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from slab_det.recalibration.moments import Moments
+from slab_det.recalibration.moments import Moments, _prepare_forward
 
 C = 3
 # One part is a single token, one has none.
@@ -44,3 +45,8 @@ def test_moments_of_batches_are_those_of_all_tokens(offset, rtol, dtype):
     assert_moments(both, expected(quantities), rtol)
     assert_moments(single, expected([(x,) for x, _ in quantities]), rtol)
     np.testing.assert_allclose(both.var, both.scatter[[0, 1], [0, 1]] / both.count)
+
+
+def test_image_tensors_go_to_the_device_of_the_model():
+    forward = _prepare_forward(nn.Linear(4, 1, device='meta'), (), [])
+    assert forward(torch.randn(1, 3, 4, 4)).device.type == 'meta'

@@ -31,3 +31,17 @@ def test_end_to_end_of_deployed_models_is_measured_repeatedly(call, small_detect
         assert latency['detections'] == OBJECTS, 'untrained models find alike'
         assert latency['cost']['norms_left'] == norm_count[config]
         assert latency['cost']['multiply_adds'] > 1e7
+
+
+def test_a_model_is_on_its_device_before_it_is_deployed(call, small_detector_cfg, monkeypatch) -> None:
+    devices: list = []
+
+    def deploy(model: torch.nn.Module, *args: object, **options: object) -> None:
+        devices.append({str(parameter.device) for parameter in model.parameters()})
+        raise SystemExit(0)
+
+    monkeypatch.setattr('slab_det.measure.latency.find_device', lambda name: torch.device('meta'))
+    monkeypatch.setattr('slab_det.deploy', deploy)
+    Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('layernorm.py')
+    call('latency.py', 'layernorm.py', '--deploy', *QUICK)
+    assert devices == [{'meta'}]
