@@ -134,7 +134,7 @@ def build(row: Row) -> nn.Module:
 def torch_call(model: nn.Module, scope: str, form: Form, content: bytes) -> Call:
     """From the bytes of an image file to boxes and masks, or the backbone alone, in PyTorch."""
     if form.form == 'deployed':
-        model = slab_det.deploy(model, None if form.precision == 'float32' else torch.bfloat16)
+        model = slab_det.deploy(model, getattr(torch, form.precision))
     elif form.form == 'compiled':
         model = copy.deepcopy(model)
         for part in (model.backbone, model.neck, model.rpn_head):

@@ -85,7 +85,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     # swap in statistics of the training, or its copy of a model that is fused by now.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_runner(cfg, args.verbose)
-    model, dtype = unwrap(runner.model), None if args.dtype == 'float32' else DTYPES[args.dtype]
+    model, dtype = unwrap(runner.model), DTYPES[args.dtype]
     if args.fuse or args.deploy:
         runner.load_or_resume()
         model.eval()
@@ -93,7 +93,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
         slab_det.fuse(model, inplace=True)
     if args.deploy:
         slab_det.deploy(model, dtype, inplace=True)
-    elif dtype is not None:
+    elif args.dtype != 'float32':
         autocast_forward(model, dtype)
     if args.out:
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))

@@ -57,6 +57,7 @@ def test_only_what_computes_this_is_replaced():
 def test_deployed_float32_detectors_have_it(small_detector, monkeypatch):
     monkeypatch.setattr(winograd, 'MIN_CHANNELS', 16)
     model = slab_det.fuse(small_detector(**SLA))
-    assert any(isinstance(module, WinogradConv) for module in slab_det.deploy(model).neck.modules())
+    for dtype in (None, torch.float32):
+        assert any(isinstance(module, WinogradConv) for module in slab_det.deploy(model, dtype).neck.modules())
     lowered = slab_det.deploy(model, torch.bfloat16)
     assert not any(isinstance(module, WinogradConv) for module in lowered.modules())
