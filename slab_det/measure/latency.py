@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -135,8 +134,8 @@ def measure_latency(
         One result per name, in the order of ``models``.
 
     Raises:
-        LatencyError: For an unknown scope, dtype or mode, a device that is not there, an image that cannot be decoded,
-            or counts that make no sense.
+        LatencyError: For an unknown scope, dtype or mode, a device that is not there or not that of a deployed model,
+            an image that cannot be decoded, or counts that make no sense.
         TypeError: If ``models`` have no names.
     """
     if not hasattr(models, 'items'):
@@ -295,10 +294,15 @@ class _MeasuredModel:
         self, model: nn.Module, scope: Scope, image: bytes, size: tuple[int, int], device: torch.device, dtype: str
     ) -> None:
         self.model, self.scope, self.device, self.image, self.size = model, scope, device, image, size
+        weights = [*getattr(model, 'backbone', model).parameters(), *model.parameters()]
+        if is_deployed(model) and weights and weights[0].device.type != device.type:
+            raise LatencyError(
+                f'cannot measure on {device} a model that was deployed on {weights[0].device}: its form is for that '
+                f"device; call model.to('{device}') before slab_det.deploy"
+            )
         model.to(device)
         # mmdet's Swin returns None from eval().
         model.eval()
-        weights = chain(getattr(model, 'backbone', model).parameters(), model.parameters())
         self.weights_dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
         # A deployed model casts inside; half-precision weights compute in their own dtype.
         chosen = is_deployed(model) or self.weights_dtype != torch.float32

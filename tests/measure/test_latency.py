@@ -173,6 +173,13 @@ def test_impossible_requests_are_refused(changes: dict, message: str) -> None:
         measure(RecordingDetector(), **changes)
 
 
+def test_a_model_deployed_on_another_device_is_refused() -> None:
+    model = RecordingDetector()
+    model.deployed = True
+    with pytest.raises(LatencyError, match=r"on meta a model .* deployed on cpu.*model\.to\('meta'\) before"):
+        measure(model, device='meta')
+
+
 def test_a_model_without_a_name_is_refused() -> None:
     with pytest.raises(TypeError, match="by name, not a RecordingDetector: give {'name': model}"):
         slab_det.measure_latency(RecordingDetector())
