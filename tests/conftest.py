@@ -36,6 +36,21 @@ SMALL_SWIN = dict(
     type='SLABSwin', embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='PRepBN')
 )
 SLA = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7))
+SMALL_PVT = dict(
+    type='SLABPVT',
+    embed_dims=8,
+    num_stages=2,
+    num_layers=(2, 1),
+    num_heads=(1, 2),
+    patch_sizes=(4, 2),
+    strides=(4, 2),
+    paddings=(0, 0),
+    sr_ratios=(4, 1),
+    mlp_ratios=(4, 4),
+    out_indices=(0, 1),
+    pretrain_img_size=64,
+)
+PVT_V2 = dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True)
 
 # As every program in tools/ does.
 slab_det.runtime.install()

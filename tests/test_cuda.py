@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import SLA, SMALL_SWIN, pictures, randomize
+from conftest import PVT_V2, SLA, SMALL_PVT, SMALL_SWIN, pictures, randomize
 from mmdet.registry import MODELS
 
 import slab_det
@@ -14,21 +14,7 @@ import slab_det
 if not torch.cuda.is_available():
     pytest.skip('torch sees no GPU', allow_module_level=True)
 
-PVT = dict(
-    type='SLABPVT',
-    embed_dims=8,
-    num_stages=2,
-    num_layers=(2, 1),
-    num_heads=(1, 2),
-    patch_sizes=(4, 2),
-    strides=(4, 2),
-    paddings=(0, 0),
-    sr_ratios=(4, 1),
-    mlp_ratios=(4, 4),
-    out_indices=(0, 1),
-    pretrain_img_size=64,
-    norm_cfg=dict(type='PRepBN'),
-)
+PREPBN_PVT = {**SMALL_PVT, 'norm_cfg': dict(type='PRepBN')}
 BACKBONES = {
     **{
         norm: {**SMALL_SWIN, 'norm_cfg': dict(type=norm)}
@@ -37,12 +23,9 @@ BACKBONES = {
     'BN+FFNBN': {**SMALL_SWIN, 'norm_cfg': dict(type='TokenBN'), 'ffn_norm': 'pre_act'},
     'SLA': {**SMALL_SWIN, **SLA},
     'focused': {**SMALL_SWIN, 'attention': 'focused'},
-    'PVT': PVT,
-    'PVT, SLA': {**PVT, 'attention': 'sla'},
-    'PVTv2': {
-        **PVT,
-        **dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True),
-    },
+    'PVT': PREPBN_PVT,
+    'PVT, SLA': {**PREPBN_PVT, 'attention': 'sla'},
+    'PVTv2': {**PREPBN_PVT, **PVT_V2},
     'mmdet Swin': dict(type='SwinTransformer', embed_dims=16, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4)),
     'mmdet PVT': dict(type='PyramidVisionTransformer', embed_dims=16, num_layers=(2, 1, 1, 1), pretrain_img_size=64),
     'mmdet PVTv2': dict(type='PyramidVisionTransformerV2', embed_dims=16, num_layers=(2, 1, 1, 1)),

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import SLA, HalfWindowMSA, random_sizes, randomize, raw_outputs
+from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, random_sizes, randomize, raw_outputs
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock
 from mmdet.registry import MODELS
@@ -28,24 +28,9 @@ SWIN = dict(
     strides=(4, 2),
     out_indices=(0, 1),
 )
-PVT = dict(
-    type='SLABPVT',
-    embed_dims=8,
-    num_stages=2,
-    num_layers=(2, 1),
-    num_heads=(1, 2),
-    patch_sizes=(4, 2),
-    strides=(4, 2),
-    paddings=(0, 0),
-    sr_ratios=(4, 1),
-    mlp_ratios=(4, 4),
-    out_indices=(0, 1),
-    pretrain_img_size=64,
-)
 CSWIN = dict(
     type='SLABCSwin', pretrain_img_size=64, embed_dims=16, depths=(1, 1, 2), num_heads=(2, 2, 4), out_indices=(0, 1, 2)
 )
-PVT_V2 = dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True)
 BACKBONES = {
     'swin': {**SWIN, **PREPBN},
     'swin, no bias, positions': {**SWIN, **PREPBN, 'qkv_bias': False, 'use_abs_pos_embed': True},
@@ -55,12 +40,12 @@ BACKBONES = {
     'swin, BN+FFNBN': {**SWIN, 'norm_cfg': dict(type='TokenBN'), 'ffn_norm': 'post_act'},
     'swin, ReLU': {**SWIN, **PREPBN, 'act_cfg': dict(type='ReLU')},
     'swin, tanh GELU': {**SWIN, **PREPBN, 'act_cfg': dict(type='GELU', approximate='tanh')},
-    'pvt, no bias': {**PVT, **PREPBN, 'qkv_bias': False},
-    'pvt, sla': {**PVT, **LN, 'attention': 'sla'},
-    'pvt, focused, reduced': {**PVT, **PREPBN, 'attention': 'focused', 'la_sr_ratios': (4, 1)},
+    'pvt, no bias': {**SMALL_PVT, **PREPBN, 'qkv_bias': False},
+    'pvt, sla': {**SMALL_PVT, **LN, 'attention': 'sla'},
+    'pvt, focused, reduced': {**SMALL_PVT, **PREPBN, 'attention': 'focused', 'la_sr_ratios': (4, 1)},
     'cswin': {**CSWIN, **PREPBN, 'stripe_widths': (1, 3, 7)},
     'cswin, sla': {**CSWIN, **LN, 'stripe_widths': (None, 2, None), 'attention': ('sla', 'sla', 'softmax')},
-    'pvt v2': {**PVT, **PREPBN, **PVT_V2},
+    'pvt v2': {**SMALL_PVT, **PREPBN, **PVT_V2},
 }
 
 
@@ -175,7 +160,7 @@ def test_what_computes_in_another_way_stays(fused_backbone):
     ('stock', 'arguments', 'num_blocks', 'num_ffns'),
     [
         ('SwinTransformer', SWIN, 4, 4),
-        ('PyramidVisionTransformer', PVT, 3, 3),
+        ('PyramidVisionTransformer', SMALL_PVT, 3, 3),
         # A depthwise convolution stands in its FFNs.
         ('PyramidVisionTransformerV2', dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 4, 8)), 4, 0),
     ],
