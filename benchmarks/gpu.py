@@ -2,9 +2,11 @@
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --scope backbone --rounds 40
+    python -m benchmarks.gpu --compile --rounds 40
 
 Weights are random, with heads made to find 32 objects. As built, float16 is autocast; deployed, the layers are float16.
-The rows and forms of one dtype are timed in the same rounds, and written to benchmarks/results/gpu.json.
+With ``--compile`` the rows are Swin-T with LayerNorm and without norms, deployed and compiled, each beside LayerNorm in
+the same form. The rows and forms of one dtype are timed in the same rounds, and written to benchmarks/results/gpu.json.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -42,36 +44,45 @@ ROWS = {
     **_family('PVT-T', 'pvt_t', PVT),
     **_family('PVT-S', 'pvt_s', PVT),
 }
-FORMS = ('as built', 'deployed')
+# The arguments of deploy.
+FORMS = {'as built': None, 'deployed': {}}
+COMPILED = ('Swin-T, LayerNorm', 'Swin-T-PRepBN')
+COMPILED_FORMS = {
+    'deployed': {},
+    'compile=True': dict(compile=True),
+    "compile='reduce-overhead'": dict(compile='reduce-overhead'),
+}
 
 
 def measure(models: Mapping[str, nn.Module], dtype: str, args: argparse.Namespace) -> dict[str, dict[str, dict]]:
-    """For each form and row the milliseconds, and the ratio to mmdet's as built."""
-    forms = {
-        f'{name}, {form}': slab_det.deploy(model, DTYPES[dtype]) if form == 'deployed' else model
-        for (name, model), form in product(models.items(), FORMS)
+    """For each form and row the milliseconds, and the ratio to those of its base."""
+    forms = COMPILED_FORMS if args.compile else FORMS
+    deployed = {
+        f'{name}, {form}': model if options is None else slab_det.deploy(model, DTYPES[dtype], **options)
+        for (name, model), (form, options) in product(models.items(), forms.items())
     }
     options = dict(size=tuple(args.size), rounds=args.rounds, repeat=args.repeat, scope=args.scope, device=args.device)
-    results = measure_latency(forms, dtype=dtype, warmup=5, progress=True, **options)
+    results = measure_latency(deployed, dtype=dtype, warmup=5, progress=True, **options)
 
     def cell(name: str, form: str) -> dict:
         result: LatencyResult = results[f'{name}, {form}']
-        ratios = repeat_ratios(result, results[f'{ROWS[name].stock}, as built'])
+        base = f'{ROWS[name].layer_norm}, {form}' if args.compile else f'{ROWS[name].stock}, as built'
+        ratios = repeat_ratios(result, results[base])
         return dict(
             median_ms=round(result.median_ms, 3),
             p95_ms=round(result.p95_ms, 3),
-            to_mmdet=round(median(ratios), 4),
+            ratio=round(median(ratios), 4),
             detections=result.detections,
         )
 
-    return {f'{form}, {dtype}': {name: cell(name, form) for name in models} for form in FORMS}
+    return {f'{form}, {dtype}': {name: cell(name, form) for name in models} for form in forms}
 
 
 def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
-    """Milliseconds of each row in each column, in brackets over mmdet's as built in the same dtype."""
+    """Milliseconds of each row in each column, in brackets over those of its base."""
     lines = [f'| | {" | ".join(columns)} |', '|---|' + '---:|' * len(columns)]
-    for name in ROWS:
-        cells = [f'{column[name]["median_ms"]:.1f} ({column[name]["to_mmdet"]:.2f})' for column in columns.values()]
+    for name in next(iter(columns.values())):
+        cells = [f'{column[name]["median_ms"]:.1f} ({column[name]["ratio"]:.2f})' for column in columns.values()]
         lines.append(f'| {name} | {" | ".join(cells)} |')
     return '\n'.join(lines)
 
@@ -79,18 +90,19 @@ def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--scope', choices=list(SCOPES), default='detector')
+    parser.add_argument('--compile', action='store_true', help='compile the deployed forms of Swin-T')
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1333), metavar=('H', 'W'))
     parser.add_argument('--rounds', type=int, default=100)
     parser.add_argument('--repeat', type=int, default=1)
     parser.add_argument('--device', default='cuda')
     parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks/results/gpu.json')
     args = parser.parse_args()
-    models = {name: build(row).to(args.device) for name, row in ROWS.items()}
+    models = {name: build(row).to(args.device) for name, row in ROWS.items() if name in COMPILED or not args.compile}
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     environment, columns = describe_environment(args.device), {}
     for dtype in ('float32', 'float16'):
         columns |= measure(models, dtype, args)
-    results[args.scope] = dict(
+    results[f'{args.scope}, compiled' if args.compile else args.scope] = dict(
         size=args.size, batch=1, rounds=args.rounds, repeat=args.repeat, environment=environment, columns=columns
     )
     args.out.write_text(json.dumps(results, indent=1) + '\n')

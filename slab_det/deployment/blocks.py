@@ -1,4 +1,4 @@
-"""Blocks of a deployed backbone: norm, attention or FFN, and residual, tile by tile, in place."""
+"""Blocks of a deployed backbone: ours in place of mmdet's, and on a CPU tile by tile, in place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAtten
 from slab_det.attention.geometry import join_groups, split_groups
 from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
+from slab_det.deployment import tiles
 from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
-from slab_det.deployment.tiles import MapTile, row_tiles, tile_tokens, window_tiles
 from slab_det.fusion.folds import find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
 from slab_det.norms import ChannelAffine
@@ -61,9 +61,10 @@ class TiledWindowAttention(TiledAttention):
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         x = self.writable(x)
         w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
-        tiles = window_tiles(*hw_shape, w_msa.window_size, self.attention.shift_size, tile_tokens(x.device), x.device)
+        size, shift = w_msa.window_size, self.attention.shift_size
+        window_tiles = tiles.window_tiles(*hw_shape, size, shift, tiles.TILE_TOKENS, x.device)
         for image in x:
-            for tile in tiles:
+            for tile in window_tiles:
                 rows = image.index_select(0, tile.tokens)
                 mixed = w_msa.attend(self.norm(rows), tile)
                 # Every token is in one tile: nothing reads it after this.
@@ -82,9 +83,9 @@ class TiledMapAttention(TiledAttention):
         to_q, to_kv = attention.projections()
         k, v = (split_groups(part, attention.groups) for part in linear(source, *to_kv).chunk(2, dim=-1))
         shared = {}
-        max_rows = tile_tokens(x.device) if attention.queries_apart else None
-        for rows in row_tiles(x.shape[1], max_rows):
-            tile = MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
+        max_rows = tiles.TILE_TOKENS if attention.queries_apart else None
+        for rows in tiles.row_tiles(x.shape[1], max_rows):
+            tile = tiles.MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
             q = split_groups(linear(normed[:, rows], *to_q), attention.groups)
             mixed = join_groups(attention.mix(q, k, v, tile))
             # Keys and values are there already: nothing reads these rows after this.
@@ -113,17 +114,21 @@ class TiledFFN(nn.Module):
         tokens = x.view(-1, x.shape[-1])
         # A 1x1 convolution's weight has two more dimensions.
         weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
-        for rows in row_tiles(tokens.shape[0], tile_tokens(x.device)):
+        for rows in tiles.row_tiles(tokens.shape[0], tiles.TILE_TOKENS):
             tile = tokens[rows]
             hidden = linear(self.norm(tile), weight1, self.fc1.bias, self.activation)
             tile.copy_(linear_add(hidden, weight2, self.fc2.bias, tile))
         return x
 
 
-def deploy_blocks(backbone: nn.Module) -> None:
-    """Gives the blocks of a backbone, ours or mmdet's, attention and FFNs that work in place on their tokens.
+def deploy_blocks(backbone: nn.Module, in_tiles: bool) -> None:
+    """Puts our blocks in place of mmdet's, and gives all of them attention and FFNs that work in place on their tokens.
 
     A block that computes in another way, or is watched by hooks, stays as it is.
+
+    Args:
+        backbone: Ours or mmdet's.
+        in_tiles: False leaves out the second: a GPU waits for launches, and tiles are more of them.
     """
     # Hooks may keep what a module returns.
     watched = any(find_hooks(module) for module in backbone.modules() if module is not backbone)
@@ -139,6 +144,8 @@ def deploy_blocks(backbone: nn.Module) -> None:
                 continue
             block = _own_block(block)
             replace_module(backbone, name, block)
+        if not in_tiles:
+            continue
         attention = _tile_attention(block.norm1, block.attn)
         if attention is None:
             continue

@@ -25,9 +25,9 @@ def deploy(
 ) -> nn.Module:
     """Gives a detector a faster form for inference, with the results of ``model``.
 
-    Residuals are added in place; nothing is computed for padding tokens whose result is known before; feature maps
-    and convolutions are channels last. On a CPU, blocks run tile by tile, so that intermediate results stay in the
-    cache, linear layers on oneDNN where it is faster, and RoIAlign reads channels-last maps as they are.
+    Nothing is computed for padding tokens whose result is known before; feature maps and convolutions are channels
+    last. On a CPU, blocks run tile by tile and add residuals in place, so that intermediate results stay in the cache,
+    linear layers run on oneDNN where it is faster, and RoIAlign reads channels-last maps as they are.
 
     In float32 results differ by rounding: by other orders of sums, and on a CPU by 3x3 convolutions with fewer
     multiplications (:class:`~slab_det.deployment.winograd.WinogradConv`). It has no gradients, and keys of its own in
@@ -72,11 +72,12 @@ def deploy(
     backbone = getattr(model, 'backbone', model)
     # Only ours and mmdet's own: a subclass may keep the tokens that blocks overwrite.
     if type(backbone).__module__.startswith(('slab_det.backbones.', 'mmdet.models.backbones.')):
-        deploy_blocks(backbone)
-    replace_layers(model, deployed_linear)
-    replace_layers(model, deployed_roi_align)
-    if dtype is None and not compile:
-        replace_layers(model, winograd_conv)
+        deploy_blocks(backbone, in_tiles=_is_on_cpu(model))
+    if _is_on_cpu(model):
+        replace_layers(model, deployed_linear)
+        replace_layers(model, deployed_roi_align)
+        if dtype is None and not compile:
+            replace_layers(model, winograd_conv)
     for module in model.modules():
         # A subclass may compute with a view of its weight.
         if type(module) in (nn.Conv2d, nn.ConvTranspose2d):
@@ -92,6 +93,10 @@ def deploy(
             part.forward = torch.compile(part.forward, mode=None if compile is True else compile, dynamic=False)
     model.deployed = True
     return model
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == 'cpu'
 
 
 def is_deployed(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A map cut into tiles of whole windows, small enough that a tile's intermediate results stay in the cache."""
+"""A map cut into tiles of whole windows, small enough that a tile's results stay in the cache of a CPU."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from slab_det.attention.geometry import (
     Windows,
     join_groups,
     mask_regions,
+    split_qkv,
     window_geometry,
 )
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
 # to be paged in anew (docs/measuring.md, Memory). Smaller tiles cost more calls than they save.
-CPU_TILE_TOKENS = 2048
-
-
-def tile_tokens(device: torch.device) -> int | None:
-    """Tokens of a tile; None for the whole map: other devices wait for launches, and tiles are more of them."""
-    return CPU_TILE_TOKENS if device.type == 'cpu' else None
+TILE_TOKENS = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +48,7 @@ class WindowTile(Windows):
         if self.slots is not None:
             rows = padding.to(qkv.dtype).repeat(self.num_windows * self.window_size**2, 1)
             qkv = rows.index_copy_(0, self.slots, qkv)
-        qkv = qkv.view(self.num_windows, self.window_size**2, 3, groups, -1)
-        return qkv.permute(2, 0, 3, 1, 4).unbind()
+        return split_qkv(qkv.view(self.num_windows, self.window_size**2, -1), groups)
 
     def merge(self, windows: Tensor) -> Tensor:
         rows = join_groups(windows).flatten(0, 1)
@@ -67,7 +62,7 @@ class WindowTile(Windows):
 
 
 def window_tiles(
-    height: int, width: int, window_size: int, shift: int, max_tokens: int | None, device: torch.device
+    height: int, width: int, window_size: int, shift: int, max_tokens: int, device: torch.device
 ) -> list[WindowTile]:
     """All windows of a (height, width) map in tiles; where their tokens lie is computed once per size.
 
@@ -78,7 +73,7 @@ def window_tiles(
         width: Columns of the map.
         window_size: Side of a window.
         shift: Cyclic shift towards the top left.
-        max_tokens: Slots of a tile, which holds one window at least; None for one tile.
+        max_tokens: Slots of a tile, which holds one window at least.
         device: Where the index tensors live.
     """
     shared = {}
@@ -94,14 +89,12 @@ def _constant_fields(*arguments: object) -> list[tuple]:
 
 @lru_cache(maxsize=64)
 def _tile_fields(
-    height: int, width: int, window_size: int, shift: int, max_tokens: int | None, device: torch.device
+    height: int, width: int, window_size: int, shift: int, max_tokens: int, device: torch.device
 ) -> list[tuple]:
     # Cached tensors outlive the mode they were made in.
     with torch.inference_mode(False), torch.no_grad():
         geometry = window_geometry(height, width, window_size, shift, device)
         windows = torch.arange(geometry.num_windows, device=device)
-        if max_tokens is None:
-            return [_fields(geometry, windows, shift > 0)]
         mixed = torch.zeros_like(windows, dtype=torch.bool)
         if shift:
             mixed = (geometry.regions != geometry.regions[:, :1]).any(1)

@@ -93,5 +93,4 @@ def winograd_conv(layer: nn.Module) -> nn.Module | None:
         return None
     shape = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     is_small = min(layer.in_channels, layer.out_channels) < MIN_CHANNELS
-    on_cpu = layer.weight.device.type == 'cpu'
-    return WinogradConv(layer) if shape == ((3, 3), (1, 1), (1, 1), (1, 1)) and on_cpu and not is_small else None
+    return WinogradConv(layer) if shape == ((3, 3), (1, 1), (1, 1), (1, 1)) and not is_small else None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
+from slab_det.attention import geometry as geometry_module
 from slab_det.attention.geometry import resize_table
 from slab_det.deployment import tiles
 from slab_det.deployment.blocks import TiledMapAttention, TiledWindowAttention
@@ -178,7 +179,7 @@ def make_map(word: str, ratio: int) -> nn.Module:
 
 
 def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape: tuple[int, int]) -> torch.Tensor:
-    """The attention over one of the three geometries."""
+    """The attention over one of the geometries."""
     block = copy.deepcopy(block)
     if geometry == 'tiles':
         # In place, with the residual.
@@ -197,11 +198,12 @@ def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape:
 @WORDS
 @torch.no_grad()
 def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height, width, side, shift):
-    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 2 * side * side)
+    monkeypatch.setattr(tiles, 'TILE_TOKENS', 2 * side * side)
     block = make_block(word, side, shift)
     x = torch.randn(2, height * width, CHANNELS, dtype=torch.double)
     expected = shifted_formula(block, x, height, width)
-    for geometry in ('kept per size', 'tiles', 'symbolic'):
+    for geometry in ('kept per size', 'kept per size, on a GPU', 'tiles', 'symbolic'):
+        monkeypatch.setattr(geometry_module, 'APART_ON', () if 'GPU' in geometry else ('cpu',))
         out = run(geometry, block, x, (height, width))
         torch.testing.assert_close(
             out, expected, rtol=1e-9, atol=1e-9, msg=f'{geometry}: {(out - expected).abs().max()}'
@@ -213,7 +215,7 @@ def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height
 @WORDS
 @torch.no_grad()
 def test_maps_equal_the_formula_whole_and_in_tiles(monkeypatch, word, ratio, shape):
-    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 5)
+    monkeypatch.setattr(tiles, 'TILE_TOKENS', 5)
     attn = make_map(word, ratio)
     x = torch.randn(2, shape[0] * shape[1], CHANNELS, dtype=torch.double)
     expected = torch.stack([map_formula(attn, tokens, shape) for tokens in x])

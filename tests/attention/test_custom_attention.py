@@ -38,7 +38,7 @@ def cosine(monkeypatch):
 
 @torch.no_grad()
 def test_fuses_and_deploys(cosine, small_detector, monkeypatch):
-    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', 3 * 49)
+    monkeypatch.setattr(tiles, 'TILE_TOKENS', 3 * 49)
     backbone = small_detector(**cosine).backbone.double()
     fused = slab_det.fuse(backbone)
     deployed = slab_det.deploy(fused)

@@ -132,6 +132,11 @@ def test_tables_of_the_gpu_are_the_stored_results():
     page = (ROOT / 'docs/gpu.md').read_text()
     for scope in load('gpu').values():
         assert gpu_table(scope['columns']) in page
+    rows, stored = table(page, '| | as built | deployed, in tiles |'), load('gpu_tiles')['rows']
+    assert [name for name, *_ in rows] == [*stored]
+    for name, *shown in rows:
+        cells = stored[name].values()
+        assert shown == [f'{cell["median_ms"]:.1f} ({cell["kernels_ms"]:.1f}, {cell["kernels"]})' for cell in cells]
     detectors, backbones = load('gpu_compiled')['scopes'].values()
     rows = table(page, '| | deployed | CUDA graph |')
     assert sorted(row[0] for row in rows) == sorted(detectors)

@@ -1,4 +1,5 @@
 import copy
+import importlib
 from collections import Counter
 from functools import partial
 
@@ -62,6 +63,15 @@ def fused_backbone():
     return build
 
 
+@pytest.fixture(params=['cpu', 'gpu'])
+def form(request, monkeypatch) -> str:
+    """For which device models are deployed; both forms run here on the CPU."""
+    # The package has a function of this name.
+    module = importlib.import_module('slab_det.deployment.deploy')
+    monkeypatch.setattr(module, '_is_on_cpu', lambda model: request.param == 'cpu')
+    return request.param
+
+
 def relative_difference(outputs, references):
     return max(
         float((out.double() - ref.double()).abs().max() / ref.double().abs().max())
@@ -75,7 +85,7 @@ def relative_difference(outputs, references):
 @pytest.mark.parametrize('name', BACKBONES)
 @torch.no_grad()
 def test_deployed_backbone_computes_the_same(fused_backbone, monkeypatch, name, tile, onednn):
-    monkeypatch.setattr(tiles, 'CPU_TILE_TOKENS', tile)
+    monkeypatch.setattr(tiles, 'TILE_TOKENS', tile)
     takes_float32 = onednn and torch.backends.mkldnn.is_available()
     monkeypatch.setattr(linear, 'ONEDNN_DTYPES', {torch.float32} if takes_float32 else set())
     model = fused_backbone(name)
@@ -91,14 +101,15 @@ def test_deployed_backbone_computes_the_same(fused_backbone, monkeypatch, name, 
         assert difference <= 10 * own, (name, size, difference, own)
 
 
-def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_detector):
+def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_detector, form):
     model = slab_det.fuse(small_detector(**SLA).double())
     batches = [torch.randn(1, 3, *size).double() for size in random_sizes(4, seed=4)]
     expected = [raw_outputs(model, images) for images in batches]
     deployed = slab_det.deploy(model)
     kinds = [type(module) for module in deployed.modules()]
-    assert kinds.count(TiledWindowAttention) == kinds.count(TiledFFN) == 6
-    assert nn.Linear not in map(type, deployed.roi_head.modules()) and DeployedLinear in kinds
+    assert kinds.count(TiledWindowAttention) == kinds.count(TiledFFN) == (6 if form == 'cpu' else 0)
+    assert kinds.count(LinearFFN) == (0 if form == 'cpu' else 6)
+    assert (nn.Linear in map(type, deployed.roi_head.modules())) == (DeployedLinear not in kinds) == (form == 'gpu')
     for images, reference in zip(batches, expected, strict=True):
         difference = relative_difference(raw_outputs(deployed, images), reference)
         assert difference <= 1e-9, (images.shape, difference)
@@ -165,7 +176,7 @@ def test_what_computes_in_another_way_stays(fused_backbone):
         ('PyramidVisionTransformerV2', dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 4, 8)), 4, 0),
     ],
 )
-def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, num_ffns, norm):
+def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, num_ffns, norm, form):
     model = MODELS.build(dict(arguments, type=stock, norm_cfg=dict(type=norm)))
     randomize(model)
     model.eval()
@@ -173,7 +184,8 @@ def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, num_ffns
     deployed = slab_det.deploy(model)
     assert relative_difference(deployed(images), model(images)) < 1e-4
     kinds = Counter(type(module) for module in deployed.modules())
-    assert kinds[TiledWindowAttention] + kinds[TiledMapAttention] == num_blocks and kinds[TiledFFN] == num_ffns
+    tiled = kinds[TiledWindowAttention] + kinds[TiledMapAttention], kinds[TiledFFN]
+    assert kinds[Block] == num_blocks and tiled == ((num_blocks, num_ffns) if form == 'cpu' else (0, 0))
     in_bfloat16 = slab_det.deploy(model, torch.bfloat16)
     assert relative_difference(in_bfloat16(images), model(images)) < 0.1
 
@@ -255,9 +267,9 @@ def test_refused_models_stay_as_they_were(small_detector, prepare, arguments, me
     assert [parameter.requires_grad for parameter in model.parameters()] == gradients
 
 
-@pytest.mark.parametrize(('name', 'parts'), [('detector', 3), ('pvt, sla', 1)])
+@pytest.mark.parametrize(('name', 'parts'), [('detector', 3), ('swin', 1), ('pvt, sla', 1)])
 @torch.no_grad()
-def test_each_shape_compiles_into_one_graph(small_detector, fused_backbone, monkeypatch, name, parts):
+def test_each_shape_compiles_into_one_graph(small_detector, fused_backbone, monkeypatch, name, parts, form):
     """Known shapes must not start the compiler again; its own code is not under test, and takes a minute."""
     compiled, ran = [], []
 
