@@ -55,14 +55,14 @@ COMPILED_FORMS = {
 
 
 def measure(models: Mapping[str, nn.Module], dtype: str, args: argparse.Namespace) -> dict[str, dict[str, dict]]:
-    """For each form and row the milliseconds, and the ratio to those of its base."""
+    """For each form and row milliseconds and a ratio, to mmdet's as built, or with --compile to LayerNorm there."""
     forms = COMPILED_FORMS if args.compile else FORMS
-    deployed = {
-        f'{name}, {form}': model if options is None else slab_det.deploy(model, DTYPES[dtype], **options)
-        for (name, model), (form, options) in product(models.items(), forms.items())
+    variants = {
+        f'{name}, {form}': model if arguments is None else slab_det.deploy(model, DTYPES[dtype], **arguments)
+        for (name, model), (form, arguments) in product(models.items(), forms.items())
     }
     options = dict(size=tuple(args.size), rounds=args.rounds, repeat=args.repeat, scope=args.scope, device=args.device)
-    results = measure_latency(deployed, dtype=dtype, warmup=5, progress=True, **options)
+    results = measure_latency(variants, dtype=dtype, warmup=5, progress=True, **options)
 
     def cell(name: str, form: str) -> dict:
         result: LatencyResult = results[f'{name}, {form}']
@@ -79,7 +79,7 @@ def measure(models: Mapping[str, nn.Module], dtype: str, args: argparse.Namespac
 
 
 def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
-    """Milliseconds of each row in each column, in brackets over those of its base."""
+    """Milliseconds of each row in each column, in brackets the ratio."""
     lines = [f'| | {" | ".join(columns)} |', '|---|' + '---:|' * len(columns)]
     for name in next(iter(columns.values())):
         cells = [f'{column[name]["median_ms"]:.1f} ({column[name]["ratio"]:.2f})' for column in columns.values()]

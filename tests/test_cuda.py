@@ -10,6 +10,7 @@ from conftest import PVT_V2, SLA, SMALL_PVT, SMALL_SWIN, pictures, randomize
 from mmdet.registry import MODELS
 
 import slab_det
+from slab_det.deployment.blocks import TiledAttention, TiledFFN
 
 if not torch.cuda.is_available():
     pytest.skip('torch sees no GPU', allow_module_level=True)
@@ -64,6 +65,7 @@ def test_fused_and_deployed_compute_the_same(name):
     fused = slab_det.fuse(copy.deepcopy(model).cuda())
     single = copy.deepcopy(fused).float()
     forms = fused, slab_det.deploy(fused)
+    assert not any(isinstance(module, (TiledAttention, TiledFFN)) for module in forms[1].modules())
     for size in SIZES:
         images = torch.randn(2, 3, *size).double()
         reference, images = model(images), images.cuda()

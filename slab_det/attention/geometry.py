@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 # Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021; their value).
 MASKED_LOGIT = -100.0
-# Where q, k and v are put into windows one by one: linear attention reads dense rows faster. A GPU waits for launches.
-APART_ON = ('cpu',)
 
 
 def resize_table(table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[int, int]) -> Tensor:
@@ -33,7 +31,7 @@ class Geometry(ABC):
     """What the mathematics of an attention may ask about the tokens that it mixes.
 
     :class:`WindowGeometry` and :class:`MapGeometry` answer in training, :mod:`slab_det.deployment.tiles` in deployment
-    and :mod:`slab_det.deployment.export.token_index` in export.
+    on a CPU, :mod:`slab_det.deployment.gather` on a GPU, :mod:`slab_det.deployment.export.token_index` in export.
 
     Attributes:
         query_shape: (H, W) of the window or map of the queries.
@@ -187,26 +185,21 @@ class WindowGeometry(Windows):
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = qkv.shape
-        index, inverse, slots = self._over_batch(batch)
-
-        def fill(part: Tensor, row: Tensor) -> Tensor:
+        index, inverse, slots = self.over_batch(batch)
+        parts = []
+        for part, row in zip(qkv.chunk(3, dim=-1), padding.chunk(3), strict=True):
             rows = _select_rows(part.reshape(batch * length, -1), index, inverse, slots[:0])
             if slots.numel():
                 rows = rows.index_copy_(0, slots, row.to(rows.dtype).expand(slots.numel(), -1))
-            return rows.view(batch * self.num_windows, self.window_size**2, -1)
-
-        # In training a part is freed that the backward pass does not read.
-        if torch.is_grad_enabled() or qkv.device.type in APART_ON:
-            parts = zip(qkv.chunk(3, dim=-1), padding.chunk(3), strict=True)
-            return tuple(split_groups(fill(*part), groups) for part in parts)
-        return split_qkv(fill(qkv, padding), groups)
+            parts.append(split_groups(rows.view(batch * self.num_windows, -1, rows.shape[1]), groups))
+        return tuple(parts)
 
     def merge(self, windows: Tensor) -> Tensor:
         batch = windows.shape[0] // self.num_windows
-        index, inverse, slots = self._over_batch(batch)
+        index, inverse, slots = self.over_batch(batch)
         return _select_rows(join_groups(windows).flatten(0, 1), inverse, index, slots).unflatten(0, (batch, -1))
 
-    def _over_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def over_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """``index``, ``inverse`` and ``padding_slots`` of all maps of a batch, one after the other."""
         if batch == 1:
             return self.index, self.inverse, self.padding_slots
@@ -238,25 +231,12 @@ def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:
     return (regions[:, :, None] != regions[:, None, :]).to(dtype) * MASKED_LOGIT
 
 
+@lru_cache(maxsize=64)
 def window_geometry(height: int, width: int, window_size: int, shift: int, device: torch.device) -> WindowGeometry:
     """The windows of a (height, width) map, computed once per size.
 
     All sizes count tokens; ``shift`` is a cyclic shift towards the top left, below ``window_size``.
     """
-    # The sizes of a graph for training may be symbolic.
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return WindowGeometry(*_constant_fields(height, width, window_size, shift, device))
-    return cached_geometry(height, width, window_size, shift, device)
-
-
-# torch.compile traces through cached functions, unless their result is declared a constant of numbers and tensors.
-@torch.compiler.assume_constant_result
-def _constant_fields(*arguments: object) -> tuple:
-    return tuple(vars(cached_geometry(*arguments)).values())
-
-
-@lru_cache(maxsize=64)
-def cached_geometry(height: int, width: int, window_size: int, shift: int, device: torch.device) -> WindowGeometry:
     # Cached tensors outlive the mode they were made in, and autograd refuses inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         num_rows, num_columns = -(-height // window_size), -(-width // window_size)

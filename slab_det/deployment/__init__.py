@@ -1,4 +1,4 @@
-"""The form of a detector that ships: fused weights in the fastest layout, tiles that fit the cache, half precision."""
+"""The form of a detector that ships: fused weights, the fastest layout for its device, half precision."""
 
 from slab_det.deployment.deploy import COMPILE_MODES, deploy, is_deployed
 from slab_det.deployment.serve import ServedDetector, load_detector

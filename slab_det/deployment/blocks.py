@@ -1,4 +1,4 @@
-"""Blocks of a deployed backbone: ours in place of mmdet's, and on a CPU tile by tile, in place."""
+"""Blocks of a deployed backbone: ours replace mmdet's; on a CPU they run tile by tile and write into their tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
-from slab_det.attention.geometry import join_groups, split_groups
+from slab_det.attention.geometry import join_groups, split_groups, window_geometry
 from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.deployment import tiles
+from slab_det.deployment.gather import gathered_windows
 from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
 from slab_det.fusion.folds import find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
@@ -121,30 +122,33 @@ class TiledFFN(nn.Module):
         return x
 
 
-def deploy_blocks(backbone: nn.Module, in_tiles: bool) -> None:
-    """Puts our blocks in place of mmdet's, and gives all of them attention and FFNs that work in place on their tokens.
+def replace_stock_blocks(backbone: nn.Module) -> None:
+    """Puts our blocks in place of mmdet's; one that computes in another way, or is watched by hooks, stays."""
+    for name, block in list(backbone.named_modules()):
+        if type(block) in (SwinBlock, PVTEncoderLayer) and not _is_watched(block) and _is_stock(block):
+            replace_module(backbone, name, _own_block(block))
+
+
+def gather_windows(backbone: nn.Module) -> None:
+    """Has window attentions cut q, k and v with one gather."""
+    for module in backbone.modules():
+        if isinstance(module, ShiftedWindowAttention) and module.make_windows is window_geometry:
+            module.make_windows = gathered_windows
+
+
+def tile_blocks(backbone: nn.Module) -> None:
+    """Gives our blocks attention and FFNs that work tile by tile, in place on their tokens.
 
     A block that computes in another way, or is watched by hooks, stays as it is.
-
-    Args:
-        backbone: Ours or mmdet's.
-        in_tiles: False leaves out the second: a GPU waits for launches, and tiles are more of them.
     """
     # Hooks may keep what a module returns.
     watched = any(find_hooks(module) for module in backbone.modules() if module is not backbone)
-    for name, block in list(backbone.named_modules()):
-        # Exactly these classes: a subclass may keep the tokens that are overwritten.
-        if type(block) not in (Block, SwinBlock, PVTEncoderLayer) or any(map(find_hooks, block.modules())):
+    for block in list(backbone.modules()):
+        # Exactly this class: a subclass may keep the tokens that are overwritten.
+        if type(block) is not Block or _is_watched(block):
             continue
         # Others may need more than the tokens of a tile.
         if not {type(block.norm1), type(block.norm2)} <= {nn.LayerNorm, ChannelAffine, nn.Identity}:
-            continue
-        if type(block) is not Block:
-            if not _is_stock(block):
-                continue
-            block = _own_block(block)
-            replace_module(backbone, name, block)
-        if not in_tiles:
             continue
         attention = _tile_attention(block.norm1, block.attn)
         if attention is None:
@@ -154,8 +158,10 @@ def deploy_blocks(backbone: nn.Module, in_tiles: bool) -> None:
         ffn = _tile_ffn(block.norm2, block.ffn)
         if ffn is not None:
             block.norm2, block.ffn = nn.Identity(), ffn
-    # Tokens are channels last: the maps of our backbones are then views of them.
-    backbone.memory_format = torch.channels_last
+
+
+def _is_watched(block: nn.Module) -> bool:
+    return any(map(find_hooks, block.modules()))
 
 
 def _is_stock(block: SwinBlock | PVTEncoderLayer) -> bool:

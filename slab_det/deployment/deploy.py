@@ -8,7 +8,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import nn
 
-from slab_det.deployment.blocks import deploy_blocks
+from slab_det.deployment.blocks import gather_windows, replace_stock_blocks, tile_blocks
 from slab_det.deployment.linear import deployed_linear, replace_layers
 from slab_det.deployment.precision import check_precision, lower_precision
 from slab_det.deployment.roi_align import deployed_roi_align
@@ -25,9 +25,10 @@ def deploy(
 ) -> nn.Module:
     """Gives a detector a faster form for inference, with the results of ``model``.
 
-    Nothing is computed for padding tokens whose result is known before; feature maps and convolutions are channels
-    last. On a CPU, blocks run tile by tile and add residuals in place, so that intermediate results stay in the cache,
-    linear layers run on oneDNN where it is faster, and RoIAlign reads channels-last maps as they are.
+    Our blocks replace mmdet's: they compute nothing for padding tokens whose result is known before. Feature maps and
+    convolutions are channels last. On a CPU, blocks run tile by tile and add residuals in place, so that intermediate
+    results stay in the cache, linear layers run on oneDNN where it is faster, and RoIAlign reads channels-last maps as
+    they are. On a GPU, which waits for launches, blocks run on whole maps, and one gather cuts all windows.
 
     In float32 results differ by rounding: by other orders of sums, and on a CPU by 3x3 convolutions with fewer
     multiplications (:class:`~slab_det.deployment.winograd.WinogradConv`). It has no gradients, and keys of its own in
@@ -69,11 +70,15 @@ def deploy(
     if not inplace:
         model = copy.deepcopy(model)
     model.requires_grad_(False)
-    backbone = getattr(model, 'backbone', model)
+    backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
     # Only ours and mmdet's own: a subclass may keep the tokens that blocks overwrite.
     if type(backbone).__module__.startswith(('slab_det.backbones.', 'mmdet.models.backbones.')):
-        deploy_blocks(backbone, in_tiles=_is_on_cpu(model))
-    if _is_on_cpu(model):
+        replace_stock_blocks(backbone)
+        optimize_blocks = tile_blocks if on_cpu else gather_windows
+        optimize_blocks(backbone)
+        # Tokens are channels last: the maps of our backbones are then views of them.
+        backbone.memory_format = torch.channels_last
+    if on_cpu:
         replace_layers(model, deployed_linear)
         replace_layers(model, deployed_roi_align)
         if dtype is None and not compile:

@@ -87,7 +87,7 @@ class WinogradConv(nn.Module):
 
 
 def winograd_conv(layer: nn.Module) -> nn.Module | None:
-    """The :class:`WinogradConv` of a layer; None where it computes something else or would gain nothing."""
+    """The :class:`WinogradConv` of a layer; None where the layer computes something else, or on a CPU gains nothing."""
     # Exactly this class: a subclass may compute its weight.
     if type(layer) is not nn.Conv2d or find_hooks(layer) or layer.padding_mode != 'zeros' or layer.groups > 1:
         return None

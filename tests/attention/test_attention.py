@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
-from slab_det.attention import geometry as geometry_module
 from slab_det.attention.geometry import resize_table
 from slab_det.deployment import tiles
 from slab_det.deployment.blocks import TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.export.token_index import WindowIndex
+from slab_det.deployment.gather import gathered_windows
 
 HEADS, DIMS = 2, 6
 CHANNELS = HEADS * DIMS
@@ -184,6 +184,8 @@ def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape:
     if geometry == 'tiles':
         # In place, with the residual.
         return TiledWindowAttention(nn.Identity(), block)(x.clone(), hw_shape) - x
+    if geometry == 'gathered':
+        block.make_windows = gathered_windows
     if geometry == 'symbolic':
         block.make_windows = WindowIndex
         return torch.cat([block(image[None], hw_shape) for image in x])
@@ -202,8 +204,7 @@ def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height
     block = make_block(word, side, shift)
     x = torch.randn(2, height * width, CHANNELS, dtype=torch.double)
     expected = shifted_formula(block, x, height, width)
-    for geometry in ('kept per size', 'kept per size, on a GPU', 'tiles', 'symbolic'):
-        monkeypatch.setattr(geometry_module, 'APART_ON', () if 'GPU' in geometry else ('cpu',))
+    for geometry in ('kept per size', 'gathered', 'tiles', 'symbolic'):
         out = run(geometry, block, x, (height, width))
         torch.testing.assert_close(
             out, expected, rtol=1e-9, atol=1e-9, msg=f'{geometry}: {(out - expected).abs().max()}'

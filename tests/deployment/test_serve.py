@@ -18,7 +18,7 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 
 import slab_det
-from slab_det.attention.geometry import cached_geometry
+from slab_det.attention.geometry import window_geometry
 from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import export_onnx
 from slab_det.deployment.export.parity import match_detections
@@ -118,9 +118,9 @@ def test_threads_share_a_detector(runtime, served):
 def test_what_is_kept_for_a_size_is_made_once(served):
     detector = served('torch')
     detector(IMAGES[0])
-    before = cached_geometry.cache_info().misses
+    before = window_geometry.cache_info().misses
     detector([IMAGES[3], IMAGES[0]])
-    assert cached_geometry.cache_info().misses == before
+    assert window_geometry.cache_info().misses == before
 
 
 @pytest.mark.parametrize('runtime', RUNTIMES)
