@@ -30,6 +30,8 @@ STOCK = {
     nn.Conv2d, nn.LayerNorm, nn.Identity, ChannelAffine, ShiftedWindowAttention, SoftmaxWindowAttention,
     SoftmaxMapAttention,
 }  # fmt: skip
+# Where those modules are defined that call a block as a whole and keep nothing of it.
+CALLERS = ('slab_det.backbones.', 'mmdet.models.backbones.', 'mmengine.model.', 'torch.nn.modules.container')
 
 
 class TiledAttention(nn.Module):
@@ -123,9 +125,9 @@ class TiledFFN(nn.Module):
 
 
 def replace_stock_blocks(backbone: nn.Module) -> None:
-    """Puts our blocks in place of mmdet's; one that computes in another way, or is watched by hooks, stays."""
-    for name, block in list(backbone.named_modules()):
-        if type(block) in (SwinBlock, PVTEncoderLayer) and not _is_watched(block) and _is_stock(block):
+    """Puts our blocks in place of mmdet's; one that computes in another way stays."""
+    for name, block in _known_blocks(backbone, {SwinBlock, PVTEncoderLayer}):
+        if _is_stock(block):
             replace_module(backbone, name, _own_block(block))
 
 
@@ -137,16 +139,10 @@ def gather_windows(backbone: nn.Module) -> None:
 
 
 def tile_blocks(backbone: nn.Module) -> None:
-    """Gives our blocks attention and FFNs that work tile by tile, in place on their tokens.
-
-    A block that computes in another way, or is watched by hooks, stays as it is.
-    """
+    """Gives our blocks attention and FFNs that work tile by tile, in place; one that computes in another way stays."""
     # Hooks may keep what a module returns.
     watched = any(find_hooks(module) for module in backbone.modules() if module is not backbone)
-    for block in list(backbone.modules()):
-        # Exactly this class: a subclass may keep the tokens that are overwritten.
-        if type(block) is not Block or _is_watched(block):
-            continue
+    for _, block in _known_blocks(backbone, {Block}):
         # Others may need more than the tokens of a tile.
         if not {type(block.norm1), type(block.norm2)} <= {nn.LayerNorm, ChannelAffine, nn.Identity}:
             continue
@@ -160,8 +156,19 @@ def tile_blocks(backbone: nn.Module) -> None:
             block.norm2, block.ffn = nn.Identity(), ffn
 
 
-def _is_watched(block: nn.Module) -> bool:
-    return any(map(find_hooks, block.modules()))
+def _known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Module]]:
+    """The blocks of exactly these kinds that no hook watches and only modules of ours, mmdet's or PyTorch's call.
+
+    A subclass, of a block, a stage or the backbone, may call parts of a block or keep what is overwritten.
+    """
+    modules = list(backbone.named_modules())
+    foreign = [name for name, module in modules if not type(module).__module__.startswith(CALLERS)]
+    prefixes = tuple(f'{name}.' if name else '' for name in foreign)
+    return [
+        (name, block)
+        for name, block in modules
+        if type(block) in kinds and not name.startswith(prefixes) and not any(map(find_hooks, block.modules()))
+    ]
 
 
 def _is_stock(block: SwinBlock | PVTEncoderLayer) -> bool:

@@ -8,6 +8,7 @@ import torch
 from mmengine.model import BaseModule
 from torch import nn
 
+from slab_det.backbones.base import Backbone
 from slab_det.deployment.blocks import gather_windows, replace_stock_blocks, tile_blocks
 from slab_det.deployment.linear import deployed_linear, replace_layers
 from slab_det.deployment.precision import check_precision, lower_precision
@@ -71,18 +72,18 @@ def deploy(
         model = copy.deepcopy(model)
     model.requires_grad_(False)
     backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
-    # Only ours and mmdet's own: a subclass may keep the tokens that blocks overwrite.
-    if type(backbone).__module__.startswith(('slab_det.backbones.', 'mmdet.models.backbones.')):
-        replace_stock_blocks(backbone)
-        optimize_blocks = tile_blocks if on_cpu else gather_windows
-        optimize_blocks(backbone)
-        # Tokens are channels last: the maps of our backbones are then views of them.
+    replace_stock_blocks(backbone)
+    if isinstance(backbone, Backbone):
+        # Tokens are channels last: maps are then views of them.
         backbone.memory_format = torch.channels_last
     if on_cpu:
+        tile_blocks(backbone)
         replace_layers(model, deployed_linear)
         replace_layers(model, deployed_roi_align)
         if dtype is None and not compile:
             replace_layers(model, winograd_conv)
+    else:
+        gather_windows(backbone)
     for module in model.modules():
         # A subclass may compute with a view of its weight.
         if type(module) in (nn.Conv2d, nn.ConvTranspose2d):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, random_sizes, randomize, raw_outputs
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.swin import SwinBlock
+from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
 from mmdet.registry import MODELS
 from torch import nn
 
@@ -240,6 +240,33 @@ def test_what_hooks_keep_is_not_overwritten(kind):
     for mine, theirs in zip(kept, expected, strict=True):
         mine, theirs = (out[0] if isinstance(out, tuple) else out for out in (mine, theirs))
         assert relative_difference([mine], [theirs]) < 1e-4
+
+
+class OwnStage(SwinBlockSequence):
+    """Adds up what its blocks return, as dense predictors do."""
+
+    def forward(self, x, hw_shape):
+        kept = [x]
+        for block in self.blocks:
+            kept.append(block(kept[-1], hw_shape))
+        x = sum(kept)
+        return *(self.downsample(x, hw_shape) if self.downsample else (x, hw_shape)), x, hw_shape
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('owner', ['stage', 'backbone'])
+def test_what_a_subclass_keeps_is_not_overwritten(owner):
+    model = MODELS.build(dict(SWIN, type='SwinTransformer'))
+    model.eval()
+    if owner == 'stage':
+        model.stages[0].__class__ = OwnStage
+    else:
+        model.__class__ = type('OwnBackbone', (type(model),), {'__module__': 'mine'})
+    images = torch.randn(1, 3, 64, 64)
+    deployed = slab_det.deploy(model)
+    assert relative_difference(deployed(images), model(images)) < 1e-4
+    kinds = [{type(block) for block in stage.blocks} for stage in deployed.stages]
+    assert kinds == [{SwinBlock}, {Block if owner == 'stage' else SwinBlock}]
 
 
 @torch.no_grad()
