@@ -22,6 +22,7 @@ from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, lin
 from slab_det.fusion.folds import find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
 from slab_det.norms import ChannelAffine
+from slab_det.runtime.errors import DeploymentError
 
 # What stands in a block of mmdet, as it is or fused, but for its activation.
 STOCK = {
@@ -54,6 +55,8 @@ class TiledAttention(nn.Module):
 
     def writable(self, x: Tensor) -> Tensor:
         """The tokens (B, L, C), contiguous and free to be overwritten."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise DeploymentError('a deployed model has no gradients: take those of the model that it was made of')
         # Those of mmdet's patch embedding lie one channel after the other.
         return x.clone(memory_format=torch.contiguous_format) if self.copies else x.contiguous()
 

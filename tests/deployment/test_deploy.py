@@ -119,6 +119,12 @@ def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_de
     assert slab_det.deploy(model, inplace=True) is model
 
 
+@pytest.mark.parametrize('name', ['swin', 'swin, sla', 'pvt, no bias'])
+def test_gradients_of_the_image_are_refused(fused_backbone, name):
+    with pytest.raises(DeploymentError, match='no gradients: take those of the model'):
+        slab_det.deploy(fused_backbone(name))(torch.randn(1, 3, 64, 64, requires_grad=True))
+
+
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_the_device_chooses_the_form(small_detector, monkeypatch, device):
     monkeypatch.setattr(winograd, 'MIN_CHANNELS', 16)
