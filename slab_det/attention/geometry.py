@@ -214,10 +214,12 @@ class WindowGeometry(Windows):
         return None if self.regions is None else mask_regions(self.regions, dtype)
 
     def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        if owner.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        needs_gradient = torch.is_grad_enabled() and weight.requires_grad
+        if owner.training or needs_gradient or torch.compiler.is_compiling():
             return make()
         # Only the last size is kept: masks of large maps take tens of megabytes in each block.
-        key = self, dtype, None if weight.is_inference() else weight._version
+        # Autograd refuses what was made in inference mode.
+        key = self, dtype, None if weight.is_inference() else weight._version, torch.is_inference_mode_enabled()
         # The weight is kept too: torch.func.functional_call frees one table, and the next may get its id.
         # Another thread may replace what is kept at any moment.
         kept = owner.kept

@@ -59,6 +59,10 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
 
         return geometry.keep(self, self.relative_position_bias_table, dtype, make)
 
+    def __getstate__(self) -> dict:
+        # Copies and files make the tensor again.
+        return {**self.__dict__, 'kept': None}
+
     # EMAHook writes through `.data`, which leaves the table's version as it is; train() or eval() follows. A move to
     # another device or dtype replaces the table.
 

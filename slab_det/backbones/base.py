@@ -56,8 +56,13 @@ class Backbone(BaseModule):
         check_norm_cfg('norm_cfg', norm_cfg)
         self.out_indices = tuple(out_indices)
         self.norm_eval = norm_eval
-        # Memory format of the returned feature maps.
-        self.memory_format = torch.contiguous_format
+        # Whether the returned feature maps are channels last.
+        self.channels_last = False
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """That of the returned feature maps; no attribute, because ``torch.save`` cannot write it."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def count_positions(self, patch: int) -> tuple[int, int]:
         """(H, W) of the learned positions, one for each patch of ``patch`` x ``patch`` pixels; ValueError for none."""

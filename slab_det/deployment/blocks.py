@@ -22,7 +22,6 @@ from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, lin
 from slab_det.fusion.folds import find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
 from slab_det.norms import ChannelAffine
-from slab_det.runtime.errors import DeploymentError
 
 # What stands in a block of mmdet, as it is or fused, but for its activation.
 STOCK = {
@@ -31,8 +30,10 @@ STOCK = {
     nn.Conv2d, nn.LayerNorm, nn.Identity, ChannelAffine, ShiftedWindowAttention, SoftmaxWindowAttention,
     SoftmaxMapAttention,
 }  # fmt: skip
-# Where those modules are defined that call a block as a whole and keep nothing of it.
-CALLERS = ('slab_det.backbones.', 'mmdet.models.backbones.', 'mmengine.model.', 'torch.nn.modules.container')
+# Modules defined here call a block as a whole and keep nothing of it.
+KNOWN_CALLERS = ('slab_det.backbones.', 'mmdet.models.backbones.', 'mmengine.model.', 'torch.nn.modules.container')
+# Modules defined here keep no tokens.
+LIBRARIES = ('slab_det.', 'mmdet.', 'mmengine.', 'mmcv.', 'torch.')
 
 
 class TiledAttention(nn.Module):
@@ -55,9 +56,7 @@ class TiledAttention(nn.Module):
 
     def writable(self, x: Tensor) -> Tensor:
         """The tokens (B, L, C), contiguous and free to be overwritten."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise DeploymentError('a deployed model has no gradients: take those of the model that it was made of')
-        # Those of mmdet's patch embedding lie one channel after the other.
+        # Tokens of mmdet's patch embedding lie one channel after the other.
         return x.clone(memory_format=torch.contiguous_format) if self.copies else x.contiguous()
 
 
@@ -67,10 +66,10 @@ class TiledWindowAttention(TiledAttention):
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         x = self.writable(x)
         w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
-        size, shift = w_msa.window_size, self.attention.shift_size
-        window_tiles = tiles.window_tiles(*hw_shape, size, shift, tiles.TILE_TOKENS, x.device)
+        geometry = *hw_shape, w_msa.window_size, self.attention.shift_size
+        parts = tiles.window_tiles(*geometry, tiles.TILE_TOKENS, x.device)
         for image in x:
-            for tile in window_tiles:
+            for tile in parts:
                 rows = image.index_select(0, tile.tokens)
                 mixed = w_msa.attend(self.norm(rows), tile)
                 # Every token is in one tile: nothing reads it after this.
@@ -143,8 +142,12 @@ def gather_windows(backbone: nn.Module) -> None:
 
 def tile_blocks(backbone: nn.Module) -> None:
     """Gives our blocks attention and FFNs that work tile by tile, in place; one that computes in another way stays."""
-    # Hooks may keep what a module returns.
-    watched = any(find_hooks(module) for module in backbone.modules() if module is not backbone)
+    # Hooks may keep what a module returns, and other modules their own output or that of a block.
+    copies = any(
+        find_hooks(module) or not type(module).__module__.startswith(LIBRARIES)
+        for module in backbone.modules()
+        if module is not backbone
+    )
     for _, block in _known_blocks(backbone, {Block}):
         # Others may need more than the tokens of a tile.
         if not {type(block.norm1), type(block.norm2)} <= {nn.LayerNorm, ChannelAffine, nn.Identity}:
@@ -152,7 +155,7 @@ def tile_blocks(backbone: nn.Module) -> None:
         attention = _tile_attention(block.norm1, block.attn)
         if attention is None:
             continue
-        attention.copies = watched
+        attention.copies = copies
         block.norm1, block.attn = nn.Identity(), attention
         ffn = _tile_ffn(block.norm2, block.ffn)
         if ffn is not None:
@@ -165,7 +168,7 @@ def _known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.M
     A subclass, of a block, a stage or the backbone, may call parts of a block or keep what is overwritten.
     """
     modules = list(backbone.named_modules())
-    foreign = [name for name, module in modules if not type(module).__module__.startswith(CALLERS)]
+    foreign = [name for name, module in modules if not type(module).__module__.startswith(KNOWN_CALLERS)]
     prefixes = tuple(f'{name}.' if name else '' for name in foreign)
     return [
         (name, block)

@@ -6,7 +6,7 @@ import copy
 
 import torch
 from mmengine.model import BaseModule
-from torch import nn
+from torch import Tensor, nn
 
 from slab_det.backbones.base import Backbone
 from slab_det.deployment.blocks import gather_windows, replace_stock_blocks, tile_blocks
@@ -32,8 +32,8 @@ def deploy(
     they are. On a GPU, which waits for launches, blocks run on whole maps, and one gather cuts all windows.
 
     In float32 results differ by rounding: by other orders of sums, and on a CPU by 3x3 convolutions with fewer
-    multiplications (:class:`~slab_det.deployment.winograd.WinogradConv`). It has no gradients, and keys of its own in
-    its state dict: save the model that it was made of.
+    multiplications (:class:`~slab_det.deployment.winograd.WinogradConv`). A deployed model has no gradients, and its
+    state dict keys of its own: save the model that it was made of.
 
     Args:
         model: A detector or backbone, ours or mmdet's, in eval mode, on the device where it will run; fused, for the
@@ -73,9 +73,10 @@ def deploy(
     model.requires_grad_(False)
     backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
     replace_stock_blocks(backbone)
-    if isinstance(backbone, Backbone):
-        # Tokens are channels last: maps are then views of them.
-        backbone.memory_format = torch.channels_last
+    for module in backbone.modules():
+        if isinstance(module, Backbone):
+            # Tokens are channels last: maps are then views of them.
+            module.channels_last = True
     if on_cpu:
         tile_blocks(backbone)
         replace_layers(model, deployed_linear)
@@ -92,6 +93,7 @@ def deploy(
     model.eval()
     if dtype is not None:
         lower_precision(model, dtype)
+    backbone.register_forward_pre_hook(_refuse_gradients)
     if compile:
         # CUDA graphs may reuse the memory of the image before, not that of this image's backbone.
         backbone.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
@@ -103,6 +105,11 @@ def deploy(
 
 def _is_on_cpu(model: nn.Module) -> bool:
     return next(model.parameters()).device.type == 'cpu'
+
+
+def _refuse_gradients(backbone: nn.Module, inputs: tuple) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        raise DeploymentError('a deployed model has no gradients: take those of the model that it was made of')
 
 
 def is_deployed(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ import torch
 from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, random_sizes, randomize, raw_outputs
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
+from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from torch import nn
 
@@ -82,11 +83,14 @@ def relative_difference(outputs, references):
 
 
 @pytest.mark.parametrize(
-    ('tile', 'onednn'), [(3 * 49, True), (2048, False)], ids=['many tiles, oneDNN', 'few tiles, public operators']
+    ('form', 'tile', 'onednn'),
+    [('cpu', 3 * 49, True), ('cpu', 2048, False), ('gpu', 2048, False)],
+    ids=['many tiles, oneDNN', 'few tiles, public operators', 'on a GPU'],
+    indirect=['form'],
 )
 @pytest.mark.parametrize('name', BACKBONES)
 @torch.no_grad()
-def test_deployed_backbone_computes_the_same(fused_backbone, monkeypatch, name, tile, onednn):
+def test_deployed_backbone_computes_the_same(fused_backbone, monkeypatch, name, form, tile, onednn):
     monkeypatch.setattr(tiles, 'TILE_TOKENS', tile)
     takes_float32 = onednn and torch.backends.mkldnn.is_available()
     monkeypatch.setattr(linear, 'ONEDNN_DTYPES', {torch.float32} if takes_float32 else set())
@@ -119,8 +123,8 @@ def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_de
     assert slab_det.deploy(model, inplace=True) is model
 
 
-@pytest.mark.parametrize('name', ['swin', 'swin, sla', 'pvt, no bias'])
-def test_gradients_of_the_image_are_refused(fused_backbone, name):
+@pytest.mark.parametrize('name', ['swin', 'pvt, no bias'])
+def test_gradients_of_the_image_are_refused(fused_backbone, name, form):
     with pytest.raises(DeploymentError, match='no gradients: take those of the model'):
         slab_det.deploy(fused_backbone(name))(torch.randn(1, 3, 64, 64, requires_grad=True))
 
@@ -246,6 +250,33 @@ def test_what_hooks_keep_is_not_overwritten(kind):
     for mine, theirs in zip(kept, expected, strict=True):
         mine, theirs = (out[0] if isinstance(out, tuple) else out for out in (mine, theirs))
         assert relative_difference([mine], [theirs]) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('kind', ['SwinTransformer', 'SLABSwin'])
+def test_what_a_module_of_the_user_keeps_is_not_overwritten(kind):
+    class OwnPatchEmbed(PatchEmbed):
+        def forward(self, x):
+            self.kept, hw_shape = super().forward(x)
+            return self.kept, hw_shape
+
+    model = MODELS.build(dict(SWIN, type=kind))
+    model.eval()
+    model.patch_embed.__class__ = OwnPatchEmbed
+    deployed, images = slab_det.deploy(model), torch.randn(1, 3, 64, 64)
+    assert relative_difference(deployed(images), model(images)) < 1e-4
+    assert torch.equal(deployed.patch_embed.kept, model.patch_embed.kept)
+
+
+@pytest.mark.parametrize('name', ['swin', 'pvt, no bias'])
+@torch.no_grad()
+def test_it_is_saved_as_it_is(fused_backbone, tmp_path, name, form):
+    model, images = slab_det.deploy(fused_backbone(name)), torch.randn(1, 3, 64, 64)
+    expected = model(images)
+    torch.save(model, tmp_path / 'model.pth')
+    loaded = torch.load(tmp_path / 'model.pth', weights_only=False)
+    assert all(module.kept is None for module in loaded.modules() if isinstance(module, SoftmaxWindowAttention))
+    assert all(map(torch.equal, loaded(images), expected))
 
 
 class OwnStage(SwinBlockSequence):
