@@ -30,9 +30,7 @@ STOCK = {
     nn.Conv2d, nn.LayerNorm, nn.Identity, ChannelAffine, ShiftedWindowAttention, SoftmaxWindowAttention,
     SoftmaxMapAttention,
 }  # fmt: skip
-# Modules defined here call a block as a whole and keep nothing of it.
-KNOWN_CALLERS = ('slab_det.backbones.', 'mmdet.models.backbones.', 'mmengine.model.', 'torch.nn.modules.container')
-# Modules defined here keep no tokens.
+# Modules defined here call a block as a whole and keep no tokens.
 LIBRARIES = ('slab_det.', 'mmdet.', 'mmengine.', 'mmcv.', 'torch.')
 
 
@@ -163,12 +161,12 @@ def tile_blocks(backbone: nn.Module) -> None:
 
 
 def _known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Module]]:
-    """The blocks of exactly these kinds that no hook watches and only modules of ours, mmdet's or PyTorch's call.
+    """The blocks of exactly these kinds that no hook watches and only modules of ``LIBRARIES`` call.
 
     A subclass, of a block, a stage or the backbone, may call parts of a block or keep what is overwritten.
     """
     modules = list(backbone.named_modules())
-    foreign = [name for name, module in modules if not type(module).__module__.startswith(KNOWN_CALLERS)]
+    foreign = [name for name, module in modules if not type(module).__module__.startswith(LIBRARIES)]
     prefixes = tuple(f'{name}.' if name else '' for name in foreign)
     return [
         (name, block)
