@@ -68,8 +68,6 @@ def test_page_has_its_examples():
 
 @pytest.mark.parametrize('title', EXAMPLES)
 def test_example_runs(title: str, monkeypatch: pytest.MonkeyPatch):
-    if 'transformers' in EXAMPLES[title]:
-        pytest.importorskip('transformers', reason='the example is of transformers, which nothing else needs')
     monkeypatch.chdir(DOCS.parent)
     # The classes of an example are registered for the example alone; what is imported on demand, for all tests.
     MODELS.import_from_location()

@@ -15,7 +15,7 @@ from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_pr
 from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
-from slab_det.norms import named_offline_norms
+from slab_det.norms import named_norms
 from slab_det.recalibration.moments import prepare_inputs
 
 # Every so many batches one is held out: it chooses ridges and measures what is left.
@@ -154,16 +154,14 @@ class AbsorptionPlan:
 
     def _find_reasons(self) -> dict[str, str]:
         """Why each LayerNorm of the model has to stay, or ''."""
-        inner = {part for _, norm in named_offline_norms(self.model) for part in norm.modules()}
         reasons = {}
-        for name, norm in self.model.named_modules():
-            if isinstance(norm, nn.LayerNorm) and norm not in inner:
-                reason = reason_to_keep(name, norm, self.model.get_submodule(name.rpartition('.')[0]))
-                if not name.startswith(self.root):
-                    reason = 'it is not in the backbone'
-                elif hooks := find_hooks(norm):
-                    reason = f'it has {hooks}'
-                reasons[name] = reason or ''
+        for name, norm in named_norms(self.model, nn.LayerNorm):
+            reason = reason_to_keep(name, norm, self.model.get_submodule(name.rpartition('.')[0]))
+            if not name.startswith(self.root):
+                reason = 'it is not in the backbone'
+            elif hooks := find_hooks(norm):
+                reason = f'it has {hooks}'
+            reasons[name] = reason or ''
         return reasons
 
     def _find_writers(self) -> list[Writer]:

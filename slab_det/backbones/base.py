@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.attention import Attention
-from slab_det.checkpoints import load_pretrained, register_load_check
+from slab_det.checkpoints import check_state_dict, load_pretrained
 from slab_det.norms import named_offline_norms
 
 
@@ -43,7 +43,7 @@ class Backbone(BaseModule):
                 raise ValueError('init_cfg and pretrained name two sources of weights: give one')
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
-        register_load_check(self)
+        self.register_load_state_dict_pre_hook(check_state_dict)
         self.pretrain_img_size = to_2tuple(pretrain_img_size)
         if len(self.pretrain_img_size) != 2:
             raise ValueError(f'pretrain_img_size={pretrain_img_size}: give one side, or height and width')

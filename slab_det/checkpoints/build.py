@@ -11,6 +11,7 @@ from torch import nn
 
 from slab_det.checkpoints import LoadReport, check_detector_checkpoint, load_pretrained
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.config import detector_config
 from slab_det.runtime.errors import CheckpointError, config_errors, name_some
 
 
@@ -68,7 +69,8 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
         CheckpointError: If the weights do not fit, or do not fill the backbone: random ones are not written.
     """
     init_default_scope(cfg.get('default_scope', 'mmdet'))
-    backbone = MODELS.build(cfg.model.backbone)
+    with config_errors(cfg.filename or 'config'):
+        backbone = MODELS.build(detector_config(cfg.model).backbone)
     report = load_pretrained(backbone, source)
     if report.missing_unexpected:
         raise CheckpointError(

@@ -16,17 +16,17 @@ from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError, name_some
 
-EXPECTED_UNUSED = (
+EXPECTED_MISSING = (
     (r'(^|\.)relative_position_index$', 'computed from the window'),
-    (r'(^|\.)relative_coords_table$|\.attn_mask$|\.num_batches_tracked$|\.(warm|iter|total_step)$', 'bookkeeping'),
+    (r'\.num_batches_tracked$', 'bookkeeping'),
+)
+EXPECTED_UNUSED = (
+    *EXPECTED_MISSING,
+    (r'(^|\.)relative_coords_table$|\.attn_mask$|\.(warm|iter|total_step)$', 'bookkeeping'),
     (r'^head\.', 'classification head'),
     (r'^norm\.', 'final norm of the classifier'),
     (r'^cls_token$', 'class token'),
     (r'\.unread_scale$', 'not read by the released code'),
-)
-EXPECTED_MISSING = (
-    (r'(^|\.)relative_position_index$', 'computed from the window'),
-    (r'\.num_batches_tracked$', 'bookkeeping'),
 )
 # A classifier ends in one norm; only a detector has one after each stage.
 OUTPUT_NORM = (r'^(norm\d+|layers\.\d+\.2)\.', 'output norm, new in detection')
@@ -113,11 +113,6 @@ def check_detector_checkpoint(
     if dropped or not has_shapes_of(model, checkpoint.get('state_dict', {})):
         checkpoint['state_dict'] = {**model.state_dict(), **values}
     return report
-
-
-def register_load_check(model: nn.Module) -> None:
-    """Registers :func:`check_state_dict` for every way to load weights into ``model`` or a model that holds it."""
-    model.register_load_state_dict_pre_hook(check_state_dict)
 
 
 def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:

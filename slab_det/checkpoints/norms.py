@@ -17,14 +17,14 @@ is the mean of x^2; a part of a PRepBN at gamma > 0 is LayerNorm; eta has no pla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from slab_det.checkpoints.layouts import Weight, Weights
 from slab_det.checkpoints.report import LoadReport
-from slab_det.norms import OfflineNorm, PRepBN, QuadraticNorm, RepBN, TokenBN, named_offline_norms
+from slab_det.norms import OfflineNorm, PRepBN, QuadraticNorm, RepBN, TokenBN, named_norms
 from slab_det.runtime.errors import CheckpointError, name_some
 
 _AFFINE = {'weight', 'bias'}
@@ -65,7 +65,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
         CheckpointError: If a norm cannot hold what the checkpoint has for it.
     """
     fitted = dict(weights)
-    for name, norm in named_norms(model):
+    for name, norm in named_norms(model, OfflineNorm, nn.LayerNorm):
         prefix = f'{name}.'
         given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
         if not given:
@@ -80,15 +80,6 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
             report.gammas[name] = float(values['_gamma'].value)
         fitted.update({prefix + key: weight for key, weight in values.items()})
     return fitted
-
-
-def named_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every offline norm and every LayerNorm that is no part of one."""
-    offline = dict(named_offline_norms(model))
-    yield from offline.items()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm) and name.rpartition('.')[0] not in offline:
-            yield name, module
 
 
 def _fit_norm(name: str, given: Weights, norm: nn.Module, keep_averages: bool) -> tuple[Weights, str]:
@@ -178,7 +169,8 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
                 'trained with, or fuse it with slab-det fuse'
             )
         return
-    norms = tuple(f'{norm}.' for norm, _ in named_norms(model) if norm.startswith(prefix))
+    known = named_norms(model, OfflineNorm, nn.LayerNorm)
+    norms = tuple(f'{norm}.' for norm, _ in known if norm.startswith(prefix))
     # Fusion turns a norm that it cannot fold into an affine, whose scale and shift are no weights of a norm.
     norm_keys = [key for key in keys if key in targets or not key.endswith(('.scale', '.shift'))]
     lacking = [norm for norm in norms if not any(key.startswith(norm) for key in norm_keys)]

@@ -16,7 +16,7 @@ from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_i
 from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
 from slab_det.fusion.report import FusionReport, NormFate
 from slab_det.fusion.stock_mmdet import find_output_reader
-from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
+from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
 from slab_det.runtime.errors import SlabDetError
 
 # Norms that need the statistics of their input at inference too; _NormBase is what batch and instance norms share.
@@ -72,15 +72,11 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
 
     ``absorbed`` are LayerNorms that :func:`slab_det.absorb` takes into their layers; one that no layer can take stays.
     """
-    offline = {norm for _, norm in named_offline_norms(model)}
-    parts = {part for norm in offline for part in norm.modules()} - offline
     folds, outputs = _collect_folds(model)
     fates = []
-    for name, norm in model.named_modules():
-        if not isinstance(norm, (OfflineNorm, *LIVE_NORMS)) or norm in parts:
-            continue
+    for name, norm in named_norms(model, OfflineNorm, *LIVE_NORMS):
         kind = type(norm).__name__
-        if norm not in offline and norm not in absorbed:
+        if not isinstance(norm, OfflineNorm) and norm not in absorbed:
             fates.append(NormFate(name, kind, 'kept', reason='not an offline norm of slab_det'))
             continue
         try:

@@ -14,7 +14,7 @@ from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
-from slab_det.checkpoints import register_load_check
+from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
@@ -23,7 +23,7 @@ from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = (
     'train_dataloader train_pipeline train_cfg optim_wrapper param_scheduler auto_scale_lr custom_hooks load_from '
-    'work_dir launcher'
+    'resume work_dir launcher'
 ).split()
 
 
@@ -53,7 +53,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
     detector.eval()  # mmdet's backbones return None from it
-    register_load_check(detector)
+    detector.register_load_state_dict_pre_hook(check_state_dict)
     return apply_folds(detector, [NormFate(**fold) for fold in folds])
 
 
@@ -70,7 +70,6 @@ def _fused_config(cfg: Config, folds: list[dict]) -> Config:
     # With its scope for other default scopes; mmdet's init_detector looks for a backbone here.
     values['model'] = dict(type='mmdet.FusedDetector', model=values['model'], folds=folds, backbone={})
     import_slab_det(values)
-    values['resume'] = False
     return Config(values)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -153,7 +154,7 @@ class RecalibrateFuseHook(Hook):
             variant='fused',
             config=str(fused_config),
             checkpoint=str(fused_path),
-            fusion={**fused.fusion_report.to_dict(), 'difference': check.to_dict()},
+            fusion={**fused.fusion_report.to_dict(), 'difference': asdict(check)},
         )
         write_report(Path(runner.work_dir) / 'report.json', [unfused_entry, fused_entry])
 

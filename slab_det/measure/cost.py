@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from slab_det.fusion.fuse import LIVE_NORMS
-from slab_det.norms import ChannelAffine, named_offline_norms
+from slab_det.norms import ChannelAffine, OfflineNorm, named_norms
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> M
 
 def count_norms(model: nn.Module) -> int:
     """The number of norm modules in a model; a norm that is made of others (PRepBN) counts once."""
-    offline = [norm for _, norm in named_offline_norms(model)]
-    inside = {part for norm in offline for part in norm.modules()}
-    others = (*LIVE_NORMS, ChannelAffine)
-    return len(offline) + sum(isinstance(module, others) and module not in inside for module in model.modules())
+    return sum(1 for _ in named_norms(model, OfflineNorm, *LIVE_NORMS, ChannelAffine))
 
 
 def count_multiply_adds(forward: Callable[[], object]) -> int:

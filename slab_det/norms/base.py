@@ -134,9 +134,9 @@ class OfflineNorm(nn.Module, ABC):
                 f'got {tuple(x.shape)}'
             )
 
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    def register_buffer(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
         """Registers ``tensor`` in float32 where ``torch.set_default_dtype`` made it half precision."""
-        super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
+        super().register_buffer(name, at_least_float32(tensor), persistent)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
@@ -181,10 +181,10 @@ def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
     norm.statistics_loaded = bool(mean.any() or (var != 1).any())
 
 
-def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
-    """Yields every outermost OfflineNorm of ``model`` with its dotted name, in registration order.
+def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields every module of ``kinds`` that is no part of an OfflineNorm, with its name, in registration order.
 
-    A norm made of other norms (PRepBN holds a RepBN) is one norm here.
+    A norm made of other norms (PRepBN holds a LayerNorm and a RepBN) is one norm here.
     """
     inside: str | None = None
     for name, module in model.named_modules():
@@ -192,7 +192,13 @@ def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
             continue
         if isinstance(module, OfflineNorm):
             inside = f'{name}.' if name else ''
+        if isinstance(module, kinds):
             yield name, module
+
+
+def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
+    """Yields every OfflineNorm of ``model`` that is no part of another, with its name, in registration order."""
+    return named_norms(model, OfflineNorm)
 
 
 class ChannelAffine(nn.Module):

@@ -82,7 +82,7 @@ def recalibrate(
         batches: A data loader or image tensors (B, 3, H, W), read once per pass. Batches of a loader are prepared as
             ``test_step`` does; where the data preprocessor pads to a fixed size in training (``BatchFixedSizePad``),
             they are padded so too, unless the loader's dataset has ``test_mode``.
-        max_passes: Passes over ``batches``, at least 1; None for as many as it takes: one more than there are norms.
+        max_passes: Passes over ``batches``, at least 1; None for as many as it takes.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
 from mmdet.structures import DetDataSample
-from mmengine.dist import all_gather_object, get_world_size, is_main_process
+from mmengine.dist import all_gather_object, is_main_process
 from torch import Tensor, nn
 
 from slab_det.runtime.distributed import raise_on_all_ranks
@@ -76,25 +76,6 @@ class Moments:
         return self.scatter.diagonal().T / self.count
 
 
-def pool_over_ranks(moments: Sequence[Moments]) -> list[Moments]:
-    """The moments of the tokens of all processes, on the CPU, equal in all processes to the last bit.
-
-    Args:
-        moments: Those of this process, in the same order in every process.
-    """
-    if get_world_size() == 1:
-        return list(moments)
-    for part in moments:
-        if part.count:
-            # Another process could not unpickle a tensor of this one's GPU.
-            part.mean, part.scatter = part.mean.cpu(), part.scatter.cpu()
-    pooled = [Moments() for _ in moments]
-    for rank in all_gather_object(list(moments)):
-        for whole, part in zip(pooled, rank, strict=True):
-            whole.merge(part)
-    return pooled
-
-
 def collect_moments(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
@@ -120,7 +101,7 @@ def collect_moments(
     """
     forward = _prepare_forward(model, modules, batches)
     moments: dict[str, Moments] = {}
-    num_batches = 0
+    num_batches_here = 0
     with raise_on_all_ranks(), torch.no_grad(), evaluating(model), ExitStack() as stack:
         for name, module in modules.items():
 
@@ -131,20 +112,25 @@ def collect_moments(
         shown = title and is_main_process()
         for batch in stack.enter_context(Progress(batches, title, disable=not shown)):
             forward(batch)
-            num_batches += 1
-            _check_finite(moments, num_batches)
-    ranks = all_gather_object((num_batches, list(moments)))
-    num_batches = sum(count for count, _ in ranks)
+            num_batches_here += 1
+            _check_finite(moments, num_batches_here)
+    for part in moments.values():
+        if part.count:
+            # Another process could not unpickle a tensor of this one's GPU.
+            part.mean, part.scatter = part.mean.cpu(), part.scatter.cpu()
+    pooled: dict[str, Moments] = {}
+    num_batches = 0
+    # In the order of the ranks: equal in all processes to the last bit.
+    for count, moments_of_rank in all_gather_object((num_batches_here, moments)):
+        num_batches += count
+        for name, part in moments_of_rank.items():
+            pooled.setdefault(name, Moments()).merge(part)
     if num_batches == 0:
         raise RecalibrationError('there was no batch of images; check the dataset and its filter_cfg')
-    # A process without batches has called no module.
-    called = dict.fromkeys(name for _, names in ranks for name in names)
-    pooled = pool_over_ranks([moments.get(name, Moments()) for name in called])
-    moments = dict(zip(called, pooled, strict=True))
-    unseen = [name for name in modules if name not in moments or moments[name].count == 0]
+    unseen = [name for name in modules if name not in pooled or pooled[name].count == 0]
     if unseen:
         raise RecalibrationError(f'{", ".join(unseen)}: no batch reached these norms')
-    return moments, num_batches
+    return pooled, num_batches
 
 
 def _check_finite(moments: Mapping[str, Moments], num_batches: int) -> None:
