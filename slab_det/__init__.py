@@ -15,7 +15,7 @@ from typing import Any
 from slab_det import runtime  # noqa: F401
 
 # isort: split
-from mmdet.registry import DATASETS, METRICS, MODELS
+from mmdet.registry import DATASETS, MODELS
 
 from slab_det import hooks, norms  # noqa: F401 (register themselves)
 from slab_det.norms import set_gamma
@@ -23,7 +23,6 @@ from slab_det.runtime.on_demand import register_on_demand
 
 register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion', 'slab_det.data')
 register_on_demand(DATASETS, 'slab_det.data')
-register_on_demand(METRICS, 'slab_det.data')
 
 __version__ = '0.1.0'
 

@@ -15,10 +15,12 @@ from mmengine.hub import get_config
 from mmengine.logging import MMLogger
 from mmengine.registry import OPTIMIZERS, RUNNERS
 from mmengine.runner import Runner
+from torch.utils.data import DataLoader
 
 from slab_det import runtime
-from slab_det.data import check_num_classes, set_data_root
+from slab_det.data import check_data, check_num_classes, set_data_root
 from slab_det.hooks import NormStateHook
+from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.errors import CheckpointError, ConfigError, SlabDetError, config_errors, describe_error
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
@@ -56,15 +58,17 @@ def run_cli(main: Callable[..., None], *args: argparse.Namespace) -> None:
         raise SystemExit(130) from None
 
 
-def read_config(path: str, options: dict | None = None) -> Config:
+def read_config(path: str, options: dict | None = None, data_root: str | None = None) -> Config:
     """Reads the config of a detector.
 
     Args:
         path: A .py, .json or .yaml file, or one of an installed package, such as ``slab_det::slab/NAME.py``.
         options: What ``--cfg-options`` parsed.
+        data_root: Where every dataset of the config shall be read, see :func:`slab_det.data.set_data_root`.
 
     Raises:
         ConfigError: If it is no config, or has no model.
+        DataError: If ``data_root`` is no folder.
     """
     if not path.endswith(CONFIG_SUFFIXES):
         raise ConfigError(f'{path} is no config: its name does not end in {", ".join(CONFIG_SUFFIXES)}')
@@ -81,7 +85,21 @@ def read_config(path: str, options: dict | None = None) -> Config:
         cfg.merge_from_dict(options or {})
     if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
         raise ConfigError(f'{path} is no config of a detector: it has no model=dict(type=...)')
+    if data_root is not None:
+        set_data_root(cfg, data_root)
     return cfg
+
+
+def read_images(cfg: Config, num_images: int, pipeline: str = 'test', folder: str | None = None) -> DataLoader:
+    """The pictures of ``folder``, or else training images of the config.
+
+    Raises:
+        DataError: If there are none, or files are missing.
+    """
+    if folder is not None:
+        return image_folder_dataloader(cfg, folder, num_images)
+    check_data(cfg, ('train',))
+    return recalibration_dataloader(cfg, num_images, pipeline)
 
 
 def find_close_configs(path: str) -> list[str]:
@@ -122,13 +140,11 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
             f'{command}, or leave the flag out for one process'
         )
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    cfg = read_config(args.config, args.cfg_options)
+    cfg = read_config(args.config, args.cfg_options, args.data_root)
     for name in sorted({option.partition('.')[0] for option in args.cfg_options or ()} - RUNNER_SETTINGS):
         # A typo, or a variable, which was copied to where it counts when the file was parsed.
         print(f'--cfg-options {name}: mmengine reads no setting of this name; give those made of it', file=sys.stderr)
     cfg.launcher = args.launcher
-    if args.data_root is not None:
-        set_data_root(cfg, args.data_root)
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get('work_dir') is None:
@@ -182,6 +198,17 @@ def build_training(runner: Runner) -> None:
     # Configs that do not start from configs/_base_/runtime.py lack it, and with it the word on hooks that are missing.
     if not any(isinstance(hook, NormStateHook) for hook in runner.hooks):
         runner.register_hook(NormStateHook())
+
+
+def build_test(runner: Runner) -> None:
+    """Builds what ``runner.test()`` would build first: what is wrong with a config comes out here.
+
+    Raises:
+        ConfigError: If there is nothing to test on, or data or evaluator cannot be built.
+    """
+    with config_errors(runner.cfg.filename):
+        if runner.test_loop is None:
+            raise ConfigError(f'{runner.cfg.filename} has no test_dataloader, test_cfg and test_evaluator; add them')
 
 
 def enable_test_time_augmentation(cfg: Config) -> None:

@@ -94,6 +94,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
         image.update(width=size[0], height=size[1])
         (folder / 'data' / name / 'annotations.json').write_text(json.dumps({**content, 'annotations': [labelled]}))
 
+    (folder / 'bad_backbone.py').write_text("_base_ = 'small.py'\nmodel = dict(backbone=dict(embed_dim=8))\n")
+    no_test = ''.join(f'test_{part} = None\n' for part in ('cfg', 'dataloader', 'evaluator'))
+    (folder / 'no_test.py').write_text(f"_base_ = 'small.py'\n{no_test}")
     (folder / 'broken.py').write_text('model = dict(\n')
     (folder / 'nothing.py').write_text('a = 1\n')
     (folder / 'notes.txt').write_text('not a config\n')
@@ -190,6 +193,9 @@ COMMANDS = [
     ('convert_checkpoint.py small.pth own.pth --config own_config.py', 'in the place of own_config.py'),
     ('absorb.py own_tune_config.py small.pth --out own.pth', 'in the place of own_tune_config.py'),
     ('report.py nowhere.json --out x', 'nowhere.json: No such file.*check the name'),
+    ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', 'bad_backbone.py: TypeError'),
+    ('test.py no_test.py small.pth', r'no_test\.py has no test_dataloader.*add them'),
+    ('test.py small.py small.pth --cfg-options test_evaluator.type=Koko', 'small.py: KeyError.*Koko.*correct'),
 ]
 
 

@@ -56,15 +56,13 @@ from pathlib import Path
 import torch
 from mmengine.config import Config
 from mmengine.fileio import put_text
-from torch.utils.data import DataLoader
 
 from slab_det.checkpoints.build import build_detector
-from slab_det.cli import check_out, read_config, run_cli
+from slab_det.cli import check_out, read_config, read_images, run_cli
 from slab_det.absorption.curve import curve_table, measure_curve
 from slab_det.conversion import ConversionError, write_tune_config
-from slab_det.data import check_data, set_data_root
+from slab_det.data import check_data
 from slab_det.fusion import save_fused
-from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.config import type_name
 
 TUNE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/tune_absorbed.py'
@@ -84,13 +82,6 @@ def parse_keep(values: list[str] | None) -> int | float | list[str] | None:
     return float(numbers[0]) if '.' in numbers[0] else int(numbers[0])
 
 
-def load_images(cfg: Config, args: argparse.Namespace) -> DataLoader:
-    if args.images is None:
-        check_data(cfg, ('train',))
-        return recalibration_dataloader(cfg, args.num_images, args.pipeline)
-    return image_folder_dataloader(cfg, args.images, args.num_images)
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     check_out(args.out, args.checkpoint, args.config)
     if min([args.rounds, *args.curve]) < 0:
@@ -102,20 +93,18 @@ def check_arguments(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> None:
     check_arguments(args)
     keep = parse_keep(args.keep)
-    cfg = read_config(args.config)
+    cfg = read_config(args.config, data_root=args.data_root)
     if type_name(cfg.model.type) == 'FusedDetector':
         raise ConversionError(
             f'{args.config} is that of a fused detector: its norms are gone; give config and checkpoint of the '
             'LayerNorm detector'
         )
-    if args.data_root is not None:
-        set_data_root(cfg, args.data_root)
     if args.eval:
         check_data(cfg, ('val',))
         if not (cfg.get('val_dataloader') and cfg.get('val_evaluator')):
             raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
     teacher = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
-    images = load_images(cfg, args)
+    images = read_images(cfg, args.num_images, args.pipeline, args.images)
     absorb = partial(slab_det.absorb, teacher, images, int8=args.int8, work_dir=args.work_dir)
     students = {}
     if args.curve:

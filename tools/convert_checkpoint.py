@@ -57,16 +57,14 @@ import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 from mmengine.config import Config
 
 from slab_det.checkpoints.build import rewrite_as_native
-from slab_det.cli import check_out, read_config, run_cli
-from slab_det.data import check_data, set_data_root
-from slab_det.recalibration.images import recalibration_dataloader
+from slab_det.cli import check_out, read_config, read_images, run_cli
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import config_errors
 from slab_det.conversion import convert_detector
 
 
 def main(args: argparse.Namespace) -> None:
-    cfg = read_config(args.config)
+    cfg = read_config(args.config, data_root=args.data_root)
     if args.to == 'native':
         check_out(args.destination, args.source)
         # The loader logs its report.
@@ -76,20 +74,15 @@ def main(args: argparse.Namespace) -> None:
     if type_name(cfg.model.type) == 'FusedDetector':
         # That of slab-det absorb; training images and teacher stand in the one that it wrote beside it.
         args.config = args.config.replace('_config.py', '_tune_config.py')
-        cfg = read_config(args.config)
+        cfg = read_config(args.config, data_root=args.data_root)
     check_out(args.destination, args.source, args.config)
-    if args.data_root is not None:
-        set_data_root(cfg, args.data_root)
-    batches = None
-    if args.num_images != 0:
-        check_data(cfg, ('train',))
-        batches = recalibration_dataloader(cfg, args.num_images, 'test')
+    images = read_images(cfg, args.num_images) if args.num_images != 0 else None
     if args.schedule is None:
         distilled = type_name(cfg.model.type) == 'DistilledDetector'
         args.schedule = str(SCHEDULES / ('tune_mixed.py' if distilled else 'finetune_prepbn.py'))
     with config_errors(args.schedule):
         schedule = Config.fromfile(args.schedule)
-    checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule, batches)
+    checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule, images)
     print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: slab-det train {config}')
 
 

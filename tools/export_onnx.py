@@ -48,9 +48,7 @@ from pathlib import Path
 import mmcv
 import numpy as np
 
-from slab_det.cli import read_config, run_cli
-from slab_det.data import check_data, set_data_root
-from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
+from slab_det.cli import read_config, read_images, run_cli
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import SlabDetError
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
@@ -69,29 +67,18 @@ def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]
         yield np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
-def calibration_images(args: argparse.Namespace) -> Iterator[np.ndarray]:
-    """Pictures of a folder or training images of a config, through its test-time pipeline."""
-    cfg = read_config(args.calibrate_with or args.config)
-    if args.images is not None:
-        loader = image_folder_dataloader(cfg, args.images, args.num_images)
-    else:
-        if args.data_root is not None:
-            set_data_root(cfg, args.data_root)
-        check_data(cfg, ('train',))
-        loader = recalibration_dataloader(cfg, args.num_images, 'test')
-    return (batch['inputs'][0][None].float().numpy() for batch in loader)
-
-
 def main(args: argparse.Namespace) -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
+    # Missing data and images are found now, not after minutes of exporting.
     if args.int8:
-        # Missing data is found now, not after minutes of exporting.
-        calibration = calibration_images(args)
-    detector = build_detector(read_config(args.config), args.checkpoint)
-    export_onnx(detector, args.out, args.scope, args.opset)
+        cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)
+        loader = read_images(cfg, args.num_images, folder=args.images)
+        calibration = (batch['inputs'][0][None].float().numpy() for batch in loader)
     sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
     images = [*random_images(sizes), *photographs(args.check_images, args.size or (800, 1333))]
+    detector = build_detector(read_config(args.config), args.checkpoint)
+    export_onnx(detector, args.out, args.scope, args.opset)
     print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
     for check in check_parity(detector, load_runtime(args.out), images):
         print(f'  {check}')

@@ -63,7 +63,7 @@ def load(
 
 
 def main(args: argparse.Namespace) -> None:
-    checkpoints = args.checkpoint or ['none'] * len(args.configs)
+    checkpoints = [None if name == 'none' else name for name in args.checkpoint or ['none'] * len(args.configs)]
     if len(checkpoints) != len(args.configs):
         raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
     pairs = list(zip(args.configs, checkpoints, strict=True))
@@ -75,18 +75,16 @@ def main(args: argparse.Namespace) -> None:
     for config, checkpoint in pairs:
         if pairs.count((config, checkpoint)) > 1:
             raise SlabDetError(f'{config} is listed twice; leave one out, or measure again with --repeat')
-        cfg, model = load(config, None if checkpoint == 'none' else checkpoint, device, args)
+        cfg, model = load(config, checkpoint, device, args)
         variant = 'fused' if is_fused(model) else 'unfused'
         form = f'{variant}, deployed' if args.deploy else variant
         name = f'{Path(config).stem} ({form})'
         if name in models:
             # Every run has a fused_config.py.
-            name = f'{config} with {checkpoint} ({form})'
+            name = f'{config} with {checkpoint or "random weights"} ({form})'
         models[name] = model
-        entries[name] = dict(describe_model(cfg.model), variant=variant, config=config)
-        entries[name]['checkpoint'] = None if checkpoint == 'none' else checkpoint
-        if args.deploy:
-            entries[name]['name'] += form_suffix(args.deploy, args.dtype)
+        entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)
+        entries[name]['name'] += form_suffix(args.deploy, args.dtype)
     results = slab_det.measure_latency(models, device=device, progress=True, **latency_options(args))
     print(latency_table(list(results.values())))
     if args.json:

@@ -36,22 +36,18 @@ from mmengine.fileio import put_text
 from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import weights_to_cpu
 
-from slab_det.cli import check_out, read_config, run_cli
-from slab_det.data import check_data, set_data_root
+from slab_det.cli import check_out, read_config, read_images, run_cli
 from slab_det.checkpoints.build import build_detector
-from slab_det.recalibration import configured_pipeline, recalibration_dataloader
+from slab_det.recalibration import configured_pipeline
 
 
 def main(args: argparse.Namespace) -> None:
     check_out(args.out, args.checkpoint)
-    cfg = read_config(args.config)
-    if args.data_root is not None:
-        set_data_root(cfg, args.data_root)
+    cfg = read_config(args.config, data_root=args.data_root)
     model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
-    check_data(cfg, ('train',))
     pipeline = args.pipeline or configured_pipeline(cfg)
-    loader = recalibration_dataloader(cfg, args.num_images, pipeline)
-    report = slab_det.recalibrate(model, loader, max_passes=args.max_passes)
+    images = read_images(cfg, args.num_images, pipeline)
+    report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
     # Absent is what DetInferencer understands.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)

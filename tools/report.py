@@ -38,7 +38,6 @@ def main(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)
     print(table)
-    save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
     # Beside the report of a training lies what it logged.
     folders = [Path(path).resolve().parent for path in args.reports]
     root = os.path.commonpath([folder.parent for folder in folders])
@@ -47,6 +46,8 @@ def main(args: argparse.Namespace) -> None:
     runs = {name: scalars for name, folder in names.items() if (scalars := read_scalars(folder))}
     if runs:
         save_figure(training_figure(runs), out / 'training.svg')
+    # Last: it is an error where nothing has a latency.
+    save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
     print(f'Table and pictures written to {out}')
 
 

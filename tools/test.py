@@ -40,6 +40,7 @@ from mmengine.runner import Runner
 
 from slab_det.cli import (
     build_runner,
+    build_test,
     config_from_arguments,
     enable_test_time_augmentation,
     latency_options,
@@ -85,6 +86,7 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     # swap in statistics of the training, or its copy of a model that is fused by now.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_runner(cfg, args.verbose)
+    build_test(runner)
     model, dtype = unwrap(runner.model), DTYPES[args.dtype]
     if args.fuse or args.deploy:
         runner.load_or_resume()

@@ -26,9 +26,10 @@ if __name__ == '__main__':
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import json
-from pathlib import Path
 
-from slab_det.cli import build_runner, config_from_arguments, run_cli
+from mmengine.fileio import put_text
+
+from slab_det.cli import build_runner, build_test, config_from_arguments, run_cli
 from slab_det.data import check_data
 from slab_det.measure.environment import describe_environment
 from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
@@ -44,6 +45,7 @@ def main(args: argparse.Namespace) -> None:
     # Hooks of training, and weights: the file has its own.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
     runner = build_runner(cfg, args.verbose)
+    build_test(runner)
     metrics = runner.test()
     result = dict(
         config=args.config,
@@ -59,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
             f'{kind}: ' + ', '.join(f'{name} {100 * value:.1f}' for name, value in values.items() if value is not None)
         )
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + '\n')
+        put_text(json.dumps(result, indent=1) + '\n', args.json)
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
-from torch import nn
+from torch import Tensor, nn
 
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.student import Absorption
@@ -108,6 +108,15 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
     try:
         reference = detect(teacher, images)
     except AgreementError:
+        return None
+    except Exception as error:
+        # Of tensors alone a model may not predict, that asks for text, say.
+        if not all(isinstance(batch, Tensor) for batch in images):
+            raise
+        MMLogger.get_current_instance().warning(
+            f'detections cannot be compared: {type(teacher).__name__} finds none on images alone '
+            f'({type(error).__name__}: {error}); give what its data loader yields'
+        )
         return None
 
     def compare(student: nn.Module) -> float:

@@ -157,11 +157,7 @@ class AbsorptionPlan:
         reasons = {}
         for name, norm in named_norms(self.model, nn.LayerNorm):
             reason = reason_to_keep(name, norm, self.model.get_submodule(name.rpartition('.')[0]))
-            if not name.startswith(self.root):
-                reason = 'it is not in the backbone'
-            elif hooks := find_hooks(norm):
-                reason = f'it has {hooks}'
-            reasons[name] = reason or ''
+            reasons[name] = (reason or '') if name.startswith(self.root) else 'it is not in the backbone'
         return reasons
 
     def _find_writers(self) -> list[Writer]:

@@ -98,17 +98,13 @@ class Absorption:
         self.student.absorption_report = self.report
         self.student.fusion_report = FusionReport([*past_fates(plan.model), *fates])
 
-    @property
-    def _changed(self) -> bool:
-        return any(norm.fate == 'absorbed' for norm in self.report.norms)
-
     def _fit_unit(self, unit: int) -> None:
         # Whose outputs are not stored yet.
         walks = [self.teacher_walk, self.student_walk] if unit + 1 < len(self.plan.units) else []
         for step in self.plan.steps[unit]:
             if not isinstance(step, Writer):
                 self.report.norms.append(self._absorb_norm(unit, step))
-            elif self._changed:
+            elif any(norm.fate == 'absorbed' for norm in self.report.norms):
                 stored = []
                 if step is self.plan.steps[unit][-1]:
                     # No fit changes an output of the teacher; of one that nothing reads only the shape is kept.

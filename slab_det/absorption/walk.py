@@ -12,6 +12,7 @@ from mmengine.utils import apply_to
 from torch import Tensor, nn
 
 from slab_det.conversion.convert import ConversionError
+from slab_det.conversion.distill import tensors_in
 from slab_det.fusion.fuse import containers_of
 
 # Sides of the image on which is found what reads what.
@@ -86,7 +87,7 @@ class Walk:
             for probe in probes:
 
                 def look(value: object, probe: Probe = probe) -> None:
-                    found.setdefault(probe, first_tensor(value))
+                    found.setdefault(probe, tensors_in(value)[0])
                     end_forward()
 
                 stack.callback(register_probe(self.model.get_submodule(probe.module), probe.side, look).remove)
@@ -172,7 +173,7 @@ def last_uses(
                 def look(
                     module: nn.Module, args: tuple, kwargs: dict, other: int = other, readers: list = readers
                 ) -> None:
-                    if any(tensor.isnan().any() for tensor in _tensors((args, kwargs))):
+                    if any(tensor.isnan().any() for tensor in tensors_in((args, kwargs))):
                         readers.append(other)
 
                 stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
@@ -184,11 +185,6 @@ def last_uses(
 def load_tensors(path: Path, device: torch.device) -> object:
     """Reads what a walk has written: tensors in tuples."""
     return torch.load(path, map_location=device, weights_only=True)  # noqa: TID251 (no file of another's)
-
-
-def first_tensor(value: object) -> Tensor:
-    """The first tensor of an output."""
-    return next(_tensors(value))
 
 
 def register_probe(module: nn.Module, side: str, look: Callable[[object], None]) -> torch.utils.hooks.RemovableHandle:
@@ -212,16 +208,6 @@ def _replaced_forward(module: nn.Module, output: object) -> Iterator[None]:
 
 def _nan_like(tensor: Tensor) -> Tensor:
     return tensor.new_full((), torch.nan).expand(tensor.shape) if tensor.is_floating_point() else tensor
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:

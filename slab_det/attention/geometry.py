@@ -15,16 +15,18 @@ from torch import Tensor, nn
 MASKED_LOGIT = -100.0
 
 
-def resize_table(table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[int, int]) -> Tensor:
+def resize_table(
+    table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[int, int], mode: str = 'bilinear'
+) -> Tensor:
     """Interpolates a table of positions (1, H0 * W0, C) to a map of (H, W): (1, H * W, C).
 
-    Bilinear, as PVT does: unlike bicubic it never leaves the range of the rows that were learned.
+    Bilinear, as PVT does: unlike bicubic, as Swin does, it never leaves the range of the rows that were learned.
     """
     # A comparison of sizes would tie an exported model to them, and interpolation to the same size changes nothing.
     if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
         return table
     image = table.unflatten(1, table_shape).permute(0, 3, 1, 2)
-    return F.interpolate(image, hw_shape, mode='bilinear', align_corners=False).flatten(2).transpose(1, 2)
+    return F.interpolate(image, hw_shape, mode=mode, align_corners=False).flatten(2).transpose(1, 2)
 
 
 class Geometry(ABC):

@@ -109,18 +109,15 @@ class FocusedMixing(LinearMixing):
         self.scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
 
     def query_features(self, q: Tensor) -> Tensor:
-        return self.focus((q.relu() + 1e-6) / F.softplus(self.scale))
-
-    def key_features(self, k: Tensor) -> Tensor:
-        # The 1 / N of the keys reaches both sums, and turns them into means.
-        return self.query_features(k) / k.shape[1]
-
-    def focus(self, x: Tensor) -> Tensor:
-        """``|x| x^3 / |x^3|`` over the last dimension: same length, sharper direction."""
+        x = (q.relu() + 1e-6) / F.softplus(self.scale)
         # Cubes of unit vectors: those of x itself leave the range of float32 from 1e6 on.
         length = x.norm(dim=-1, keepdim=True)
         powered = (x / length) ** self.focusing_factor
         return powered * (length / powered.norm(dim=-1, keepdim=True))
+
+    def key_features(self, k: Tensor) -> Tensor:
+        # The 1 / N of the keys reaches both sums, and turns them into means.
+        return self.query_features(k) / k.shape[1]
 
 
 class SimplifiedWindowAttention(SimplifiedMixing, WindowAttention):

@@ -225,7 +225,6 @@ class PatchMerging(BaseModule):
     def __init__(self, in_channels: int, out_channels: int, stride: int = 2, norm_cfg: dict | None = None) -> None:
         super().__init__()
         self.in_channels = in_channels
-        self.out_channels = out_channels
         self.stride = stride
         block_channels = stride * stride * in_channels
         self.norm = build_norm_layer(norm_cfg, block_channels)[1] if norm_cfg else None
@@ -251,14 +250,12 @@ class PatchMerging(BaseModule):
         """Where the norm goes at inference: it follows the padding of odd maps, which passes it like any token."""
         yield Fold('norm', before='reduction')
 
-    def to_block_order(self, weight: Tensor) -> Tensor:
-        """Permutes the last dimension from mmdet's order (C, row, column) to that of a block, (row, column, C)."""
-        return weight.unflatten(-1, (self.in_channels, self.stride, self.stride)).movedim(-3, -1).flatten(-3)
-
 
 def _load_block_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
     for key in _block_keys(merging, state_dict, prefix):
-        state_dict[key] = merging.to_block_order(state_dict[key])
+        # From mmdet's order to that of a block.
+        channels = state_dict[key].unflatten(-1, (merging.in_channels, merging.stride, merging.stride))
+        state_dict[key] = channels.movedim(-3, -1).flatten(-3)
 
 
 def _save_unfold_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:

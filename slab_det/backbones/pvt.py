@@ -221,6 +221,3 @@ class SLABPVT(Backbone):
                 normal_init(module, 0, math.sqrt(2.0 / fan_out))
             elif isinstance(module, PositionEmbedding):
                 trunc_normal_(module.pos_embed, std=0.02)
-        for name, parameter in self.named_parameters():
-            if name.endswith('positional_encoding'):
-                nn.init.zeros_(parameter)

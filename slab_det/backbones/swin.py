@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule, ModuleList
@@ -14,7 +13,7 @@ from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from torch import Tensor, nn
 
 from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
-from slab_det.attention.linear import LinearMixing
+from slab_det.attention.geometry import resize_table
 from slab_det.attention.softmax import SoftmaxWindowAttention
 from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
@@ -186,7 +185,7 @@ class SLABSwin(Backbone):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x, hw_shape = self.patch_embed(x)
         if self.absolute_pos_embed is not None:
-            x = x + self._position_embedding(hw_shape)
+            x = x + resize_table(self.absolute_pos_embed, self._pos_embed_shape, hw_shape, 'bicubic')
         x = self.drop_after_pos(x)
         # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy them.
         x = x.contiguous()
@@ -200,13 +199,6 @@ class SLABSwin(Backbone):
         return tuple(outs)
 
     output_folds = swin_output_folds
-
-    def _position_embedding(self, hw_shape: tuple[int, int]) -> Tensor:
-        """The absolute position embedding, (1, H * W, C), at the size of the map."""
-        if hw_shape == self._pos_embed_shape:
-            return self.absolute_pos_embed
-        image = self.absolute_pos_embed.transpose(1, 2).unflatten(2, self._pos_embed_shape)
-        return F.interpolate(image, hw_shape, mode='bicubic', align_corners=False).flatten(2).transpose(1, 2)
 
     def freeze(self) -> None:
         """Puts the frozen stages into eval mode; their parameters do not train."""
@@ -225,7 +217,5 @@ class SLABSwin(Backbone):
                 trunc_normal_init(module, std=0.02, bias=0.0)
             elif isinstance(module, SoftmaxWindowAttention):
                 trunc_normal_(module.relative_position_bias_table, std=0.02)
-            elif isinstance(module, LinearMixing):
-                nn.init.zeros_(module.positional_encoding)
         if self.absolute_pos_embed is not None:
             trunc_normal_(self.absolute_pos_embed, std=0.02)

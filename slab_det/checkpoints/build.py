@@ -78,7 +78,5 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
             f'({name_some(report.missing_unexpected)}), and random ones are not written; give a config whose backbone '
             'is that of the weights'
         )
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(dict(state_dict=backbone.state_dict()), str(out))
     return report

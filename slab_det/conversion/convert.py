@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.backbones.base import check_norm_cfg
+from slab_det.fusion.folds import find_hooks
 from slab_det.fusion.fuse import replace_module
 from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
 from slab_det.recalibration import Moments, collect_moments
@@ -139,6 +140,8 @@ def reason_to_keep(name: str, norm: nn.Module, owner: nn.Module) -> str | None:
 
     if not name:
         return 'it is the whole model'
+    if hooks := find_hooks(norm):
+        return f'it has {hooks}'
     if len(_normalized_shape(norm)) != 1:
         return f'it normalizes over {len(_normalized_shape(norm))} dimensions'
     # These normalize the last dimension and do no more. Any other forward may permute or apply an activation.

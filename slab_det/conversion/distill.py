@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from mmcv.cnn.bricks import DropPath
@@ -18,6 +18,7 @@ from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.recalibration.moments import evaluating
@@ -79,7 +80,7 @@ class Distillation:
             head = getattr(student, name)
             with evaluating(head):
                 losses['loss_dense'] = mean_relative_error(head(features), wanted, name)
-        if _compares_roi_heads(self.teacher):
+        if name == 'rpn_head' and isinstance(getattr(self.teacher, 'roi_head', None), StandardRoIHead | CascadeRoIHead):
             with torch.no_grad():
                 proposals = self.teacher.rpn_head.predict(targets, samples, rescale=False)
                 # The surest first. All of them would cost more than the rest of both detectors.
@@ -95,18 +96,23 @@ class Distillation:
         return self
 
 
+def tensors_in(outputs: object) -> list[Tensor]:
+    """The tensors in tuples, lists and dicts of any depth."""
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
 def mean_relative_error(outputs: object, targets: object, name: str = 'outputs') -> Tensor:
     """The mean over all tensors of ``sum (s - t)^2 / sum t^2``, in float32 at least.
 
     Args:
-        outputs: Tensors s, in sequences and mappings of any depth.
+        outputs: Tensors s, in tuples, lists and dicts of any depth.
         targets: Tensors t, in the same order.
         name: What they are, for the error.
 
     Raises:
         DistillationError: If the shapes differ.
     """
-    outputs, targets = [*_tensors(outputs)], [*_tensors(targets)]
+    outputs, targets = tensors_in(outputs), tensors_in(targets)
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (outputs, targets)]
     if shapes[0] != shapes[1]:
         raise DistillationError(f'{name}: student {shapes[0]}, teacher {shapes[1]}; give a student of the same config')
@@ -194,11 +200,6 @@ def _dense_head(model: nn.Module) -> str | None:
     return 'bbox_head' if isinstance(getattr(model, 'bbox_head', None), BaseDenseHead) else None
 
 
-def _compares_roi_heads(model: nn.Module) -> bool:
-    known = isinstance(getattr(model, 'roi_head', None), (StandardRoIHead, CascadeRoIHead))
-    return known and _dense_head(model) == 'rpn_head'
-
-
 def _roi_outputs(
     head: nn.Module, features: Sequence[Tensor], proposals: list[InstanceData], samples: list[DetDataSample]
 ) -> list:
@@ -208,14 +209,3 @@ def _roi_outputs(
     rois = bbox2roi([found.bboxes for found in proposals])
     stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
     return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
-
-
-def _tensors(outputs: object) -> Iterator[Tensor]:
-    """The tensors in sequences and mappings of any depth; what is no tensor is left out."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        yield from _tensors([*outputs.values()])
-    elif isinstance(outputs, Iterable) and not isinstance(outputs, str):
-        for output in outputs:
-            yield from _tensors(output)

@@ -69,7 +69,6 @@ def convert_detector(
             f'not all norms of {type(model.backbone).__name__} follow its norm_cfg ({different}), so no config says '
             'what the converted detector is; convert the model in Python with slab_det.convert_norms'
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
     meta = dict(slab_det_version=slab_det.__version__)
     if model.dataset_meta is not None:
         # DetInferencer expects the key to be absent where there are no class names.

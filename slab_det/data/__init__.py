@@ -3,13 +3,12 @@
 from slab_det.data.check import check_data, check_num_classes, set_data_root
 from slab_det.data.folder import ImageFolder
 from slab_det.data.preprocessor import CheckedDataPreprocessor, check_image
-from slab_det.data.synthetic import SyntheticShapes, SyntheticShapesMetric, generate
+from slab_det.data.synthetic import SyntheticShapes, generate
 
 __all__ = [
     'CheckedDataPreprocessor',
     'ImageFolder',
     'SyntheticShapes',
-    'SyntheticShapesMetric',
     'check_data',
     'check_image',
     'check_num_classes',

@@ -16,9 +16,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 from mmdet.datasets import CocoDataset
-from mmdet.datasets.api_wrappers import COCO
-from mmdet.evaluation import CocoMetric
-from mmdet.registry import DATASETS, METRICS
+from mmdet.registry import DATASETS
 from pycocotools import mask as coco_mask
 
 from slab_det.runtime.errors import DataError
@@ -117,30 +115,6 @@ class SyntheticShapes(CocoDataset):
             data_prefix={'img': f'images/{split}/'},
             **kwargs,
         )
-
-    @property
-    def metainfo(self) -> dict:
-        """CocoDataset's, and at test time the annotation file for :class:`SyntheticShapesMetric`."""
-        # Not while training: checkpoints store that metainfo, and should hold no path of this machine.
-        return {**super().metainfo, **({'ann_file': self.ann_file} if self.test_mode else {})}
-
-
-@METRICS.register_module()
-class SyntheticShapesMetric(CocoMetric):
-    """CocoMetric on the annotation file of the SyntheticShapes it evaluates.
-
-    A config cannot name that file: it lies in a cache folder that differs between machines.
-    """
-
-    @property
-    def dataset_meta(self) -> dict | None:
-        """Set by the runner from the dataset under evaluation."""
-        return self._dataset_meta
-
-    @dataset_meta.setter
-    def dataset_meta(self, dataset_meta: dict) -> None:
-        self._dataset_meta = dataset_meta
-        self._coco_api = COCO(dataset_meta['ann_file'])
 
 
 def _check_same(root: Path, spec: dict) -> None:

@@ -86,7 +86,7 @@ class TiledMapAttention(TiledAttention):
         to_q, to_kv = attention.projections()
         k, v = (split_groups(part, attention.groups) for part in linear(source, *to_kv).chunk(2, dim=-1))
         shared = {}
-        max_rows = tiles.TILE_TOKENS if attention.queries_apart else None
+        max_rows = tiles.TILE_TOKENS if attention.queries_apart else x.shape[1]
         for rows in tiles.row_tiles(x.shape[1], max_rows):
             tile = tiles.MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
             q = split_groups(linear(normed[:, rows], *to_q), attention.groups)

@@ -140,7 +140,6 @@ def _get_or_make(made: dict[str, Tensor], name: str, make: Callable[[], Tensor])
     return made[name]
 
 
-def row_tiles(num_rows: int, max_rows: int | None) -> Iterator[slice]:
-    """Slices of at most ``max_rows`` that cover ``num_rows``; None for one."""
-    step = max_rows or max(num_rows, 1)
-    return (slice(start, start + step) for start in range(0, num_rows, step))
+def row_tiles(num_rows: int, max_rows: int) -> Iterator[slice]:
+    """Slices of at most ``max_rows`` that cover ``num_rows``."""
+    return (slice(start, start + max_rows) for start in range(0, num_rows, max_rows))

@@ -89,7 +89,6 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
     config_path = path.with_name(f'{path.stem}_config.py')
     folds = [fate.to_dict() for fate in model.fusion_report.norms]
     fused_cfg = _fused_config(cfg, folds)
-    path.parent.mkdir(parents=True, exist_ok=True)
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:
         meta['dataset_meta'] = dataset_meta

@@ -50,7 +50,6 @@ class RecalibrateFuseHook(Hook):
         recalibrate: False keeps the running statistics, for weights that were trained with frozen ones.
         pipeline: 'train' for these images as training saw them, 'test' for them as inference sees them; see
             :func:`slab_det.recalibration.recalibration_dataloader`.
-        fold_outputs: See :func:`slab_det.fuse`: for a detector class of one's own.
 
     Raises:
         ValueError: If a count is below 1, ``tol`` is negative or the pipeline unknown.
@@ -66,7 +65,6 @@ class RecalibrateFuseHook(Hook):
         tol: float = 0.01,
         recalibrate: bool = True,
         pipeline: str = 'train',
-        fold_outputs: bool = False,
     ) -> None:
         # A wrong argument is told now, not after the last epoch.
         if num_images < 1 or (max_passes is not None and max_passes < 1) or tol < 0:
@@ -80,7 +78,6 @@ class RecalibrateFuseHook(Hook):
         self.tol = tol
         self.recalibrate = recalibrate
         self.pipeline = pipeline
-        self.fold_outputs = fold_outputs
 
     def after_train(self, runner: Runner) -> None:
         mixed = [name for name, norm in named_progressive_norms(unwrap(runner.model)).items() if norm.gamma > 0]
@@ -124,7 +121,7 @@ class RecalibrateFuseHook(Hook):
         from slab_det.measure import ReportEntry, describe_environment
         from slab_det.measure.report import ap_from_metrics, describe_dataset, describe_model, write_report
 
-        fused = fuse(model, fold_outputs=self.fold_outputs)
+        fused = fuse(model)
         inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
         check = verify_fusion(model, fused, inputs)
         runner.logger.info(

@@ -354,7 +354,7 @@ class _MeasuredModel:
         }
 
     def cost(self) -> ModelCost:
-        return measure_cost(self._submodules(self.scope.parts) or [self.model], self)
+        return measure_cost(self._submodules(self.scope.parts), self)
 
     def compile(self, mode: str) -> None:
         for part in self._submodules(self.scope.parts or ('backbone', 'neck')):
@@ -362,8 +362,9 @@ class _MeasuredModel:
         self.compiled = True
 
     def _submodules(self, names: Sequence[str]) -> list[nn.Module]:
-        """The submodules of these names; a bare backbone is its own part."""
-        return [getattr(self.model, name, self.model) for name in names]
+        """The submodules of these names that there are, or the model, as a bare backbone is its own part."""
+        found = [getattr(self.model, name, None) for name in names]
+        return [part for part in found if part is not None] or [self.model]
 
 
 class Scope(NamedTuple):

@@ -297,7 +297,7 @@ def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperT
         notes += paper_notes
         for entry, row, tables in zip(entries, rows, published, strict=True):
             for column in ('ms', *(AP_KINDS[kind].removesuffix(' AP') for kind in kinds)):
-                found = [(table.rows[entry.name][column], paper_marks[table.describe()]) for table in tables]
+                found = [(table.rows[entry.name].get(column), paper_marks[table.describe()]) for table in tables]
                 row.append('; '.join(_cell(values) + mark for values, mark in found if values) or '–')
     lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
     return '\n'.join([*lines, '', *notes]) + '\n'

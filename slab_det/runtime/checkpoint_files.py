@@ -17,7 +17,7 @@ from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
 from slab_det.runtime.distributed import run_on_main
-from slab_det.runtime.errors import CheckpointError, CheckpointNotFoundError
+from slab_det.runtime.errors import CheckpointError
 
 SAFETENSORS, TIMM = '.safetensors', 'timm://'
 
@@ -65,7 +65,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
     if os.path.isdir(path):
         raise CheckpointError(f'{path} is a folder; name the checkpoint in it.')
     if not os.path.isfile(path):
-        raise CheckpointNotFoundError(f'There is no checkpoint {path or repr(path)}; check its name.')
+        raise CheckpointError(f'There is no checkpoint {path or repr(path)}; check its name.')
     if not path.endswith(SAFETENSORS):
         return read_torch_file(path, map_location)
     # timm needs it, so it is there.

@@ -35,10 +35,6 @@ class CheckpointError(SlabDetError):
     """A checkpoint that cannot be read, or that does not fit the model it is loaded into."""
 
 
-class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A checkpoint that is not there. mmengine expects a FileNotFoundError."""
-
-
 class RankError(SlabDetError):
     """An error of another process of a distributed run, which ends this one too."""
 

@@ -195,6 +195,13 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     assert counts == ['0', '4'] and 'expect a loss of AP' in output
     with pytest.raises(ConversionError, match='model finds none'):
         absorb(model.backbone, images, progress=False)
+    # Of a detector that needs more than images nothing is compared.
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), 'predict', lambda model, inputs, samples: samples[0].text)
+        assert absorb(model, images, keep=0, progress=False).absorption_report.agreement is None
+        assert 'cannot be compared: MaskRCNN finds none on images alone (AttributeError' in ''.join(capsys.readouterr())
+        with pytest.raises(ConversionError, match='model finds none'):
+            absorb(model, images, progress=False)
     # One pass: a loader that shuffles would compare teacher and student on different images.
     once = absorb(model, iter(images), least=0.0, progress=False)
     assert once.absorption_report == easy.absorption_report

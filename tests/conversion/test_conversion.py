@@ -91,8 +91,10 @@ def test_skip_and_what_cannot_be_converted_are_reported():
             g=CenteredNorm(4),
             h=timm.layers.LayerNorm2dFp32(4),
             i=nn.TransformerEncoderLayer(4, 2, 8),
+            j=nn.LayerNorm(4),
         )
     )
+    model['j'].register_forward_hook(lambda module, args, output: 2 * output)
     converted = slab_det.convert_norms(model, skip=['b'])
     report = converted.conversion_report
     assert report.converted == ['a']
@@ -105,9 +107,11 @@ def test_skip_and_what_cannot_be_converted_are_reported():
         'h': 'LayerNorm2dFp32',
         'i.norm1': 'the',
         'i.norm2': 'the',
+        'j': 'it',
     }
-    assert all(type(converted[name]) is type(model[name]) for name in 'cdefgh')
-    assert '1 norms converted, 8 kept' in str(report)
+    assert report.kept['j'] == 'it has forward hooks'
+    assert all(type(converted[name]) is type(model[name]) for name in 'cdefghj')
+    assert '1 norms converted, 9 kept' in str(report)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-import torch
-from mmdet.registry import DATASETS, METRICS
+from mmdet.registry import DATASETS
 from pycocotools import mask as coco_mask
 
 from slab_det.data.synthetic import CLASSES, SyntheticShapes, draw_image, generate
@@ -136,26 +135,3 @@ def test_dataset_reads_images_boxes_and_masks(root: Path) -> None:
         assert (instances.labels + 1).tolist() == [found['category_id'] for found in expected]
         areas = instances.masks.to_ndarray().sum((1, 2))
         np.testing.assert_array_equal(areas, [found['area'] for found in expected])
-
-
-def test_metric_evaluates_on_the_datasets_own_annotations(root: Path) -> None:
-    dataset = SyntheticShapes('val', data_root=str(root), test_mode=True)
-    metric = METRICS.build({'type': 'SyntheticShapesMetric', 'metric': ['bbox', 'segm']})
-    metric.dataset_meta = dataset.metainfo
-    for info in map(dataset.get_data_info, range(len(dataset))):
-        found, size = info['instances'], (info['height'], info['width'])
-        rles = [coco_mask.merge(coco_mask.frPyObjects(item['mask'], *size)) for item in found]
-        perfect = {
-            'bboxes': torch.tensor([item['bbox'] for item in found], dtype=torch.float32).reshape(-1, 4),
-            'scores': torch.ones(len(found)),
-            'labels': torch.tensor([item['bbox_label'] for item in found], dtype=torch.long),
-            'masks': torch.from_numpy(np.stack([coco_mask.decode(rle) for rle in rles])).bool(),
-        }
-        metric.process({}, [{'img_id': info['img_id'], 'ori_shape': size, 'pred_instances': perfect}])
-    scores = metric.evaluate(len(dataset))
-    assert scores['coco/bbox_mAP'] == scores['coco/segm_mAP'] == 1.0
-
-
-def test_training_metainfo_holds_no_path(root: Path) -> None:
-    """Checkpoints store the training set's metainfo and travel to other machines."""
-    assert set(SyntheticShapes('train', data_root=str(root)).metainfo) == {'classes', 'palette'}

@@ -197,6 +197,18 @@ def test_compile_takes_backbone_and_neck_with_the_mode(asked, mode: str, monkeyp
     assert ('torch.compile' in describe_scope(result.to_dict())) and (asked is True or mode in latency_table([result]))
 
 
+@pytest.mark.parametrize('neck', [[], [None]], ids=['no neck', 'neck=None'])
+def test_a_model_without_neck_compiles_and_counts_its_backbone_alone(neck: list, monkeypatch) -> None:
+    compiled: list = []
+    monkeypatch.setattr(nn.Module, 'compile', lambda module, **options: compiled.append(module))
+    model = RecordingDetector()
+    model.head = nn.Linear(2, 3)
+    for module in neck:
+        model.neck = module
+    cost = measure(model, scope='backbone+neck', compile=True, cost=True).cost
+    assert compiled == [model.backbone] and cost.parameters == 0
+
+
 def test_costs_stand_beside_latency(small_detector) -> None:
     model = small_detector()
     result = measure(model, scope='backbone', cost=True)

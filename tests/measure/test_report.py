@@ -191,6 +191,10 @@ def test_paper_numbers_stand_in_columns_of_their_own_and_name_their_table() -> N
     """Swin-T stands in SLAB's table after 12 epochs and in UN's after 36."""
     swin = entry('Swin-T', 'unfused', norm='LN', latency=latency(5.0))
     entries = [swin, replace(swin, detector='FasterRCNN'), entry(), entry('Swin-32x2222')]
+    # Beside a classifier's accuracy, of which the tables of detectors have none.
+    classifier = entry('Swin-T', detector='ImageClassifier', ap={'accuracy': {'top1': 0.8, 'top5': 0.95}})
+    both = markdown_table([swin, classifier], PAPER_TABLES).splitlines()[2]
+    assert both.count('[P1]') == 1 and both.endswith('| 51.0 [P1] | – |')
     header, _, both, faster, slab, other, *notes = markdown_table(entries, PAPER_TABLES).splitlines()
     assert header.endswith(
         '| paper: ms (V100) | paper: box AP / 50 / 75 / s / m / l | paper: mask AP / 50 / 75 / s / m / l |'

@@ -88,10 +88,10 @@ REGISTERED = """
 import sys
 import slab_det
 print(*{'mmdet.models', 'mmdet.datasets', 'timm', 'matplotlib', 'scipy'} & sys.modules.keys())
-from mmdet.registry import DATASETS, HOOKS, METRICS, MODELS
+from mmdet.registry import DATASETS, HOOKS, MODELS
 from mmengine.registry import DefaultScope, HOOKS as ROOT_HOOKS, MODELS as ROOT_MODELS
 names = dict.fromkeys(['SLABSwin', 'SLABPVT', 'FusedDetector', 'DistilledDetector', 'PRepBN'], MODELS)
-names |= dict(SyntheticShapes=DATASETS, SyntheticShapesMetric=METRICS, RecalibrateFuseHook=HOOKS)
+names |= dict(SyntheticShapes=DATASETS, RecalibrateFuseHook=HOOKS)
 print(*(name for name, registry in names.items() if registry.get(name).__name__ != name))
 print(*(name for name in ['PRepBN', 'mmdet.SLABSwin'] if name not in ROOT_MODELS))
 print(*(name for name in ['RecalibrateFuseHook'] if name not in ROOT_HOOKS.module_dict))

@@ -45,3 +45,12 @@ def test_a_model_is_on_its_device_before_it_is_deployed(call, small_detector_cfg
     Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('layernorm.py')
     call('latency.py', 'layernorm.py', '--deploy', *QUICK)
     assert devices == [{'meta'}]
+
+
+def test_latency_in_half_precision_is_an_entry_of_its_own(call, small_detector_cfg) -> None:
+    Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('layernorm.py')
+    for dtype in ('float32', 'bfloat16'):
+        result = call('latency.py', 'layernorm.py', '--dtype', dtype, '--scope', 'backbone', *QUICK)
+        assert result.code == 0, result.err
+    names = [entry['name'] for entry in json.loads(Path('report.json').read_text())['entries']]
+    assert len(names) == 2 and names[1] == f'{names[0]}-bfloat16'

@@ -16,6 +16,7 @@ from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
 from slab_det.deployment.export.token_index import WindowIndex
 from slab_det.deployment.linear import DeployedLinear, deployed_linear, replace_layers
+from slab_det.fusion.folds import CannotFold, find_hooks
 from slab_det.fusion.stock_mmdet import own_attention
 from slab_det.runtime.errors import ExportError
 
@@ -81,9 +82,14 @@ def make_size_free(model: nn.Module) -> None:
 
 def own_form(layer: nn.Module) -> nn.Module | None:
     """Our attention or patch merging with the layers of mmdet's; None for every other layer."""
-    if type(layer) is ShiftWindowMSA:
-        return own_attention(layer)
-    return own_merging(layer) if isinstance(layer, MmdetPatchMerging) else None
+    if type(layer) is not ShiftWindowMSA and not isinstance(layer, MmdetPatchMerging):
+        return None
+    if any(map(find_hooks, layer.modules())):
+        raise ExportError(f'a {type(layer).__name__} has hooks, which its export form would lose; remove them')
+    try:
+        return own_attention(layer) if type(layer) is ShiftWindowMSA else own_merging(layer)
+    except CannotFold as reason:
+        raise ExportError(f'a {type(layer).__name__} has no export form: {reason}') from reason
 
 
 def own_merging(merging: MmdetPatchMerging) -> PatchMerging:

@@ -41,7 +41,10 @@ ROI_METHODS = ('predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mas
 
 def _check_parts(detector: nn.Module, parts: dict[str, type]) -> None:
     for name, kind in parts.items():
-        part = attrgetter(name)(detector)
+        try:
+            part = attrgetter(name)(detector)
+        except AttributeError:
+            part = None
         if not isinstance(part, kind):
             raise ExportError(f'{name} is a {type(part).__name__}: only {kind.__name__} has an export form')
 
@@ -59,7 +62,8 @@ def _check_options(detector: TwoStageDetector) -> None:
         'a roi_head without shared_head': not roi_head.with_shared_head,
         'a bbox_head with softmax scores and boxes': not box_head.custom_cls_channels and box_head.with_reg,
         'a box and a mask for each class': per_class,
-        "roi_layers of pool_mode='avg'": all(layer.pool_mode == 'avg' for layer in layers),
+        "roi_layers of pool_mode='avg'": all(getattr(layer, 'pool_mode', '') == 'avg' for layer in layers),
+        'bbox_coders without add_ctr_clamp': not any(head.bbox_coder.add_ctr_clamp for head in (rpn_head, box_head)),
     }
     for name, nms in (('rpn', rpn_head.test_cfg.nms), ('rcnn', roi_head.test_cfg.nms)):
         is_plain = nms.get('type', 'nms') == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
@@ -100,7 +104,7 @@ class DenseGraph(nn.Module):
         return F.pad(image, (0, right, 0, bottom), value=float(preprocessor.pad_value))
 
     def output_names(self) -> list[str]:
-        levels = range(self.detector.neck.num_outs)
+        levels = range(self.detector.rpn_head.prior_generator.num_levels)
         return [f'{kind}{i}' for kind in ('feature', 'objectness', 'delta') for i in levels]
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:

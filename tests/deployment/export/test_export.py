@@ -27,6 +27,7 @@ from slab_det.deployment.export import (
     quantize_onnx,
     random_images,
 )
+from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.parity import match_detections
 from slab_det.runtime.errors import DataError
 
@@ -230,12 +231,26 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
     model.deployed = False
     model.roi_head.test_cfg.nms.type = 'soft_nms'
     refuses('plain NMS per class in test_cfg.rcnn.nms')
+    model.roi_head.bbox_head.bbox_coder.add_ctr_clamp = True
+    refuses('bbox_coders without add_ctr_clamp')
+    model.roi_head.bbox_roi_extractor.roi_layers[0] = torch.nn.Identity()
+    refuses("roi_layers of pool_mode='avg'")
     model.roi_head.mask_head.class_agnostic = True
     refuses('a box and a mask for each class')
     model.roi_head.__class__ = MaskScoringRoIHead
     refuses('a roi_head that predicts as StandardRoIHead does')
     model.rpn_head = torch.nn.Identity()
     refuses('rpn_head is a Identity')
+    del model.rpn_head
+    refuses('rpn_head is a NoneType')
+
+
+def test_attention_with_hooks_has_no_export_form(small_detector):
+    model = small_detector(type='SwinTransformer', norm_cfg=dict(type='LN'))
+    attention = model.backbone.stages[0].blocks[0].attn
+    attention.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ExportError, match='a ShiftWindowMSA has hooks.*remove them'):
+        make_size_free(model)
 
 
 def test_file_of_others_is_refused(tmp_path):
