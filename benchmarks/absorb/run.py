@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--iterations', type=int, default=500, help='of the teachers (default %(default)s)')
     parser.add_argument('--num-images', type=int, default=100, help='to absorb on (default %(default)s)')
     parser.add_argument('--work-dir', default='work_dirs/absorb')
-    parser.add_argument('--ways', nargs='+', default=WAYS, choices=WAYS, help='default: all')
+    parser.add_argument('--ways', nargs='*', default=WAYS, choices=WAYS, help='default: all; none: the teacher alone')
     return parser.parse_args()
 
 
@@ -131,8 +131,6 @@ def measure_seed(args: argparse.Namespace, cells: Cells, seed: int, folder: Path
         report = student.absorption_report
         values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
         save_fused(student, cfg, folder / f'{stem}.pth', teacher.dataset_meta)
-        if stem == 'fused':
-            values['own'] = {norm.norm: norm.own for norm in report.norms}
         return values
 
     def tuned(name: str, *options: str, pictures: Path | None = None) -> dict:

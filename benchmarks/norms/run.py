@@ -28,6 +28,7 @@ from mmengine.config import Config
 from pycocotools.coco import COCO
 
 from benchmarks.norms.table import markdown, replace_table
+from slab_det.measure.environment import describe_environment
 from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,6 @@ class Study:
         metric: 'bbox' or 'segm', the AP of its table.
         iterations: Length of a run.
         images: Training images that the statistics are recalibrated on.
-        question: What its table answers.
         setting: In words.
         runs: What it consists of.
         other: The study whose LayerNorm detector a run starts from; its data lie beside those of this study.
@@ -96,7 +96,6 @@ class Study:
     metric: str
     iterations: int
     images: int
-    question: str
     setting: str
     runs: tuple[str, ...] = NORMS
     other: str = ''
@@ -108,7 +107,6 @@ STUDIES = {
         'bbox',
         800,
         100,
-        'Which norm keeps the AP of LayerNorm?',
         'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222',
     ),
     'dsb2018-norms': Study(
@@ -117,7 +115,6 @@ STUDIES = {
         500,
         # A validation image is four times as large as a training crop, and so is one to recalibrate on.
         50,
-        'Which norm keeps the AP of LayerNorm where images differ?',
         'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222',
     ),
     'bccd-starts': Study(
@@ -125,7 +122,6 @@ STUDIES = {
         'bbox',
         250,
         100,
-        'Which start needs progression?',
         'BCCD: 292 training, 72 validation images at 320x240; Faster R-CNN, Swin-32x2222',
         tuple(name for name in RUNS if '_from_' in name),
         'dsb2018-norms',
@@ -135,7 +131,6 @@ STUDIES = {
         'segm',
         250,
         50,
-        'Which start needs progression where images differ?',
         'DSB2018: 531 training images in crops of 256x256, 133 validation images at 512x512; Mask R-CNN, Swin-32x2222',
         tuple(name for name in RUNS if name.endswith(('_from_scratch', '_from_other'))),
         'bccd-norms',
@@ -194,11 +189,11 @@ def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> d
     logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
     # Not the line of the recalibrated model, whose keys only end like these.
     all_ap = ap_from_metrics([values for values in map(json.loads, logs.splitlines()) if key in values][-1])
-    result = dict(status='finished', ap=all_ap[study.metric]['AP'], all_ap=all_ap)
+    result = dict(ap=all_ap[study.metric]['AP'], all_ap=all_ap)
     if report.exists():
         entry = read_report(report)[0]
         before = dict(ap_before_recalibration=result['ap'], recalibration=entry.recalibration)
-        result = dict(status='finished', ap=entry.ap[study.metric]['AP'], all_ap=entry.ap, **before)
+        result = dict(ap=entry.ap[study.metric]['AP'], all_ap=entry.ap, **before)
     return result
 
 
@@ -217,7 +212,7 @@ def train_classifier(norm: str, seed: int, study: Path, data_root: str) -> Path:
     folder, cells = study / f'classifier_{norm}' / f'seed{seed}', study / 'cells'
     if not (folder / 'done').exists():
         cut_cells(Path(data_root), cells)
-        classifier = Study(CLASSIFIER, '', CLASSIFIER_ITERATIONS, 100, '', '')
+        classifier = Study(CLASSIFIER, '', CLASSIFIER_ITERATIONS, 100, '')
         run_tool(run_config(classifier, norm, seed), folder, cells)
     return folder / f'iter_{CLASSIFIER_ITERATIONS}.pth'
 
@@ -256,10 +251,13 @@ def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> 
         results = json.loads(file.read_text())
     else:
         setting = f'{study.setting}, {study.iterations} iterations of 4 images'
-        results = dict(question=study.question, setting=setting, metric=AP_KINDS[study.metric], runs={})
+        results = dict(setting=setting, metric=AP_KINDS[study.metric], runs={}, environments=[])
     entry = results['runs'].setdefault(name, dict(seeds={}))
-    entry |= dict(label=RUNS[name][0], setting='', control='ln_from_scratch' if '_from_' in name else 'ln')
+    entry |= dict(label=RUNS[name][0], control='ln_from_scratch' if '_from_' in name else 'ln')
     entry['seeds'][str(seed)] = result
+    environment = describe_environment()
+    if environment not in results.setdefault('environments', []):
+        results['environments'].append(environment)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results, indent=1) + '\n')
 

@@ -27,7 +27,7 @@ def markdown(results: Mapping) -> str:
         differences = [own[seed] - control[seed] for seed in own if seed in control]
         lines.append(
             [
-                ': '.join(filter(None, [run['setting'], run['label']])),
+                run['label'],
                 ', '.join(f'{value:.3f}' for value in own.values()),
                 _mean(run) or NONE,
                 spread(differences, '{:+.3f}') if differences else NONE,
@@ -60,9 +60,9 @@ def replace_table(page: Path, mark: str, table: str) -> None:
 
 
 def by_seed(run: Mapping, key: str = 'ap') -> dict[str, float]:
-    """A value of each seed that finished and has it, in the order of the seeds."""
-    finished = {int(seed): result for seed, result in run['seeds'].items() if result['status'] == 'finished'}
-    return {str(seed): finished[seed][key] for seed in sorted(finished) if finished[seed].get(key) is not None}
+    """A value of each seed that has it, in the order of the seeds."""
+    seeds = sorted(run['seeds'], key=int)
+    return {seed: run['seeds'][seed][key] for seed in seeds if run['seeds'][seed].get(key) is not None}
 
 
 def _mean(run: Mapping, key: str = 'ap') -> str:

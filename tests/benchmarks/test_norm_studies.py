@@ -23,7 +23,7 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
     cfg.pop('work_dir'), cfg.pop('experiment_name')
     cfg.dump(tmp_path / 'base.py')
     generate(tmp_path / 'data' / 'shapes', num_train=4, num_val=2, size=(96, 80))
-    study = run.Study(tmp_path / 'base.py', 'bbox', iterations=2, images=4, question='Which?', setting='generated')
+    study = run.Study(tmp_path / 'base.py', 'bbox', iterations=2, images=4, setting='generated')
     starts = replace(study, other='shapes-norms')
     monkeypatch.setattr(run, 'STUDIES', {'shapes-norms': study, 'shapes-starts': starts})
     monkeypatch.setattr(run, 'ROOT', tmp_path)
@@ -79,7 +79,7 @@ def test_a_detector_starts_from_a_classifier_of_its_objects(small_run_cfg, tmp_p
     monkeypatch.setattr(run, 'CLASSIFIER_ITERATIONS', 2)
     monkeypatch.setattr(run, 'call', lambda command: call(Path(command[1]).name, *command[2:]))
 
-    study = run.Study(tmp_path / 'base.py', 'bbox', iterations=2, images=4, question='', setting='')
+    study = run.Study(tmp_path / 'base.py', 'bbox', iterations=2, images=4, setting='')
     checkpoint = run.train_classifier('prepbn', 0, tmp_path / 'runs', data)
     classes = sorted(folder.name for folder in (tmp_path / 'runs/cells/train').iterdir())
     assert len(classes) == 4 and all((tmp_path / 'runs/cells/val' / name).is_dir() for name in classes)
