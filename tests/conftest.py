@@ -9,7 +9,7 @@ import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -259,6 +259,18 @@ def random_sizes(count: int, seed: int) -> list[list[int]]:
     """Heights and widths of images, most of them no multiple of anything."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(32, 150, (count, 2), generator=generator).tolist()
+
+
+@torch.no_grad()
+def relative_difference(outputs: Iterable[torch.Tensor], references: Iterable[torch.Tensor]) -> float:
+    """Largest difference over the largest value, of the worst output; NaN where one is."""
+    differences = []
+    for output, reference in zip(outputs, references, strict=True):
+        assert output.shape == reference.shape
+        output, reference = output.cpu().double(), reference.cpu().double()
+        differences.append((output - reference).abs().max() / reference.abs().max())
+    # Python's max drops NaN.
+    return torch.stack(differences).max().item()
 
 
 @torch.no_grad()

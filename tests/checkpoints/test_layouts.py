@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from conftest import relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from official_cswin import DEPTHS as CSWIN_DEPTHS
 from official_cswin import HEADS as CSWIN_HEADS
@@ -250,14 +251,6 @@ def randomized(model: nn.Module) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def largest_distance(model: nn.Module, expected: list[Tensor], image: Tensor) -> float:
-    """Largest difference over largest value, of the worst stage."""
-    return max(
-        ((got - want).abs().max() / want.abs().max()).item() for got, want in zip(model(image), expected, strict=True)
-    )
-
-
 def with_official_eps(model: nn.Module) -> nn.Module:
     """PVT's authors have another eps than mmdet in patch embeddings and reductions."""
     for name, module in model.named_modules():
@@ -290,7 +283,7 @@ def test_features_are_those_of_mmdet(theirs, ours, eps, norm):
     assert ('train before fusing' in str(report)) == (norm == 'PRepBN')
     for size in ((224, 224), (91, 117)):
         image = torch.randn(1, 3, *size, dtype=torch.float64)
-        assert largest_distance(ours, theirs(image), image) < 1e-10, size
+        assert relative_difference(ours(image), theirs(image)) < 1e-10, size
 
 
 def timm_swin(**options) -> nn.Module:
@@ -341,7 +334,7 @@ def test_swin_features_are_those_of_timm(kind, options, size):
     report = load_pretrained(ours, theirs.state_dict())
     assert report.complete and report.format == 'timm_swin', str(report)
     image = torch.randn(2, 3, *size, dtype=torch.float64)
-    assert largest_distance(ours, timm_features(theirs, image), image) < 1e-10
+    assert relative_difference(ours(image), timm_features(theirs, image)) < 1e-10
 
 
 @pytest.mark.parametrize('kind', ['ours', 'mmdet'])
@@ -357,7 +350,7 @@ def test_pvt_v2_features_are_those_of_timm(kind):
     report = load_pretrained(with_official_eps(ours), theirs.state_dict())
     assert report.complete and report.format == 'timm_pvt_v2', str(report)
     image = torch.randn(2, 3, 97, 131, dtype=torch.float64)
-    assert largest_distance(ours, timm_features(theirs, image), image) < 1e-10
+    assert relative_difference(ours(image), timm_features(theirs, image)) < 1e-10
 
 
 def test_variants_of_timm_that_no_backbone_of_ours_computes_are_refused():
@@ -391,7 +384,7 @@ def test_features_equal_the_official_forward(kind, version):
     assert ("class token's position dropped (1)" in str(report)) == (version == 1)
     for size in ((64, 64), (75, 109)):
         image = torch.randn(2, 3, *size, dtype=torch.float64)
-        assert largest_distance(model, official_features(state, image), image) < 1e-10, size
+        assert relative_difference(model(image), official_features(state, image)) < 1e-10, size
 
 
 @pytest.mark.parametrize('remaining', [0, 10, 40, None])
@@ -402,7 +395,7 @@ def test_slab_pvt_equals_the_official_forward(remaining):
     assert report.complete and report.format == 'slab_official', str(report)
     assert f'{(remaining or 0) / 40:g} in {4 + 2 * sum(DEPTHS)} norms' in str(report)
     image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    assert largest_distance(model, official_features(state, image, slab_norm), image) < 1e-10
+    assert relative_difference(model(image), official_features(state, image, slab_norm)) < 1e-10
 
 
 def timm_vit(**options) -> nn.Module:
@@ -421,7 +414,7 @@ def test_vit_features_are_those_of_timm():
     ours = SLABViT(**SMALL_VIT, out_type='cls_token').double().eval()
     report = load_pretrained(ours, dict(model=theirs.state_dict()))
     assert report.complete and report.format == 'official_vit', str(report)
-    assert largest_distance(ours, [theirs.forward_features(image)[:, 0]], image) < 1e-10
+    assert relative_difference(ours(image), [theirs.forward_features(image)[:, 0]]) < 1e-10
 
     # Without class token: that of a file goes, and its position with it.
     theirs = timm_vit(class_token=False, global_pool='avg')
@@ -432,7 +425,7 @@ def test_vit_features_are_those_of_timm():
         report = load_pretrained(ours, weights)
         assert report.complete and ('cls_token' in report.unused_expected) == ('cls_token' in weights), str(report)
         expected = theirs.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
-        assert largest_distance(ours, expected, image) < 1e-10
+        assert relative_difference(ours(image), expected) < 1e-10
 
 
 @pytest.mark.parametrize('remaining', [0, 10, None])
@@ -448,7 +441,7 @@ def test_slab_deit_equals_the_official_forward(remaining):
     assert report.complete and report.format == 'slab_official', str(report)
     assert report.unused_expected['cls_token'] == 'class token'
     image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    assert largest_distance(model, [slab_deit_map(state, image, heads=2)], image) < 1e-10
+    assert relative_difference(model(image), [slab_deit_map(state, image, heads=2)]) < 1e-10
 
 
 @pytest.mark.parametrize('slab', [False, True])
@@ -465,7 +458,7 @@ def test_cswin_equals_the_official_forward(slab):
     # P is interpolated at sizes that the released code does not take.
     for size in ((64, 64),) if slab else ((64, 64), (75, 109), (33, 130)):
         image = torch.randn(2, 3, *size, dtype=torch.float64)
-        assert largest_distance(model, cswin_features(state, image), image) < 1e-10, size
+        assert relative_difference(model(image), cswin_features(state, image)) < 1e-10, size
 
 
 @pytest.mark.parametrize('has_row', [False, True])
@@ -491,7 +484,7 @@ def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
     changes = {key: change for key, change in report.converted.items() if key.endswith('pos_embed')}
     assert len(changes) == 4 and all('position table interpolated' in change for change in changes.values())
     image = torch.randn(1, 3, 96, 160, dtype=torch.float64)
-    assert largest_distance(other, same(image), image) < 1e-10
+    assert relative_difference(other(image), same(image)) < 1e-10
     # Rows of a table that says where it is: the new rows must be the old ones' neighbours, in order.
     ramp = torch.arange(16.0, dtype=torch.float64)[:, None].expand(16, 16).reshape(1, -1, 1)
     load_pretrained(other, state | {'pos_embed1': ramp.expand(-1, -1, 8)})
@@ -507,7 +500,7 @@ def test_linear_tables_follow_the_image_size():
     report = load_pretrained(model, state)
     assert sum('interpolated' in change for change in report.converted.values()) == 4 + sum(DEPTHS)
     image = torch.randn(1, 3, 96, 64, dtype=torch.float64)
-    assert largest_distance(model, same(image), image) < 1e-10
+    assert relative_difference(model(image), same(image)) < 1e-10
 
 
 @pytest.mark.parametrize(('source', 'target'), [(1, 2), (2, 1)])

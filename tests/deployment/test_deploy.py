@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, random_sizes, randomize, raw_outputs
+from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, random_sizes, randomize, raw_outputs, relative_difference
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
 from mmdet.models.layers import PatchEmbed
@@ -73,13 +73,6 @@ def form(request, monkeypatch) -> str:
     module = importlib.import_module('slab_det.deployment.deploy')
     monkeypatch.setattr(module, '_is_on_cpu', lambda model: request.param == 'cpu')
     return request.param
-
-
-def relative_difference(outputs, references):
-    return max(
-        float((out.double() - ref.double()).abs().max() / ref.double().abs().max())
-        for out, ref in zip(outputs, references, strict=True)
-    )
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def pooled_statistics():
         if index < 2:
             found[f'{index}.running_mean'] = distance(model[index].running_mean, means.mean(0))
     pool_statistics(model)
-    return {'distance': found, 'digest': first, 'again': digest(model.named_buffers())}
+    return {'distances': found, 'digest': first, 'again': digest(model.named_buffers())}
 
 
 # Recalibration ---------------------------------------------------------------------------------------------------
@@ -165,8 +165,7 @@ def recalibrated_together(alone):
     report = slab_det.recalibrate(model, images_of(get_rank()), max_passes=4, tol=0, progress=False)
     statistics = [(model.state_dict()[key], value) for key, value in alone.items() if 'running' in key]
     return {
-        'distance': max(distance(*pair) for pair in statistics),
-        'statistics': len(statistics),
+        'distances': [distance(*pair) for pair in statistics],
         'digest': digest(model.state_dict()),
         'batches': report.num_batches,
         'residuals': report.residuals,
