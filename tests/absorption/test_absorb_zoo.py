@@ -134,10 +134,8 @@ def test_zoo_detector_fuses_exactly_and_says_what_stays(name):
 
 @pytest.mark.parametrize('name', ZOO)
 @torch.no_grad()
-def test_zoo_detector_goes_through_absorb(name, tmp_path, monkeypatch):
+def test_zoo_detector_goes_through_absorb(name, tmp_path):
     """LayerNorms of a large eps are affine: then every map but those of padded borders is the teacher's to rounding."""
-    # Half of the time would go into line breaks of configs.
-    monkeypatch.setattr('yapf.yapflib.yapf_api.FormatCode', lambda text, **_: (text, True))
     cfg = zoo_cfg(name)
     model = randomize(build_detector(Config(dict(model=cfg))), 0).double()
     for norm in layer_norms(model):
