@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 
 import pytest
 from conftest import CONFIGS
@@ -25,6 +26,7 @@ HEIGHTS = {
 }
 
 
+@cache
 def find_imports() -> dict[str, set[str]]:
     """The rooms that the modules of each room import, also inside functions."""
     imports = defaultdict(set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 import yaml
@@ -20,6 +21,11 @@ MODELS = {model['Name']: model for metafile in METAFILES.values() for model in m
 NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
 README = (ROOT / 'README.md').read_text()
 TASKS = {'Object Detection': 'box AP', 'Instance Segmentation': 'mask AP'}
+
+
+@cache
+def load(name: str) -> Config:
+    return Config.fromfile(CONFIGS / f'{name}.py')
 
 
 def published(cfg: Config) -> dict[tuple[str, str], float]:
@@ -53,7 +59,7 @@ def test_every_collection_has_a_paper_code_and_models():
 
 @pytest.mark.parametrize('name', NAMES)
 def test_entry_says_what_the_config_does_and_what_the_papers_report(name):
-    entry, cfg = MODELS[name], Config.fromfile(CONFIGS / f'{name}.py')
+    entry, cfg = MODELS[name], load(name)
     metadata, description = entry['Metadata'], describe_model(cfg.model)
     assert metadata['Row'] == description['name']
     for key, length in (('Epochs', 'max_epochs'), ('Iterations', 'max_iters')):
@@ -117,7 +123,7 @@ def test_models_page_gives_the_numbers_of_the_papers():
         names = expand(row['config in `configs/`'].strip('`'))
         numbers = {}
         for name in names:
-            cfg = Config.fromfile(CONFIGS / name)
+            cfg = load(name.removesuffix('.py'))
             assert row['row'] == describe_model(cfg.model)['name']
             assert row['epochs'] == str(cfg.train_cfg.max_epochs)
             fuses = any(hook.type == 'RecalibrateFuseHook' for hook in cfg.get('custom_hooks', []))
@@ -135,11 +141,10 @@ def test_every_row_of_the_papers_can_be_reproduced_from_what_the_config_starts_f
     page = (ROOT / 'docs/reproduce-coco.md').read_text()
     author = f'{table.source.split(" ")[0]}, {table.source.split(", ")[-1]}'
     listed = [list(row.values()) for row in table_rows(page, '| row |') if author in row.values()]
-    configs = {name: Config.fromfile(CONFIGS / f'{name}.py') for name in NAMES}
-    trained = [name for name, cfg in configs.items() if (table.source, 'box AP') in published(cfg)]
+    trained = [name for name in NAMES if (table.source, 'box AP') in published(load(name))]
     assert sorted(row[1].strip('`') for row in listed) == [f'{name}.py' for name in trained]
     for name, config, _, box, mask, start, same in listed:
-        backbone, row = configs[config.strip('`').removesuffix('.py')].model.backbone, table.rows[name]
+        backbone, row = load(config.strip('`').removesuffix('.py')).model.backbone, table.rows[name]
         assert (box, mask) == (str(row['box'][0]), '–' if row['mask'] is None else str(row['mask'][0]))
         owner, file = start.replace('`', '').split(' ')
         assert f'/{owner}/' in backbone.init_cfg.checkpoint and backbone.init_cfg.checkpoint.endswith(f'/{file}')
