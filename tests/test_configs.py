@@ -226,7 +226,11 @@ def test_config_names_weights_that_were_released_and_fit(row):
         assert report.complete, str(report)
 
 
-@pytest.mark.parametrize('row', ROWS)
+# Without the rows of UN that differ from swin_t_3x in the norm alone; BN+FFNBN has more norms.
+SIZED = [row for row in ROWS if row not in NO_LAYER_NORM or row.startswith('bn_ffnbn')]
+
+
+@pytest.mark.parametrize('row', SIZED)
 def test_number_of_parameters_is_that_of_the_papers(row):
     backbone = load(f'mask_rcnn_{row}').model.backbone
     size = size_of(row)
@@ -256,7 +260,7 @@ def count_parameters(row: str) -> int:
     return sum(p.numel() for p in MODELS.build(load(f'mask_rcnn_{row}').model.backbone).parameters())
 
 
-@pytest.mark.parametrize('row', [row for row in ROWS if 'slab' not in row and 'flatten' not in row])
+@pytest.mark.parametrize('row', [row for row in SIZED if 'slab' not in row and 'flatten' not in row])
 def test_multiply_adds_at_224_round_to_what_the_papers_print(row):
     backbone_cfg = load(f'mask_rcnn_{row}').model.backbone
     backbone = MODELS.build(backbone_cfg).eval()
