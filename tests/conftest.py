@@ -234,12 +234,6 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a model computes with, under the keys of its state dict, where some are permuted copies."""
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return {key: named[key].detach() for key in model.state_dict()}
-
-
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     """Fills parameters and statistics so that no two are alike and activations keep their size."""

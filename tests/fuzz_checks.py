@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import live_tensors, relative_difference
+from conftest import relative_difference
 from fuzz_cases import Case
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -171,6 +171,12 @@ def build_model(case: Case, seed: int | None = None) -> nn.Module:
     # mmdet's Swin returns None from eval().
     model.eval()
     return model
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a model computes with, under the keys of its state dict, where some are permuted copies."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {key: named[key].detach() for key in model.state_dict()}
 
 
 @torch.no_grad()
