@@ -46,9 +46,3 @@ def test_a_script_passes_its_arguments_on_as_they_are(tmp_path, name):
     assert notes.count(HOSTILE) == CALLS[name].count(HOSTILE) and f'--work-dir={HOSTILE}' in notes, notes
     assert any(note.startswith(str(tools)) for note in notes), notes
     assert not list(tmp_path.rglob('pwned')) and list(here.iterdir()) == []
-
-
-@pytest.mark.parametrize('script', SCRIPTS, ids=lambda path: path.name)
-def test_a_script_stops_at_the_first_error_and_evaluates_no_text(script):
-    text = script.read_text()
-    assert '\nset -euo pipefail\n' in text and 'eval' not in text.split()
