@@ -110,11 +110,11 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
     except AgreementError:
         return None
     except Exception as error:
-        # Of tensors alone a model may not predict, that asks for text, say.
+        # A model that asks for text or frames does not predict on image tensors.
         if not all(isinstance(batch, Tensor) for batch in images):
             raise
         MMLogger.get_current_instance().warning(
-            f'detections cannot be compared: {type(teacher).__name__} finds none on images alone '
+            f'detections cannot be compared: {type(teacher).__name__} does not predict on image tensors '
             f'({type(error).__name__}: {error}); give what its data loader yields'
         )
         return None

@@ -198,7 +198,9 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(model), 'predict', lambda model, inputs, samples: samples[0].text)
         assert absorb(model, images, keep=0, progress=False).absorption_report.agreement is None
-        assert 'cannot be compared: MaskRCNN finds none on images alone (AttributeError' in ''.join(capsys.readouterr())
+        assert 'cannot be compared: MaskRCNN does not predict on image tensors (AttributeError' in ''.join(
+            capsys.readouterr()
+        )
         with pytest.raises(ConversionError, match='model finds none'):
             absorb(model, images, progress=False)
     # One pass: a loader that shuffles would compare teacher and student on different images.
