@@ -17,9 +17,9 @@ from slab_det.runtime.errors import AgreementError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # The loss of AP is about LOSS (1 - agreement)^2: the least squares of 11 absorbed detectors, three of them for int8, of
-# converged teachers on BCCD and DSB2018, from which single ones are off by up to 0.012; eleven more, measured after, by
-# up to 0.014. Teachers of a quarter of the iterations lose half of it; on photographs, with a teacher of 0.14 AP, it is
-# hardly seen.
+# teachers of 2,000 iterations on BCCD and DSB2018, from which single ones are off by up to 0.012; eleven more, measured
+# after, by up to 0.014. Teachers of a quarter of the iterations lose half of it; on photographs, with a teacher of 0.14
+# AP, it is hardly seen.
 LOSS = 0.97
 # The three detectors that reached it lost at most 0.006.
 LEAST_AGREEMENT = 0.95
