@@ -142,6 +142,13 @@ def test_fused_features_keep_law_1_in_float64_and_float32(build, name):
     assert check.num_inputs == 10
 
 
+def test_outputs_that_are_zero_in_both_models_do_not_differ(small_detector):
+    model = small_detector(norm_cfg=dict(type='RepBN')).double()
+    images = [torch.randn(1, 3, 45, 70).double()]
+    check = verify_fusion(model, slab_det.fuse(model), images, lambda model, x: (0 * model.extract_feat(x)[0],))
+    assert check.float64 == check.float32 == 0
+
+
 def test_verify_fusion_refuses_a_model_that_differs(build):
     model = build(SWIN)
     fused = slab_det.fuse(model)
