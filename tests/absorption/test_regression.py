@@ -30,6 +30,20 @@ def test_batches_of_any_size_give_the_moments_of_all_tokens():
     torch.testing.assert_close(whole.xx, deviations.T @ deviations)
 
 
+def test_moments_of_float32_tokens_are_those_of_float64():
+    """Channels of more than one block, some small and far from zero: relative to what varies."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5000, 600, generator=generator) * torch.logspace(-2, 2, 600) + 30
+    y = torch.randn(5000, 20, generator=generator) + x[:, :20]
+    found, expected = moments_of(x, y, 700), moments_of(x.double(), y.double())
+    scale_x, scale_y = expected.xx.diagonal().sqrt(), expected.yy.sqrt()
+    for name, scale in dict(xx=scale_x[:, None] * scale_x, xy=scale_x[:, None] * scale_y, yy=scale_y.square()).items():
+        error = (getattr(found, name) - getattr(expected, name)).abs() / scale
+        assert error.max() < 1e-5, name
+    deviations = x.double() - x.double().mean(0)
+    torch.testing.assert_close(expected.xx, deviations.T @ deviations)
+
+
 @pytest.mark.parametrize('int8', [False, True])
 def test_ridge_minimises_what_it_says(int8):
     """Against the normal equations of the standardised tokens, with the pull as further rows."""
