@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
-from slab_det.attention.geometry import resize_table
 from slab_det.deployment import tiles
 from slab_det.deployment.blocks import TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.export.token_index import WindowIndex
@@ -291,27 +290,6 @@ def test_cached_bias_follows_weights_that_are_lent_for_one_call():
         other.load_state_dict(weights, strict=False)
         torch.testing.assert_close(out, shifted_formula(other, x, 7, 9), rtol=1e-9, atol=1e-9)
         del weights, other
-
-
-def test_heads_must_divide_channels():
-    with pytest.raises(ValueError, match='does not divide'):
-        WINDOW_ATTENTIONS['sla'](10, 3, 7)
-
-
-def test_without_qkv_bias_padding_is_zero():
-    block = make_block('sla', 4, 0, qkv_bias=False)
-    x = torch.randn(1, 35, CHANNELS, dtype=torch.double)
-    with torch.no_grad():
-        out = block(x, (5, 7))
-        block.w_msa.qkv.bias = nn.Parameter(torch.zeros(3 * CHANNELS, dtype=torch.double))
-        torch.testing.assert_close(out, shifted_formula(block, x, 5, 7), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(('shape', 'target'), [((3, 4), (7, 5)), ((6, 5), (2, 3)), ((1, 1), (4, 2))])
-def test_a_table_is_interpolated_in_two_dimensions(shape, target):
-    table = torch.randn(1, shape[0] * shape[1], 3, dtype=torch.double)
-    torch.testing.assert_close(resize_table(table, shape, target)[0], bilinear(table[0], shape, target))
-    assert resize_table(table, shape, shape) is table
 
 
 SIDE = 56

@@ -228,17 +228,6 @@ def test_patch_merging_order_against_the_formula():
     torch.testing.assert_close(got, expected.flatten(1, 2), rtol=1e-10, atol=1e-10)
 
 
-def test_statistics_of_patch_merging_are_reordered_with_its_weights():
-    backbone, state = SLABSwin(norm_cfg=PREPBN, **SLAB), released_state('slab_swin_tiny')
-    load_pretrained(backbone, state)
-    for part in ('running_mean', 'running_var', 'weight', 'bias'):
-        given = state[f'layers.1.downsample.norm.norm2.bn.{part}'].view(4, 192)
-        norm = backbone.state_dict()[f'stages.1.downsample.norm.repbn.{part}']
-        for channel, place in ((0, 0), (7, 1), (191, 3)):
-            # Slices stand column by column, mmdet's places row by row.
-            assert norm[channel * 4 + place] == given[(0, 2, 1, 3)[place], channel], (part, channel, place)
-
-
 def randomized(model: nn.Module) -> nn.Module:
     """In float64, with no two weights alike and activations of the size of the image's."""
     generator = torch.Generator().manual_seed(0)
@@ -257,33 +246,6 @@ def with_official_eps(model: nn.Module) -> nn.Module:
         if name.endswith(('.0.norm', '.attn.norm')):
             module.eps = 1e-5
     return model
-
-
-SMALL_PVT = dict(embed_dims=8, num_layers=(1, 2, 1, 1), num_heads=(1, 2, 2, 4))
-SMALL_SWIN = dict(embed_dims=8, depths=(2, 2, 2, 2), num_heads=(1, 2, 2, 4))
-
-
-@pytest.mark.parametrize('norm', ['LN', 'PRepBN'])
-@pytest.mark.parametrize(
-    ('theirs', 'ours', 'eps'),
-    [
-        (lambda: SwinTransformer(**SMALL_SWIN), lambda **norm: SLABSwin(**SMALL_SWIN, **norm), 1e-5),
-        (lambda: PyramidVisionTransformer(**SMALL_PVT), lambda **norm: SLABPVT(**SMALL_PVT, **norm), 1e-6),
-        (lambda: PyramidVisionTransformerV2(**SMALL_PVT), lambda **norm: SLABPVT(**SMALL_PVT, **V2, **norm), 1e-6),
-    ],
-    ids=['swin', 'pvt', 'pvt_v2'],
-)
-def test_features_are_those_of_mmdet(theirs, ours, eps, norm):
-    theirs = randomized(theirs())
-    ours = ours(norm_cfg=dict(type='LN', eps=eps) if norm == 'LN' else dict(type='PRepBN', ln_eps=eps)).double().eval()
-    state = {f'backbone.{key}': value for key, value in theirs.state_dict().items()}
-    report = load_pretrained(ours, dict(meta={}, state_dict=state | {'bbox_head.fc_cls.weight': torch.zeros(2)}))
-    assert report.complete and report.format == 'native', str(report)
-    assert set(report.gammas.values()) == ({1.0} if norm == 'PRepBN' else set())
-    assert ('train before fusing' in str(report)) == (norm == 'PRepBN')
-    for size in ((224, 224), (91, 117)):
-        image = torch.randn(1, 3, *size, dtype=torch.float64)
-        assert relative_difference(ours(image), theirs(image)) < 1e-10, size
 
 
 def timm_swin(**options) -> nn.Module:

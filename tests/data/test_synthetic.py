@@ -6,10 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
-from mmdet.registry import DATASETS
 from pycocotools import mask as coco_mask
 
 from slab_det.data.synthetic import CLASSES, SyntheticShapes, draw_image, generate
@@ -106,32 +104,3 @@ def test_objects_are_visible_and_do_not_share_pixels() -> None:
         # A pixel belongs to the object on top; polygons are exact to the pixel but for slivers they leave out.
         overlap = (np.sum(masks, 0) > 1).sum()
         assert overlap <= 0.01 * np.sum(masks), (seed, overlap)
-
-
-def test_dataset_reads_images_boxes_and_masks(root: Path) -> None:
-    dataset = DATASETS.build(
-        {
-            'type': 'SyntheticShapes',
-            'split': 'train',
-            'data_root': str(root),
-            'pipeline': [
-                {'type': 'LoadImageFromFile'},
-                {'type': 'mmdet.LoadAnnotations', 'with_bbox': True, 'with_mask': True},
-                {'type': 'mmdet.PackDetInputs'},
-            ],
-        }
-    )
-    content = annotations(root)
-    assert len(dataset) == SMALL['num_train']
-    assert dataset.metainfo['classes'] == CLASSES
-    for index, image in enumerate(content['images']):
-        item = dataset[index]
-        expected = [found for found in content['annotations'] if found['image_id'] == image['id']]
-        np.testing.assert_array_equal(
-            item['inputs'].numpy().transpose(1, 2, 0),
-            cv2.imread(str(root / 'images' / 'train' / image['file_name'])),
-        )
-        instances = item['data_samples'].gt_instances
-        assert (instances.labels + 1).tolist() == [found['category_id'] for found in expected]
-        areas = instances.masks.to_ndarray().sum((1, 2))
-        np.testing.assert_array_equal(areas, [found['area'] for found in expected])

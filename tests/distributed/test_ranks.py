@@ -116,9 +116,3 @@ def test_an_error_at_the_end_of_a_run_stops_all_and_leaves_the_checkpoint(ranks)
     assert stops_all(of_all(ranks, 'end of run', 'disk'), 0, 'OSError', 'No space left')
     assert stops_all(of_all(ranks, 'end of run', 'verification'), 0, 'FusionError', 'differs from the unfused one')
     assert all(of_all(ranks, 'end of run', 'intact')) and not any(of_all(ranks, 'end of run', 'early'))
-
-
-def test_the_fused_model_is_written_once_and_all_end_with_what_was_recalibrated(ranks):
-    assert of_all(ranks, 'end of run', 'none') == [None] * NUM_RANKS
-    assert of_all(ranks, 'end of run', 'files') == [['fused.pth', 'fused_config.py'], [], [], []]
-    assert set(of_all(ranks, 'end of run', 'end')) == {ranks[0]['end of run']['saved']}

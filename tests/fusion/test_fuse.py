@@ -297,14 +297,6 @@ def test_a_bare_backbone_keeps_the_norms_of_its_outputs(build, backbone, left):
     assert_fused_equals(fused, model)
 
 
-def test_layer_norms_are_kept_and_named(build):
-    model = build(dict(SWIN, out_norm_cfg=dict(type='LN'))).double()
-    fused = slab_det.fuse(model)
-    kept = fused.fusion_report.select('kept')
-    assert [(fate.norm, fate.kind) for fate in kept] == [(f'backbone.norm{i}', 'LayerNorm') for i in range(4)]
-    assert_fused_equals(fused, model)
-
-
 def test_only_the_attention_behind_an_offline_norm_is_replaced(build):
     model = build(STOCK_SWIN).double()
     for block in model.backbone.stages[1].blocks:

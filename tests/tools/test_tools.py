@@ -24,26 +24,6 @@ from slab_det.recalibration import PIPELINES
 TOOLS = CONFIGS.parent / 'tools'
 
 
-@pytest.mark.parametrize(
-    ('tool', 'flags'),
-    [
-        ('train.py', '--work-dir --amp --resume --auto-scale-lr --cfg-options --launcher --data-root'),
-        ('test.py', '--work-dir --out --show --show-dir --wait-time --tta --latency --size --rounds --fuse --report'),
-        ('latency.py', '--checkpoint --fuse --rounds --warmup --size --scope --device --dtype --compile --json'),
-        ('fuse.py', '--out --size'),
-        ('recalibrate.py', '--out --num-images --pipeline --max-passes --data-root --json'),
-        ('absorb.py', '--out --data-root --images --keep --curve --eval --work-dir --json --figure'),
-        ('convert_checkpoint.py', '--to --config --data-root --num-images --schedule native prepbn'),
-        ('report.py', '--out --paper'),
-        ('quickstart.py', '--work-dir'),
-    ],
-)
-def test_help_names_the_flags(tool: str, flags: str, call) -> None:
-    result = call(tool, '--help')
-    assert result.code == 0, result.err
-    assert not [flag for flag in flags.split() if flag not in result.out]
-
-
 HELP = """
 import runpy, sys
 for tool in sys.argv[1:]:

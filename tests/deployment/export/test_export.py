@@ -15,7 +15,6 @@ from mmdet.models.roi_heads import MaskScoringRoIHead
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox2roi
-from mmengine.runner import Runner
 
 import slab_det
 from slab_det.deployment.export import (
@@ -28,8 +27,6 @@ from slab_det.deployment.export import (
     random_images,
 )
 from slab_det.deployment.export.backbones import make_size_free
-from slab_det.deployment.export.parity import match_detections
-from slab_det.runtime.errors import DataError
 
 PVT = dict(
     type='SLABPVT',
@@ -313,29 +310,6 @@ def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_
     for name, value in exact.items():
         error = np.linalg.norm(rounded[name] - value) / np.linalg.norm(value - value.mean())
         assert 1e-4 < error < 0.2, (name, error)
-
-
-def test_file_takes_the_place_of_a_model(exported, small_run_cfg):
-    model, file = exported()
-    running = MODELS.build(dict(type='ExportedDetector', file=str(file), threads=1))
-    cfg = small_run_cfg()
-    compared = 0
-    for data in Runner.build_dataloader(cfg.test_dataloader):
-        with torch.no_grad():
-            expected = model.test_step({**data, 'data_samples': [s.clone() for s in data['data_samples']]})
-        for found, wanted in zip(running.test_step(data), expected, strict=True):
-            found, wanted = found.pred_instances, wanted.pred_instances
-            assert found.masks.shape[1:] == wanted.masks.shape[1:]
-            i, j = match_detections(*(dict(boxes=p.bboxes, scores=p.scores, labels=p.labels) for p in (found, wanted)))
-            assert len(i) >= 0.98 * len(wanted) and abs(len(found) - len(wanted)) <= 1
-            assert (found.bboxes[i] - wanted.bboxes[j]).abs().max() < 0.05
-            assert (found.masks[i] != wanted.masks[j]).float().mean() < 1e-3
-            assert found.masks.any()
-            compared += len(i)
-    assert compared > 20
-    array = dict(inputs=[torch.ones(3, 64, 96)], data_samples=[DetDataSample()])
-    with pytest.raises(DataError, match='float32, has values up to 1,'):
-        running.test_step(array)
 
 
 def test_openvino_finds_what_onnx_runtime_finds(exported):
