@@ -25,7 +25,7 @@ from torch import nn
 import slab_det
 from slab_det.fusion import save_fused
 from slab_det.hooks import NormStateHook, RecalibrateFuseHook
-from slab_det.measure.report import write_report
+from slab_det.measure.report import read_report, write_report
 from slab_det.runtime.checkpoint_files import read_checkpoint
 
 
@@ -255,6 +255,13 @@ def test_a_full_disk_at_the_last_checkpoint_leaves_the_one_before(world, run, mo
     result = run('train.py small.py --work-dir full --resume')
     assert result.code == 0, result.err
     assert sorted(path.name for path in folder.glob('*.pth')) == ['fused.pth', 'iter_4.pth']
+
+
+def test_a_latency_that_cannot_be_measured_leaves_the_ap(world, run):
+    result = run('test.py small.py small.pth --work-dir run --latency --image nowhere.jpg')
+    assert result.code == 1 and 'nowhere.jpg' in result.err.splitlines()[-1], result.err
+    (entry,) = read_report('run/report.json')
+    assert entry.ap.keys() == {'bbox', 'segm'} and entry.latency is None
 
 
 def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(world, run):

@@ -50,6 +50,7 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import json
 import re
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -105,7 +106,10 @@ def main(args: argparse.Namespace) -> None:
             raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
     teacher = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
     images = read_images(cfg, args.num_images, args.pipeline, args.images)
-    absorb = partial(slab_det.absorb, teacher, images, int8=args.int8, work_dir=args.work_dir)
+    # Students of the curve are not absorbed twice.
+    finished = tempfile.TemporaryDirectory(prefix='slab_det_curve_') if args.curve else None
+    work_dir = args.work_dir or (finished and finished.name)
+    absorb = partial(slab_det.absorb, teacher, images, int8=args.int8, work_dir=work_dir)
     students = {}
     if args.curve:
         everything = absorb(keep=0)
@@ -113,6 +117,14 @@ def main(args: argparse.Namespace) -> None:
         students = {f'worst {k} kept': absorb(keep=ranked[:k]) if k else everything for k in sorted({*args.curve})}
     students['written'] = student = absorb(keep=keep)
     report = student.absorption_report
+    # Before what may fail or be interrupted: absorption may have taken hours.
+    checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
+    print(f'Written to {checkpoint} and {config}')
+    hint = ''
+    if args.images is not None or cfg.get('train_dataloader'):
+        tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, Config.fromfile(TUNE), args.images)
+        on = 'the training set, with its labels' if args.images is None else args.images
+        hint = f'\n\nTo train it a little more beside its teacher, on {on}: slab-det train {tune}'
     sample = next(iter(images))
     points = measure_curve(
         teacher,
@@ -126,7 +138,6 @@ def main(args: argparse.Namespace) -> None:
         threads=args.threads,
         progress=True,
     )
-    checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
     if args.json is not None:
         values = dict(
             **report.to_dict(),
@@ -145,11 +156,7 @@ def main(args: argparse.Namespace) -> None:
         agreements = {point.num_kept: point.agreement for point in points} if compared else {}
         latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}
         save_figure(absorption_figure(report, agreements, latencies), args.figure)
-    print(f'{report}\n\n{curve_table(points)}\n\nWritten to {checkpoint} and {config}')
-    if args.images is not None or cfg.get('train_dataloader'):
-        tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, Config.fromfile(TUNE), args.images)
-        on = 'the training set, with its labels' if args.images is None else args.images
-        print(f'To train it a little more beside its teacher, on {on}: slab-det train {tune}')
+    print(f'{report}\n\n{curve_table(points)}{hint}')
 
 
 if __name__ == '__main__':

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,5 +92,5 @@ def curve_table(points: Sequence[CurvePoint]) -> str:
 
 
 def _latency_cells(latency: LatencyResult, base: LatencyResult) -> dict[str, str]:
-    (ratio,) = repeat_ratios(latency, base)
+    ratio = statistics.median(repeat_ratios(latency, base))
     return {'median ms': f'{latency.median_ms:.2f}', 'ratio': f'{ratio:.3f}'}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
@@ -66,15 +67,16 @@ class Images:
                 few.append(batch)
         if not self.files:
             raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
-        self.held_out.extend([] if self.held_out else few)
+        if not self.held_out:
+            self.held_out.extend(few)
+            MMLogger.get_current_instance().warning(
+                f'{len(few)} batches: none is held out, so agreement and what norms leave are those of images that '
+                f'were fitted; give at least {HELD_OUT} batches, smaller ones or more'
+            )
 
     def is_held_out(self, index: int) -> bool:
         """Whether no fit sees batch ``index``."""
         return index % HELD_OUT == HELD_OUT - 1
-
-    def judges(self, index: int) -> bool:
-        """Whether batch ``index`` says what fits leave: those held out, or all where there are none."""
-        return self.is_held_out(index) or len(self.files) < HELD_OUT
 
 
 class Writer(NamedTuple):

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from slab_det.runtime import read_checkpoint
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 
+M = TypeVar('M', CrossMoments, Moments)
 # Positions of a map, at least, at which a convolution of the neck is fitted: one input there is a whole patch.
 POSITIONS = 4096
 
@@ -163,7 +165,7 @@ class Absorption:
 
     def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk]) -> Refit:
         layer = self.student.get_submodule(writer.layer)
-        (moments, held_out), target_moments = _pair(self.plan.int8), Moments()
+        (moments, held_out), targets = _pair(self.plan.int8), (Moments(), Moments())
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,), store=self.teacher_walk in stored)
             # A convolution in an FFN has kernel 1 and writes tokens.
@@ -177,11 +179,11 @@ class Absorption:
                 source, stream = _patches(layer, source, stream), _some_rows(stream)
             elif isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 source = source.flatten(2).transpose(1, 2)
-            if self.plan.images.judges(batch):
-                target_moments.add(target)
-            (moments, held_out)[self.plan.images.is_held_out(batch)].add(source, target - stream)
+            part = self.plan.images.is_held_out(batch)
+            targets[part].add(target)
+            (moments, held_out)[part].add(source, target - stream)
             del source, stream, target
-        return _refit(writer.layer, layer, moments, held_out, target_moments)
+        return _refit(writer.layer, layer, moments, held_out, _judge(*targets))
 
     def _key(self) -> str:
         """Tells students apart: another teacher, other images or other norms to keep."""
@@ -263,6 +265,6 @@ def _check_finite(name: str, *parts: CrossMoments) -> None:
         raise ConversionError(f'{name}: what it reads or writes is NaN or infinite; check weights and images')
 
 
-def _judge(moments: CrossMoments, held_out: CrossMoments) -> CrossMoments:
+def _judge(moments: M, held_out: M) -> M:
     """The tokens that say what is left: those held out, or all where there are none."""
     return held_out if held_out.count else moments

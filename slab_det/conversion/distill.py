@@ -42,8 +42,8 @@ class Distillation:
 
     - ``loss_features``: what ``extract_feat`` returns, the levels of the neck.
     - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.
-    - ``loss_roi``: logits, deltas and masks of the RoI head on the teacher's proposals. A cascade is compared stage
-      by stage on these proposals, without its masks.
+    - ``loss_roi``: logits and deltas of the RoI head on the teacher's proposals, and masks on as many of each image as
+      make 100 of all. A cascade is compared stage by stage on these proposals, without its masks.
 
     Detectors of another kind, such as DETR's, are compared by their feature maps alone. Heads of the student put out
     what they do in eval mode, because some compute something else in training mode.
@@ -82,12 +82,13 @@ class Distillation:
                 losses['loss_dense'] = mean_relative_error(head(features), wanted, name)
         if name == 'rpn_head' and isinstance(getattr(self.teacher, 'roi_head', None), StandardRoIHead | CascadeRoIHead):
             with torch.no_grad():
-                proposals = self.teacher.rpn_head.predict(targets, samples, rescale=False)
+                metas = [sample.metainfo for sample in samples]
+                proposals = self.teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
                 # The surest first. All of them would cost more than the rest of both detectors.
                 proposals = [found[:NUM_PROPOSALS] for found in proposals]
-                wanted = _roi_outputs(self.teacher.roi_head, targets, proposals, samples)
+                wanted = _roi_outputs(self.teacher.roi_head, targets, proposals)
             with evaluating(student.roi_head):
-                outputs = _roi_outputs(student.roi_head, features, proposals, samples)
+                outputs = _roi_outputs(student.roi_head, features, proposals)
             losses['loss_roi'] = mean_relative_error(outputs, wanted, 'roi_head')
         return losses
 
@@ -200,12 +201,16 @@ def _dense_head(model: nn.Module) -> str | None:
     return 'bbox_head' if isinstance(getattr(model, 'bbox_head', None), BaseDenseHead) else None
 
 
-def _roi_outputs(
-    head: nn.Module, features: Sequence[Tensor], proposals: list[InstanceData], samples: list[DetDataSample]
-) -> list:
-    if not isinstance(head, CascadeRoIHead):
-        return head.forward(features, proposals, samples)
-    # Its forward refines the boxes by its own deltas, and would compare outputs on different boxes.
+def _roi_outputs(head: nn.Module, features: Sequence[Tensor], proposals: list[InstanceData]) -> list:
     rois = bbox2roi([found.bboxes for found in proposals])
-    stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
-    return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
+    if isinstance(head, CascadeRoIHead):
+        # Its forward refines the boxes by its own deltas, and would compare outputs on different boxes.
+        stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
+        return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
+    found = head._bbox_forward(features, rois)
+    outputs = [found['cls_score'], found['bbox_pred']]
+    if head.with_mask:
+        # Its forward takes the first hundred boxes of all: those of the first image.
+        surest = [found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals]
+        outputs.append(head._mask_forward(features, bbox2roi(surest))['mask_preds'])
+    return outputs

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from mmengine.fileio import put_text
+from mmengine.logging import MMLogger
 
 from slab_det.measure.latency import describe_scope
 from slab_det.runtime.config import detector_config, type_name
@@ -172,7 +173,7 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
         object. COCO's -1, which says that no object has that size, becomes None.
     """
     by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
-    return {
+    found = {
         kind: {
             column: float(by_name[name]) / (100 if kind in PER_CENT else 1) if by_name.get(name, -1) >= 0 else None
             for column, name in columns.items()
@@ -180,6 +181,12 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
         for kind, columns in METRICS.items()
         if by_name.get(columns[main_column(kind)], -1) >= 0
     }
+    if metrics and not found:
+        MMLogger.get_current_instance().warning(
+            f'no AP or accuracy of COCO, mmpretrain or mmsegmentation among the metrics {", ".join(metrics)}: give a '
+            'CocoMetric to have it in reports and tables'
+        )
+    return found
 
 
 def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:

@@ -40,8 +40,8 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         raise DataError(f'num_images={num_images}: at least one training image is needed')
     if not cfg.get('train_dataloader'):
         raise DataError(
-            'recalibration needs training images, and the config has no train_dataloader; '
-            'give the one that the detector was trained with'
+            'training images are needed, and the config has no train_dataloader; give the one that the detector was '
+            'trained with, or --images DIR to the commands that take it'
         )
     train = cfg.train_dataloader
     dataset, batching = copy.deepcopy(train.dataset), dict(batch_size=1)

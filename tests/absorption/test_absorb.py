@@ -209,12 +209,13 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('count', [1, 4, 5, 6, 10, 12])
-def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count, tmp_path):
+def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(MMLogger, '_instance_dict', {})
     images = Images(nn.Linear(1, 1), batches := pictures(count), tmp_path)
     expected = [*range(4, count, 5)]
     assert [index for index in range(count) if images.is_held_out(index)] == expected
-    assert [index for index in range(count) if images.judges(index)] == (expected or [*range(count)])
     assert all(one is batches[i] for one, i in zip(images.held_out, expected or range(count), strict=True))
+    assert (f'{count} batches: none is held out' in ''.join(capsys.readouterr())) == (count < 5)
 
 
 def test_the_teacher_stays_as_it_was(teacher):

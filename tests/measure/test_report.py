@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import CONFIGS
 from mmdet.models import MaskRCNN
+from mmengine.logging import MMLogger
 from torch import nn
 
 from slab_det.backbones import SLABSwin
@@ -111,7 +112,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str, message: str
         read_report(tmp_path / 'report.json')
 
 
-def test_metrics_of_the_runner_become_ap() -> None:
+def test_metrics_of_the_runner_become_ap(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MMLogger, '_instance_dict', {})
     suffixes = {'': 0.5, '_50': 0.7, '_75': 0.55, '_s': -1.0, '_m': 0.0, '_l': 0.6}
     metrics = {f'coco/bbox_mAP{suffix}': value for suffix, value in suffixes.items()}
     assert ap_from_metrics({**metrics, 'coco/cat_precision': 0.1}) == {
@@ -119,6 +121,9 @@ def test_metrics_of_the_runner_become_ap() -> None:
     }
     # mmpretrain's per cent.
     assert ap_from_metrics({'accuracy/top1': 81.25}) == {'accuracy': {'top1': 0.8125, 'top5': None}}
+    assert 'no AP' not in ''.join(capsys.readouterr())
+    assert ap_from_metrics({'pascal_voc/mAP': 0.4, 'pascal_voc/AP50': 0.4}) == {}
+    assert 'among the metrics pascal_voc/mAP, pascal_voc/AP50: give a CocoMetric' in ''.join(capsys.readouterr())
     # No object at all to find.
     assert ap_from_metrics({'coco/bbox_mAP': -1.0, 'accuracy': 0.3}) == {}
 

@@ -13,6 +13,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from slab_det.absorption.plan import Batches
+from slab_det.absorption.student import Absorption
 from slab_det.checkpoints.build import build_detector
 from slab_det.data import generate
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect
@@ -80,6 +81,27 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert [point['ap'].keys() for point in report['points']] == [{'bbox'}] * 3
     assert all(point['latency']['rounds'] == 2 for point in report['points'])
     assert (tmp_path / 'figure.svg').stat().st_size > 10_000
+
+
+def test_a_student_is_absorbed_once_and_written_before_it_is_measured(
+    detector: Path, call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted, fit = [], Absorption._fit_unit
+
+    def fit_unit(self: Absorption, unit: int) -> None:
+        fitted.append((frozenset(self.names), unit))
+        fit(self, unit)
+
+    def measure_latency(*args: object, **options: object) -> None:
+        raise RuntimeError('interrupted')
+
+    monkeypatch.setattr(Absorption, '_fit_unit', fit_unit)
+    monkeypatch.setattr('slab_det.absorption.curve.measure_latency', measure_latency)
+    options = ('--out', 'fused.pth', '--curve', 0, 2, '--keep', 2)
+    with pytest.raises(RuntimeError, match='interrupted'):
+        call('absorb.py', 'small.py', detector, '--data-root', 'data', *options, *QUICK)
+    assert len(fitted) == len({*fitted}) and len({names for names, _ in fitted}) == 2
+    assert all(Path(name).exists() for name in ('fused.pth', 'fused_config.py', 'fused_tune_config.py'))
 
 
 def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
