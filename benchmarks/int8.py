@@ -10,6 +10,7 @@ by its preset for transformers, with smooth quantization. Added to benchmarks/re
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -99,7 +100,9 @@ def main() -> None:
     photographs = sorted(Path(dataset.data_root, dataset.data_prefix['img']).resolve().iterdir())[:3]
     for name, config, checkpoint in args.detector:
         cells = results.setdefault(args.dataset, {}).setdefault(name, {})
-        files = {kind: folder / name / f'{kind}.onnx' for kind in ('float', 'int8', 'nncf')}
+        # Another checkpoint of this name has other files.
+        digest = hashlib.sha256(Path(checkpoint).read_bytes()).hexdigest()[:12]
+        files = {kind: folder / f'{name}-{digest}' / f'{kind}.onnx' for kind in ('float', 'int8', 'nncf')}
         for form in args.forms:
             kind, runtime = FORMS[form]
             if form in cells:
@@ -112,7 +115,7 @@ def main() -> None:
                 loader = recalibration_dataloader(cfg, 100, 'test')
                 images = [batch['inputs'][0][None].float().numpy() for batch in loader]
                 (quantize_onnx if kind == 'int8' else quantize_by_nncf)(files['float'], files[kind], images)
-            report = folder / name / 'report.json'
+            report = files[kind].with_name('report.json')
             arguments = ['--data-root', Path(args.data_root).resolve(), '--runtime', runtime, '--json', report]
             arguments += ['--work-dir', folder / 'test']
             call('tools/test_onnx.py', ROOT / CONFIGS[args.dataset], files[kind], *arguments)

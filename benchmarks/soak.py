@@ -79,7 +79,7 @@ def soak(detector: Callable[[np.ndarray | bytes], DetDataSample], images: int) -
         detections += len(detector(draw_image(generator)).pred_instances)
         if (index + 1) % (images // LOOKS) == 0:
             found = detector(probe).pred_instances
-            wanted = wanted or found
+            wanted = found if wanted is None else wanted
             changed += not all(torch.equal(found[key], wanted[key]) for key in wanted.keys())
             memory.append(resident_mb())
     growth = max(memory[LOOKS // 2 :]) / memory[LOOKS // 2 - 1] - 1
@@ -110,6 +110,8 @@ def main() -> None:
     parser.add_argument('--runtimes', nargs='+', choices=RUNTIMES, default=RUNTIMES)
     parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks/results/soak.json')
     args = parser.parse_args()
+    if args.images < LOOKS:
+        parser.error(f'--images {args.images}: at least {LOOKS}, as often is memory looked at')
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder))

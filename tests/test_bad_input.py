@@ -165,6 +165,10 @@ COMMANDS = [
         r'layernorm\.py has no norm to fold.*slab-det absorb',
     ),
     ('convert_checkpoint.py small.pth x.pth --config small.py --num-images 0', 'no LayerNorm to convert'),
+    (
+        'convert_checkpoint.py fused.pth x.pth --config fused_config.py',
+        'has written no fused_tune_config.py beside it; give config and checkpoint of the LayerNorm detector',
+    ),
     ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7' is not there.*--device cpu"),
     (
         'latency.py small.py --checkpoint small.pth small.pth',

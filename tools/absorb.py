@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--threads', type=int, metavar='N', help="CPU threads of the latency (default: torch's)")
     parser.add_argument('--work-dir', metavar='DIR', help='for what is finished: the same command goes on from there')
     parser.add_argument('--json', metavar='FILE', help='report of every norm and of every row of the table')
-    parser.add_argument('--figure', metavar='FILE.svg', help='what is left of every norm; needs matplotlib')
+    parser.add_argument('--figure', metavar='FILE.svg', help='draw what is left of every norm')
     return parser.parse_args()
 
 

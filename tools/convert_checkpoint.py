@@ -54,13 +54,15 @@ if __name__ == '__main__':
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
+import re
+
 from mmengine.config import Config
 
 from slab_det.checkpoints.build import rewrite_as_native
 from slab_det.cli import check_out, read_config, read_images, run_cli
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import config_errors
-from slab_det.conversion import convert_detector
+from slab_det.conversion import ConversionError, convert_detector
 
 
 def main(args: argparse.Namespace) -> None:
@@ -73,7 +75,12 @@ def main(args: argparse.Namespace) -> None:
         return
     if type_name(cfg.model.type) == 'FusedDetector':
         # That of slab-det absorb; training images and teacher stand in the one that it wrote beside it.
-        args.config = args.config.replace('_config.py', '_tune_config.py')
+        fused_config, args.config = args.config, re.sub(r'(_config)?\.py$', '_tune_config.py', args.config)
+        if not Path(args.config).exists():
+            raise ConversionError(
+                f'{fused_config} is that of a fused detector, and slab-det absorb has written no {args.config} beside '
+                'it; give config and checkpoint of the LayerNorm detector'
+            )
         cfg = read_config(args.config, data_root=args.data_root)
     check_out(args.destination, args.source, args.config)
     images = read_images(cfg, args.num_images) if args.num_images != 0 else None

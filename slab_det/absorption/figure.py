@@ -1,4 +1,4 @@
-"""What an absorption left of each norm, and what the norms kept buy; needs matplotlib."""
+"""What an absorption left of each norm, and what the norms kept buy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Latency, cost and reports of detectors.
 
-``agreement``, ``figure``, which needs matplotlib, and ``untrained`` are imported by name.
+``agreement``, ``figure`` and ``untrained`` are imported by name.
 """
 
 from slab_det.measure.cost import ModelCost, measure_cost
