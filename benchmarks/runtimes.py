@@ -271,12 +271,12 @@ def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     results = json.loads(args.out.read_text()) if args.out.exists() else {'columns': {}}
-    scope = dict(rounds=args.rounds, threads=args.threads, batch=1, environment=describe_environment())
-    scope['runtimes'] = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
-    other = [key for key, value in scope.items() if results.get(key) != value]
+    run = dict(rounds=args.rounds, threads=args.threads, batch=1, environment=describe_environment())
+    run['runtimes'] = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
+    other = [key for key, value in run.items() if results.get(key) != value]
     if results['columns'] and other:
         parser.error(f'{args.out} was measured with another {", ".join(other)}; give another --out')
-    results |= scope
+    results |= run
     names = {name for row in args.rows for name in (row, ROWS[row].stock, ROWS[row].layer_norm)}
     models = {name: build(ROWS[name]) for name in names}
     for scope in args.scopes:
