@@ -7,7 +7,7 @@ from types import MethodType
 
 import pytest
 import torch
-from conftest import layer_norms, pictures, randomize, raw_outputs
+from conftest import layer_norms, make_affine, pictures, randomize, raw_outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
@@ -59,11 +59,7 @@ def teacher(small_detector_cfg):
 def test_norms_that_are_affine_go_exactly(teacher, backbone):
     """With a large eps, 1 / sigma is the same for all tokens: then the student is the teacher, at every size, in the
     padding of windows too."""
-    model = teacher(backbone).double()
-    for norm in model.modules():
-        if isinstance(norm, nn.LayerNorm):
-            norm.weight.data *= 1e6
-            norm.eps = 1e12
+    model = make_affine(teacher(backbone).double())
     images = [image.double() for image in pictures()]
     student = absorb(model, images, keep=0, progress=False)
     report = student.absorption_report

@@ -36,13 +36,15 @@ class Plain(nn.Module):
         return x + self.down(self.up(y).relu() * self.gate(y).sigmoid())
 
 
+register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
+
+
 class Twice(Plain):
     def forward(self, x):
         return super().forward(x) + self.norm(self.stem(x.flatten(2).transpose(1, 2)))
 
 
 def test_keep_takes_numbers_of_any_type_and_one_name():
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
     model = Plain().eval()
     for keep in ('norm', ['norm'], 1, np.int64(1), 9, 0.0, np.float32(0)):
         assert layer_norms(absorb(model, pictures(), keep=keep, progress=False)) == ['norm'], keep
@@ -54,8 +56,6 @@ def test_keep_takes_numbers_of_any_type_and_one_name():
 
 
 def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
-
     def cut_off(file):
         raise KeyboardInterrupt
 
@@ -67,20 +67,17 @@ def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):
 
 
 def test_counters_of_other_norms_are_no_obstacle_to_a_work_dir(tmp_path):
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
     model = nn.Sequential(nn.BatchNorm2d(3), Plain()).eval()
     assert not layer_norms(absorb(model, pictures(), keep=0, work_dir=tmp_path, progress=False))
 
 
 def test_folds_go_into_a_model_on_its_own_device():
     """On the meta device, which refuses tensors of the CPU as a GPU does."""
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
     student = absorb(Plain().eval(), pictures(), keep=0, progress=False)
     apply_folds(Plain().eval().to('meta'), student.fusion_report.norms)
 
 
 def test_any_model_whose_readers_are_named():
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
     register_folds(Twice, folds=lambda m: [('norm', ('up', 'gate'))])
     model = Plain().eval()
     student = absorb(model, pictures(10), keep=0, progress=False)
@@ -93,7 +90,6 @@ def test_any_model_whose_readers_are_named():
 @pytest.mark.parametrize('bias', [True, False])
 def test_a_writer_leaves_what_the_report_says(bias):
     """Without a bias in the writer too; distances from the formula, on the images that are held out."""
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
     torch.manual_seed(0)
     model = Plain().eval().double()
     model.down = nn.Linear(16, 8, bias=bias).double()
@@ -232,7 +228,6 @@ class Recurrent(Plain):
 
 def test_a_block_that_runs_twice_stays():
     register_folds(Recurrent, folds=lambda m: [('norm', 'up')])
-    register_folds(Plain, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('down',)])
     model = Recurrent().eval()
     student = absorb(model, pictures(10), keep=0, progress=False)
     assert layer_norms(student) == ['block.norm'] and not student.absorption_report.refits

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CONFIGS, randomize
+from conftest import CONFIGS, make_affine, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
@@ -134,10 +134,7 @@ def test_zoo_detector_goes_through_absorb(name, tmp_path):
     """LayerNorms of a large eps are affine: then every map but those of padded borders is the teacher's to rounding."""
     cfg = zoo_cfg(name)
     model = randomize(build_detector(Config(dict(model=cfg))), 0).double()
-    for norm in model.backbone.modules():
-        if isinstance(norm, nn.LayerNorm):
-            norm.weight.data *= 1e6
-            norm.eps = 1e12
+    make_affine(model.backbone)
     student = absorb(model, [torch.randn(1, 3, 58, 70).double() for _ in range(2)], keep=0, progress=False)
     report = student.absorption_report
     kept = {norm.norm.removeprefix('backbone.'): norm.reason for norm in report.kept if 'backbone.' in norm.norm}

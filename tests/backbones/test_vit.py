@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import random_sizes, randomize, raw_outputs, relative_difference
+from conftest import make_affine, random_sizes, randomize, raw_outputs, relative_difference
 from mmdet.registry import MODELS
 from test_backbones import build
 from torch.export import Dim, export
@@ -102,10 +102,7 @@ def test_a_classifier_is_fused_and_deployed_but_for_its_last_norm():
 
 
 def test_all_layernorms_are_absorbed(detector):
-    model = detector(norm_cfg=dict(type='LN', eps=1e12))
-    for norm in model.modules():
-        if isinstance(norm, torch.nn.LayerNorm):
-            norm.weight.data *= 1e6
+    model = make_affine(detector(norm_cfg=dict(type='LN')))
     images = [torch.randn(1, 3, 70, 66, dtype=torch.float64) for _ in range(4)]
     student = slab_det.absorb(model, images, keep=0, progress=False)
     assert not student.absorption_report.kept
