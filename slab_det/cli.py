@@ -152,7 +152,14 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     return cfg
 
 
-class QuietRunner(Runner):
+class ToolRunner(Runner):
+    """A runner that leaves the config in its folder alone: a test must not replace that of the training."""
+
+    def dump_config(self) -> None:
+        """Nothing; :func:`build_training` writes that of a training."""
+
+
+class QuietRunner(ToolRunner):
     """A runner that writes what is alike in every run to its log file alone, not to the screen."""
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
@@ -176,11 +183,13 @@ def build_runner(cfg: Config, verbose: bool = False) -> Runner:
         ConfigError: If it cannot be built.
     """
     with config_errors(cfg.filename):
-        return RUNNERS.build(cfg) if 'runner_type' in cfg else (Runner if verbose else QuietRunner).from_cfg(cfg)
+        return RUNNERS.build(cfg) if 'runner_type' in cfg else (ToolRunner if verbose else QuietRunner).from_cfg(cfg)
 
 
 def build_training(runner: Runner) -> None:
     """Builds what ``runner.train()`` would build first: what is wrong with a config comes out here.
+
+    The config, as it runs, goes into the run's folder.
 
     Raises:
         ConfigError: If data, loops or optimizer cannot be built.
@@ -198,6 +207,7 @@ def build_training(runner: Runner) -> None:
     # Configs that do not start from configs/_base_/runtime.py lack it, and with it the word on hooks that are missing.
     if not any(isinstance(hook, NormStateHook) for hook in runner.hooks):
         runner.register_hook(NormStateHook())
+    Runner.dump_config(runner)
 
 
 def build_test(runner: Runner) -> None:
@@ -217,10 +227,11 @@ def enable_test_time_augmentation(cfg: Config) -> None:
     while 'dataset' in dataset:
         dataset = dataset.dataset
     if 'tta_pipeline' not in cfg:
-        meta_keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
-        pack = {'type': 'PackDetInputs', 'meta_keys': meta_keys}
+        *steps, pack = dataset.pipeline
+        keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
+        pack = {**pack, 'meta_keys': [*dict.fromkeys([*keys, *pack.get('meta_keys', ())])]}
         flips = [{'type': 'RandomFlip', 'prob': prob} for prob in (1.0, 0.0)]
-        cfg.tta_pipeline = [*dataset.pipeline[:-1], {'type': 'TestTimeAug', 'transforms': [flips, [pack]]}]
+        cfg.tta_pipeline = [*steps, {'type': 'TestTimeAug', 'transforms': [flips, [pack]]}]
     if 'tta_model' not in cfg:
         nms = {'type': 'nms', 'iou_threshold': 0.5}
         cfg.tta_model = {'type': 'DetTTAModel', 'tta_cfg': {'nms': nms, 'max_per_img': 100}}

@@ -183,6 +183,7 @@ COMMANDS = [
     ('test.py small.py nowhere.pth --report cut_off.json', r'cut_off\.json is no report'),
     ('test.py small.py small.pth --out x.txt', r'--out x\.txt.*\.pkl'),
     ('test.py small.py small.pth --tta --latency', '--latency.*leave out --tta'),
+    ('test.py small.py small.pth --tta', '--tta: mmdet merges boxes alone'),
     ('fuse.py small.py nowhere.pth --out x.pth', 'no checkpoint nowhere.pth; check its name'),
     ('test.py small.py nowhere.pth', 'no checkpoint nowhere.pth; check its name'),
     ('recalibrate.py small.py small.pth --out x.pth --max-passes 0', 'max_passes must be at least 1'),
@@ -266,6 +267,24 @@ def test_a_latency_that_cannot_be_measured_leaves_the_ap(world, run):
     assert result.code == 1 and 'nowhere.jpg' in result.err.splitlines()[-1], result.err
     (entry,) = read_report('run/report.json')
     assert entry.ap.keys() == {'bbox', 'segm'} and entry.latency is None
+
+
+def test_a_test_leaves_the_config_of_a_run_as_it_is(world, run):
+    """Of one that was resumed, with and without test-time augmentation."""
+    cfg = Config.fromfile(world / 'small.py')
+    cfg.model.type, cfg.test_evaluator.metric, cfg.resume = 'FasterRCNN', 'bbox', True
+    cfg.model.roi_head.mask_head = cfg.model.roi_head.mask_roi_extractor = None
+    (world / 'run').mkdir()
+    cfg.dump('run/boxes.py')
+    config = Path('run/boxes.py').read_text()
+    torch.save(dict(state_dict=randomize(MODELS.build(cfg.model)).state_dict()), 'run/boxes.pth')
+    for option in ('--verbose', '--tta'):
+        result = run(f'test.py run/boxes.py run/boxes.pth --work-dir run {option}')
+        assert result.code == 0, result.err
+    assert Path('run/boxes.py').read_text() == config
+    entries = read_report('run/report.json')
+    assert [entry.name for entry in entries] == ['SLAB-Swin-8x1111', 'SLAB-Swin-8x1111-TTA']
+    assert all(entry.ap.keys() == {'bbox'} for entry in entries)
 
 
 def test_resuming_a_run_that_has_no_checkpoint_yet_keeps_its_pretrained_weights(world, run):

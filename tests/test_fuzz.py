@@ -1,13 +1,8 @@
 """Forty cases of the fuzz; `python -m benchmarks.fuzz --draws 1000 --seed 0` checks more, and one by its seed."""
 
-import dataclasses
-
 import pytest
-import torch
 from fuzz_cases import draw_case
-from fuzz_checks import build_model, check_case, check_onnx, is_exported
-
-from slab_det.norms import named_progressive_norms
+from fuzz_checks import check_case, check_onnx, is_exported
 
 
 @pytest.mark.parametrize('seed', range(40))
@@ -23,12 +18,3 @@ def test_a_random_case_keeps_every_promise(seed):
 def test_an_exported_random_case_computes_the_same(seed, tmp_path):
     case = draw_case(seed)
     assert is_exported(case) and check_onnx(case, tmp_path), case
-
-
-def test_gamma_is_exact_after_a_cast():
-    """Found by the fuzz: a model cast to float32 saved gamma in float32, and computed with float64's after loading."""
-    case = next(case for case in map(draw_case, range(1000)) if case.backbone['norm_cfg']['type'] == 'PRepBN')
-    for dtype in (torch.float32, torch.bfloat16):
-        model = build_model(dataclasses.replace(case, gamma=0.3)).to(dtype)
-        norms = named_progressive_norms(model).values()
-        assert {float(norm._gamma) for norm in norms} == {norm.gamma for norm in norms} == {0.3}

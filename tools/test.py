@@ -78,7 +78,8 @@ def check_arguments(args: argparse.Namespace, cfg: Config) -> None:
 
 def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     """Runs the test loop and returns the runner and its metrics."""
-    cfg.load_from = args.checkpoint
+    # The config of a run that was resumed would resume again.
+    cfg.load_from, cfg.resume = args.checkpoint, False
     if args.show or args.show_dir:
         trigger_visualization_hook(cfg, args)
     if args.tta:
@@ -89,6 +90,8 @@ def test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     runner = build_runner(cfg, args.verbose)
     build_test(runner)
     model, dtype = unwrap(runner.model), DTYPES[args.dtype]
+    if args.tta and getattr(model, 'with_mask', False):
+        raise SlabDetError('--tta: mmdet merges boxes alone, and this detector finds masks; leave it out')
     if args.fuse or args.deploy:
         runner.load_or_resume()
         model.eval()

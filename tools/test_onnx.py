@@ -44,6 +44,8 @@ def main(args: argparse.Namespace) -> None:
     )
     # Hooks of training, and weights: the file has its own.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
+    # The runner would hand it to ExportedDetector.
+    cfg.pop('data_preprocessor', None)
     runner = build_runner(cfg, args.verbose)
     build_test(runner)
     metrics = runner.test()

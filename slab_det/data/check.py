@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name
+from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import DataError, name_some
 
 SPLITS = ('train', 'val', 'test')
@@ -85,7 +86,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     classes = metainfo.get('classes')
     # Two-stage panoptic detectors have boxes of things alone.
     numbers = {len(metainfo[key]) for key in ('classes', 'thing_classes') if metainfo.get(key)}
-    for name, module in model.named_modules():
+    for name, module in unwrap(model).named_modules():
         num_classes = getattr(module, 'num_classes', None)
         is_head = re.search(r'^head$|(^|\.)(bbox|mask|panoptic)_head(\.\d+)?$', name)
         if classes and is_head and num_classes is not None and num_classes not in numbers:

@@ -25,7 +25,7 @@ class NormStateHook(Hook):
 
     UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because its batches and gradients are
     not those of the training before; their running variance comes from the loaded weights. ``--resume`` keeps the whole
-    state.
+    state, and freezes no statistics under ``norm_eval`` that the run itself began.
 
     Norms leave batches with NaN or infinite values out of their statistics. Every 50 iterations, and after the last, a
     warning tells of norms that left out more. It counts from the start of the run or from its last ``--resume``. A few
@@ -37,14 +37,26 @@ class NormStateHook(Hook):
 
     def __init__(self) -> None:
         self._resumed = False
+        # Norms whose statistics are this run's own, as a resumed checkpoint says.
+        self._live: list[str] = []
         self._skipped: dict[str, int] = {}
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # Not in before_train: --resume without a checkpoint to resume from is a new run.
         self._resumed = runner._resume
+        self._live = checkpoint.get('slab_det', {}).get('live', []) if self._resumed else []
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        # norm_eval freezes statistics that were loaded. Resuming loads all of them, but must freeze no others.
+        live = [name for name, norm in named_offline_norms(unwrap(runner.model)) if not norm.statistics_loaded]
+        if live:
+            checkpoint.setdefault('slab_det', {})['live'] = live
 
     def before_train(self, runner: Runner) -> None:
-        for module in unwrap(runner.model).modules():
+        model = unwrap(runner.model)
+        for name in self._live:
+            model.get_submodule(name).statistics_loaded = False
+        for module in model.modules():
             if isinstance(module, QuadraticNorm) and not self._resumed:
                 module.reset_state()
         _log_missing_hooks(runner, logging.WARNING)

@@ -10,7 +10,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from slab_det.norms import PRepBN, named_offline_norms, named_progressive_norms
+from slab_det.norms import PRepBN, named_progressive_norms
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
 
@@ -61,14 +61,11 @@ class ProgressiveNormHook(Hook):
         self.total = total
         self.unit = unit
         self._gamma_start: dict[str, float] | None = None
-        # Norms whose statistics are this run's own, as a resumed checkpoint says.
-        self._live: list[str] = []
         self._norms: dict[str, PRepBN] = {}
         self._num_iters = 0
 
     def before_train(self, runner: Runner) -> None:
-        model = unwrap(runner.model)
-        self._norms = named_progressive_norms(model)
+        self._norms = named_progressive_norms(unwrap(runner.model))
         if not self._norms:
             runner.logger.warning(
                 "ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') or remove the hook"
@@ -84,8 +81,6 @@ class ProgressiveNormHook(Hook):
                 'the checkpoint to resume from was trained with other PRepBN layers than this config '
                 'has; resume with the config in its work_dir'
             )
-        for name in self._live:
-            model.get_submodule(name).statistics_loaded = False
         self._check_frozen()
         self._set_gamma(runner.iter)
         runner.logger.info(
@@ -128,9 +123,7 @@ class ProgressiveNormHook(Hook):
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         if self._gamma_start is None:
             return
-        # norm_eval freezes statistics that were loaded. Resuming loads all of them, but must freeze no others.
-        live = [name for name, norm in named_offline_norms(unwrap(runner.model)) if not norm.statistics_loaded]
-        checkpoint['slab_det'] = dict(gamma_start=self._gamma_start, live=live)
+        checkpoint.setdefault('slab_det', {})['gamma_start'] = self._gamma_start
         # EMAHook may have put an average of gamma there; gamma belongs to the runner.
         for state_dict, prefix in ((checkpoint['state_dict'], ''), (checkpoint.get('ema_state_dict', {}), 'module.')):
             for name, norm in self._norms.items():
@@ -140,9 +133,7 @@ class ProgressiveNormHook(Hook):
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         if runner._resume:
-            state = checkpoint.get('slab_det', {})
-            self._gamma_start = state.get('gamma_start')
-            self._live = state.get('live', [])
+            self._gamma_start = checkpoint.get('slab_det', {}).get('gamma_start')
 
     def _set_gamma(self, iteration: int) -> None:
         left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)

@@ -7,6 +7,7 @@ one row of panels.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
@@ -192,11 +193,18 @@ def limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tu
 
 
 def read_scalars(work_dir: str | Path) -> dict[str, dict[int, float]]:
-    """What a run logged, over its iterations: ``{'gamma': {20: 0.95, …}, …}``; of parts of a resumed run, the last."""
+    """What a run logged, over its iterations: ``{'gamma': {20: 0.95, …}, …}``.
+
+    Of what two parts of a resumed run have, the later counts; of runs that began anew in the same folder, the last.
+    """
     scalars: dict[str, dict[int, float]] = {}
     iteration = 0
     for file in sorted(Path(work_dir).glob('*/vis_data/scalars.json')):
-        for line in map(json.loads, file.read_text().splitlines()):
+        lines = [*map(json.loads, file.read_text().splitlines())]
+        first = next((line['iter'] for line in lines if 'iter' in line), math.inf)
+        before = {name: {at: y for at, y in values.items() if at < first} for name, values in scalars.items()}
+        scalars = {name: values for name, values in before.items() if values}
+        for line in lines:
             # A validation says its epoch, which is 0 in runs that count iterations: it stands behind its iteration.
             iteration = line.get('iter', iteration)
             for name, value in line.items():

@@ -102,7 +102,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
         (N, 4), (N,) -> (M,)
     """
     # torchvision wants one dtype and mmcv does not: under AMP the boxes are float32 and the scores half.
-    dtype = torch.promote_types(at_least_float32(boxes.dtype), scores.dtype)
+    dtype = torch.promote_types(torch.promote_types(boxes.dtype, scores.dtype), torch.float32)
     boxes = boxes.to(dtype)
     if offset:
         # The same corners with the last pixel's far edge: all widths, heights and intersections grow by the offset.
@@ -125,7 +125,7 @@ def roi_align_forward(
     """
     scale, height, width, ratio, aligned = roi_align_options(**options)
     # torchvision has no bfloat16 kernels.
-    dtype = at_least_float32(input.dtype)
+    dtype = torch.promote_types(input.dtype, torch.float32)
     output.copy_(torchvision.ops.roi_align(input.to(dtype), rois.to(dtype), (height, width), scale, ratio, aligned))
 
 
@@ -134,7 +134,7 @@ def roi_align_backward(
 ) -> None:
     """Writes the gradient of :func:`roi_align_forward`'s ``input`` into ``grad_input``; other arguments as there."""
     scale, height, width, ratio, aligned = roi_align_options(**options)
-    dtype = at_least_float32(grad_output.dtype)
+    dtype = torch.promote_types(grad_output.dtype, torch.float32)
     # The operator that torchvision's own autograd calls. Differentiating torchvision.ops.roi_align instead would
     # repeat the forward.
     backward = torch.ops.torchvision._roi_align_backward
@@ -156,8 +156,3 @@ def roi_align_options(
     if pool_mode != 1:
         raise_unavailable("roi_align with pool_mode='max'")
     return spatial_scale, aligned_height, aligned_width, sampling_ratio, aligned
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precision; float64 stays."""
-    return torch.promote_types(dtype, torch.float32)

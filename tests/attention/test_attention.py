@@ -274,6 +274,7 @@ def test_cached_bias_follows_the_table_the_size_and_the_mode():
             table.mul_(scale)
             check(*size)
     table.data = table.data * 3
+    # Such a write is not seen before this.
     block.eval()
     check(7, 9)
 

@@ -4,6 +4,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import relative_difference
 from torch import nn
 
 import slab_det
@@ -69,10 +70,8 @@ def test_a_layer_inside_mix_reads_every_window_in_an_exported_graph(cosine, smal
     image = torch.rand(1, 3, 96, 128, dtype=torch.double) * 255
     outs = build_graph(detector, 'backbone+neck+rpn')(image)
     preprocessor = detector.data_preprocessor
-    for out, expected in zip(
-        outs, detector.extract_feat((image.flip(1) - preprocessor.mean) / preprocessor.std), strict=False
-    ):
-        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    maps = detector.extract_feat((image.flip(1) - preprocessor.mean) / preprocessor.std)
+    assert relative_difference(outs[: len(maps)], maps) < 1e-9
 
 
 def test_exports(cosine, small_detector, tmp_path):

@@ -89,24 +89,12 @@ def test_training_outputs_and_gradients_equal_mmdet(small, drop_path_rate):
         torch.testing.assert_close(parameter.grad, expected.get_parameter(name), rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize(
-    ('kind', 'theirs', 'options'),
-    [
-        ('SLABSwin', SwinTransformer, {}),
-        ('SLABPVT', PyramidVisionTransformer, {}),
-        ('SLABPVT', PyramidVisionTransformerV2, V2_OPTIONS),
-    ],
-)
-def test_arguments_and_keys_are_mmdets(kind, theirs, options):
-    if not options:
-        ours, reference = (inspect.signature(kind).parameters for kind in (MODELS.get(kind), theirs))
-        assert list(ours)[: len(reference)] == list(reference), 'positional arguments mean the same'
-        for name, parameter in reference.items():
-            assert ours[name].default == parameter.default, name
-    ours = MODELS.build(dict(type=kind, **options)).state_dict()
-    assert {key: value.shape for key, value in ours.items()} == {
-        key: value.shape for key, value in theirs().state_dict().items()
-    }
+@pytest.mark.parametrize(('kind', 'theirs'), [('SLABSwin', SwinTransformer), ('SLABPVT', PyramidVisionTransformer)])
+def test_arguments_are_mmdets(kind, theirs):
+    ours, reference = (inspect.signature(kind).parameters for kind in (MODELS.get(kind), theirs))
+    assert list(ours)[: len(reference)] == list(reference), 'positional arguments mean the same'
+    for name, parameter in reference.items():
+        assert ours[name].default == parameter.default, name
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ def test_ratios_are_compared_with_the_stored_ones_of_the_same_scope(call, tmp_pa
     (scope,) = stored
     assert scope.startswith('backbone, batch 1, 64x96 (HxW), float32')
     ratio = stored[scope]['ratios']['quick start, SLAB fused']
-    assert ratio['low'] <= ratio['ratio'] <= ratio['high']
     # As if this commit were slower by far: reported, nothing more.
     ratio['ratio'] = 0.01
     file.write_text(json.dumps(stored))

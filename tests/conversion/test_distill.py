@@ -283,9 +283,9 @@ def test_the_teacher_follows_and_copies_share_it(absorbed):
 
 def test_a_wrong_teacher_is_refused(absorbed, tmp_path):
     cfg = tune_cfg(absorbed, 'refused')
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match='the checkpoint is fused'):
         MODELS.build(dict(cfg.model, teacher_checkpoint=str(absorbed[3])))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r'no checkpoint .*missing\.pth'):
         MODELS.build(dict(cfg.model, teacher_checkpoint=str(tmp_path / 'missing.pth')))
     with pytest.raises(ValueError, match='negative'):
         MODELS.build(dict(cfg.model, task_weight=-1.0))

@@ -10,6 +10,7 @@ from conftest import SMALL_SWIN
 from mmdet.datasets import CocoDataset
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from torch import nn
 
 from slab_det.data import check_data, check_num_classes, set_data_root
 from slab_det.runtime.errors import DataError
@@ -152,7 +153,7 @@ def test_heads_with_another_number_of_classes_are_an_error(head: str, detector: 
     check_num_classes(model, coco, 'train')
     blobs = CocoDataset(lazy_init=True, metainfo=CLASSES)
     with pytest.raises(DataError, match=rf'^{head} has num_classes=80, but the val dataset has 2 classes \(cat, dog\)'):
-        check_num_classes(model, blobs, 'val')
+        check_num_classes(nn.DataParallel(model), blobs, 'val')
 
 
 @pytest.mark.parametrize(

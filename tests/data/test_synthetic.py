@@ -70,9 +70,16 @@ def test_foreign_folder_is_not_taken_for_images(root: Path, tmp_path: Path) -> N
         generate(root, **{**SMALL, 'seed': 4})
 
 
-@pytest.mark.parametrize('arguments', [{'num_train': 0}, {'num_val': 0}, {'size': (96, 20)}])
-def test_impossible_arguments_are_refused(arguments: dict, tmp_path: Path) -> None:
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'num_train': 0}, 'both splits need an image'),
+        ({'num_val': 0}, 'both splits need an image'),
+        ({'size': (96, 20)}, 'must be at least 76 pixels'),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         generate(tmp_path / 'refused', **{**SMALL, **arguments})
     assert not list(tmp_path.iterdir())
 

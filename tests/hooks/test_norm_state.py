@@ -10,7 +10,7 @@ from regression import Regression, differing, train
 from torch import nn
 
 from slab_det.hooks import NormStateHook, ProgressiveNormHook, RecalibrateFuseHook, norm_state
-from slab_det.norms import UN, OfflineNorm, PowerNorm, PRepBN
+from slab_det.norms import UN, OfflineNorm, PowerNorm, PRepBN, TokenBN
 
 
 def small_un(num_features):
@@ -66,6 +66,15 @@ def test_fine_tuning_starts_with_a_warm_up_and_a_resumed_run_does_not(tmp_path):
     _, start = run('tuned', StopAfter(1), load_from=str(tmp_path / 'whole/iter_10.pth'))
     loaded = whole.norms[0].running_var
     assert start.is_clear and torch.equal(start.state['running_var'], loaded) and (loaded != 1).any()
+
+
+@pytest.mark.parametrize('norm', [TokenBN, PRepBN])
+def test_a_resumed_run_leaves_its_own_statistics_live(tmp_path, norm):
+    """norm_eval freezes those that count as loaded."""
+    for stop, resume in ((3, False), (5, True), (None, True)):
+        hooks = [NormStateHook(), StopAfter(stop)]
+        model = train(tmp_path, hooks, lambda: Regression(norm), resume=resume).model
+        assert not any(module.statistics_loaded for module in model.norms)
 
 
 def test_resume_without_a_checkpoint_to_resume_from_starts_with_a_warm_up(tmp_path):

@@ -152,6 +152,10 @@ def test_ap_and_gamma_over_a_run_that_was_resumed(tmp_path: Path) -> None:
         file.write_text('\n'.join(map(json.dumps, lines)))
     scalars = read_scalars(tmp_path / 'run')
     assert scalars['gamma'] == {20: 0.5, 40: 0.0}, 'what was logged again counts'
+    anew = tmp_path / 'run/2026_2/vis_data/scalars.json'
+    anew.parent.mkdir(parents=True)
+    anew.write_text('{"gamma": 0.8, "iter": 20}\n')
+    assert read_scalars(tmp_path / 'run') == {'gamma': {20: 0.8}, 'iter': {20: 20}}
     figure = training_figure({'SLAB': scalars, 'LayerNorm': {'coco/segm_mAP': {20: 0.1, 40: 0.99}}})
     upper, lower = figure.findobj(Axes)
     curves = {line.get_label(): line.get_xydata().tolist() for line in upper.lines}

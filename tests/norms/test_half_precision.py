@@ -114,6 +114,8 @@ def test_float32_modules_keep_float32_under_autocast(kind, gamma):
 def test_norms_keep_their_statistics_when_cast(kind, cast):
     model = nn.Sequential(kind(C))
     norm = model[0]
+    # No dtype but float64 has this number.
+    slab_det.set_gamma(model, 0.3)
     generator = torch.Generator().manual_seed(3)
     for name, buffer in norm.named_buffers():
         if buffer.is_floating_point() and name != '_gamma':
@@ -130,6 +132,8 @@ def test_norms_keep_their_statistics_when_cast(kind, cast):
         assert torch.equal(other.state_dict()[name], value), name
         assert other.state_dict()[name].dtype == value.dtype, name
     assert {value.dtype for value in model.double()[0].statistics()} == {torch.float64}
+    if kind is PRepBN:
+        assert norm.float()._gamma.item() == norm.gamma == 0.3
 
 
 @pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])

@@ -122,15 +122,15 @@ def test_foreign_weights_become_those_of_mmdet(tmp_path: Path, call) -> None:
     ours = MODELS.build({'type': 'SwinTransformer', **SMALL})
     # As mmdet does, by key: nothing is left to convert.
     ours.load_state_dict(torch.load(tmp_path / 'out' / 'native.pth', weights_only=True)['state_dict'])
-    ours.eval()
-    x = torch.randn(1, 3, 224, 224)
+    ours.double().eval(), theirs.double()
+    x = torch.randn(1, 3, 224, 224, dtype=torch.double)
     with torch.no_grad():
         features = theirs.forward_intermediates(x, output_fmt='NCHW', intermediates_only=True)
         for output, feature in zip(ours(x), features, strict=True):
             # Detection has a norm after each stage, which starts as the plain one.
             feature = feature.permute(0, 2, 3, 1)
             plain = functional.layer_norm(feature, feature.shape[-1:]).permute(0, 3, 1, 2)
-            torch.testing.assert_close(output, plain, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(output, plain, rtol=1e-9, atol=1e-9)
 
 
 def test_native_weights_of_a_prepbn_backbone_claim_no_statistics(tmp_path: Path, call) -> None:
