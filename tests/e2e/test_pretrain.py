@@ -282,15 +282,10 @@ def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
     draw_shapes(tmp_path / 'shapes')
     shrink(load(row)).dump(tmp_path / 'small.py')
 
-    def run(*command):
-        result = call(*command)
-        assert result.code == 0, f'{command}: {result.out[-3000:]}\n{result.err[-3000:]}'
-        return result.out
-
-    run('train.py', 'small.py', '--work-dir', 'run', '--data-root', 'shapes')
+    call('train.py', 'small.py', '--work-dir', 'run', '--data-root', 'shapes')
     for model in (('small.py', 'run/epoch_3.pth'), ('run/fused_config.py', 'run/fused.pth')):
         options = '--work-dir tested --report run/report.json --latency --rounds 2 --warmup 1 --verbose'.split()
-        out = run('test.py', *model, '--data-root', 'shapes', *options)
+        out = call('test.py', *model, '--data-root', 'shapes', *options).out
         # It would swap in the statistics of before the recalibration.
         assert '| top-1 accuracy / top5 |' in out and 'EMAHook' not in out
     unfused, fused = read_report('run/report.json')
@@ -298,16 +293,17 @@ def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
     assert fused.latency['median_ms'] > 0 and fused.latency['size'] == [64, 64]
     assert fused.fusion['kept'] == 0 and fused.fusion['affine'] == affine
     assert 0 < fused.fusion['difference']['float64'] < 1e-9
-    assert 'accuracy on shapes/val (8 images); trained seed' in run('report.py', 'run/report.json', '--out', 'table')
+    table = call('report.py', 'run/report.json', '--out', 'table').out
+    assert 'accuracy on shapes/val (8 images); trained seed' in table
     assert all('top-1 accuracy' in Path('table', name).read_text() for name in ('ap_latency.svg', 'training.svg'))
     assert '>run, recalibrated<' in Path('table/training.svg').read_text()
 
     # With the mean and deviation of the images that stand beside the model, a second recalibration finds the same.
-    run('recalibrate.py', 'small.py', 'run/epoch_3.pth', '--out', 'again.pth', '--data-root', 'shapes')
+    call('recalibrate.py', 'small.py', 'run/epoch_3.pth', '--out', 'again.pth', '--data-root', 'shapes')
     trained, again = (torch.load(path, weights_only=False)['state_dict'] for path in ('run/epoch_3.pth', 'again.pth'))
     for key, value in trained.items():
         torch.testing.assert_close(again[key], value, rtol=0.05, atol=0.05, msg=key)
-    run('fuse.py', 'small.py', 'run/epoch_3.pth', '--out', 'fused_again.pth')
+    call('fuse.py', 'small.py', 'run/epoch_3.pth', '--out', 'fused_again.pth')
 
     if 't2t' in row:
         return
@@ -346,8 +342,7 @@ def test_cifar_goes_the_whole_way(tmp_path, call, monkeypatch):
         'train.py small.py --work-dir run --data-root cifar',
         'test.py run/fused_config.py run/fused.pth --data-root cifar --report run/report.json --latency --rounds 2',
     ):
-        result = call(*command.split())
-        assert result.code == 0, f'{command}: {result.out[-3000:]}\n{result.err[-3000:]}'
+        call(*command.split())
     (fused,) = (entry for entry in read_report('run/report.json') if entry.variant == 'fused')
     assert 0 < fused.fusion['difference']['float64'] < 1e-9 and fused.fusion['kept'] == 0
     assert fused.ap['accuracy']['top1'] in [count / 8 for count in range(9)] and fused.latency['median_ms'] > 0
@@ -355,5 +350,5 @@ def test_cifar_goes_the_whole_way(tmp_path, call, monkeypatch):
 
 def test_flags_for_detectors_are_refused(tmp_path, call):
     load('swin_t').dump(tmp_path / 'config.py')
-    result = call('test.py', 'config.py', 'none.pth', '--show-dir', 'drawn')
-    assert result.code == 1 and '--show-dir are for detectors' in result.err
+    result = call('test.py', 'config.py', 'none.pth', '--show-dir', 'drawn', code=1)
+    assert '--show-dir are for detectors' in result.err

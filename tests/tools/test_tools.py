@@ -61,8 +61,7 @@ def test_help_names_what_the_package_has(tool: str, flag: str, names: Iterable[s
 @pytest.mark.parametrize('option', ['train_cfg.max_iters', 'train_cfg.max_iters=[1,2'])
 @pytest.mark.parametrize('tool', ['train.py', 'latency.py'])
 def test_options_that_cannot_be_read_are_usage_errors(tool: str, option: str, call) -> None:
-    result = call(tool, 'small.py', '--cfg-options', option)
-    assert result.code == 2
+    result = call(tool, 'small.py', '--cfg-options', option, code=2)
     assert f'argument --cfg-options: {option}: give KEY=VALUE' in result.err
 
 
@@ -80,7 +79,6 @@ def checkpoint(tmp_path: Path, small_detector_cfg, small_detector) -> Path:
 
 def test_fuse_prints_how_far_the_fused_model_is_from_the_original(tmp_path: Path, checkpoint: Path, call) -> None:
     result = call('fuse.py', 'small.py', checkpoint, '--out', 'fused.pth', '--size', 65, 91)
-    assert result.code == 0, result.err
     difference = re.search(r'random 65x91 image: (\S+) in float64, \S+ in float32', result.out)
     assert float(difference[1]) <= 1e-9
     assert (tmp_path / 'fused.pth').is_file()
@@ -92,8 +90,7 @@ def test_fuse_writes_nothing_that_differs(tmp_path: Path, checkpoint: Path, call
 
     # The package's own name `fuse` is the function.
     monkeypatch.setattr(sys.modules['slab_det.fusion.fuse'], 'fold_into_output', fold_wrongly)
-    result = call('fuse.py', 'small.py', checkpoint, '--out', 'fused.pth', '--size', 65, 91)
-    assert result.code == 1
+    result = call('fuse.py', 'small.py', checkpoint, '--out', 'fused.pth', '--size', 65, 91, code=1)
     assert result.err.splitlines()[-1].startswith('error: the fused model differs from the unfused one')
     assert 'report this' in result.err
     assert {path.name for path in tmp_path.iterdir()} == {'small.py', 'small.pth'}
@@ -117,7 +114,6 @@ def test_foreign_weights_become_those_of_mmdet(tmp_path: Path, call) -> None:
     torch.save(theirs.state_dict(), tmp_path / 'timm.pth')
     write_config(tmp_path / 'swin.py', type='SwinTransformer')
     result = call('convert_checkpoint.py', 'timm.pth', 'out/native.pth', '--config', 'swin.py', '--to', 'native')
-    assert result.code == 0, result.err
     assert result.out.count('timm.pth (timm_swin)') == 1 and 'Written to out/native.pth' in result.out
     ours = MODELS.build({'type': 'SwinTransformer', **SMALL})
     # As mmdet does, by key: nothing is left to convert.
@@ -136,8 +132,7 @@ def test_foreign_weights_become_those_of_mmdet(tmp_path: Path, call) -> None:
 def test_native_weights_of_a_prepbn_backbone_claim_no_statistics(tmp_path: Path, call) -> None:
     torch.save(timm_swin().state_dict(), tmp_path / 'timm.pth')
     write_config(tmp_path / 'prepbn.py', type='SLABSwin', norm_cfg={'type': 'PRepBN'})
-    result = call('convert_checkpoint.py', 'timm.pth', 'native.pth', '--config', 'prepbn.py', '--to', 'native')
-    assert result.code == 0, result.err
+    call('convert_checkpoint.py', 'timm.pth', 'native.pth', '--config', 'prepbn.py', '--to', 'native')
     ours = MODELS.build({'type': 'SLABSwin', 'norm_cfg': {'type': 'PRepBN'}, **SMALL})
     ours.load_state_dict(torch.load(tmp_path / 'native.pth', weights_only=True)['state_dict'])
     assert (ours.norm0.gamma, ours.norm0.statistics_loaded) == (1.0, False)
@@ -146,6 +141,6 @@ def test_native_weights_of_a_prepbn_backbone_claim_no_statistics(tmp_path: Path,
 def test_random_weights_are_not_written_as_native(tmp_path: Path, call) -> None:
     torch.save(timm_swin().state_dict(), tmp_path / 'timm.pth')
     write_config(tmp_path / 'flatten.py', type='SLABSwin', attention='focused')
-    result = call('convert_checkpoint.py', 'timm.pth', 'native.pth', '--config', 'flatten.py', '--to', 'native')
-    assert result.code == 1 and 'random ones are not written' in result.err.splitlines()[-1]
+    result = call('convert_checkpoint.py', 'timm.pth', 'native.pth', '--config', 'flatten.py', '--to', 'native', code=1)
+    assert 'random ones are not written' in result.err.splitlines()[-1]
     assert not (tmp_path / 'native.pth').exists()
