@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,9 @@ SMALL_PVT = dict(
     pretrain_img_size=64,
 )
 PVT_V2 = dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True)
+NEEDS_MMPRETRAIN = pytest.mark.skipif(
+    find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
+)
 
 # As every program in tools/ does.
 slab_det.runtime.install()

@@ -4,11 +4,10 @@ import json
 import re
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import cv2
-import pytest
+from conftest import NEEDS_MMPRETRAIN
 from mmdet.registry import MODELS
 from mmdet.visualization import DetLocalVisualizer
 from mmengine.config import Config
@@ -63,9 +62,7 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
     assert merged.model.backbone.init_cfg.checkpoint == str(runs / 'shapes-norms/ln/seed0/iter_2.pth')
 
 
-@pytest.mark.skipif(
-    find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
-)
+@NEEDS_MMPRETRAIN
 def test_a_detector_starts_from_a_classifier_of_its_objects(small_run_cfg, tmp_path, monkeypatch, call):
     cfg = small_run_cfg(norm_cfg={'type': 'LN'})
     cfg.dump(tmp_path / 'base.py')

@@ -2,14 +2,13 @@
 
 import pickle
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, NEEDS_MMPRETRAIN
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.dataset import Compose
@@ -22,9 +21,7 @@ from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.report import read_report
 from slab_det.norms import named_offline_norms
 
-pytestmark = pytest.mark.skipif(
-    find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
-)
+pytestmark = NEEDS_MMPRETRAIN
 # Drop-path, and the share of the run in which gamma falls.
 RECIPES = {
     'swin_t': (0.2, None),

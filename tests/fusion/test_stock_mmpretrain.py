@@ -1,19 +1,15 @@
 """mmpretrain's T2T-ViT and ViT: all norms but the last are folded exactly, at every size."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
-from conftest import randomize
+from conftest import NEEDS_MMPRETRAIN, randomize
 from fusion_checks import NORMS, assert_fused_equals, left_affine
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
 
 import slab_det
 
-pytestmark = pytest.mark.skipif(
-    find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
-)
+pytestmark = NEEDS_MMPRETRAIN
 T2T = dict(
     type='T2T_ViT',
     img_size=64,
