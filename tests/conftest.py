@@ -156,10 +156,7 @@ def small_detector(small_detector_cfg):
     """A function: a small detector with every weight, bias, eta and statistic random, in eval mode at gamma 0."""
 
     def build(detector: str = 'mask_rcnn', seed: int = 0, **backbone) -> nn.Module:
-        model = MODELS.build(small_detector_cfg(detector, **backbone))
-        randomize(model, seed)
-        slab_det.set_gamma(model, 0.0)
-        return model.eval()
+        return as_trained(MODELS.build(small_detector_cfg(detector, **backbone)), seed)
 
     return build
 
@@ -266,6 +263,14 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
         else:
             state[name] = noise / tensor[0].numel() ** 0.5 if tensor.ndim > 1 else noise * 0.5
     model.load_state_dict(state)
+    return model
+
+
+def as_trained(model: nn.Module, seed: int = 0) -> nn.Module:
+    """A model as a finished training leaves it: filled by :func:`randomize`, in eval mode, at gamma 0."""
+    slab_det.set_gamma(randomize(model, seed), 0.0)
+    # mmdet's Swin returns None.
+    model.eval()
     return model
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import PVT_V2, SLA, SMALL_PVT, SMALL_SWIN, pictures, randomize, relative_difference
+from conftest import PVT_V2, SLA, SMALL_PVT, SMALL_SWIN, as_trained, pictures, randomize, relative_difference
 from mmdet.registry import MODELS
 
 import slab_det
@@ -37,10 +37,7 @@ SIZES = ((75, 102), (129, 66))
 
 def build(name):
     """A backbone in float64 on the CPU with every weight and statistic random, in eval mode at gamma 0."""
-    model = randomize(MODELS.build(copy.deepcopy(BACKBONES[name])))
-    slab_det.set_gamma(model, 0)
-    model.eval()
-    return model.double()
+    return as_trained(MODELS.build(copy.deepcopy(BACKBONES[name]))).double()
 
 
 def relative_rms(outputs, references):

@@ -7,7 +7,7 @@ from types import MethodType
 
 import pytest
 import torch
-from conftest import layer_norms, make_affine, pictures, randomize, raw_outputs
+from conftest import as_trained, layer_norms, make_affine, pictures, raw_outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
@@ -47,8 +47,7 @@ def teacher(small_detector_cfg):
         cfg.backbone = BACKBONES[backbone]
         # Of PVT the channels of a stage are those of a head times its heads.
         cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
-        model = randomize(MODELS.build(cfg), 0)
-        model.eval()
+        model = as_trained(MODELS.build(cfg))
         model.cfg = cfg
         return model
 

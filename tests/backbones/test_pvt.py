@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import randomize, relative_difference
+from conftest import as_trained, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2
 from test_backbones import PVT, V2, build
 from torch.export import Dim, export
@@ -102,8 +102,7 @@ def test_drop_rate_drops_after_positions_attention_and_ffn():
 @pytest.mark.parametrize(('small', 'options', 'strict'), [(PVT, MIXED, True), (V2, {}, False)], ids=['mixed', 'V2'])
 @torch.no_grad()
 def test_a_fused_model_exports_once_for_all_sizes(small, options, strict):
-    model = randomize(build(small, **options, norm_cfg=PREPBN)).eval()
-    set_gamma(model, 0)
+    model = as_trained(build(small, **options, norm_cfg=PREPBN))
     fused = slab_det.fuse(model)
     side = {'min': 64, 'max': 2048}
     exported = export(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import make_affine, random_sizes, randomize, raw_outputs, relative_difference
+from conftest import as_trained, make_affine, random_sizes, raw_outputs, relative_difference
 from mmdet.registry import MODELS
 from test_backbones import build
 from torch.export import Dim, export
@@ -30,9 +30,7 @@ def detector(small_detector_cfg):
         for extractor in (cfg.roi_head.bbox_roi_extractor, cfg.roi_head.mask_roi_extractor):
             extractor.featmap_strides = [16, 32]
         cfg.test_cfg.rpn.update(nms_pre=40, max_per_img=20)
-        model = randomize(MODELS.build(cfg)).double()
-        set_gamma(model, 0)
-        return model.eval()
+        return as_trained(MODELS.build(cfg)).double()
 
     return make
 
@@ -90,8 +88,7 @@ def test_a_detector_is_fused_and_deployed_exactly(detector, options):
 
 @torch.no_grad()
 def test_a_classifier_is_fused_and_deployed_but_for_its_last_norm():
-    model = randomize(build(CLASSIFIER)).double().eval()
-    set_gamma(model, 0)
+    model = as_trained(build(CLASSIFIER)).double()
     fused = slab_det.fuse(model)
     assert [norm.norm for norm in fused.fusion_report.select('affine')] == ['norm']
     deployed, image = slab_det.deploy(fused), torch.randn(2, 3, 70, 64, dtype=torch.float64)
@@ -113,8 +110,7 @@ def test_all_layernorms_are_absorbed(detector):
 @pytest.mark.parametrize('options', [dict(), dict(attention='sla')], ids=str)
 @torch.no_grad()
 def test_a_fused_model_exports_once_for_all_sizes(options):
-    model = randomize(build(VIT, **options)).eval()
-    set_gamma(model, 0)
+    model = as_trained(build(VIT, **options))
     fused, side = slab_det.fuse(model), {'min': 64, 'max': 2048}
     size_free = copy.deepcopy(fused)
     make_size_free(size_free)

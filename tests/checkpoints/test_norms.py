@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import as_trained
 from torch import nn
 
-import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import check_detector_checkpoint, load_pretrained
 from slab_det.norms import OfflineNorm
@@ -22,13 +21,11 @@ def build(norm, **options):
 
 def trained(norm, **options):
     """Every tensor of it is one that a fresh model has not; a decay is finished."""
-    model = build(norm, **options)
-    randomize(model, 0)
-    slab_det.set_gamma(model, 0.0)
+    model = as_trained(build(norm, **options))
     for name, value in model.state_dict().items():
         if name.endswith(('iteration', 'count', 'num_filtered')):
             value.fill_(7)
-    return model.eval()
+    return model
 
 
 class ScaleShift(OfflineNorm):

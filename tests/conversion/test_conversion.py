@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import randomize
+from conftest import as_trained, randomize
 from mmdet.registry import MODELS
 from timm.layers.norm_act import LayerNormAct
 from timm.models.metaformer import LayerNormNoBias
@@ -25,11 +25,7 @@ def images(count=2, size=(61, 90)):
 
 
 def swin(norm='LN', kind='SwinTransformer', **kwargs):
-    model = MODELS.build(dict(type=kind, **SMALL, norm_cfg=dict(type=norm), **kwargs)).double()
-    randomize(model, 0)
-    # mmdet's Swin returns None from eval().
-    model.eval()
-    return model
+    return as_trained(MODELS.build(dict(type=kind, **SMALL, norm_cfg=dict(type=norm), **kwargs)).double())
 
 
 @pytest.mark.parametrize('name', ['SwinTransformer', 'pvt_v2_b0', 'swin_tiny', 'detector'])
@@ -41,8 +37,7 @@ def test_converted_model_computes_the_same_at_gamma_1(name, small_detector):
     else:
         kwargs = dict(embed_dim=8, depths=(1, 1, 2, 1), num_heads=(1, 1, 2, 2)) if name == 'swin_tiny' else {}
         model_name = 'swin_tiny_patch4_window7_224' if name == 'swin_tiny' else name
-        model = timm.create_model(model_name, features_only=True, **kwargs).double().eval()
-        randomize(model, 0)
+        model = as_trained(timm.create_model(model_name, features_only=True, **kwargs).double())
     x = images(size=(224, 224))
     run = model.extract_feat if name == 'detector' else model
     num_norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
@@ -131,8 +126,7 @@ def test_norms_that_a_model_has_in_place_of_layernorms_are_named(replace, name, 
 
 @pytest.mark.parametrize('norm', [timm.layers.LayerNorm(4), timm.layers.LayerNormFp32(4), LayerNormNoBias(4)])
 def test_norms_of_timm_over_the_last_dimension_are_converted(norm):
-    model = nn.Sequential(norm).double().eval()
-    randomize(model, 4)
+    model = as_trained(nn.Sequential(norm).double(), 4)
     x = torch.randn(2, 3, 4, dtype=torch.double)
     with torch.no_grad():
         # LayerNormFp32 rounds to what its name says.

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, random_sizes, randomize, raw_outputs, relative_difference
+from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, as_trained, random_sizes, raw_outputs, relative_difference
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
 from mmdet.models.layers import PatchEmbed
@@ -58,10 +58,7 @@ def fused_backbone():
     """A function: a fused backbone with every weight and statistic random."""
 
     def build(name: str) -> nn.Module:
-        model = MODELS.build(copy.deepcopy(BACKBONES[name]))
-        randomize(model, seed=0)
-        slab_det.set_gamma(model, 0.0)
-        return slab_det.fuse(model.eval(), inplace=True)
+        return slab_det.fuse(as_trained(MODELS.build(copy.deepcopy(BACKBONES[name]))), inplace=True)
 
     return build
 
@@ -192,9 +189,7 @@ def test_what_computes_in_another_way_stays(fused_backbone):
     ],
 )
 def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, num_ffns, norm, form):
-    model = MODELS.build(dict(arguments, type=stock, norm_cfg=dict(type=norm)))
-    randomize(model)
-    model.eval()
+    model = as_trained(MODELS.build(dict(arguments, type=stock, norm_cfg=dict(type=norm))))
     model, images = slab_det.fuse(model) if norm != 'LN' else model, torch.randn(2, 3, 72, 103)
     deployed = slab_det.deploy(model)
     assert relative_difference(deployed(images), model(images)) < 1e-4

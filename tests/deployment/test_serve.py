@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL_SWIN, randomize
+from conftest import SMALL_SWIN, as_trained
 from mmdet.apis import inference_detector, init_detector
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -39,13 +39,10 @@ def files(module_run_cfg: Callable[..., Config], tmp_path_factory: pytest.TempPa
     cfg = module_run_cfg(**SMALL_SWIN)
     cfg.model.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
     cfg.model.test_cfg.rcnn.max_per_img = 20
-    model = MODELS.build(cfg.model)
-    randomize(model, 0)
+    model = as_trained(MODELS.build(cfg.model))
     for layer in (model.rpn_head.rpn_reg, model.roi_head.bbox_head.fc_reg):
         layer.weight.data.mul_(0.1)
         layer.bias.data.zero_()
-    slab_det.set_gamma(model, 0)
-    model.eval()
     folder = tmp_path_factory.mktemp('served')
     fused = slab_det.fuse(model)
     checkpoint, config = save_fused(fused, cfg, folder / 'fused.pth', dict(classes=['a', 'b', 'c', 'd']))

@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from conftest import SMALL_SWIN, random_sizes, randomize, small_mmdet_cfg
+from conftest import SMALL_SWIN, as_trained, random_sizes, small_mmdet_cfg
 from fusion_checks import assert_fused_equals, left_affine
 from mmdet.models.detectors import RetinaNet, SingleStageDetector, TwoStageDetector
 from mmdet.registry import MODELS
@@ -15,11 +15,7 @@ from slab_det.fusion.stock_mmdet import DETECTORS
 @pytest.fixture
 def build():
     def build(name, backbone=SMALL_SWIN, **neck):
-        model = MODELS.build(small_mmdet_cfg(f'_base_/models/{name}', backbone, **neck))
-        randomize(model, 5)
-        slab_det.set_gamma(model, 0)
-        model.eval()
-        return model.double()
+        return as_trained(MODELS.build(small_mmdet_cfg(f'_base_/models/{name}', backbone, **neck)), 5).double()
 
     return build
 

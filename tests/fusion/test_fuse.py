@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SLA, random_sizes, randomize, relative_difference
+from conftest import SLA, as_trained, random_sizes, randomize, relative_difference
 from fusion_checks import NORMS, SIZE, assert_fused_equals, left_affine, outputs
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.registry import MODELS
@@ -96,9 +96,7 @@ def build(detector_cfg):
     """A function: a detector whose every weight, bias, eta and statistic is random, in eval mode at gamma 0."""
 
     def build(*args, **neck):
-        model = randomize(MODELS.build(detector_cfg(*args, **neck)))
-        slab_det.set_gamma(model, 0)
-        return model.eval()
+        return as_trained(MODELS.build(detector_cfg(*args, **neck)))
 
     return build
 

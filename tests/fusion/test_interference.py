@@ -4,7 +4,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from conftest import randomize, relative_difference
+from conftest import as_trained, relative_difference
 from fusion_checks import SIZE, assert_fused_equals, left_affine, outputs
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.pvt import SpatialReductionAttention
@@ -31,9 +31,7 @@ PVT = dict(
 
 
 def build_pvt(**options):
-    model = randomize(MODELS.build({**PVT, **options}))
-    slab_det.set_gamma(model, 0)
-    return model.eval().double()
+    return as_trained(MODELS.build({**PVT, **options})).double()
 
 
 def nosy(kind, method='forward'):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import NEEDS_MMPRETRAIN, randomize
+from conftest import NEEDS_MMPRETRAIN, as_trained
 from fusion_checks import NORMS, assert_fused_equals, left_affine
 from mmdet.registry import MODELS
 from mmengine.registry import init_default_scope
@@ -32,9 +32,6 @@ def test_all_norms_but_the_last_are_folded(backbone, last, norm):
     init_default_scope('mmpretrain')
     model = MODELS.build(dict(type='mmdet.ConvertedModel', model=backbone, norm_cfg=dict(type=norm)))
     assert not any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()) or norm == 'PRepBN'
-    slab_det.set_gamma(randomize(model.double()), 0)
-    # It returns None.
-    model.eval()
-    fused = slab_det.fuse(model)
+    fused = slab_det.fuse(as_trained(model.double()))
     assert [*left_affine(fused)] == [last] and not fused.fusion_report.select('kept')
     assert_fused_equals(fused, model, [(64, 64), (75, 102)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_affine, randomize, relative_difference
+from conftest import as_trained, make_affine, relative_difference
 from timm.layers import LayerNorm
 from timm.models.convnext import ConvNeXt, ConvNeXtBlock
 from timm.models.deit import VisionTransformerDistilled
@@ -46,10 +46,7 @@ MODELS = {
 
 
 def converted(model, seed=0):
-    model = slab_det.convert_norms(model)
-    randomize(model, seed)
-    slab_det.set_gamma(model, 0)
-    return model.eval().double()
+    return as_trained(slab_det.convert_norms(model), seed).double()
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -71,8 +68,7 @@ def test_norms_of_timm_fold_exactly(name):
 def test_norms_of_timm_are_absorbed(name):
     """Of LayerNorms that are affine nothing is lost."""
     build, options, size, left = MODELS[name]
-    model = build(**options).eval().double()
-    make_affine(randomize(model, 0))
+    model = make_affine(as_trained(build(**options).double()))
     images = [torch.randn(2, 3, size, size).double() for _ in range(5)]
     student = slab_det.absorb(model, images, keep=0, progress=False)
     assert [norm for norm, module in student.named_modules() if isinstance(module, nn.LayerNorm)] == left

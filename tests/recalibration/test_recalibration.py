@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import SLA, SMALL_SWIN, randomize
+from conftest import SLA, SMALL_SWIN, as_trained
 from mmdet.registry import MODELS
 from torch import nn
 
@@ -19,12 +19,7 @@ DEEP_TOKEN_BN = dict(depths=(2, 2, 2, 2), norm_cfg=dict(type='TokenBN'))
 
 
 def build_backbone(**options):
-    model = MODELS.build({**SMALL_SWIN, 'drop_path_rate': 0.5, **options}).double()
-    randomize(model, 0)
-    slab_det.set_gamma(model, 0)
-    # mmdet's Swin returns None from eval().
-    model.eval()
-    return model
+    return as_trained(MODELS.build({**SMALL_SWIN, 'drop_path_rate': 0.5, **options}).double())
 
 
 def build_batches(ratio=1):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import CONFIGS, randomize
+from conftest import CONFIGS, as_trained
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch.nn import functional
@@ -100,9 +100,7 @@ SMALL = {'embed_dims': 8, 'depths': (2, 1, 1, 1), 'num_heads': (1, 2, 2, 4)}
 
 
 def timm_swin() -> torch.nn.Module:
-    model = timm.models.SwinTransformer(embed_dim=8, depths=SMALL['depths'], num_heads=SMALL['num_heads'])
-    randomize(model, 0)
-    return model.eval()
+    return as_trained(timm.models.SwinTransformer(embed_dim=8, depths=SMALL['depths'], num_heads=SMALL['num_heads']))
 
 
 def write_config(path: Path, **backbone: object) -> None:

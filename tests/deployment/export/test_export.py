@@ -10,13 +10,12 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
-from conftest import SLA, randomize
+from conftest import SLA, as_trained
 from mmdet.models.roi_heads import MaskScoringRoIHead
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox2roi
 
-import slab_det
 from slab_det.deployment.export import (
     ExportError,
     build_graph,
@@ -73,14 +72,11 @@ def detector(small_detector_cfg):
         cfg.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
         for extractor in filter(None, (cfg.roi_head.bbox_roi_extractor, cfg.roi_head.mask_roi_extractor)):
             extractor.finest_scale = 8  # small images have small boxes, which should still lie on several levels
-        model = MODELS.build(cfg)
-        randomize(model, 0)
+        model = as_trained(MODELS.build(cfg))
         # Random matrices make boxes of extreme shape, most of them clipped to nothing.
         for layer in (model.rpn_head.rpn_reg, model.roi_head.bbox_head.fc_reg):
             layer.weight.data.mul_(0.1)
             layer.bias.data.zero_()
-        slab_det.set_gamma(model, 0)
-        model.eval()
         return model
 
     return build

@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import as_trained
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
-import slab_det
 from slab_det.data import generate
 from slab_det.deployment.export import load_runtime
 
@@ -17,9 +16,7 @@ from slab_det.deployment.export import load_runtime
 def run(small_run_cfg, tmp_path):
     """Config and checkpoint of a detector as a finished training leaves them."""
     cfg = small_run_cfg()
-    model = MODELS.build(cfg.model)
-    randomize(model, 0)
-    slab_det.set_gamma(model, 0)
+    model = as_trained(MODELS.build(cfg.model))
     meta = dict(dataset_meta=dict(classes=['a', 'b', 'c', 'd']))
     torch.save(dict(meta=meta, state_dict=model.state_dict()), tmp_path / 'last.pth')
     cfg.dump(tmp_path / 'config.py')
