@@ -274,6 +274,13 @@ def as_trained(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def differing(model: nn.Module | dict, other: nn.Module | dict) -> list[str]:
+    """The keys under which two state dicts, or those of two models, have other values."""
+    state, other = (x if isinstance(x, dict) else x.state_dict() for x in (model, other))
+    assert state.keys() == other.keys()
+    return [key for key, value in state.items() if not torch.equal(value, other[key])]
+
+
 def random_sizes(count: int, seed: int) -> list[list[int]]:
     """Heights and widths of images, most of them no multiple of anything."""
     generator = torch.Generator().manual_seed(seed)

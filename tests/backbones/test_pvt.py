@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import as_trained, relative_difference
+from conftest import as_trained, differing, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2
 from test_backbones import PVT, V2, build
 from torch.export import Dim, export
@@ -25,8 +25,7 @@ def test_starts_from_scratch_with_the_weights_of_mmdet(small):
         model.init_weights()
         states.append(model.state_dict())
     assert list(states[0]) == list(states[1])
-    for key, value in states[0].items():
-        assert torch.equal(value, states[1][key]), key
+    assert not differing(*states)
 
 
 def test_linear_attention_starts_without_position_and_with_a_released_convolution():

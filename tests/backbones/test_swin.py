@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import randomize, relative_difference
+from conftest import differing, randomize, relative_difference
 from mmdet.models.backbones import SwinTransformer
 from mmengine.model import ExponentialMovingAverage
 from mmengine.runner.checkpoint import get_state_dict, load_state_dict
@@ -40,7 +40,7 @@ def test_patch_merging_keeps_the_layout_of_mmdet_in_every_state_dict(norm):
     copies['assign'].load_state_dict(state, assign=True)
     load_state_dict(copies['mmengine'], get_state_dict(source), strict=True)
     for way, model in copies.items():
-        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items()), way
+        assert not differing(model, state), way
         assert relative_difference(model(x), source(x)) < 1e-9
 
 
@@ -88,7 +88,7 @@ def test_frozen_stages_stay_as_they_are():
     sum(out.mean() for out in model(torch.randn(2, 3, 40, 40))).backward()
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad != name.startswith(frozen), name
-    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    moved = differing(model, before)
     assert moved, 'statistics of the live stage'
     assert not [key for key in moved if key.startswith(frozen)]
 

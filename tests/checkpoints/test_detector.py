@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import differing
 from mmdet.apis import init_detector
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -322,5 +323,4 @@ def test_whole_detectors_load(unfused_and_fused, options, scope):
         detector['_scope_'] = 'mmdet'
         model = build(cfg, path, options)
         assert model.test_cfg.rcnn.score_thr == (0.3 if options else 0.05)
-        for key, value in torch.load(path, weights_only=True)['state_dict'].items():
-            assert torch.equal(model.state_dict()[key], value), key
+        assert not differing(model, torch.load(path, weights_only=True)['state_dict'])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import as_trained
+from conftest import as_trained, differing
 from torch import nn
 
 from slab_det.backbones import SLABSwin
@@ -113,8 +113,7 @@ def test_a_detector_that_goes_on_gets_its_averages_back(norm):
     report = check_detector_checkpoint(target, checkpoint)
     assert report.complete, str(report)
     target.load_state_dict(checkpoint['state_dict'])
-    for key, value in source.state_dict().items():
-        assert torch.equal(target.state_dict()[key], value), key
+    assert not differing(target, source)
 
 
 @pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', *QUADRATIC])
@@ -175,7 +174,7 @@ def test_norms_that_cannot_hold_the_checkpoint_name_the_remedy(source, target, r
         CheckpointError, match=rf'patch_embed\.norm: .*{holder}.*cannot take it; set norm_cfg.*{remedy}'
     ):
         load_pretrained(backbone, copy_state(build(source)))
-    assert all(torch.equal(value, before[key]) for key, value in backbone.state_dict().items())
+    assert not differing(backbone, before)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, Outcome
+from conftest import CONFIGS, Outcome, differing
 
 from slab_det.cli import PREAMBLE
 from slab_det.measure.report import read_report
@@ -76,8 +76,7 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     assert report['converged'] and report['num_batches'] == 2
     settled, trained = (torch.load(tmp_path / file, weights_only=False) for file in ('settled.pth', checkpoint))
     assert settled['meta']['dataset_meta']['classes'] == trained['meta']['dataset_meta']['classes']
-    before = trained['state_dict']
-    changed = {key for key, value in settled['state_dict'].items() if not torch.equal(value, before[key])}
+    changed = differing(settled['state_dict'], trained['state_dict'])
     assert {key.rpartition('.')[2] for key in changed} == {'running_mean', 'running_var'}
     run('fuse.py small.py settled.pth --out settled_fused.pth')
     output = run(

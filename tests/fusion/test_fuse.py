@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SLA, as_trained, random_sizes, randomize, relative_difference
+from conftest import SLA, as_trained, differing, random_sizes, randomize, relative_difference
 from fusion_checks import NORMS, SIZE, assert_fused_equals, left_affine, outputs
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.registry import MODELS
@@ -332,11 +332,9 @@ def test_fusing_a_copy_leaves_the_model_alone_and_in_place_changes_it(build):
     before = copy.deepcopy(model.state_dict())
     fused = slab_det.fuse(model)
     assert fused is not model and not hasattr(model, 'fusion_report')
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]), key
+    assert not differing(model, before)
     assert slab_det.fuse(model, inplace=True) is model
-    for key, value in fused.state_dict().items():
-        assert torch.equal(value, model.state_dict()[key]), key
+    assert not differing(fused, model)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import differing
 from fusion_checks import left_affine
 from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ def test_an_encoder_decoder_is_trained_recalibrated_and_fused(norm):
         optimizer.step()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     slab_det.recalibrate(model.eval(), batches)
-    moved = [key for key, value in model.state_dict().items() if not value.equal(before[key])]
+    moved = differing(model, before)
     assert len([key for key in moved if key.endswith('running_var')]) == 12
 
     fused = slab_det.fuse(model)

@@ -85,9 +85,3 @@ def train(
     except KeyboardInterrupt:
         pass
     return runner
-
-
-def differing(model, other):
-    """Keys of the state dict of which two models have other values."""
-    state = other.state_dict()
-    return [key for key, value in model.state_dict().items() if not torch.equal(value, state[key])]

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import StopAfter
+from conftest import StopAfter, differing
 from mmengine.hooks import Hook
-from regression import Regression, differing, train
+from regression import Regression, train
 
 from slab_det.hooks import ExactResumeHook
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import StopAfter
+from conftest import StopAfter, differing
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
-from regression import Regression, differing, train
+from regression import Regression, train
 from torch import nn
 
 from slab_det.hooks import NormStateHook, ProgressiveNormHook, RecalibrateFuseHook, norm_state

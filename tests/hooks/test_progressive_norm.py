@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import StopAfter
+from conftest import StopAfter, differing
 from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
-from regression import Regression, differing, train
+from regression import Regression, train
 
 import slab_det
 from slab_det.hooks import ProgressiveNormHook

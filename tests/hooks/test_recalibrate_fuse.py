@@ -6,6 +6,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
+from conftest import differing
 from mmdet.apis import DetInferencer, inference_detector, init_detector
 from mmengine.config import Config
 from mmengine.hooks import Hook
@@ -22,12 +23,6 @@ from slab_det.runtime.errors import CheckpointError, DataError
 
 def load(path):
     return torch.load(path, weights_only=False)
-
-
-def states_equal(a, b):
-    assert a.keys() == b.keys()
-    different = [key for key in a if not torch.equal(a[key], b[key])]
-    assert not different, different
 
 
 def train(cfg):
@@ -49,7 +44,7 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     runner, work_dir = finished_run
     last = load(work_dir / 'iter_6.pth')
     assert {'optimizer', 'param_schedulers', 'message_hub', 'slab_det'} <= last.keys() and last['meta']['iter'] == 6
-    states_equal(last['state_dict'], runner.model.state_dict())
+    assert not differing(last['state_dict'], runner.model)
     assert last['meta'].keys() == load(work_dir / 'iter_4.pth')['meta'].keys()
 
     # Statistics are no longer the running average: a second recalibration finds the same ones.
@@ -58,13 +53,13 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
         loader = recalibration_dataloader(runner.cfg, 6, pipeline)
         slab_det.recalibrate(model, loader, max_passes=3, progress=False)
         if pipeline == 'test':
-            assert any(not torch.equal(value, last['state_dict'][key]) for key, value in model.state_dict().items())
-    states_equal(model.state_dict(), last['state_dict'])
+            assert differing(model, last['state_dict'])
+    assert not differing(model, last['state_dict'])
 
     fused = load(work_dir / 'fused.pth')
     assert fused['meta']['fused']
     assert fused['meta']['dataset_meta']['classes'] == runner.train_dataloader.dataset.metainfo['classes']
-    states_equal(fused['state_dict'], slab_det.fuse(model).state_dict())
+    assert not differing(fused['state_dict'], slab_det.fuse(model))
 
     unfused_entry, fused_entry = read_report(work_dir / 'report.json')
     assert unfused_entry.recalibration['num_batches'] == 3 and unfused_entry.recalibration['passes'] == 3
@@ -88,11 +83,11 @@ def test_fused_config_loads_everywhere(finished_run, tmp_path):
     state = load(checkpoint)['state_dict']
     with pytest.raises(CheckpointError, match='fused'):
         DetInferencer(str(work_dir / 'quickstart_mask_rcnn_slab_swin.py'), checkpoint, device='cpu')
-    states_equal(tester.model.state_dict(), state)
+    assert not differing(tester.model, state)
     image = runner.val_dataloader.dataset.get_data_info(0)['img_path']
     inferencer = DetInferencer(config, checkpoint, device='cpu', show_progress=False)
     assert len(inferencer(image)['predictions']) == 1
-    states_equal(inferencer.model.state_dict(), state)
+    assert not differing(inferencer.model, state)
     assert inferencer.model.dataset_meta['classes'] == runner.train_dataloader.dataset.metainfo['classes']
 
 
@@ -132,7 +127,7 @@ def test_an_epoch_based_run_serves_averaged_weights_and_best_checkpoints_keep_th
     assert entry.recalibration['pipeline'] == 'test' and entry.recalibration['num_batches'] == 5
     model = build_detector(runner.cfg, str(work_dir / 'epoch_2.pth'))
     slab_det.recalibrate(model, recalibration_dataloader(runner.cfg, 5, 'test'), max_passes=3, progress=False)
-    states_equal(model.state_dict(), last['state_dict'])
+    assert not differing(model, last['state_dict'])
 
     source = {key.removeprefix('module.'): value for key, value in last['ema_state_dict'].items()}
     weight = 'backbone.stages.0.blocks.0.ffn.layers.1.weight'

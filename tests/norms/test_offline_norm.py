@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import differing
 from mmcv.cnn import build_norm_layer
 from mmengine.registry import MODELS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,10 +31,6 @@ def make_norm(kind):
 
 def tokens(*shape, **kwargs):
     return (3 * torch.randn(*(shape or (2, 7)), C, dtype=torch.double) + 1).requires_grad_(**kwargs)
-
-
-def differing(norm, other):
-    return [key for key, value in norm.state_dict().items() if not torch.equal(value, other.state_dict()[key])]
 
 
 def formula(norm, x, mean, var):

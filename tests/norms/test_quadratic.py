@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from conftest import differing
 from torch.utils.checkpoint import checkpoint
 
 from slab_det.norms import MABN, UN, PowerNorm
@@ -37,12 +38,6 @@ def step(norm, t, run=None):
     y = run(norm, x) if run else norm(x)
     (y.sin() * (1 + t)).sum().backward()
     return y.detach(), x.grad
-
-
-def states_equal(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    different = [key for key in a if not torch.equal(a[key], b[key])]
-    assert a.keys() == b.keys() and not different, different
 
 
 @pytest.mark.parametrize(
@@ -116,7 +111,7 @@ def test_recomputation_leaves_the_state(kind, reentrant):
     for t in range(1, 14):
         for got, wanted in zip(step(recomputed, t, run), step(plain, t), strict=True):
             assert torch.equal(got, wanted), t
-        states_equal(plain, recomputed)
+        assert not differing(plain, recomputed), t
         assert torch.equal(plain.weight.grad, recomputed.weight.grad)
     if kind is UN:
         assert 2 <= plain.num_filtered < 11, 'both fates of the filter must occur'
@@ -163,7 +158,7 @@ def test_reset_starts_everything_but_the_running_variance_again(kind):
         step(norm, t)
     fresh.running_var.copy_(norm.running_var)
     norm.reset_state()
-    states_equal(norm, fresh)
+    assert not differing(norm, fresh)
 
 
 @pytest.mark.parametrize('kind', NORMS)
@@ -178,7 +173,7 @@ def test_a_state_dict_holds_all_that_goes_on(kind):
     for t in range(4, 14):
         for got, wanted in zip(step(resumed, t), step(whole, t), strict=True):
             assert torch.equal(got, wanted), t
-    states_equal(resumed, whole)
+    assert not differing(resumed, whole)
 
 
 @pytest.mark.parametrize('kind', NORMS)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import SLA, SMALL_SWIN, as_trained
+from conftest import SLA, SMALL_SWIN, as_trained, differing
 from mmdet.registry import MODELS
 from torch import nn
 
@@ -35,8 +35,7 @@ def recalibrate(model, batches, **options):
 
 def changed(model, before):
     """Kinds of parameters and buffers that are not what they were."""
-    state = model.state_dict()
-    return {key.rpartition('.')[2] for key, value in before.items() if not torch.equal(state[key], value)}
+    return {key.rpartition('.')[2] for key in differing(model, before)}
 
 
 def inputs_of_norms(model, batches):
@@ -152,7 +151,7 @@ def test_old_statistics_gamma_and_modes_do_not_matter_and_stay():
         assert [module.training for module in model.modules()] == flags
         results.append(model.state_dict())
     # Drop-path of the model in training mode is off.
-    assert not [key for key, value in results[0].items() if not torch.equal(value, results[1][key])]
+    assert not differing(*results)
 
 
 @pytest.mark.parametrize(

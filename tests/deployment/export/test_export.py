@@ -10,7 +10,7 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
-from conftest import SLA, as_trained
+from conftest import SLA, as_trained, differing
 from mmdet.models.roi_heads import MaskScoringRoIHead
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -92,7 +92,7 @@ def exported(detector, tmp_path_factory):
         before, unflatten = copy.deepcopy(model.state_dict()), torch.Tensor.unflatten
         export_onnx(model, file, scope)
         assert torch.Tensor.unflatten is unflatten
-        assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+        assert not differing(model, before)
         return model, file
 
     return export
