@@ -52,7 +52,10 @@ SMALL_PVT = dict(
     out_indices=(0, 1),
     pretrain_img_size=64,
 )
-PVT_V2 = dict(patch_sizes=(7, 3), paddings=(3, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True)
+PVT_V2 = dict(
+    patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
+)
+SMALL_PVT_V2 = {**SMALL_PVT, **PVT_V2, 'patch_sizes': (7, 3), 'paddings': (3, 1)}
 NEEDS_MMPRETRAIN = pytest.mark.skipif(
     find_spec('mmpretrain') is None, reason='mmpretrain is not installed: pip install "slab_det[pretrain]"'
 )

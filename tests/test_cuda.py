@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import PVT_V2, SLA, SMALL_PVT, SMALL_SWIN, as_trained, pictures, randomize, relative_difference
+from conftest import SLA, SMALL_PVT, SMALL_PVT_V2, SMALL_SWIN, as_trained, pictures, randomize, relative_difference
 from mmdet.registry import MODELS
 
 import slab_det
@@ -26,7 +26,7 @@ BACKBONES = {
     'focused': {**SMALL_SWIN, 'attention': 'focused'},
     'PVT': PREPBN_PVT,
     'PVT, SLA': {**PREPBN_PVT, 'attention': 'sla'},
-    'PVTv2': {**PREPBN_PVT, **PVT_V2},
+    'PVTv2': {**PREPBN_PVT, **SMALL_PVT_V2},
     'mmdet Swin': dict(type='SwinTransformer', embed_dims=16, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4)),
     'mmdet PVT': dict(type='PyramidVisionTransformer', embed_dims=16, num_layers=(2, 1, 1, 1), pretrain_img_size=64),
     'mmdet PVTv2': dict(type='PyramidVisionTransformerV2', embed_dims=16, num_layers=(2, 1, 1, 1)),

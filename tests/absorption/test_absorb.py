@@ -7,7 +7,7 @@ from types import MethodType
 
 import pytest
 import torch
-from conftest import as_trained, differing, layer_norms, make_affine, pictures, raw_outputs
+from conftest import PVT_V2, as_trained, differing, layer_norms, make_affine, pictures, raw_outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
@@ -29,13 +29,10 @@ BACKBONES = {
     'FFN norm': dict(type='SLABSwin', **SWIN, ffn_norm='post_act'),
     'SwinTransformer': dict(type='SwinTransformer', **SWIN),
     'SLABPVT': dict(type='SLABPVT', **PVT, pretrain_img_size=64),
-    'PVTv2': dict(
-        type='SLABPVT', **PVT, use_abs_pos_embed=False, use_conv_ffn=True, patch_sizes=(7, 3, 3, 3),
-        paddings=(3, 1, 1, 1), norm_after_stage=True,
-    ),
+    'PVTv2': dict(type='SLABPVT', **PVT, **PVT_V2),
     'PyramidVisionTransformer': dict(type='PyramidVisionTransformer', **PVT, pretrain_img_size=64),
     'PyramidVisionTransformerV2': dict(type='PyramidVisionTransformerV2', **PVT),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import differing, randomize, relative_difference
+from conftest import PVT_V2, differing, randomize, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from mmdet.registry import MODELS
 from torch import nn
@@ -17,10 +17,7 @@ SWIN = dict(
     type='SLABSwin', embed_dims=8, depths=(2, 2, 2), num_heads=(1, 2, 4), strides=(4, 2, 2), out_indices=(0, 1, 2)
 )
 PVT = dict(type='SLABPVT', embed_dims=8, num_layers=(2, 1, 2, 1), num_heads=(1, 2, 3, 4), mlp_ratios=(3, 2, 2, 2))
-V2_OPTIONS = dict(
-    patch_sizes=[7, 3, 3, 3], paddings=[3, 1, 1, 1], use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
-)
-V2 = {**PVT, **V2_OPTIONS}
+V2 = {**PVT, **PVT_V2}
 CSWIN = dict(
     type='SLABCSwin',
     embed_dims=8,

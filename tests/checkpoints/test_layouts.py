@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import differing, relative_difference
+from conftest import PVT_V2, differing, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from official_cswin import DEPTHS as CSWIN_DEPTHS
 from official_cswin import HEADS as CSWIN_HEADS
@@ -26,9 +26,6 @@ DATA = Path(__file__).parents[1] / 'data'
 LN, PREPBN, REPBN = dict(type='LN'), dict(type='PRepBN'), dict(type='RepBN')
 PVT_PREPBN = dict(type='PRepBN', ln_eps=1e-6)
 SLAB = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7))
-V2 = dict(
-    patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, norm_after_stage=True, use_conv_ffn=True
-)
 SLAB_CSWIN = dict(
     depths=(2, 4, 18, 1), attention=('sla', 'sla', 'softmax', 'softmax'), stripe_widths=(None, None, 7, None)
 )
@@ -64,9 +61,9 @@ def released_state(name: str) -> dict[str, Tensor]:
         ('mmdet_swin_tiny', 'native', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
         ('official_pvt_tiny', 'official_pvt', SLABPVT, TINY, set()),
         ('official_pvt_small', 'official_pvt', SLABPVT, LARGER, set()),
-        ('timm_pvt_v2_b1', 'timm_pvt_v2', SLABPVT, TINY | V2, set()),
+        ('timm_pvt_v2_b1', 'timm_pvt_v2', SLABPVT, TINY | PVT_V2, set()),
         ('mmdet_pvt_tiny', 'native', SLABPVT, TINY, set()),
-        ('mmdet_pvt_v2_b1', 'native', SLABPVT, TINY | V2, set()),
+        ('mmdet_pvt_v2_b1', 'native', SLABPVT, TINY | PVT_V2, set()),
         ('slab_pvt_tiny', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
         ('slab_pvt_small', 'slab_official', SLABPVT, dict(LARGER, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
         ('slab_cswin_tiny', 'slab_official', SLABCSwin, dict(norm_cfg=PREPBN, **SLAB_CSWIN), {0.0}),
@@ -308,7 +305,7 @@ def test_pvt_v2_features_are_those_of_timm(kind):
         )
     )
     config |= dict(embed_dims=8, num_layers=(1, 2, 1, 1))
-    ours = (SLABPVT(**config, **V2) if kind == 'ours' else PyramidVisionTransformerV2(**config)).double().eval()
+    ours = (SLABPVT(**config, **PVT_V2) if kind == 'ours' else PyramidVisionTransformerV2(**config)).double().eval()
     report = load_pretrained(with_official_eps(ours), theirs.state_dict())
     assert report.complete and report.format == 'timm_pvt_v2', str(report)
     image = torch.randn(2, 3, 97, 131, dtype=torch.float64)
@@ -319,7 +316,7 @@ def test_variants_of_timm_that_no_backbone_of_ours_computes_are_refused():
     pooling = timm.models.pvt_v2.PyramidVisionTransformerV2(
         embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), linear=True
     )
-    ours = SLABPVT(embed_dims=8, num_layers=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), **V2)
+    ours = SLABPVT(embed_dims=8, num_layers=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), **PVT_V2)
     refuse(ours, pooling.state_dict(), r'shapes do not fit.*attn\.sr\.weight')
     oblong = timm_swin(window_size=(3, 5))
     refuse(swin_like('ours', oblong), oblong.state_dict(), r'relative_position_bias_table has 45 positions.*no square')
@@ -329,7 +326,7 @@ def small_pvt(kind: str = 'ours', version: int = 1, size: int | tuple = 64, **op
     """A PVT of ours or mmdet's with the sizes of :func:`official_shapes`."""
     options |= dict(embed_dims=8, num_layers=DEPTHS, num_heads=HEADS, pretrain_img_size=size)
     if kind == 'ours':
-        return SLABPVT(**options, **(V2 if version == 2 else {})).double().eval()
+        return SLABPVT(**options, **(PVT_V2 if version == 2 else {})).double().eval()
     return (PyramidVisionTransformer if version == 1 else PyramidVisionTransformerV2)(**options).double().eval()
 
 

@@ -5,7 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import PVT_V2, SLA, SMALL_PVT, HalfWindowMSA, as_trained, random_sizes, raw_outputs, relative_difference
+from conftest import (
+    SLA,
+    SMALL_PVT,
+    SMALL_PVT_V2,
+    HalfWindowMSA,
+    as_trained,
+    random_sizes,
+    raw_outputs,
+    relative_difference,
+)
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
 from mmdet.models.layers import PatchEmbed
@@ -49,7 +58,7 @@ BACKBONES = {
     'pvt, focused, reduced': {**SMALL_PVT, **PREPBN, 'attention': 'focused', 'la_sr_ratios': (4, 1)},
     'cswin': {**CSWIN, **PREPBN, 'stripe_widths': (1, 3, 7)},
     'cswin, sla': {**CSWIN, **LN, 'stripe_widths': (None, 2, None), 'attention': ('sla', 'sla', 'softmax')},
-    'pvt v2': {**SMALL_PVT, **PREPBN, **PVT_V2},
+    'pvt v2': {**SMALL_PVT_V2, **PREPBN},
 }
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SLA, as_trained, differing, random_sizes, randomize, relative_difference
+from conftest import PVT_V2, SLA, as_trained, differing, random_sizes, randomize, relative_difference
 from fusion_checks import NORMS, SIZE, assert_fused_equals, left_affine, outputs
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.registry import MODELS
@@ -32,14 +32,7 @@ PVT = dict(
 )
 STOCK_PVT = dict(PVT, type='PyramidVisionTransformer')
 STOCK_PVT_V2 = dict(PVT, type='PyramidVisionTransformerV2')
-V2 = dict(
-    PVT,
-    patch_sizes=[7, 3, 3, 3],
-    paddings=[3, 1, 1, 1],
-    use_abs_pos_embed=False,
-    norm_after_stage=True,
-    use_conv_ffn=True,
-)
+V2 = dict(PVT, **PVT_V2)
 MIXED = dict(PVT, attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 2, 1, 1))
 PADDED = 'an affine map folds only into a convolution with groups=1 and padding=0'
 

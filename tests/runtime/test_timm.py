@@ -6,7 +6,7 @@ import pytest
 import timm
 import timm.models._hub
 import torch
-from conftest import RunsCode, differing
+from conftest import PVT_V2, RunsCode, differing
 from mmengine.runner import CheckpointLoader
 from safetensors.torch import save_file
 
@@ -15,15 +15,7 @@ from slab_det.checkpoints import load_pretrained
 from slab_det.runtime.errors import CheckpointError
 
 # pvt_v2_b0.
-CONFIG = dict(
-    embed_dims=32,
-    num_layers=(2, 2, 2, 2),
-    patch_sizes=(7, 3, 3, 3),
-    paddings=(3, 1, 1, 1),
-    use_abs_pos_embed=False,
-    norm_after_stage=True,
-    use_conv_ffn=True,
-)
+CONFIG = dict(embed_dims=32, num_layers=(2, 2, 2, 2), **PVT_V2)
 
 
 def serve(monkeypatch, path) -> None:
