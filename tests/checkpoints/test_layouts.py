@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import PVT_V2, differing, relative_difference
+from conftest import PVT_V2, differing, randomize, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from official_cswin import DEPTHS as CSWIN_DEPTHS
 from official_cswin import HEADS as CSWIN_HEADS
@@ -225,18 +225,6 @@ def test_patch_merging_order_against_the_formula():
     torch.testing.assert_close(got, expected.flatten(1, 2), rtol=1e-10, atol=1e-10)
 
 
-def randomized(model: nn.Module) -> nn.Module:
-    """In float64, with no two weights alike and activations of the size of the image's."""
-    generator = torch.Generator().manual_seed(0)
-    model = model.double()
-    for value in model.state_dict().values():
-        if value.is_floating_point():
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            value.copy_(noise / value[0].numel() ** 0.5 if value.ndim > 1 else 1 + noise / 2)
-    model.eval()
-    return model
-
-
 def with_official_eps(model: nn.Module) -> nn.Module:
     """PVT's authors have another eps than mmdet in patch embeddings and reductions."""
     for name, module in model.named_modules():
@@ -248,7 +236,8 @@ def with_official_eps(model: nn.Module) -> nn.Module:
 def timm_swin(**options) -> nn.Module:
     """Windows and shifts in every block, for every size of image."""
     small = dict(embed_dim=8, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), num_classes=5, strict_img_size=False)
-    return randomized(timm.models.swin_transformer.SwinTransformer(**{**small, 'always_partition': True, **options}))
+    model = timm.models.swin_transformer.SwinTransformer(**{**small, 'always_partition': True, **options})
+    return randomize(model.double()).eval()
 
 
 def swin_like(kind: str, theirs: nn.Module, window_size: int = 7) -> nn.Module:
@@ -299,11 +288,10 @@ def test_swin_features_are_those_of_timm(kind, options, size):
 @pytest.mark.parametrize('kind', ['ours', 'mmdet'])
 def test_pvt_v2_features_are_those_of_timm(kind):
     config = dict(num_heads=(1, 2, 5, 8))
-    theirs = randomized(
-        timm.models.pvt_v2.PyramidVisionTransformerV2(
-            embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_classes=5, **config
-        )
+    theirs = timm.models.pvt_v2.PyramidVisionTransformerV2(
+        embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_classes=5, **config
     )
+    randomize(theirs.double()).eval()
     config |= dict(embed_dims=8, num_layers=(1, 2, 1, 1))
     ours = (SLABPVT(**config, **PVT_V2) if kind == 'ours' else PyramidVisionTransformerV2(**config)).double().eval()
     report = load_pretrained(with_official_eps(ours), theirs.state_dict())
@@ -360,7 +348,7 @@ def test_slab_pvt_equals_the_official_forward(remaining):
 def timm_vit(**options) -> nn.Module:
     """A small DeiT under the keys of its authors, which are timm's."""
     config = dict(img_size=64, embed_dim=16, depth=2, num_heads=2, num_classes=5, fc_norm=False, **options)
-    return randomized(timm.models.vision_transformer.VisionTransformer(**config))
+    return randomize(timm.models.vision_transformer.VisionTransformer(**config).double()).eval()
 
 
 SMALL_VIT = dict(embed_dims=16, num_layers=2, num_heads=2, pretrain_img_size=64)
