@@ -262,7 +262,7 @@ def test_what_a_module_of_the_user_keeps_is_not_overwritten(kind):
     model.patch_embed.__class__ = OwnPatchEmbed
     deployed, images = slab_det.deploy(model), torch.randn(1, 3, 64, 64)
     assert relative_difference(deployed(images), model(images)) < 1e-4
-    assert torch.equal(deployed.patch_embed.kept, model.patch_embed.kept)
+    assert relative_difference([deployed.patch_embed.kept], [model.patch_embed.kept]) < 1e-6
 
 
 @pytest.mark.parametrize('name', ['swin', 'pvt, no bias'])
@@ -360,5 +360,5 @@ def test_each_shape_compiles_into_one_graph(small_detector, fused_backbone, monk
             reference = run(model, images)
         # Nothing has gradients, and a user may not have switched them off.
         with torch.set_grad_enabled(name == 'swin'):
-            assert relative_difference(run(deployed, images), reference) < 1e-2
+            assert relative_difference(run(deployed, images), reference) < 1e-4
     assert len(compiled) == 2 * parts and len(ran) == 4 * parts
