@@ -183,7 +183,11 @@ def build_runner(cfg: Config, verbose: bool = False) -> Runner:
         ConfigError: If it cannot be built.
     """
     with config_errors(cfg.filename):
-        return RUNNERS.build(cfg) if 'runner_type' in cfg else (ToolRunner if verbose else QuietRunner).from_cfg(cfg)
+        if 'runner_type' not in cfg:
+            return (ToolRunner if verbose else QuietRunner).from_cfg(cfg)
+        if not issubclass(RUNNERS.get(cfg.runner_type) or Runner, Runner):
+            raise ConfigError(f"runner_type='{cfg.runner_type}' is no subclass of mmengine's Runner; leave it out")
+        return RUNNERS.build(cfg)
 
 
 def build_training(runner: Runner) -> None:

@@ -197,6 +197,12 @@ COMMANDS = [
     ('report.py nowhere.json --out x', 'nowhere.json: No such file.*check the name'),
     ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', 'bad_backbone.py: TypeError'),
     ('test.py no_test.py small.pth', r'no_test\.py has no test_dataloader.*add them'),
+    (
+        'train.py small.py --cfg-options runner_type=FlexibleRunner',
+        "FlexibleRunner' is no subclass of mmengine's Runner",
+    ),
+    ('fuse.py small.py layernorm.pth --out x.pth', 'layernorm.pth: .* norms have no statistics of data'),
+    ('export_onnx.py small.py layernorm.pth --out x.onnx', 'layernorm.pth: .* norms have no statistics of data'),
     ('test.py small.py small.pth --cfg-options test_evaluator.type=Koko', 'small.py: KeyError.*Koko.*correct'),
 ]
 

@@ -51,6 +51,7 @@ import numpy as np
 from slab_det.cli import read_config, read_images, run_cli
 from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import SlabDetError
+from slab_det.fusion import check_statistics
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
 from slab_det.deployment.export.parity import SIZES
 
@@ -78,6 +79,7 @@ def main(args: argparse.Namespace) -> None:
     sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
     images = [*random_images(sizes), *photographs(args.check_images, args.size or (800, 1333))]
     detector = build_detector(read_config(args.config), args.checkpoint)
+    check_statistics(detector, args.checkpoint)
     export_onnx(detector, args.out, args.scope, args.opset)
     print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
     for check in check_parity(detector, load_runtime(args.out), images):

@@ -34,7 +34,7 @@ import torch
 
 from slab_det.cli import check_out, read_config, run_cli
 from slab_det.checkpoints.build import build_detector
-from slab_det.fusion import FusionError, save_fused, verify_fusion
+from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
 from slab_det.norms import named_offline_norms
 
 
@@ -44,18 +44,12 @@ def main(args: argparse.Namespace) -> None:
     check_out(args.out, args.checkpoint, args.config)
     cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)
-    norms = dict(named_offline_norms(model))
-    if not norms:
+    if not any(named_offline_norms(model)):
         raise FusionError(
             f'{args.config} has no norm to fold away: it is fused already, or has norms that stay, such '
             'as LayerNorm: slab-det absorb takes those out without training, slab-det convert for a fine-tune'
         )
-    unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
-    if unset:
-        raise FusionError(
-            f'{args.checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
-            f'{unset[0]} for one: the fused model would find nothing; train it with this config first'
-        )
+    check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model, fold_outputs=args.fold_outputs)
     image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
     check = verify_fusion(model, fused, [image])

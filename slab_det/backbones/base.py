@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from slab_det.attention import Attention
 from slab_det.checkpoints import check_state_dict, load_pretrained
 from slab_det.norms import named_offline_norms
+from slab_det.runtime.config import type_name
 
 
 class Backbone(BaseModule):
@@ -102,8 +103,9 @@ class Backbone(BaseModule):
         cfg = self.init_cfg
         if cfg is not None and not (
             isinstance(cfg, dict)
-            and cfg.get('type') == 'Pretrained'
-            and {'type', 'checkpoint'} <= cfg.keys() <= {'type', 'checkpoint', 'prefix'}
+            and type_name(cfg.get('type', '')) in ('Pretrained', 'PretrainedInit')
+            # Weights are read on the CPU, whatever map_location says.
+            and {'type', 'checkpoint'} <= cfg.keys() <= {'type', 'checkpoint', 'prefix', 'map_location'}
         ):
             raise ValueError(
                 f'{type(self).__name__} takes init_cfg=None or '

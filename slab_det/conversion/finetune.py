@@ -17,7 +17,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
 from slab_det.norms import named_progressive_norms
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, type_name
+from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.pipeline import inference_steps
 
 # What every run of ours has.
@@ -91,7 +91,7 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
         norm_cfg: The new norms of the backbone.
         checkpoint: What the run starts from.
     """
-    values = cfg.to_dict()
+    values = to_values(cfg)
     detector = detector_config(values['model'])
     drop_pretrained(detector)
     backbone = detector['backbone']
@@ -129,7 +129,7 @@ def write_tune_config(
         DataError: If there are ``images``, and ``cfg`` has no test-time pipeline for them.
     """
     fused_checkpoint = Path(fused_checkpoint)
-    values, student = cfg.to_dict(), Config.fromfile(fused_config).model.to_dict()
+    values, student = to_values(cfg), Config.fromfile(fused_config).model.to_dict()
     teacher = values['model']
     drop_pretrained(teacher)
     if 'data_preprocessor' in values:

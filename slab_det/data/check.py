@@ -52,7 +52,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     Raises:
         DataError: Naming the split, the missing path, and what to do about it.
     """
-    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
     for split in splits:
         datasets = [*_datasets(cfg, split)]
         for dataset in datasets:
@@ -82,11 +82,15 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     Raises:
         DataError: Naming the head and both numbers.
     """
+    model = unwrap(model)
+    if hasattr(model, 'language_model'):
+        # Grounding DINO's number is the length of its text.
+        return
     metainfo = getattr(dataset, 'metainfo', {})
     classes = metainfo.get('classes')
     # Two-stage panoptic detectors have boxes of things alone.
     numbers = {len(metainfo[key]) for key in ('classes', 'thing_classes') if metainfo.get(key)}
-    for name, module in unwrap(model).named_modules():
+    for name, module in model.named_modules():
         num_classes = getattr(module, 'num_classes', None)
         is_head = re.search(r'^head$|(^|\.)(bbox|mask|panoptic)_head(\.\d+)?$', name)
         if classes and is_head and num_classes is not None and num_classes not in numbers:

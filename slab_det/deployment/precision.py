@@ -63,7 +63,11 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _return_float32(model: nn.Module) -> None:
     for head in _modules(model, HEADS):
-        head.register_forward_hook(lambda module, args, outputs: _cast(torch.float32, outputs))
+        head.register_forward_hook(_cast_outputs)
+
+
+def _cast_outputs(head: nn.Module, args: tuple, outputs: Any) -> Any:
+    return _cast(torch.float32, outputs)
 
 
 def _cast_parts(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.deployment.deploy import deploy
-from slab_det.fusion import fuse
+from slab_det.fusion import check_statistics, fuse
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
@@ -80,6 +80,7 @@ def load_detector(
     cfg = config if isinstance(config, Config) else Config.fromfile(config)
     if runtime == 'torch':
         model = build_detector(cfg, str(weights)).to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+        check_statistics(model, str(weights))
         model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
         model = deploy(model, inplace=True, **options)
     else:
@@ -88,6 +89,6 @@ def load_detector(
         # Half a second that PyTorch alone does not need.
         from slab_det.deployment.export import ExportedDetector
 
-        init_default_scope(cfg.get('default_scope', 'mmdet'))
+        init_default_scope(cfg.get('default_scope') or 'mmdet')
         model = ExportedDetector(str(weights), runtime=runtime, **options).eval()
     return ServedDetector(model, inference_steps(cfg))

@@ -27,6 +27,17 @@ class FusionError(SlabDetError):
     """A model that cannot be fused exactly."""
 
 
+def check_statistics(model: nn.Module, checkpoint: str) -> None:
+    """Raises FusionError where norms of ours got no statistics from a checkpoint, as from that of a LayerNorm model."""
+    norms = dict(named_offline_norms(model))
+    unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
+    if unset:
+        raise FusionError(
+            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
+            f'{unset[0]} for one: the fused model would find nothing; train it with this config first'
+        )
+
+
 def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) -> nn.Module:
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 

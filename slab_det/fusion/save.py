@@ -18,7 +18,7 @@ from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
-from slab_det.runtime.config import drop_pretrained, import_slab_det, type_name
+from slab_det.runtime.config import drop_pretrained, import_slab_det, to_values, type_name
 
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = (
@@ -58,7 +58,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
 
 
 def _fused_config(cfg: Config, folds: list[dict]) -> Config:
-    values = {key: value for key, value in copy.deepcopy(cfg).to_dict().items() if key not in TRAINING_KEYS}
+    values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
     # A DistilledDetector needs its teacher for training alone.
     values['model'] = values['model'].get('student', values['model'])
     drop_pretrained(values['model'])

@@ -178,6 +178,10 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
 def served_model(runner: Runner, checkpoint: dict | None) -> BaseModel:
     """A copy of the runner's model with the weights of the last checkpoint, which only the main process has read."""
     model = copy.deepcopy(unwrap(runner.model))
+    checkpointed = runner.cfg.get('activation_checkpointing') or []
+    for name in [checkpointed] if isinstance(checkpointed, str) else checkpointed:
+        # What mmengine put there calls the module that was copied.
+        vars(model.get_submodule(name)).pop('forward', None)
     model.load_state_dict(broadcast_from_main(checkpoint and checkpoint['state_dict']))
     return model.eval()
 

@@ -24,7 +24,7 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
     Returns:
         What :func:`slab_det.measure.report.ap_from_metrics` makes of the metrics.
     """
-    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
     loader = Runner.build_dataloader(cfg.val_dataloader)
     evaluator = Evaluator(cfg.val_evaluator)
     evaluator.dataset_meta = loader.dataset.metainfo

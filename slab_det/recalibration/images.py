@@ -55,7 +55,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
     # Transforms are found by the default scope, which nobody sets outside a runner.
-    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
     dataset = DATASETS.build(dataset)
     return Runner.build_dataloader(
         dict(
@@ -88,7 +88,7 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
 
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one image is needed')
-    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
     images = RepeatableImages(ImageFolder(folder, inference_steps(cfg)), num_images, test_mode=True)
     return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
 

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+
+from mmengine.config import Config
 
 
 def type_name(kind: str | Callable) -> str:
     """The bare name of a config's ``type``: 'mmdet.MaskRCNN', 'MaskRCNN' and the class itself all give 'MaskRCNN'."""
     return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
+
+
+def to_values(cfg: Config) -> dict:
+    """A copy of a config in plain dictionaries, with bare names where mmcv and mmdet look operators up by their names.
+
+    Python-style configs have the operators themselves there, which become ``'mmcv.ops.nms'``.
+    """
+
+    def rename(value: object, key: str = '') -> object:
+        if isinstance(value, (list, tuple)):
+            return type(value)(rename(part) for part in value)
+        if not isinstance(value, dict):
+            return value
+        value = {name: rename(part, name) for name, part in value.items()}
+        return dict(value, type=type_name(value['type'])) if key in ('nms', 'roi_layer') and 'type' in value else value
+
+    return rename(copy.deepcopy(cfg).to_dict())
 
 
 def detector_config(model: dict) -> dict:

@@ -8,6 +8,7 @@ import torch
 from conftest import PVT_V2, differing, randomize, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from mmdet.registry import MODELS
+from mmengine.model.weight_init import PretrainedInit
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -162,13 +163,22 @@ def test_pretrained_is_a_name(small):
 
 @pytest.mark.parametrize(
     ('small', 'spelling'),
-    [(SWIN, 'init_cfg'), (SWIN, 'pretrained'), (PVT, 'init_cfg'), (PVT, 'pretrained'), (CSWIN, 'init_cfg')],
+    [
+        (SWIN, dict(type='Pretrained')),
+        (SWIN, 'pretrained'),
+        # As mmengine takes it too.
+        (SWIN, dict(type=PretrainedInit, map_location='cpu')),
+        (PVT, dict(type='Pretrained')),
+        (PVT, 'pretrained'),
+        (CSWIN, dict(type='Pretrained')),
+    ],
+    ids=str,
 )
 def test_pretrained_weights_are_loaded(tmp_path, small, spelling):
     source, path = randomize(build(small)), str(tmp_path / 'weights.pth')
     torch.save(dict(state_dict=source.state_dict()), path)
-    pretrained = path if spelling == 'pretrained' else dict(type='Pretrained', checkpoint=path)
-    model = build(small, **{spelling: pretrained})
+    named = dict(pretrained=path) if spelling == 'pretrained' else dict(init_cfg=dict(spelling, checkpoint=path))
+    model = build(small, **named)
     model.init_weights()
     assert not differing(model, source)
 

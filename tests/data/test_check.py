@@ -154,6 +154,9 @@ def test_heads_with_another_number_of_classes_are_an_error(head: str, detector: 
     blobs = CocoDataset(lazy_init=True, metainfo=CLASSES)
     with pytest.raises(DataError, match=rf'^{head} has num_classes=80, but the val dataset has 2 classes \(cat, dog\)'):
         check_num_classes(nn.DataParallel(model), blobs, 'val')
+    # Grounding DINO's head has as many as its text may have words.
+    model.language_model = nn.Identity()
+    check_num_classes(model, blobs, 'val')
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,14 @@ def test_it_is_saved_as_it_is(fused_backbone, tmp_path, name, form):
     assert all(map(torch.equal, loaded(images), expected))
 
 
+def test_a_detector_in_bfloat16_is_saved(small_detector, tmp_path):
+    model, images = slab_det.deploy(slab_det.fuse(small_detector()), torch.bfloat16), torch.randn(1, 3, 64, 64)
+    torch.save(model, tmp_path / 'model.pth')
+    loaded = torch.load(tmp_path / 'model.pth', weights_only=False)
+    with torch.no_grad():
+        assert all(map(torch.equal, raw_outputs(loaded, images)[1:], raw_outputs(model, images)[1:]))
+
+
 class OwnStage(SwinBlockSequence):
     """Adds up what its blocks return, as dense predictors do."""
 

@@ -21,7 +21,7 @@ import slab_det
 from slab_det.deployment import ServedDetector, tiles
 from slab_det.deployment.export import export_onnx
 from slab_det.deployment.export.parity import match_detections
-from slab_det.fusion import save_fused
+from slab_det.fusion import FusionError, save_fused
 from slab_det.runtime.errors import CheckpointError, DataError, ExportError
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
@@ -134,8 +134,7 @@ def test_images_that_no_training_had_are_refused_everywhere(runtime, served):
 
 def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg, tmp_path, files):
     cfg = module_run_cfg(**SMALL_SWIN)
-    model = MODELS.build(cfg.model)
-    slab_det.set_gamma(model, 0)
+    model = as_trained(MODELS.build(cfg.model))
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'last.pth')
     detector = slab_det.load_detector(cfg, tmp_path / 'last.pth', dtype=torch.bfloat16)
     assert (
@@ -143,6 +142,10 @@ def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg,
         and detector.model.backbone.patch_embed.projection.weight.dtype == torch.bfloat16
     )
     assert isinstance(detector(IMAGES[0]), DetDataSample)
+    model = MODELS.build(module_run_cfg(**{**SMALL_SWIN, 'norm_cfg': dict(type='LN')}).model)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'layernorm.pth')
+    with pytest.raises(FusionError, match='norms have no statistics of data'):
+        slab_det.load_detector(cfg, tmp_path / 'layernorm.pth')
     for arguments, error, message in (
         (dict(weights=files[2]), CheckpointError, 'cannot be read as a checkpoint'),
         (dict(weights=files[1], runtime='onnxruntime'), ExportError, 'was not written by slab-det export'),

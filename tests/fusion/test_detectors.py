@@ -3,12 +3,16 @@
 import inspect
 
 import pytest
-from conftest import SMALL_SWIN, as_trained, random_sizes, small_mmdet_cfg
+import torch
+from conftest import SMALL_SWIN, as_trained, random_sizes, raw_outputs, small_mmdet_cfg
 from fusion_checks import assert_fused_equals, left_affine
 from mmdet.models.detectors import RetinaNet, SingleStageDetector, TwoStageDetector
 from mmdet.registry import MODELS
+from mmengine.config import Config
 
 import slab_det
+from slab_det.checkpoints.build import build_detector
+from slab_det.fusion import save_fused
 from slab_det.fusion.stock_mmdet import DETECTORS
 
 
@@ -22,6 +26,20 @@ def build():
 
 # Odd in both directions.
 SIZES = [(height | 1, width | 1) for height, width in random_sizes(3, seed=6)]
+
+
+def test_a_python_style_config_is_written_so_that_it_loads(small_detector_cfg, tmp_path):
+    text = repr(small_detector_cfg().to_dict())
+    for name in ('RoIAlign', 'nms'):
+        assert f"'type': '{name}'" in text
+        text = text.replace(f"'type': '{name}'", f"'type': {name}")
+    (tmp_path / 'lazy.py').write_text(f'from mmcv.ops import RoIAlign, nms\n\ndefault_scope = None\nmodel = {text}\n')
+    cfg = Config.fromfile(tmp_path / 'lazy.py', lazy_import=True)
+    fused = slab_det.fuse(as_trained(build_detector(cfg)))
+    checkpoint, config = save_fused(fused, cfg, tmp_path / 'fused.pth')
+    loaded, images = build_detector(Config.fromfile(config), str(checkpoint)), torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        assert all(map(torch.equal, raw_outputs(loaded, images), raw_outputs(fused, images)))
 
 
 class OwnDetector(RetinaNet):

@@ -142,6 +142,13 @@ def test_an_epoch_based_run_serves_averaged_weights_and_best_checkpoints_keep_th
         slab_det.fuse(build_detector(cfg, str(best)))
 
 
+def test_a_run_with_mmengines_activation_checkpointing_is_fused(small_run_cfg):
+    cfg = small_run_cfg(max_iters=2)
+    cfg.activation_checkpointing = ['backbone.stages.0', 'neck']
+    _, work_dir = train(cfg)
+    assert read_report(work_dir / 'report.json')[1].fusion['difference']['float64'] < 1e-9
+
+
 def test_a_run_that_ends_with_gamma_above_0_keeps_its_checkpoint_and_is_not_fused(small_run_cfg):
     cfg = small_run_cfg(max_iters=2)
     cfg.custom_hooks[0].update(total=10, unit='iter')

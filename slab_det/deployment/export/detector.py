@@ -20,6 +20,7 @@ from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
 
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
 # mmdet's delta2bbox: no side changes by more than this.
@@ -63,10 +64,13 @@ def _check_options(detector: TwoStageDetector) -> None:
         'a bbox_head with softmax scores and boxes': not box_head.custom_cls_channels and box_head.with_reg,
         'a box and a mask for each class': per_class,
         "roi_layers of pool_mode='avg'": all(getattr(layer, 'pool_mode', '') == 'avg' for layer in layers),
+        'a positive max_per_img in test_cfg.rpn': rpn_head.test_cfg.max_per_img > 0,
         'bbox_coders without add_ctr_clamp': not any(head.bbox_coder.add_ctr_clamp for head in (rpn_head, box_head)),
     }
     for name, nms in (('rpn', rpn_head.test_cfg.nms), ('rcnn', roi_head.test_cfg.nms)):
-        is_plain = nms.get('type', 'nms') == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
+        is_plain = (
+            type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
+        )
         needed[f'plain NMS per class in test_cfg.{name}.nms'] = is_plain
     for what, given in needed.items():
         if not given:
@@ -287,12 +291,13 @@ def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, cfg: Any) -> Tensor:
         boxes: Corners, (N, 4), none negative.
         scores: (N,).
         groups: The class or the level of each box, (N,).
-        cfg: The detector's test_cfg: the NMS, and how many boxes stay.
+        cfg: The detector's test_cfg: the NMS, and how many boxes stay, -1 for all.
     """
     # mmcv's way, rounding included: each group in a place of its own. The zero keeps max() of no boxes defined.
     stride = torch.cat([boxes.reshape(-1), boxes.new_zeros(1)]).max() + 1
     boxes = boxes + (groups.to(boxes.dtype) * stride)[:, None]
-    return _Suppression.apply(boxes, scores, cfg.nms.iou_threshold, cfg.max_per_img)
+    limit = cfg.max_per_img if cfg.max_per_img > 0 else torch.iinfo(torch.int32).max
+    return _Suppression.apply(boxes, scores, cfg.nms.iou_threshold, limit)
 
 
 def _nonzero(mask: Tensor) -> Tensor:

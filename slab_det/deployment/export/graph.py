@@ -12,7 +12,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from mmdet.utils import get_test_pipeline_cfg
 from torch import Tensor, nn
 
 import slab_det
@@ -23,6 +22,7 @@ from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
+from slab_det.runtime.pipeline import inference_steps
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
     'backbone': BackboneGraph,
@@ -107,8 +107,9 @@ def _describe_input(detector: nn.Module) -> dict:
     if preprocessor._enable_normalize:
         normalization |= {name: getattr(preprocessor, name).flatten().tolist() for name in ('mean', 'std')}
     # build_detector, like mmdet's init_detector, leaves the config there.
-    if 'test_dataloader' in getattr(detector, 'cfg', ()):
-        steps = [dict(step, type=type_name(step.type)) for step in get_test_pipeline_cfg(detector.cfg)]
+    cfg = getattr(detector, 'cfg', {})
+    if cfg.get('test_dataloader') or cfg.get('val_dataloader'):
+        steps = [dict(step, type=type_name(step['type'])) for step in inference_steps(cfg)]
         resize = next((step for step in steps if 'Resize' in step['type']), None)
     return dict(image=dict(channel_order='BGR', range=[0, 255], resize=resize), normalization=normalization)
 

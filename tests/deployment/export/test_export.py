@@ -131,6 +131,17 @@ def test_graph_finds_what_mmdet_finds(detector, row):
         torch.testing.assert_close(logits, expected_logits, rtol=1e-6, atol=1e-7)
 
 
+def test_no_limit_is_no_limit(detector, tmp_path):
+    model = detector()
+    model.roi_head.test_cfg.update(max_per_img=-1, score_thr=0.0)
+    export_onnx(model, tmp_path / 'model.onnx')
+    image = torch.rand(1, 3, 96, 128) * 255
+    with torch.no_grad():
+        expected, _ = predict(model, image, 32)
+    boxes = load_runtime(tmp_path / 'model.onnx').run(image.numpy())['boxes']
+    assert len(boxes) == len(expected) > 100
+
+
 @pytest.mark.parametrize(
     ('row', 'kind', 'scope', 'divisor'),
     [
