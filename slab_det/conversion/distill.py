@@ -207,8 +207,8 @@ def _roi_outputs(head: nn.Module, features: Sequence[Tensor], proposals: list[In
         # Its forward refines the boxes by its own deltas, and would compare outputs on different boxes.
         stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
         return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
-    found = head._bbox_forward(features, rois)
-    outputs = [found['cls_score'], found['bbox_pred']]
+    boxes = head._bbox_forward(features, rois)
+    outputs = [boxes['cls_score'], boxes['bbox_pred']]
     if head.with_mask:
         # Its forward takes the first hundred boxes of all: those of the first image.
         surest = [found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals]

@@ -28,7 +28,15 @@ class FusionError(SlabDetError):
 
 
 def check_statistics(model: nn.Module, checkpoint: str) -> None:
-    """Raises FusionError where norms of ours got no statistics from a checkpoint, as from that of a LayerNorm model."""
+    """Refuses norms that got no statistics from a checkpoint, as from that of a LayerNorm model.
+
+    Args:
+        model: A model that has loaded the checkpoint.
+        checkpoint: What the message calls it.
+
+    Raises:
+        FusionError: Naming the first of such norms.
+    """
     norms = dict(named_offline_norms(model))
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:
