@@ -74,8 +74,7 @@ def load_detector(
     Raises:
         ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit.
-        FusionError, DeploymentError: If the detector cannot be fused, for one because the checkpoint has no statistics for
-            its norms, or deployed.
+        FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics.
         ExportError: If there is no such runtime, it cannot run the file, or a ``device`` was given for it.
     """
     cfg = config if isinstance(config, Config) else Config.fromfile(config)
