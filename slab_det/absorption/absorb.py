@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.student import Absorption
 from slab_det.conversion.convert import ConversionError
+from slab_det.deployment import is_deployed
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
 from slab_det.recalibration.moments import evaluating
 from slab_det.runtime.errors import AgreementError
@@ -68,11 +69,13 @@ def absorb(
 
     Raises:
         ConversionError: If no LayerNorm can be absorbed, there are no images, ``keep`` names no such norm or is below
-            0, an attention has hooks, or values are not finite.
+            0, an attention has hooks, the model is wrapped or deployed, or values are not finite.
         FusionError: If the model has norms of ours that cannot be fused.
     """
     if is_model_wrapper(model):
         raise ConversionError(f'the model is wrapped in a {type(model).__name__}; give what is inside, model.module')
+    if is_deployed(model):
+        raise ConversionError('the model is deployed, which hides its norms; absorb the one that it was made of')
     if isinstance(keep, Real) and not keep >= 0:
         raise ConversionError(f'keep={keep}: give a number from 0 on, or names of LayerNorms')
     if isinstance(keep, str):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.backbones.base import check_norm_cfg
+from slab_det.deployment import is_deployed
 from slab_det.fusion.folds import find_hooks
 from slab_det.fusion.fuse import replace_module
 from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
@@ -78,12 +79,14 @@ def convert_norms(
         rms_norms: The classes of RMSNorms; libraries of language models have classes of their own.
 
     Raises:
-        ConversionError: If no norm was converted, the new norm is unknown or none of ours, or calibration is asked
-            for another norm than PRepBN.
+        ConversionError: If no norm was converted, the new norm is unknown or none of ours, calibration is asked for
+            another norm than PRepBN, or the model is deployed.
         RecalibrationError: If calibration has no data, or data that are not finite.
 
         After any error ``model`` is as it was.
     """
+    if is_deployed(model):
+        raise ConversionError('the model is deployed, which cannot be trained; convert the one that it was made of')
     norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
     try:
         check_norm_cfg('norm_cfg', norm_cfg)

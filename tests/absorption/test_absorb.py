@@ -335,6 +335,8 @@ def test_nothing_to_absorb_is_an_error(teacher, small_detector):
         absorb(small_detector(), pictures(), keep=0, progress=False)
     with pytest.raises(ConversionError, match='DataParallel; give what is inside'):
         absorb(nn.DataParallel(teacher()), pictures(), keep=0, progress=False)
+    with pytest.raises(ConversionError, match='deployed.*; absorb the one that it was made of'):
+        absorb(slab_det.deploy(teacher()), pictures(), keep=0, progress=False)
     with pytest.raises(ConversionError, match='no batch'):
         absorb(teacher(), [], keep=0, progress=False)
     with pytest.raises(ConversionError, match='backbone.nrom1.*these can: backbone.patch_embed.norm'):

@@ -268,7 +268,12 @@ def test_repbn_branch_is_the_least_squares_line_of_each_channel(std):
 
 
 def test_wrong_uses_are_named():
-    for norms, message in ((nn.Linear(2, 2), 'no LayerNorm'), (nn.LayerNorm(2), 'whole model')):
+    deployed = slab_det.deploy(swin('LN').float())
+    for norms, message in (
+        (nn.Linear(2, 2), 'no LayerNorm'),
+        (nn.LayerNorm(2), 'whole model'),
+        (deployed, 'deployed.*; convert the one that it was made of'),
+    ):
         with pytest.raises(ConversionError, match=message):
             slab_det.convert_norms(norms)
     with pytest.raises(ConversionError, match='no PRepBN'):
