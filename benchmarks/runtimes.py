@@ -28,6 +28,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from benchmarks.untrained import build_untrained
 from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import (
@@ -36,7 +37,6 @@ from slab_det.deployment.export import (
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.latency import keep_freed_memory
-from slab_det.measure.untrained import build_untrained
 from slab_det.runtime.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]

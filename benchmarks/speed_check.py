@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.untrained import build_untrained
 from slab_det.cli import run_cli
 from slab_det.measure.environment import library_versions
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
-from slab_det.measure.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[1]
 STOCK = {'type': 'SwinTransformer'}

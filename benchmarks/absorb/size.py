@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.untrained import build_untrained
 from slab_det.measure.agreement import detect
 from slab_det.measure.environment import describe_environment
-from slab_det.measure.untrained import build_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {'Swin-T': 'mask_rcnn_swin_t', 'Swin-S': 'mask_rcnn_swin_s', 'PVT-S': 'mask_rcnn_pvt_s'}

@@ -1,16 +1,10 @@
 """Random weights that can be timed: statistics that fit them, and heads with the same work in every detector."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import torch
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
-from mmengine.config import Config
 from torch import nn
 
-from slab_det.checkpoints.build import build_detector
-from slab_det.fusion import fuse
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.recalibration.fixed_point import recalibrate
 
@@ -44,23 +38,7 @@ def prepare_untrained(model: nn.Module) -> bool:
         nn.init.zeros_(layer.bias)
     # Sure of the first class: above every score threshold.
     nn.init.constant_(box_head.fc_cls.bias[:1], 10.0)
-    roi_head.test_cfg.max_per_img = min(OBJECTS, roi_head.test_cfg.max_per_img)
+    limit = roi_head.test_cfg.max_per_img
+    # mmdet takes -1 as no limit.
+    roi_head.test_cfg.max_per_img = min(OBJECTS, limit) if limit > 0 else OBJECTS
     return True
-
-
-def build_untrained(config: str | Path, backbone: Mapping) -> nn.Module:
-    """The detector of a config with random weights (seed 0), prepared by :func:`prepare_untrained` and fused.
-
-    Args:
-        config: Path of the config.
-        backbone: Changes of its backbone, for example ``dict(type='SwinTransformer')`` for mmdet's own.
-
-    Returns:
-        The detector in eval mode; a LayerNorm one as it is.
-    """
-    cfg = Config.fromfile(config)
-    cfg.merge_from_dict({'model.backbone': {'init_cfg': None, **backbone}})
-    torch.manual_seed(0)
-    model = build_detector(cfg)
-    prepare_untrained(model)
-    return fuse(model, inplace=True)

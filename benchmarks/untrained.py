@@ -1,0 +1,30 @@
+"""Detectors of full size with random weights, for what only costs are measured of."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from slab_det.checkpoints.build import build_detector
+from slab_det.fusion import fuse
+from slab_det.measure.untrained import prepare_untrained
+
+
+def build_untrained(config: str | Path, backbone: Mapping) -> nn.Module:
+    """The detector of a config with random weights (seed 0), prepared as tools/latency.py prepares it, and fused.
+
+    Args:
+        config: Path of the config.
+        backbone: Changes of its backbone, for example ``dict(type='SwinTransformer')`` for mmdet's own.
+
+    Returns:
+        The detector in eval mode; a LayerNorm one as it is.
+    """
+    cfg = Config.fromfile(config)
+    cfg.merge_from_dict({'model.backbone': {'init_cfg': None, **backbone}})
+    torch.manual_seed(0)
+    model = build_detector(cfg)
+    prepare_untrained(model)
+    return fuse(model, inplace=True)
