@@ -71,6 +71,7 @@ def test_norms_of_the_readme_are_the_stored_results():
 ABSORBED = {
     'BCCD, Faster R-CNN, box AP': 'bccd_2000',
     'DSB2018, Mask R-CNN, mask AP': 'dsb2018_2000',
+    'DSB2018, 4,000 iterations': 'dsb2018_4000',
     'photographs, Faster R-CNN, box AP': 'animals_1000',
 }
 
