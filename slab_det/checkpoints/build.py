@@ -5,7 +5,6 @@ from pathlib import Path
 
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
@@ -13,6 +12,7 @@ from slab_det.checkpoints import LoadReport, check_detector_checkpoint, load_pre
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config
 from slab_det.runtime.errors import CheckpointError, config_errors, name_some
+from slab_det.runtime.scope import enter_scope
 
 
 def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
@@ -31,7 +31,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
         ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit the model.
     """
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    enter_scope(cfg)
     with config_errors(cfg.filename or 'config'):
         # mmdet's DETRs write into their config, and what is written cannot be built again.
         model_cfg = copy.deepcopy(cfg.model)
@@ -68,7 +68,7 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
     Raises:
         CheckpointError: If the weights do not fit, or do not fill the backbone: random ones are not written.
     """
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    enter_scope(cfg)
     with config_errors(cfg.filename or 'config'):
         backbone = MODELS.build(detector_config(cfg.model).backbone)
     report = load_pretrained(backbone, source)

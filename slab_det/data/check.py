@@ -11,7 +11,6 @@ from pathlib import Path
 from mmdet.datasets import BaseDetDataset, CocoDataset
 from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
-from mmengine.registry import init_default_scope
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,6 +18,7 @@ from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import DataError, name_some
+from slab_det.runtime.scope import enter_scope
 
 SPLITS = ('train', 'val', 'test')
 # What mmdet reads of each entry of an annotation file; iscrowd only AP, at the end of an epoch.
@@ -52,7 +52,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     Raises:
         DataError: Naming the split, the missing path, and what to do about it.
     """
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    enter_scope(cfg)
     for split in splits:
         datasets = [*_datasets(cfg, split)]
         for dataset in datasets:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
 from torch import nn
 
 from slab_det.checkpoints.build import build_detector
@@ -17,6 +16,7 @@ from slab_det.fusion import check_statistics, fuse
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
+from slab_det.runtime.scope import enter_scope
 
 
 class ServedDetector:
@@ -89,6 +89,6 @@ def load_detector(
         # Half a second that PyTorch alone does not need.
         from slab_det.deployment.export import ExportedDetector
 
-        init_default_scope(cfg.get('default_scope') or 'mmdet')
+        enter_scope(cfg)
         model = ExportedDetector(str(weights), runtime=runtime, **options).eval()
     return ServedDetector(model, inference_steps(cfg))

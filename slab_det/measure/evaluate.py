@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
-from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch import nn
 
 from slab_det.measure.report import ap_from_metrics
 from slab_det.recalibration.moments import evaluating
+from slab_det.runtime.scope import enter_scope
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
     Returns:
         What :func:`slab_det.measure.report.ap_from_metrics` makes of the metrics.
     """
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    enter_scope(cfg)
     loader = Runner.build_dataloader(cfg.val_dataloader)
     evaluator = Evaluator(cfg.val_evaluator)
     evaluator.dataset_meta = loader.dataset.metainfo

@@ -8,7 +8,6 @@ from pathlib import Path
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
-from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,6 +15,7 @@ from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.random_state import fixed_random_state
+from slab_det.runtime.scope import enter_scope
 
 PIPELINES = ('train', 'test')
 
@@ -55,7 +55,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
     # Transforms are found by the default scope, which nobody sets outside a runner.
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    enter_scope(cfg)
     dataset = DATASETS.build(dataset)
     return Runner.build_dataloader(
         dict(
@@ -88,7 +88,7 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
 
     if num_images < 1:
         raise DataError(f'num_images={num_images}: at least one image is needed')
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    enter_scope(cfg)
     images = RepeatableImages(ImageFolder(folder, inference_steps(cfg)), num_images, test_mode=True)
     return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
 

@@ -3,8 +3,9 @@
 import sys
 
 import mmdet.registry
+from mmengine.config import Config
 from mmengine.config.utils import MODULE2PACKAGE
-from mmengine.registry import Registry
+from mmengine.registry import Registry, init_default_scope
 
 REGISTRIES = [
     registry
@@ -30,3 +31,9 @@ def register_scope() -> None:
         Registry(registry.name, scope='slab_det', parent=registry)
     # Under these names mmengine imports the registries of a scope, and register_all_modules.
     sys.modules['slab_det.registry'] = sys.modules['slab_det.utils'] = sys.modules[__name__]
+
+
+def enter_scope(cfg: Config) -> None:
+    """Has mmengine look names up in the ``default_scope`` of a config, as its runner does; without one, in mmdet's."""
+    # Python-style configs say None.
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
