@@ -12,7 +12,7 @@ from mmcv.cnn.bricks.transformer import build_dropout
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from slab_det.attention.geometry import Geometry, MapGeometry, Windows, join_groups, split_groups, window_geometry
+from slab_det.attention.geometry import Geometry, MapGeometry, WindowGeometry, Windows, join_groups, split_groups
 
 
 class Attention(BaseModule):
@@ -141,7 +141,7 @@ class ShiftedWindowAttention(BaseModule):
         self.shift_size = shift_size
         self.drop = build_dropout(dict(type='DropPath', drop_prob=drop_path_rate))
         # (height, width, window_size, shift, device) -> the windows of a map.
-        self.make_windows: Callable[[int, int, int, int, torch.device], Windows] = window_geometry
+        self.make_windows: Callable[[int, int, int, int, torch.device], Windows] = WindowGeometry
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         windows = self.make_windows(*hw_shape, self.w_msa.window_size, self.shift_size, x.device)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021; their value).
 MASKED_LOGIT = -100.0
@@ -33,7 +32,7 @@ class Geometry(ABC):
     """What the mathematics of an attention may ask about the tokens that it mixes.
 
     :class:`WindowGeometry` and :class:`MapGeometry` answer in training, :mod:`slab_det.deployment.tiles` in deployment
-    on a CPU, :mod:`slab_det.deployment.gather` on a GPU, :mod:`slab_det.deployment.export.token_index` in export.
+    on a CPU, :mod:`slab_det.deployment.gather` on a GPU, :mod:`slab_det.deployment.window_index` in export.
 
     Attributes:
         query_shape: (H, W) of the window or map of the queries.
@@ -53,15 +52,8 @@ class Geometry(ABC):
         """The values (B, M, C) at the places of the queries, (B, N, C)."""
         return v
 
-    def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """Returns ``make()``, or what it returned before for this geometry, ``weight`` and ``dtype``.
-
-        Args:
-            owner: The attention. Its attribute ``kept``, None at first, may hold the tensor.
-            weight: The parameter that the tensor is made of.
-            dtype: Of the tensor.
-            make: Makes the tensor.
-        """
+    def keep(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Returns ``make()``, a tensor of the attention's weights; deployed models may keep it, as nothing trains."""
         return make()
 
     def share(self, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -136,132 +128,82 @@ class MapGeometry(Geometry):
         return resize_table(v, self.source_shape, self.query_shape) if self.is_reduced else v
 
 
-class _SelectRows(torch.autograd.Function):
-    """Row selection whose backward is again a selection: every source row is used exactly once.
-
-    The generic backward would be an index_add, slower, and not deterministic on a GPU.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, index: Tensor, inverse: Tensor, unused: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(inverse, unused)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inverse, unused = ctx.saved_tensors
-        grad = grad.index_select(0, inverse)
-        if unused.numel():
-            grad.index_fill_(0, unused, 0)
-        return grad, None, None, None
-
-
-def _select_rows(rows: Tensor, index: Tensor, inverse: Tensor, unused: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        return _SelectRows.apply(rows, index, inverse, unused)
-    return rows.index_select(0, index)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class WindowGeometry(Windows):
-    """The windows of one (H, W) map, as index tensors that are computed once per size.
+    """The windows of a (H, W) map, cut by padding, rolling and reshaping it, for maps of any size.
 
     Attributes:
-        window_size: Side w of a window.
-        num_windows: nW = ceil(H / w) * ceil(W / w).
-        index: The token in each slot, (nW * N,); 0 in slots of padding.
-        inverse: The slot of each token, (H * W,).
-        padding_slots: The slots that hold padding.
-        regions: The region of the shifted map that each slot came from, (nW, N); None without a shift. Attention stays
-            inside a region.
+        height: Rows H of the map, in tokens.
+        width: Columns W of the map.
+        window_size: Side w of a window; a map has nW = ceil(H / w) * ceil(W / w) of them.
+        shift: Cyclic shift towards the top left, in tokens, below ``window_size``.
+        device: Where the map lies.
     """
 
+    height: int
+    width: int
     window_size: int
-    num_windows: int
-    index: Tensor
-    inverse: Tensor
-    padding_slots: Tensor
-    regions: Tensor | None
+    shift: int
+    device: torch.device
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        batch, length, _ = qkv.shape
-        index, inverse, slots = self.over_batch(batch)
-        parts = []
-        for part, row in zip(qkv.chunk(3, dim=-1), padding.chunk(3), strict=True):
-            rows = _select_rows(part.reshape(batch * length, -1), index, inverse, slots[:0])
-            if slots.numel():
-                rows = rows.index_copy_(0, slots, row.to(rows.dtype).expand(slots.numel(), -1))
-            parts.append(split_groups(rows.view(batch * self.num_windows, -1, rows.shape[1]), groups))
-        return tuple(parts)
+        image = qkv.unflatten(1, (self.height, self.width))
+        for dim in (2, 1):
+            image = self._pad_and_roll(image, padding.to(qkv.dtype), dim)
+        # Split before the copy: autograd lets nobody write into one of several views of a tensor.
+        return tuple(self._partition(part, groups) for part in image.chunk(3, -1))
 
     def merge(self, windows: Tensor) -> Tensor:
-        batch = windows.shape[0] // self.num_windows
-        index, inverse, slots = self.over_batch(batch)
-        return _select_rows(join_groups(windows).flatten(0, 1), inverse, index, slots).unflatten(0, (batch, -1))
-
-    def over_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``index``, ``inverse`` and ``padding_slots`` of all maps of a batch, one after the other."""
-        if batch == 1:
-            return self.index, self.inverse, self.padding_slots
-        image = torch.arange(batch, device=self.index.device)[:, None]
-        tokens, slots = image * self.inverse.numel(), image * self.index.numel()
-        return tuple(
-            (offset + places).flatten()
-            for offset, places in ((tokens, self.index), (slots, self.inverse), (slots, self.padding_slots))
-        )
+        rows, columns = (-(-side // self.window_size) for side in (self.height, self.width))
+        x = windows.unflatten(2, self.query_shape).unflatten(0, (-1, rows, columns))
+        image = x.permute(0, 1, 4, 2, 5, 3, 6).flatten(5).flatten(3, 4).flatten(1, 2)
+        for dim, side in ((1, self.height), (2, self.width)):
+            image = self._roll_back(image, dim, side)
+        return image.flatten(1, 2)
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.regions is None else mask_regions(self.regions, dtype)
+        if not self.shift:
+            return None
+        sides = (-(-side // self.window_size) * self.window_size for side in (self.height, self.width))
+        rows, columns = (torch.arange(side, device=self.device) for side in sides)
+        # Rows and columns of the rolled map fall into three bands each: untouched, kept, wrapped around.
+        rows, columns = (
+            (i >= len(i) - self.window_size).long() + (i >= len(i) - self.shift).long() for i in (rows, columns)
+        )
+        regions = self._partition((rows[:, None] * 3 + columns)[None, :, :, None], groups=1)
+        return mask_regions(regions[:, 0, :, 0], dtype)
 
-    def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        needs_gradient = torch.is_grad_enabled() and weight.requires_grad
-        if owner.training or needs_gradient or torch.compiler.is_compiling():
-            return make()
-        # Only the last size is kept: masks of large maps take tens of megabytes in each block.
-        # Autograd refuses what was made in inference mode.
-        key = self, dtype, None if weight.is_inference() else weight._version, torch.is_inference_mode_enabled()
-        # The weight is kept too: torch.func.functional_call frees one table, and the next may get its id.
-        # Another thread may replace what is kept at any moment.
-        kept = owner.kept
-        if kept is None or kept[0] is not weight or kept[1] != key:
-            kept = owner.kept = weight, key, make()
-        return kept[2]
+    def _pad_and_roll(self, image: Tensor, row: Tensor, dim: int) -> Tensor:
+        """Pads one side of (B, H, W, 3C) to whole windows with ``row`` and rolls it, in one copy."""
+        side, shift = image.shape[dim], self.shift
+        padded = -(-side // self.window_size) * self.window_size
+        if padded == side and not shift:
+            return image
+        shape = list(image.shape)
+
+        def padding(count: int) -> Tensor:
+            shape[dim] = count
+            return row.expand(shape)
+
+        # The padding may reach into the part that is wrapped around. Slices instead of split() make backward slow.
+        head, tail = image.split([min(shift, side), max(side - shift, 0)], dim)
+        return torch.cat([tail, padding(padded - max(side, shift)), head, padding(max(shift - side, 0))], dim)
+
+    def _roll_back(self, image: Tensor, dim: int, side: int) -> Tensor:
+        """Undoes :meth:`_pad_and_roll`: ``side`` rows or columns are left."""
+        if not self.shift:
+            return image.narrow(dim, 0, side)
+        padded, head, tail = image.shape[dim], min(self.shift, side), max(side - self.shift, 0)
+        tail, _, head, _ = image.split([tail, padded - self.shift - tail, head, self.shift - head], dim)
+        return torch.cat([head, tail], dim)
+
+    def _partition(self, image: Tensor, groups: int) -> Tensor:
+        """(B, H', W', C) of whole windows -> (B * nW, g, N, C / g), a copy."""
+        sides = (-1, self.window_size)
+        image = image.unflatten(3, (groups, -1)).unflatten(2, sides).unflatten(1, sides).permute(0, 1, 3, 5, 2, 4, 6)
+        return image.clone(memory_format=torch.contiguous_format).flatten(4, 5).flatten(0, 2)
 
 
 def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:
     """The additive mask (nW, N, N) of windows whose slots come from the regions (nW, N)."""
     return (regions[:, :, None] != regions[:, None, :]).to(dtype) * MASKED_LOGIT
-
-
-@lru_cache(maxsize=64)
-def window_geometry(height: int, width: int, window_size: int, shift: int, device: torch.device) -> WindowGeometry:
-    """The windows of a (height, width) map, computed once per size.
-
-    All sizes count tokens; ``shift`` is a cyclic shift towards the top left, below ``window_size``.
-    """
-    # Cached tensors outlive the mode they were made in, and autograd refuses inference tensors.
-    with torch.inference_mode(False), torch.no_grad():
-        num_rows, num_columns = -(-height // window_size), -(-width // window_size)
-        padded = num_rows * window_size, num_columns * window_size
-        num_tokens, num_windows = height * width, num_rows * num_columns
-
-        def cut(image: Tensor) -> Tensor:
-            image = image.reshape(num_rows, window_size, num_columns, window_size)
-            return image.permute(0, 2, 1, 3).reshape(num_windows, -1)
-
-        tokens = torch.full(padded, -1, dtype=torch.long, device=device)
-        tokens[:height, :width] = torch.arange(num_tokens, device=device).view(height, width)
-        index = cut(tokens.roll((-shift, -shift), (0, 1))).flatten()
-        padding = index < 0
-        inverse = torch.empty(num_tokens, dtype=torch.long, device=device)
-        inverse[index[~padding]] = torch.nonzero(~padding).flatten()
-        slots = torch.nonzero(padding).flatten()
-        regions = None
-        if shift:
-            # Rows and columns of the rolled map fall into three bands each: untouched, kept, wrapped around.
-            places = (torch.arange(n, device=device) for n in padded)
-            rows, columns = ((i >= len(i) - window_size).long() + (i >= len(i) - shift).long() for i in places)
-            regions = cut(rows[:, None] * 3 + columns)
-        return WindowGeometry(window_size, num_windows, index.clamp(min=0), inverse, slots, regions)

@@ -46,8 +46,6 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
         offset = places[:, None] - places[None] + self.window_size - 1
         # The row of the table for each pair of slots, (N, N).
         self.register_buffer('relative_position_index', offset[..., 0] * (2 * self.window_size - 1) + offset[..., 1])
-        # Weight, key and tensor of Geometry.keep().
-        self.kept: tuple[Tensor, object, Tensor] | None = None
 
     def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
         def make() -> Tensor:
@@ -57,19 +55,4 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
             mask = geometry.attention_mask(dtype)
             return (bias if mask is None else bias + mask[:, None]).contiguous()
 
-        return geometry.keep(self, self.relative_position_bias_table, dtype, make)
-
-    def __getstate__(self) -> dict:
-        # Copies and files make the tensor again.
-        return {**self.__dict__, 'kept': None}
-
-    # EMAHook writes through `.data`, which leaves the table's version as it is; train() or eval() follows. A move to
-    # another device or dtype replaces the table.
-
-    def train(self, mode: bool = True) -> SoftmaxWindowAttention:
-        self.kept = None
-        return super().train(mode)
-
-    def _apply(self, *args, **kwargs) -> SoftmaxWindowAttention:
-        self.kept = None
-        return super()._apply(*args, **kwargs)
+        return geometry.keep(f'bias, {dtype}', make)

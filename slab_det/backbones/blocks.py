@@ -207,11 +207,6 @@ class PositionEmbedding(BaseModule):
 class PatchMerging(BaseModule):
     """Norm and linear reduction over s x s blocks of tokens.
 
-    A block is gathered in memory order (row, column, C), and norm and reduction hold their weights in that order. A
-    state dict holds them in the order of mmdet's class, (C, row, column): loading and ``state_dict()`` permute the
-    weights, so that no activation is ever transposed. The tensors of ``state_dict()`` are therefore copies;
-    ``state_dict(keep_vars=True)`` holds the parameters themselves, in the order of a block.
-
     Args:
         in_channels: Channels C of a token.
         out_channels: Channels of a merged token.
@@ -229,47 +224,26 @@ class PatchMerging(BaseModule):
         block_channels = stride * stride * in_channels
         self.norm = build_norm_layer(norm_cfg, block_channels)[1] if norm_cfg else None
         self.reduction = nn.Linear(block_channels, out_channels, bias=False)
-        self.register_load_state_dict_pre_hook(_load_block_order)
-        self.register_state_dict_post_hook(_save_unfold_order)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
         """Merges a map and returns it with its new (H, W)."""
+        blocks, hw_shape = self.cut_blocks(x, hw_shape)
+        # mmdet's order of the channels, (C, row, column). One copy straight into it takes 3 times as long.
+        x = blocks.transpose(2, 3).flatten(2)
+        return self.reduction(x if self.norm is None else self.norm(x)), hw_shape
+
+    def cut_blocks(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """The blocks of a map, (B, H' * W', s * s, C), and (H', W')."""
         stride, (height, width) = self.stride, hw_shape
         x = x.unflatten(1, hw_shape)
         padding = (0, 0, 0, -width % stride, 0, -height % stride)
         # Whether a traced size divides is not known.
         if torch.jit.is_tracing() or any(padding):
             x = F.pad(x, padding)
-        # (B, H', s, W', s, C) -> (B, H' * W', s * s * C)
+        # (B, H', s, W', s, C) -> (B, H', W', s, s, C)
         x = x.unflatten(2, (-1, stride)).unflatten(1, (-1, stride)).transpose(2, 3)
-        hw_shape = (x.shape[1], x.shape[2])
-        x = x.flatten(3).flatten(1, 2)
-        return self.reduction(x if self.norm is None else self.norm(x)), hw_shape
+        return x.flatten(3, 4).flatten(1, 2), (x.shape[1], x.shape[2])
 
     def folds(self) -> Iterator[Fold]:
         """Where the norm goes at inference: it follows the padding of odd maps, which passes it like any token."""
         yield Fold('norm', before='reduction')
-
-
-def _load_block_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    for key in _block_keys(merging, state_dict, prefix):
-        # From mmdet's order to that of a block.
-        channels = state_dict[key].unflatten(-1, (merging.in_channels, merging.stride, merging.stride))
-        state_dict[key] = channels.movedim(-3, -1).flatten(-3)
-
-
-def _save_unfold_order(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    in_use = {id(tensor) for tensor in (*merging.parameters(), *merging.buffers())}
-    for key in _block_keys(merging, state_dict, prefix):
-        if id(state_dict[key]) not in in_use:
-            # Back from the order of a block to mmdet's.
-            blocks = state_dict[key].unflatten(-1, (merging.stride, merging.stride, merging.in_channels))
-            state_dict[key] = blocks.movedim(-1, -3).flatten(-3)
-
-
-def _block_keys(merging: PatchMerging, state_dict: dict[str, Tensor], prefix: str) -> list[str]:
-    """Keys of the tensors with one entry per channel of a block; a tensor of another shape is refused by its layer."""
-    own = {
-        key: value for key, value in state_dict.items() if key.startswith((f'{prefix}reduction.w', f'{prefix}norm.'))
-    }
-    return [key for key, value in own.items() if value.shape[-1:] == (merging.stride**2 * merging.in_channels,)]

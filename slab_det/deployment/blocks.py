@@ -12,12 +12,12 @@ from mmengine.model import Sequential
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
-from slab_det.attention.geometry import join_groups, split_groups, window_geometry
+from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention, WindowGeometry
+from slab_det.attention.geometry import join_groups, split_groups
 from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.deployment import tiles
-from slab_det.deployment.gather import gathered_windows
+from slab_det.deployment.gather import WindowGatherer
 from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
 from slab_det.fusion.folds import find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
@@ -134,8 +134,8 @@ def replace_stock_blocks(backbone: nn.Module) -> None:
 def gather_windows(backbone: nn.Module) -> None:
     """Has window attentions cut q, k and v with one gather."""
     for module in backbone.modules():
-        if isinstance(module, ShiftedWindowAttention) and module.make_windows is window_geometry:
-            module.make_windows = gathered_windows
+        if isinstance(module, ShiftedWindowAttention) and module.make_windows is WindowGeometry:
+            module.make_windows = WindowGatherer()
 
 
 def tile_blocks(backbone: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slab_det.backbones.base import Backbone
 from slab_det.deployment.blocks import gather_windows, replace_stock_blocks, tile_blocks
 from slab_det.deployment.linear import deployed_linear, replace_layers
+from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import check_precision, lower_precision
 from slab_det.deployment.roi_align import deployed_roi_align
 from slab_det.deployment.winograd import winograd_conv
@@ -77,6 +78,7 @@ def deploy(
         if isinstance(module, Backbone):
             # Tokens are channels last: maps are then views of them.
             module.channels_last = True
+    replace_layers(backbone, deployed_merging)
     if on_cpu:
         tile_blocks(backbone)
         replace_layers(model, deployed_linear)

@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from slab_det.attention.geometry import WindowGeometry, split_qkv, window_geometry
+from slab_det.attention import WindowGeometry
+from slab_det.attention.geometry import Windows, join_groups, mask_regions, split_qkv
+from slab_det.deployment.window_index import WindowIndex
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredWindows(WindowGeometry):
-    """The windows of one map, for inference."""
+class GatheredWindows(Windows):
+    """The windows of one map, for inference; arguments as for WindowIndex, whose indices it keeps."""
+
+    def __init__(self, height: int, width: int, window_size: int, shift: int, device: torch.device) -> None:
+        index = WindowIndex(height, width, window_size, shift, device)
+        self.window_size, self.num_windows = window_size, len(index.tokens)
+        tokens = index.tokens.flatten()
+        self.padding_slots = torch.nonzero(tokens == height * width).flatten()
+        self.tokens = tokens.clamp(max=height * width - 1)
+        window, slot = index.places()
+        self.slots = window * window_size**2 + slot
+        self.regions = index.regions()
+        self.kept: dict[str, Tensor] = {}
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        batch, length, _ = qkv.shape
-        index, _, slots = self.over_batch(batch)
-        rows = qkv.reshape(batch * length, -1).index_select(0, index)
-        if slots.numel():
-            rows.index_copy_(0, slots, padding.to(rows.dtype).expand(slots.numel(), -1))
-        return split_qkv(rows.view(batch * self.num_windows, self.window_size**2, -1), groups)
+        rows = qkv.index_select(1, self.tokens)
+        if self.padding_slots.numel():
+            rows.index_copy_(
+                1, self.padding_slots, padding.to(rows.dtype).expand(len(rows), len(self.padding_slots), -1)
+            )
+        return split_qkv(rows.view(len(rows) * self.num_windows, self.window_size**2, -1), groups)
+
+    def merge(self, windows: Tensor) -> Tensor:
+        return join_groups(windows).unflatten(0, (-1, self.num_windows)).flatten(1, 2).index_select(1, self.slots)
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.regions is None else mask_regions(self.regions, dtype)
+
+    def keep(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
 
 
-def gathered_windows(height: int, width: int, window_size: int, shift: int, device: torch.device) -> GatheredWindows:
-    """The windows of a (height, width) map, computed once per size; arguments as for ``window_geometry``."""
-    if torch.compiler.is_compiling():
-        return GatheredWindows(*_constant_fields(height, width, window_size, shift, device))
-    return _cached_windows(height, width, window_size, shift, device)
+# The indices of a size, for all attentions.
+_windows = lru_cache(maxsize=64)(GatheredWindows)
 
 
-@lru_cache(maxsize=64)
-def _cached_windows(*arguments: object) -> GatheredWindows:
-    return GatheredWindows(*_constant_fields(*arguments))
+class WindowGatherer:
+    """Makes the windows of one attention; its weights' tensors are kept for the size that it met last."""
 
+    def __init__(self) -> None:
+        self._last: GatheredWindows | None = None
 
-# torch.compile traces through cached functions, unless their result is declared a constant of numbers and tensors.
-@torch.compiler.assume_constant_result
-def _constant_fields(*arguments: object) -> tuple:
-    return tuple(vars(window_geometry(*arguments)).values())
+    def __call__(self, *arguments: object) -> Windows:
+        # torch.compile traces through cached functions, and cannot trace `nonzero`.
+        if torch.compiler.is_compiling():
+            return WindowGeometry(*arguments)
+        # Another thread may replace the last one at any moment.
+        windows, last = _windows(*arguments), self._last
+        if last is None or last.tokens is not windows.tokens:
+            last = self._last = copy.copy(windows)
+            last.kept = {}
+        return last
+
+    def __reduce__(self) -> tuple:
+        # Copies and files make the tensors again.
+        return WindowGatherer, ()

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slab_det.attention.geometry import (
     MapGeometry,
-    WindowGeometry,
     Windows,
     join_groups,
     mask_regions,
     split_qkv,
-    window_geometry,
 )
+from slab_det.deployment.window_index import WindowIndex
 
 # What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
 # to be paged in anew (docs/measuring.md, Memory). Smaller tiles cost more calls than they save.
@@ -33,8 +32,8 @@ class WindowTile(Windows):
         num_windows: Windows m of the tile.
         tokens: The map's token in each slot that holds one, (n,).
         slots: The slots of the tile that hold these tokens, (n,); None for all.
-        kept: The tensor that :meth:`keep` made; tiles without regions share it.
-        regions: (m, N), as in WindowGeometry; None where each window lies in one region.
+        kept: The tensors that :meth:`keep` made; tiles without regions share them.
+        regions: (m, N), as in WindowIndex; None where each window lies in one region.
     """
 
     window_size: int
@@ -57,8 +56,8 @@ class WindowTile(Windows):
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.regions is None else mask_regions(self.regions, dtype)
 
-    def keep(self, owner: nn.Module, weight: Tensor, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        return _get_or_make(self.kept, 'kept', make)
+    def keep(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        return _get_or_make(self.kept, name, make)
 
 
 def window_tiles(
@@ -93,26 +92,23 @@ def _tile_fields(
 ) -> list[tuple]:
     # Cached tensors outlive the mode they were made in.
     with torch.inference_mode(False), torch.no_grad():
-        geometry = window_geometry(height, width, window_size, shift, device)
-        windows = torch.arange(geometry.num_windows, device=device)
+        index = WindowIndex(height, width, window_size, shift, device)
+        regions = index.regions()
+        windows = torch.arange(len(index.tokens), device=device)
         mixed = torch.zeros_like(windows, dtype=torch.bool)
-        if shift:
-            mixed = (geometry.regions != geometry.regions[:, :1]).any(1)
+        if regions is not None:
+            mixed = (regions != regions[:, :1]).any(1)
         size = max(1, max_tokens // window_size**2)
-        return [
-            _fields(geometry, part, masked)
-            for masked in (False, True)
-            for part in windows[mixed == masked].split(size)
-            if part.numel()
-        ]
-
-
-def _fields(geometry: WindowGeometry, windows: Tensor, masked: bool) -> tuple:
-    is_token = torch.ones_like(geometry.index, dtype=torch.bool).index_fill_(0, geometry.padding_slots, False)
-    index, is_token = (x.view(geometry.num_windows, -1)[windows].flatten() for x in (geometry.index, is_token))
-    slots = None if is_token.all() else is_token.nonzero().flatten()
-    tokens = index if slots is None else index[slots]
-    return windows.numel(), tokens, slots, geometry.regions[windows] if masked else None
+        fields = []
+        for masked in (False, True):
+            for part in windows[mixed == masked].split(size):
+                if part.numel():
+                    tokens = index.tokens[part].flatten()
+                    is_token = tokens < height * width
+                    slots = None if is_token.all() else is_token.nonzero().flatten()
+                    tokens = tokens if slots is None else tokens[slots]
+                    fields.append((part.numel(), tokens, slots, regions[part] if masked else None))
+        return fields
 
 
 @dataclass(frozen=True, eq=False)

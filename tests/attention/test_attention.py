@@ -12,8 +12,8 @@ from torch import nn
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.deployment import tiles
 from slab_det.deployment.blocks import TiledMapAttention, TiledWindowAttention
-from slab_det.deployment.export.token_index import WindowIndex
-from slab_det.deployment.gather import gathered_windows
+from slab_det.deployment.gather import WindowGatherer
+from slab_det.deployment.window_index import WindowIndex
 
 HEADS, DIMS = 2, 6
 CHANNELS = HEADS * DIMS
@@ -184,7 +184,7 @@ def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape:
         # In place, with the residual.
         return TiledWindowAttention(nn.Identity(), block)(x.clone(), hw_shape) - x
     if geometry == 'gathered':
-        block.make_windows = gathered_windows
+        block.make_windows = WindowGatherer()
     if geometry == 'symbolic':
         block.make_windows = WindowIndex
         return torch.cat([block(image[None], hw_shape) for image in x])
@@ -203,7 +203,7 @@ def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height
     block = make_block(word, side, shift)
     x = torch.randn(2, height * width, CHANNELS, dtype=torch.double)
     expected = shifted_formula(block, x, height, width)
-    for geometry in ('kept per size', 'gathered', 'tiles', 'symbolic'):
+    for geometry in ('rolled', 'gathered', 'tiles', 'symbolic'):
         out = run(geometry, block, x, (height, width))
         torch.testing.assert_close(
             out, expected, rtol=1e-9, atol=1e-9, msg=f'{geometry}: {(out - expected).abs().max()}'
@@ -257,26 +257,6 @@ def test_a_geometry_made_in_inference_mode_serves_training():
         block(x, (5, 13))
     block(x.requires_grad_(), (5, 13)).sum().backward()
     assert x.grad.isfinite().all()
-
-
-@torch.no_grad()
-def test_cached_bias_follows_the_table_the_size_and_the_mode():
-    block = make_block('softmax', 4, 2)
-    table = block.w_msa.relative_position_bias_table
-
-    def check(height, width):
-        x = torch.randn(1, height * width, CHANNELS, dtype=torch.double)
-        expected = shifted_formula(block, x, height, width)
-        torch.testing.assert_close(block(x, (height, width)), expected, rtol=1e-9, atol=1e-9)
-
-    for size in ((7, 9), (8, 8), (7, 9)):
-        for scale in (1.0, -2.0):
-            table.mul_(scale)
-            check(*size)
-    table.data = table.data * 3
-    # Such a write is not seen before this.
-    block.eval()
-    check(7, 9)
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def test_what_is_kept_for_a_size_is_made_once(served, monkeypatch):
     detector = served('torch')
     detector(IMAGES[0])
     # What a new size would call.
-    monkeypatch.setattr(tiles, 'window_geometry', None)
+    monkeypatch.setattr(tiles, 'WindowIndex', None)
     assert len(detector([IMAGES[3], IMAGES[0]])) == 2
 
 

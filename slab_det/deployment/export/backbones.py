@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import ShiftWindowMSA
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
-from slab_det.deployment.export.token_index import WindowIndex
 from slab_det.deployment.linear import DeployedLinear, deployed_linear, replace_layers
+from slab_det.deployment.patch_merging import deployed_merging
+from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import CannotFold, find_hooks
 from slab_det.fusion.stock_mmdet import own_attention
 from slab_det.runtime.errors import ExportError
@@ -55,7 +55,7 @@ class RowsPatchEmbed(PatchEmbed):
 def make_size_free(model: nn.Module) -> None:
     """Replaces, in place, every module whose forward depends on sizes in another way than by arithmetic.
 
-    mmdet's attention and patch merging give their layers to ours.
+    Patch merging, and mmdet's attention, give their layers to their export form.
 
     Raises:
         ExportError: If a patch embedding or patch merging has no export form.
@@ -81,24 +81,19 @@ def make_size_free(model: nn.Module) -> None:
 
 
 def own_form(layer: nn.Module) -> nn.Module | None:
-    """Our attention or patch merging with the layers of mmdet's; None for every other layer."""
+    """Our attention with the layers of mmdet's, or the deployed form of a patch merging; None for every other layer."""
+    if type(layer) is PatchMerging:
+        return deployed_merging(layer)
     if type(layer) is not ShiftWindowMSA and not isinstance(layer, MmdetPatchMerging):
         return None
     if any(map(find_hooks, layer.modules())):
         raise ExportError(f'a {type(layer).__name__} has hooks, which its export form would lose; remove them')
+    if isinstance(layer, MmdetPatchMerging):
+        merging = deployed_merging(layer)
+        if merging is None:
+            raise ExportError('the patch merging of this mmdet Swin does not take 2x2 blocks: it has no export form')
+        return merging
     try:
-        return own_attention(layer) if type(layer) is ShiftWindowMSA else own_merging(layer)
+        return own_attention(layer)
     except CannotFold as reason:
         raise ExportError(f'a {type(layer).__name__} has no export form: {reason}') from reason
-
-
-def own_merging(merging: MmdetPatchMerging) -> PatchMerging:
-    """Our patch merging with the layers of mmdet's, whose weights are permuted in place."""
-    if merging.reduction.in_features != 4 * merging.in_channels or merging.sampler.stride != (2, 2):
-        raise ExportError('the patch merging of this mmdet Swin does not take 2x2 blocks: it has no export form')
-    with torch.device('meta'):
-        ours = PatchMerging(merging.in_channels, merging.out_channels)
-    state = merging.state_dict()
-    ours.norm, ours.reduction = merging.norm, merging.reduction
-    ours.load_state_dict({key: value.clone() for key, value in state.items()})
-    return ours

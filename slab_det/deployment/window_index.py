@@ -1,4 +1,4 @@
-"""Which token sits where, as arithmetic on the size of the map: the graph computes it anew for every image."""
+"""Which token sits where in the windows of a map, as arithmetic on its size: an exported graph computes it anew."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from slab_det.attention.geometry import Windows, mask_regions
 
 
 class WindowIndex(Windows):
-    """The windows of one map of one image, without anything that was computed for one size.
+    """The windows of one map of one image: one gather cuts windows, sets heads apart and fills padding at once.
 
-    One gather cuts windows, sets heads apart and fills padding at once, and one puts the tokens back.
+    Attributes:
+        tokens: The token in each slot, (nW, N); H * W, one behind the last token, in slots of padding.
 
     Args:
         height: Rows of the map, in tokens, perhaps symbolic.
@@ -30,33 +31,41 @@ class WindowIndex(Windows):
         rows, columns = (_axis(side, window_size, shift, device) for side in (height, width))
         self._rows, self._columns = rows, columns
         is_padding = (rows.source >= height)[:, None, :, None] | (columns.source >= width)[None, :, None, :]
-        # The token in each slot, (nW, N); H * W, one behind the last token, in slots of padding.
         tokens = rows.source[:, None, :, None] * width + columns.source[None, :, None, :]
-        self._tokens = torch.where(is_padding, height * width, tokens).reshape(-1, self._num_slots)
+        self.tokens = torch.where(is_padding, height * width, tokens).reshape(-1, self._num_slots)
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         row = padding.to(qkv.dtype)
         channels = int(row.shape[0])
         # Each row of qkv is 3 g rows of C / g channels, and so is the last one, of a padding token.
         rows = torch.cat([qkv.reshape(-1, channels), row[None]]).reshape(-1, channels // (3 * groups))
-        first = self._tokens[:, None] * (3 * groups) + torch.arange(groups, device=qkv.device)[:, None]
+        first = self.tokens[:, None] * (3 * groups) + torch.arange(groups, device=qkv.device)[:, None]
         return tuple(_gather_rows(rows, first + part * groups) for part in range(3))
 
     def merge(self, windows: Tensor) -> Tensor:
         # Numbers, not sizes that the graph computes: the weights fix them.
         groups, channels = int(windows.shape[1]), int(windows.shape[3])
-        rows, columns = self._rows, self._columns
-        window = (rows.window[:, None] * columns.num_windows + columns.window).reshape(-1)
-        slot = (rows.place[:, None] * self.window_size + columns.place).reshape(-1)
+        window, slot = self.places()
         place = (window[:, None] * groups + torch.arange(groups, device=windows.device)) * self._num_slots
         rows = _gather_rows(windows.reshape(-1, channels), place + slot[:, None])
         return rows.reshape(1, -1, groups * channels)
 
-    def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The window of each token and its slot in there, (H * W,) each."""
+        rows, columns = self._rows, self._columns
+        window = rows.window[:, None] * columns.num_windows + columns.window
+        return window.reshape(-1), (rows.place[:, None] * self.window_size + columns.place).reshape(-1)
+
+    def regions(self) -> Tensor | None:
+        """The region of the shifted map that each slot came from, (nW, N); None without a shift."""
         if not self._shift:
             return None
         regions = self._rows.band[:, None, :, None] * 3 + self._columns.band[None, :, None, :]
-        return mask_regions(regions.reshape(-1, self._num_slots), dtype)
+        return regions.reshape(-1, self._num_slots)
+
+    def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
+        regions = self.regions()
+        return None if regions is None else mask_regions(regions, dtype)
 
 
 class _Axis(NamedTuple):

@@ -1,0 +1,44 @@
+"""Patch merging for inference: it reads the tokens of a block in the order in which memory holds them."""
+
+from __future__ import annotations
+
+from mmdet.models.layers import PatchMerging as MmdetPatchMerging
+from torch import Tensor, nn
+
+from slab_det.backbones.blocks import PatchMerging
+from slab_det.fusion.folds import find_hooks
+from slab_det.norms import ChannelAffine
+
+
+class DeployedPatchMerging(PatchMerging):
+    """A patch merging whose weights are permuted once to the order (row, column, C), so that no token is transposed.
+
+    Args:
+        merging: The patch merging to deploy, ours or mmdet's; its weights are permuted in place.
+        stride: Side of a block.
+    """
+
+    def __init__(self, merging: nn.Module, stride: int) -> None:
+        nn.Module.__init__(self)
+        self.in_channels, self.stride = merging.in_channels, stride
+        self.norm, self.reduction = merging.norm, merging.reduction
+        for parameter in (self.reduction.weight, *(self.norm.parameters() if self.norm else ())):
+            blocks = parameter.data.unflatten(-1, (self.in_channels, stride, stride))
+            parameter.data = blocks.movedim(-3, -1).flatten(-3)
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        blocks, hw_shape = self.cut_blocks(x, hw_shape)
+        x = blocks.flatten(2)
+        return self.reduction(x if self.norm is None else self.norm(x)), hw_shape
+
+
+def deployed_merging(layer: nn.Module) -> DeployedPatchMerging | None:
+    """The deployed form of a patch merging, ours or mmdet's over 2x2 blocks; None for every other layer."""
+    if type(layer) is PatchMerging:
+        stride = layer.stride
+    elif type(layer) is MmdetPatchMerging and layer.sampler.stride == layer.sampler.kernel_size == (2, 2):
+        stride = 2
+    else:
+        return None
+    known = type(layer.norm) in (nn.LayerNorm, ChannelAffine, nn.Identity, type(None))
+    return DeployedPatchMerging(layer, stride) if known and not any(map(find_hooks, layer.modules())) else None

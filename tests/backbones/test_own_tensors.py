@@ -1,0 +1,146 @@
+"""A backbone's tensors are its own: averages, assignments and writes through ``.data`` reach what its forward reads."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import differing, randomize, relative_difference
+from mmdet.models.layers import ExpMomentumEMA
+from mmengine.model import BaseAveragedModel, ExponentialMovingAverage, StochasticWeightAverage
+from test_backbones import CSWIN, PVT, SWIN, build
+from test_vit import VIT
+from timm.utils import ModelEmaV2
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+SLAB = {**SWIN, 'attention': ('sla', 'softmax', 'focused'), 'window_sizes': (8, 7, 4)}
+MODELS = {'Swin': SWIN, 'SLAB': SLAB, 'PVT': PVT, 'CSWin': CSWIN, 'ViT': {**VIT, 'norm_cfg': dict(type='LN')}}
+ALL = pytest.mark.parametrize('small', MODELS.values(), ids=MODELS)
+IMAGE = torch.randn(1, 3, 61, 78, generator=torch.Generator().manual_seed(3))
+
+
+def used(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and floating-point buffers that a forward reads, by name."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def averages(model: nn.Module) -> dict[str, tuple[nn.Module, list[float] | None]]:
+    """Every average of mmengine, mmdet and timm, and how much the start and each of two updates weigh in it."""
+    # mmengine's first update copies the model.
+    return {
+        'ExponentialMovingAverage': (
+            ExponentialMovingAverage(model, momentum=0.25, update_buffers=True),
+            [0, 0.75, 0.25],
+        ),
+        'ExpMomentumEMA': (ExpMomentumEMA(model, momentum=0.25, gamma=1, update_buffers=True), None),
+        'StochasticWeightAverage': (StochasticWeightAverage(model, update_buffers=True), [0, 0.5, 0.5]),
+        'ModelEmaV2': (ModelEmaV2(model, decay=0.75), [0.5625, 0.1875, 0.25]),
+    }
+
+
+@pytest.mark.parametrize('norm', ['LN', 'PRepBN'])
+@ALL
+@torch.no_grad()
+def test_every_average_is_the_mean_of_what_it_saw(small, norm):
+    model = build(small, norm_cfg=dict(type=norm)).eval()
+    states = [{name: tensor.clone() for name, tensor in used(model).items()}]
+    models = averages(model)
+    for seed in range(2):
+        randomize(model, seed)
+        states.append({name: tensor.clone() for name, tensor in used(model).items()})
+        for average, _ in models.values():
+            average.update_parameters(model) if isinstance(average, BaseAveragedModel) else average.update(model)
+    for name, (average, weights) in models.items():
+        if weights is None:
+            momentum = average.momentum + (1 - average.momentum) * torch.e**-2
+            weights = [0, 1 - momentum, momentum]
+        tensors = used(average.module)
+        for key in states[0]:
+            expected = sum(weight * state[key].double() for weight, state in zip(weights, states, strict=True))
+            torch.testing.assert_close(
+                tensors[key].double(), expected, rtol=1e-5, atol=1e-6, msg=lambda text, at=(name, key): f'{at}: {text}'
+            )
+
+
+@ALL
+@torch.no_grad()
+def test_a_state_dict_holds_the_parameters_themselves(small):
+    model = build(small)
+    tensors = used(model)
+    assert all(
+        value.data_ptr() == tensors[key].data_ptr() for key, value in model.state_dict().items() if key in tensors
+    )
+
+
+def _copy_data(model, source):
+    for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        ours.data.copy_(theirs)
+
+
+def _swap_data(model, source):
+    # As EMAHook does before validation.
+    for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        ours.data, theirs.data = theirs.data.clone(), ours.data.clone()
+
+
+WRITES = {
+    'data.copy_': _copy_data,
+    'swap': _swap_data,
+    'vector_to_parameters': lambda model, source: vector_to_parameters(
+        parameters_to_vector(source.parameters()), model.parameters()
+    ),
+    'load_state_dict': lambda model, source: model.load_state_dict(source.state_dict()),
+    'assign': lambda model, source: model.load_state_dict(source.state_dict(), assign=True),
+}
+
+
+@pytest.mark.parametrize('write', WRITES.values(), ids=WRITES)
+@ALL
+@torch.no_grad()
+def test_an_output_is_that_of_the_weights_as_they_are(small, write):
+    model, source = build(small).eval(), randomize(build(small)).eval()
+    model(IMAGE)
+    expected = source(IMAGE)
+    write(model, source)
+    assert relative_difference(model(IMAGE), expected) < 1e-6
+
+
+@ALL
+@torch.no_grad()
+def test_functional_call_computes_with_what_it_is_given(small):
+    model, source = build(small).eval(), randomize(build(small)).eval()
+    for state in (model.state_dict(), source.state_dict()):
+        expected = (model if state is model else copy.deepcopy(model)).eval()
+        expected.load_state_dict(state)
+        assert relative_difference(torch.func.functional_call(model, state, (IMAGE,)), expected(IMAGE)) < 1e-6
+
+
+@ALL
+def test_fsdp_on_one_process_trains_to_the_same_weights(small, tmp_path):
+    model = build(small, drop_path_rate=0.0).train()
+    sharded = copy.deepcopy(model)
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        sharded = FullyShardedDataParallel(sharded, device_id=torch.device('cpu'), use_orig_params=True)
+        for module in (model, sharded):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            sum(feature.square().mean() for feature in module(IMAGE)).backward()
+            optimizer.step()
+        assert not differing(model, sharded.state_dict())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('training', [False, True])
+@ALL
+def test_torch_compile_takes_the_whole_backbone(small, training):
+    torch._dynamo.reset()
+    model = build(small, drop_path_rate=0.0).train(training)
+    # Every break of the graph is an error.
+    compiled = torch.compile(model, backend='eager', fullgraph=True, dynamic=False)
+    for height, width in ((64, 96), (61, 78)):
+        images = torch.randn(2, 3, height, width)
+        assert relative_difference(compiled(images), model(images)) < 1e-5
