@@ -14,9 +14,25 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.deployment.deploy import deploy
 from slab_det.fusion import check_statistics, fuse
 from slab_det.norms import named_offline_norms
-from slab_det.runtime.errors import ExportError
-from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
+from slab_det.runtime.errors import DataError, ExportError
+from slab_det.runtime.pipeline import FETCH_TIMEOUT, Image, ImagePipeline, inference_steps
 from slab_det.runtime.scope import enter_scope
+
+
+class ImageListError(DataError):
+    """Images of a list were refused; the others are not lost.
+
+    Attributes:
+        results: A DetDataSample for each image of the list, and None for those that were refused.
+        errors: The DataError of each refused image, by its index.
+    """
+
+    def __init__(self, results: list[DetDataSample | None], errors: dict[int, DataError]) -> None:
+        reasons = ''.join(f'\n[{index}] {error}' for index, error in errors.items())
+        super().__init__(
+            f'{len(errors)} of {len(results)} images were refused, `results` of this error holds the others:{reasons}'
+        )
+        self.results, self.errors = results, errors
 
 
 class ServedDetector:
@@ -28,21 +44,41 @@ class ServedDetector:
     Args:
         model: What answers ``test_step``, in eval mode.
         steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
+        classes: The name of each label; empty where the file of the weights has none.
+        fetch_timeout: See :class:`~slab_det.runtime.pipeline.ImagePipeline`.
     """
 
-    def __init__(self, model: nn.Module, steps: Sequence[dict]) -> None:
-        self.model, self.pipeline = model, ImagePipeline(steps)
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: Sequence[dict],
+        classes: Sequence[str] = (),
+        fetch_timeout: float = FETCH_TIMEOUT,
+    ) -> None:
+        self.model, self.pipeline, self.classes = model, ImagePipeline(steps, fetch_timeout), tuple(classes)
 
-    @torch.no_grad()
     def __call__(self, images: Image | Sequence[Image]) -> DetDataSample | list[DetDataSample]:
         """Predicts the objects of one image, or of each image of a list; on the CPU, wherever the detector runs.
 
         Raises:
             DataError: If an image cannot be read, or is none that the detector was trained for.
+            ImageListError: The same for a list, after its last image.
         """
-        if isinstance(images, (list, tuple)):
-            return [self(image) for image in images]
-        data = self.pipeline(images)
+        if not isinstance(images, (list, tuple)):
+            return self._detect(images)
+        results, errors = [None] * len(images), {}
+        for index, image in enumerate(images):
+            try:
+                results[index] = self._detect(image)
+            except DataError as error:
+                errors[index] = error
+        if errors:
+            raise ImageListError(results, errors)
+        return results
+
+    @torch.no_grad()
+    def _detect(self, image: Image) -> DetDataSample:
+        data = self.pipeline(image)
         metainfo = data['data_samples'].metainfo
         (found,) = self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
         # Without what one of the runtimes alone adds.
@@ -54,13 +90,15 @@ def load_detector(
     weights: str | Path,
     runtime: str = 'torch',
     device: str | torch.device | None = None,
+    fetch_timeout: float = FETCH_TIMEOUT,
     **options: object,
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
 
-    An image is a path, the bytes of a file, or an array in BGR; see
+    An image is a path, an address, the bytes of a file, an array in BGR, or an image of Pillow; see
     :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes are in its pixels, and masks have its size, as in
-    ``pred_instances`` of mmdet. The first image of a size costs more than the next.
+    ``pred_instances`` of mmdet. ``detector.classes`` names the labels. The first image of a size costs more than the
+    next.
 
     Args:
         config: A config with the test pipeline; the fused one will do.
@@ -68,6 +106,8 @@ def load_detector(
             :func:`slab_det.deployment.export.export_onnx` wrote.
         runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
         device: Of the runtime 'torch'; None takes a GPU where PyTorch finds one. The others run on the CPU.
+        fetch_timeout: Seconds for the download of an image whose name begins with http:// or https://; 0 refuses such
+            names.
         **options: Those of :func:`slab_det.deploy` (``dtype``, ``compile``) or of
             :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
 
@@ -83,6 +123,7 @@ def load_detector(
         check_statistics(model, str(weights))
         model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
         model = deploy(model, inplace=True, **options)
+        meta = model.dataset_meta
     else:
         if device is not None:
             raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
@@ -91,4 +132,5 @@ def load_detector(
 
         enter_scope(cfg)
         model = ExportedDetector(str(weights), runtime=runtime, **options).eval()
-    return ServedDetector(model, inference_steps(cfg))
+        meta = model.runtime.metadata.get('dataset_meta')
+    return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()), fetch_timeout)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import TypeAlias
+from urllib.request import urlopen
 
 import cv2
 import mmcv
 import numpy as np
+import PIL.Image
 from mmcv.transforms import LoadImageFromFile, Resize
 from mmengine import fileio
 from mmengine.config import Config
 from mmengine.dataset import Compose
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
 
-Image: TypeAlias = str | Path | bytes | np.ndarray
+Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
+FETCH_TIMEOUT = 10.0
+# How files of floats begin: Radiance HDR, two kinds of PFM, OpenEXR. OpenCV would cut their values to eight bits.
+FLOAT_FILES = (b'#?', b'PF', b'Pf', b'v/')
 
 
 def inference_steps(cfg: Config) -> list[dict]:
@@ -43,42 +52,52 @@ class ImagePipeline:
 
     Files and their bytes are decoded as the pipeline decodes files, to eight bits of BGR: OpenCV expands gray and
     palettes, leaves out alpha, converts CMYK, keeps the high byte of 16 bits, and turns JPEG, PNG and TIFF upright as
-    their EXIF says. An array becomes BGR too, and float32 unless it is uint8.
+    their EXIF says. Arrays and images of Pillow are not turned. They become BGR too, and float32 unless they have eight
+    bits.
 
     Args:
         steps: Configs of the transforms, LoadImageFromFile first, in mmengine's default scope. Annotations are not
             loaded.
+        fetch_timeout: Seconds for the download of an address, a name that begins with http:// or https://; 0 refuses
+            addresses.
 
     Raises:
-        DataError: If the first is another; when an image is no image, cannot be decoded, or one of the transforms
-            fails.
+        DataError: If the first transform is another one; when an image cannot be read or decoded, has more than
+            ``PIL.Image.MAX_IMAGE_PIXELS`` pixels, which is looked up before it is decoded, holds other values than 0 to
+            255, or one of the transforms fails.
     """
 
-    def __init__(self, steps: Sequence[dict]) -> None:
+    def __init__(self, steps: Sequence[dict], fetch_timeout: float = FETCH_TIMEOUT) -> None:
         # LoadAnnotations would look for objects of a dataset.
         composed = Compose([step for step in steps if 'Annotations' not in type_name(step['type'])])
         self.loader, *self.transforms = composed.transforms
         if not isinstance(self.loader, LoadImageFromFile):
             raise DataError(f'the test pipeline begins with {type(self.loader).__name__}, not with LoadImageFromFile')
+        self.fetch_timeout = fetch_timeout
 
     def __call__(self, image: Image, **values: object) -> dict:
         """Runs the transforms.
 
         Args:
-            image: A file or an address, the bytes of a file, or an array (H, W), (H, W, 1), (H, W, 3) in BGR or
-                (H, W, 4) in BGRA, 0 to 255.
+            image: A file or an address, the bytes of a file, an image of Pillow, or an array (H, W), (H, W, 1),
+                (H, W, 3) in BGR or (H, W, 4) in BGRA, 0 to 255.
             **values: What the transforms get besides, such as ``img_id``.
         """
-        name = str(image) if isinstance(image, (str, Path)) else 'the image'
-        if isinstance(image, np.ndarray):
-            # None tells an array from a file, see check_image.
-            pixels, path = _as_bgr(image), None
-        elif isinstance(image, (str, Path, bytes)):
-            is_path = not isinstance(image, bytes)
-            pixels = self._decode(fileio.get(name, self.loader.backend_args) if is_path else image, name)
-            path = name if is_path else ''
+        name, path = 'the image', ''
+        if isinstance(image, (str, Path)):
+            # Something else than a name may be long, or hold what no line of text holds.
+            name, path = repr(str(image)[:200])[1:-1], str(image)
+            image = self._read(path, name)
+        if isinstance(image, bytes):
+            pixels = self._decode(image, name)
+        elif isinstance(image, PIL.Image.Image):
+            pixels = _as_bgr(_load(image))
+        elif isinstance(image, np.ndarray):
+            pixels = _as_bgr(image)
         else:
-            raise DataError(f'an image is a path, bytes or a numpy array, not a {type(image).__name__}')
+            raise DataError(
+                f'an image is a path, bytes, a numpy array or an image of Pillow, not a {type(image).__name__}'
+            )
         shape = pixels.shape[:2]
         # Heads ask for the scale also where nothing is resized.
         data = dict(values, img=pixels, img_path=path, img_shape=shape, ori_shape=shape, scale_factor=(1.0, 1.0))
@@ -95,19 +114,52 @@ class ImagePipeline:
                 ) from error
         return data
 
-    def _decode(self, content: bytes, name: str) -> np.ndarray:
+    def _read(self, path: str, name: str) -> bytes:
+        is_address = path.startswith(('http://', 'https://'))
+        if is_address and not self.fetch_timeout:
+            raise DataError(f'{name} is an address, and fetch_timeout=0 refuses addresses: give the bytes of the file')
         try:
-            pixels = mmcv.imfrombytes(content, self.loader.color_type, backend=self.loader.imdecode_backend)
-        except Exception:
-            pixels = None
+            return _fetch(path, self.fetch_timeout) if is_address else fileio.get(path, self.loader.backend_args)
+        except Exception as error:
+            reason = getattr(error, 'strerror', None) or error
+            raise DataError(f'{name} cannot be read ({type(error).__name__}: {reason}): give a file') from error
+
+    def _decode(self, content: bytes, name: str) -> np.ndarray:
+        if content[:2] in FLOAT_FILES:
+            raise DataError(f'{name} holds floats: give an array of 0 to 255, or a file of 8 or 16 bits')
+        num_pixels, pixels = _count_pixels(content), None
+        _check_count(num_pixels, name)
+        # What has no known size is not decoded.
+        with suppress(Exception):
+            if num_pixels:
+                pixels = mmcv.imfrombytes(content, self.loader.color_type, backend=self.loader.imdecode_backend)
         if pixels is None:
             raise DataError(f'{name} does not pass the test pipeline: it is no image, or a damaged one')
         if content[:2] in (b'II', b'MM'):
-            # Of a TIFF in other numbers OpenCV makes noise.
+            # OpenCV makes noise of a TIFF in other numbers.
             kind = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED).dtype
             if kind not in (np.uint8, np.uint16):
                 raise DataError(f'{name} is a TIFF of {kind}: give an array of 0 to 255, or a file of 8 or 16 bits')
         return pixels.astype(np.float32) if self.loader.to_float32 else pixels
+
+
+def check_range(image: np.ndarray) -> None:
+    """Raises DataError unless the values of an array of any shape are 0 to 255, rounded, or eight bits.
+
+    A detector would find anything in other values. An array that ends below 4 is no picture of 0 to 255, unless it is
+    black.
+    """
+    if image.dtype == np.uint8:
+        return
+    if image.dtype.kind not in 'biuf':
+        raise DataError(f'the image is an array of {image.dtype}: give uint8, or other numbers from 0 to 255')
+    low, high = float(image.min()), float(image.max())
+    # NaN compares as False.
+    if not (-0.5 <= low and (high == 0 or 4 <= high) and high < 255.5):
+        raise DataError(
+            f'the image, {image.dtype}, has values from {low:g} to {high:g}: give 0 to 255; multiply 0 to 1 by 255, '
+            'divide 16 bits by 257, undo a normalization'
+        )
 
 
 def _as_bgr(image: np.ndarray) -> np.ndarray:
@@ -119,5 +171,57 @@ def _as_bgr(image: np.ndarray) -> np.ndarray:
             f'an array has the shape (height, width) or (height, width, channels), of 1, 3 or 4 channels, and not '
             f'{image.shape}: give image.transpose(1, 2, 0) of (channels, height, width), and several images as a list'
         )
-    image = image.repeat(3, 2) if image.shape[2] == 1 else image[..., :3]
+    image = image[..., :3]
+    check_range(image)
+    image = image.repeat(3, 2) if image.shape[2] == 1 else image
     return image if image.dtype == np.uint8 else image.astype(np.float32)
+
+
+def _load(image: PIL.Image.Image) -> np.ndarray:
+    """An image of Pillow as an array: (H, W, 3) in BGR, or (H, W) where a pixel has more than eight bits."""
+    _check_count(image.width * image.height, 'the image')
+    try:
+        # Pillow would cut what has more than eight bits to 255.
+        return np.asarray(image) if image.mode[0] in 'IF' else np.asarray(image.convert('RGB'))[..., ::-1]
+    except Exception as error:
+        raise DataError(f'the image of Pillow cannot be decoded ({error}): it may be damaged') from error
+
+
+def _count_pixels(content: bytes) -> float:
+    """Pixels of a file, from its header; 0 where Pillow does not know it."""
+    try:
+        if content[:2] in (b'II', b'MM'):
+            # Pillow opens fewer kinds of TIFF than OpenCV, and reads the tags of all. BigTIFF has a longer header.
+            file = BytesIO(content)
+            tags = ImageFileDirectory_v2(file.read(16 if 43 in content[2:4] else 8))
+            file.seek(tags.next)
+            tags.load(file)
+            return tags[256] * tags[257]
+        with PIL.Image.open(BytesIO(content)) as image:
+            return image.width * image.height
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+        return float('inf')
+    except Exception:
+        return 0
+
+
+def _check_count(num_pixels: float, name: str) -> None:
+    limit = PIL.Image.MAX_IMAGE_PIXELS
+    if limit and num_pixels > limit:
+        raise DataError(
+            f'{name} has more than {limit:,} pixels: give a smaller one, or raise the limit, PIL.Image.MAX_IMAGE_PIXELS'
+        )
+
+
+def _fetch(address: str, seconds: float) -> bytes:
+    """Downloads a file; raises OSError if that takes longer, or the file is cut off."""
+    end = time.monotonic() + seconds
+    content = bytearray()
+    with urlopen(address, timeout=seconds) as response:
+        while part := response.read1(2**16):
+            content += part
+            if time.monotonic() > end:
+                raise TimeoutError(f'not there after {seconds:g} seconds')
+        if len(content) < int(response.headers.get('Content-Length', 0)):
+            raise ConnectionError('the connection ended early')
+    return bytes(content)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from conftest import SMALL_SWIN, as_trained
@@ -18,7 +19,7 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 
 import slab_det
-from slab_det.deployment import ServedDetector, tiles
+from slab_det.deployment import ImageListError, ServedDetector, tiles
 from slab_det.deployment.export import export_onnx
 from slab_det.deployment.export.parity import match_detections
 from slab_det.fusion import FusionError, save_fused
@@ -45,7 +46,9 @@ def files(module_run_cfg: Callable[..., Config], tmp_path_factory: pytest.TempPa
         layer.bias.data.zero_()
     folder = tmp_path_factory.mktemp('served')
     fused = slab_det.fuse(model)
-    checkpoint, config = save_fused(fused, cfg, folder / 'fused.pth', dict(classes=['a', 'b', 'c', 'd']))
+    # As build_detector leaves it.
+    fused.dataset_meta = dict(classes=('a', 'b', 'c', 'd'))
+    checkpoint, config = save_fused(fused, cfg, folder / 'fused.pth', fused.dataset_meta)
     export_onnx(fused, folder / 'model.onnx')
     return config, checkpoint, folder / 'model.onnx'
 
@@ -93,7 +96,7 @@ def test_every_runtime_finds_in_any_form_what_mmdet_finds(runtime, files, served
     for results in (
         detector([*map(str, paths)]),
         detector(tuple(path.read_bytes() for path in paths)),
-        [detector(paths[0]), detector(paths[1].read_bytes()), detector(IMAGES[2])],
+        [detector(paths[0]), detector(paths[1].read_bytes()), detector(PIL.Image.open(paths[2]))],
     ):
         for found, array, expected in zip(results, arrays, wanted, strict=True):
             assert_same(found, array, exact=True)
@@ -119,17 +122,51 @@ def test_what_is_kept_for_a_size_is_made_once(served, monkeypatch):
     assert len(detector([IMAGES[3], IMAGES[0]])) == 2
 
 
+@pytest.mark.parametrize('preprocessor', ['CheckedDataPreprocessor', 'DetDataPreprocessor'])
 @pytest.mark.parametrize('runtime', RUNTIMES)
-def test_images_that_no_training_had_are_refused_everywhere(runtime, served):
+def test_images_that_no_training_had_are_refused_everywhere(runtime, preprocessor, files, served, tmp_path):
     detector = served(runtime)
+    if preprocessor == 'DetDataPreprocessor':
+        config = Config.fromfile(files[0])
+        config.model.model.data_preprocessor.type = preprocessor
+        detector = slab_det.load_detector(config, files[1 if runtime == 'torch' else 2], runtime)
     for image, message in (
-        (IMAGES[0] / 255, 'float32, has values up to 0.9.*multiply 0 to 1 by 255'),
-        (IMAGES[0].astype(np.uint16) * 257, 'float32, has values up to 6.*divide 16 bits by 257'),
+        (IMAGES[0] / 255, 'float64, has values from 0.0.* to 0.9.*multiply 0 to 1 by 255'),
+        (IMAGES[0].astype(np.uint16) * 257, 'uint16, has values from .* to 6.*divide 16 bits by 257'),
+        (np.where(IMAGES[0] > 200, np.nan, IMAGES[0]), 'float64, has values from nan'),
         (np.zeros((20000, 10, 3), np.uint8), 'a side is too short'),
         (IMAGES[0].transpose(2, 0, 1), r'image.transpose\(1, 2, 0\)'),
+        (tmp_path / 'nowhere.jpg', 'nowhere.jpg cannot be read .*No such file'),
+        (tmp_path, 'cannot be read .*Is a directory'),
     ):
         with pytest.raises(DataError, match=message):
             detector(image)
+
+
+def test_a_list_is_run_to_its_end_and_then_names_each_image_that_was_refused(served):
+    detector = served('torch')
+    wanted = detector(IMAGES[:3])
+    images = [IMAGES[0], 'nowhere.jpg', IMAGES[1], [IMAGES[2]], IMAGES[2]]
+    with pytest.raises(
+        ImageListError, match=r'(?s)^2 of 5 images were refused.*\n\[1\] nowhere.jpg cannot be.*\n\[3\] .*not a list'
+    ) as caught:
+        detector(images)
+    assert {*caught.value.errors} == {1, 3} and isinstance(caught.value, DataError)
+    assert [result is None for result in caught.value.results] == [False, True, False, True, False]
+    for found, expected in zip(filter(None, caught.value.results), wanted, strict=True):
+        assert_same(found, expected, exact=True)
+    assert detector([]) == []
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_class_names_are_the_same_in_every_runtime(runtime, served):
+    assert served(runtime).classes == ('a', 'b', 'c', 'd')
+
+
+def test_a_server_switches_addresses_off(files):
+    detector = slab_det.load_detector(*files[:2], device='cpu', fetch_timeout=0)
+    with pytest.raises(DataError, match='fetch_timeout=0 refuses addresses'):
+        detector('http://127.0.0.1:1/photo.jpg')
 
 
 def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg, tmp_path, files):

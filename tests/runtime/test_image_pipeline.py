@@ -1,9 +1,13 @@
 """An image is the same to a detector in whatever form it comes, or is refused in one sentence."""
 
 import io
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from PIL import Image
@@ -33,6 +37,12 @@ def encode(image: np.ndarray | Image.Image, format: str, mode: str = '', **optio
 def pack(image, steps=(STEPS[0], STEPS[3])):
     """(H, W, 3) as the detector sees it, without resize."""
     return ImagePipeline(steps)(image)['inputs'].permute(1, 2, 0).numpy()
+
+
+def with_pixel(value):
+    image = BGR.astype(np.float32)
+    image[3, 4, 1] = value
+    return image
 
 
 TURNED = Image.Exif()
@@ -87,13 +97,25 @@ def test_an_array_becomes_three_channels(image, expected, steps):
     assert np.abs(found - wanted.astype(float)).max() <= 1 and np.array_equal(image, before)
 
 
-def test_samples_tell_files_from_arrays_and_boxes_find_back(tmp_path):
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'RGBA', 'LA', 'P', 'CMYK', '1', 'HSV'])
+def test_an_image_of_pillow_is_read_as_rgb(mode):
+    image = Image.fromarray(RGB).convert(mode)
+    assert np.array_equal(pack(image), np.asarray(image.convert('RGB'))[..., ::-1])
+
+
+def test_an_image_of_pillow_with_more_than_eight_bits_is_taken_as_an_array():
+    assert np.array_equal(pack(Image.fromarray(GRAY.astype(np.float32))), pack(GRAY))
+    with pytest.raises(DataError, match='divide 16 bits by 257'):
+        pack(Image.fromarray(GRAY.astype(np.uint16) * 257))
+
+
+def test_samples_name_their_file_and_boxes_find_back(tmp_path):
     (tmp_path / 'image.png').write_bytes(encode(RGB, 'PNG'))
     pipeline = ImagePipeline(STEPS)
     path, content, array = (
         pipeline(image, img_id=3)['data_samples'] for image in (tmp_path / 'image.png', encode(RGB, 'PNG'), BGR)
     )
-    assert (path.img_path, content.img_path, array.img_path) == (str(tmp_path / 'image.png'), '', None)
+    assert (path.img_path, content.img_path, array.img_path) == (str(tmp_path / 'image.png'), '', '')
     for sample in (path, content, array):
         assert (sample.ori_shape, sample.img_shape, sample.img_id) == ((64, 96), (128, 192), 3)
         assert sample.scale_factor == (2, 2)
@@ -110,7 +132,23 @@ def test_samples_tell_files_from_arrays_and_boxes_find_back(tmp_path):
         (np.zeros((3, 480, 640), np.uint8), r'and not \(3, 480, 640\): give image.transpose\(1, 2, 0\)'),
         (np.zeros((2, 48, 64, 3), np.uint8), 'several images as a list'),
         (np.zeros((0, 64, 3), np.uint8), r'and not \(0, 64, 3\)'),
-        (torch.zeros(64, 96, 3), 'a path, bytes or a numpy array, not a Tensor'),
+        (torch.zeros(64, 96, 3), 'a path, bytes, a numpy array or an image of Pillow, not a Tensor'),
+        ([BGR], 'a path, bytes, a numpy array or an image of Pillow, not a list'),
+        (cv2.imencode('.hdr', BGR.astype(np.float32))[1].tobytes(), 'the image holds floats: .*an array of 0 to 255'),
+        (cv2.imencode('.pfm', BGR.astype(np.float32))[1].tobytes(), 'the image holds floats: .*an array of 0 to 255'),
+        (BGR.astype(np.int16) - 128, 'int16, has values from -128 to 127: give 0 to 255'),
+        (BGR.astype(np.int8), 'int8, has values from -128 to'),
+        (BGR.astype(np.float32) * 2, 'float32, has values from 0 to 510'),
+        (BGR / 255, 'float64, has values from 0 to 1: .*multiply 0 to 1 by 255'),
+        (BGR / 127.5, 'float64, has values from 0 to 2'),
+        (BGR / 127.5 - 1, 'float64, has values from -1 to 1'),
+        (BGR.astype(np.uint16) * 257, 'uint16, has values from 0 to 65535: .*divide 16 bits by 257'),
+        (with_pixel(-1e9), 'float32, has values from -1e[+]09 to 255'),
+        (with_pixel(np.nan), 'float32, has values from nan to nan'),
+        (with_pixel(np.inf), 'float32, has values from 0 to inf'),
+        (BGR > 9, 'bool, has values from 0 to 1'),
+        (BGR.astype(complex), 'an array of complex128'),
+        (BGR.astype(object), 'an array of object'),
     ],
 )
 def test_what_is_no_image_is_refused_in_one_sentence(image, message, tmp_path):
@@ -119,8 +157,111 @@ def test_what_is_no_image_is_refused_in_one_sentence(image, message, tmp_path):
     assert len(str(caught.value)) < 250 and 'OpenCV' not in str(caught.value) and '\n' not in str(caught.value)
     if isinstance(image, bytes):
         (tmp_path / 'bad.jpg').write_bytes(image)
-        with pytest.raises(DataError, match='bad.jpg .*(no image|TIFF)'):
+        with pytest.raises(DataError, match='bad.jpg .*(no image|TIFF|floats)'):
             ImagePipeline(STEPS)(tmp_path / 'bad.jpg')
+
+
+@pytest.mark.parametrize('image', [np.zeros((64, 96, 3)), with_pixel(255.4), with_pixel(-0.4)])
+def test_black_and_what_rounds_to_0_to_255_are_images(image):
+    assert ImagePipeline(STEPS)(image)
+
+
+@pytest.mark.parametrize(
+    ('name', 'reason'),
+    [
+        ('', 'No such file'),
+        ('nowhere.jpg', 'No such file'),
+        ('.', 'Is a directory'),
+        ('a\0b.jpg', 'null byte'),
+        ('file:///photo.jpg', 'file'),
+        ('s3://bucket/photo.jpg', 'Petrel'),
+        ('x' * 9000, 'File name too long'),
+    ],
+)
+def test_what_cannot_be_read_is_a_data_error(name, reason):
+    with pytest.raises(DataError, match=f'cannot be read .*{reason}') as caught:
+        ImagePipeline(STEPS)(name)
+    assert len(str(caught.value)) < 400 and '\0' not in str(caught.value)
+
+
+@pytest.mark.filterwarnings('ignore::PIL.Image.DecompressionBombWarning')
+@pytest.mark.parametrize('format', ['PNG', 'JPEG', 'TIFF', 'WEBP', 'BMP', 'GIF'])
+@pytest.mark.parametrize('form', [bytes, Image.open], ids=['bytes', 'pillow'])
+def test_too_many_pixels_are_refused_before_they_are_decoded(format, form, monkeypatch):
+    content = encode(RGB, format)
+    image = content if form is bytes else Image.open(io.BytesIO(content))
+    monkeypatch.setattr(PIL.Image, 'MAX_IMAGE_PIXELS', 64 * 96)
+    assert pack(content).shape == (64, 96, 3)
+    for limit in (64 * 96 - 1, 64 * 48 - 1):
+        # Pillow warns above its limit, and raises above twice of it.
+        monkeypatch.setattr(PIL.Image, 'MAX_IMAGE_PIXELS', limit)
+        monkeypatch.setattr(cv2, 'imdecode', None)
+        with pytest.raises(DataError, match=f'the image has more than {limit:,} pixels: .*PIL.Image.MAX_IMAGE_PIXELS'):
+            ImagePipeline(STEPS)(image)
+
+
+def test_a_png_of_a_gigapixel_is_refused_from_its_header():
+    rows = zlib.compress(bytes(1))
+    header = (30000).to_bytes(4, 'big') * 2 + bytes([8, 2, 0, 0, 0])
+    chunks = [(b'IHDR', header), (b'IDAT', rows), (b'IEND', b'')]
+    png = b'\x89PNG\r\n\x1a\n' + b''.join(
+        len(data).to_bytes(4, 'big') + kind + data + zlib.crc32(kind + data).to_bytes(4, 'big') for kind, data in chunks
+    )
+    with pytest.raises(DataError, match='more than 89,478,485 pixels'):
+        ImagePipeline(STEPS)(png)
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers with a picture, the first half of it, one byte in 0.2 seconds, or nothing."""
+
+    def do_GET(self):
+        content = encode(RGB, 'PNG')
+        if self.path == '/gone.png':
+            self.send_error(404)
+            return
+        if self.path == '/silent.png':
+            self.server.over.wait(20)
+            return
+        self.send_response(200)
+        self.send_header('Content-Length', str(len(content)))
+        self.end_headers()
+        if self.path == '/slow.png':
+            for byte in content:
+                self.wfile.write(bytes([byte]))
+                if self.server.over.wait(0.2):
+                    return
+        self.wfile.write(content if self.path == '/whole.png' else content[:-9])
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def address():
+    server = ThreadingHTTPServer(('127.0.0.1', 0), Server)
+    server.over = threading.Event()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f'http://127.0.0.1:{server.server_port}'
+    server.over.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_addresses_are_fetched_in_time_or_not_at_all(address):
+    pipeline = ImagePipeline((STEPS[0], STEPS[3]), fetch_timeout=0.5)
+    assert np.array_equal(pipeline(f'{address}/whole.png')['inputs'].permute(1, 2, 0).numpy(), BGR)
+    for name, reason in (
+        ('silent', 'timed out'),
+        ('slow', 'not there after 0.5 seconds'),
+        ('gone', '404'),
+        ('cut', 'ended early'),
+    ):
+        with pytest.raises(DataError, match=f'{name}.png cannot be read .*{reason}'):
+            pipeline(f'{address}/{name}.png')
+    with pytest.raises(DataError, match='whole.png is an address, and fetch_timeout=0 refuses addresses'):
+        ImagePipeline(STEPS, fetch_timeout=0)(f'{address}/whole.png')
 
 
 def test_other_loaders_are_refused():

@@ -19,7 +19,6 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import Tensor
 
-from slab_det.data import check_image
 from slab_det.runtime.errors import ExportError
 
 METADATA_KEY = 'slab_det'
@@ -142,7 +141,6 @@ class ExportedDetector(BaseModel):
         if mode != 'predict':
             raise ExportError(f'an exported detector only predicts, mode={mode!r} is not possible')
         for image, sample in zip(inputs, data_samples, strict=True):
-            check_image(image, sample, self.runtime.metadata.get('normalization', {}).get('mean', ()))
             found = {name: torch.from_numpy(x) for name, x in self.runtime.run(image[None].float().numpy()).items()}
             boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)
             instances = InstanceData(bboxes=boxes, scores=found['scores'], labels=found['labels'])
