@@ -103,9 +103,10 @@ class Backbone(BaseModule):
         cfg = self.init_cfg
         if cfg is not None and not (
             isinstance(cfg, dict)
-            and type_name(cfg.get('type', '')) in ('Pretrained', 'PretrainedInit')
+            # mmdet's PVT configs write no type.
+            and type_name(cfg.get('type', 'Pretrained')) in ('Pretrained', 'PretrainedInit')
             # Weights are read on the CPU, whatever map_location says.
-            and {'type', 'checkpoint'} <= cfg.keys() <= {'type', 'checkpoint', 'prefix', 'map_location'}
+            and {'checkpoint'} <= cfg.keys() <= {'type', 'checkpoint', 'prefix', 'map_location'}
         ):
             raise ValueError(
                 f'{type(self).__name__} takes init_cfg=None or '

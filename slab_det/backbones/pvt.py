@@ -32,27 +32,22 @@ class SLABPVT(Backbone):
 
     Args:
         pretrain_img_size: Image size (H, W) that sets the number of learned positions.
-        in_channels: Channels of the image.
-        embed_dims: Channels C of one head; stage i has C * num_heads[i].
-        num_stages: Stages.
-        num_layers: Blocks per stage.
-        num_heads: Heads per stage.
-        patch_sizes: Kernel of each stage's patch embedding.
-        strides: Stride of each patch embedding.
+        in_channels, embed_dims: Channels of the image, and C of one head; stage i has C * num_heads[i].
+        num_stages, num_layers, num_heads: Stages; blocks and heads per stage.
+        patch_sizes, strides: Kernel and stride of each stage's patch embedding.
         paddings: Padding of each patch embedding: zeros on every side, or 'corner' or 'same', which add as few as
             cover the map with patches.
         sr_ratios: Spatial reduction of keys and values in the softmax stages.
         out_indices: Stages whose output is returned.
         mlp_ratios: Hidden channels of the FFN over the stage's channels.
-        qkv_bias: Whether the attention's projections have a bias: those of q, k, v and, as in mmdet, of the output.
+        qkv_bias: Whether the attention's projections have a bias: q, k, v and, as in mmdet, the output.
         drop_rate: Dropout after the position embeddings, the output projections and in the FFN.
         attn_drop_rate: Dropout on softmax attention weights.
         drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
         use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the map at hand.
         norm_after_stage: Put a norm after each stage; the next stage reads it too.
         use_conv_ffn: Put a depthwise 3x3 convolution into the FFN.
-        act_cfg: Activation of the FFN.
-        norm_cfg: Every norm.
+        act_cfg, norm_cfg: Activation of the FFN; every norm.
         pretrained: mmdet's older spelling of ``init_cfg=dict(type='Pretrained', checkpoint=pretrained)``.
         convert_weights: Accepted for mmdet's configs; the format of a checkpoint is always detected.
         init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
@@ -189,6 +184,10 @@ class SLABPVT(Backbone):
                 outs.append(x.contiguous(memory_format=self.memory_format))
         return tuple(outs)
 
+    misfit_remedy = (
+        '; PVTv2 needs patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, '
+        'norm_after_stage=True, use_conv_ffn=True'
+    )
     # Where the norms behind the stages go at inference; those of outputs are read by the neck.
     folds, output_folds = pvt_folds, pvt_output_folds
 

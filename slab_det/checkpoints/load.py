@@ -224,6 +224,7 @@ def _fit(weights: Weights, model: nn.Module, report: LoadReport, keep_averages: 
     ]
     if misfits:
         remedy = ', or name what should start anew in CheckedLoadHook(reinitialize=[...])' if is_detector else ''
+        remedy += getattr(model.backbone if is_detector else model, 'misfit_remedy', '')
         raise CheckpointError(
             f'{len(misfits)} shapes do not fit (checkpoint -> model): {name_some(misfits)}; make the config agree with '
             f'the checkpoint{remedy}'
