@@ -13,8 +13,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 import torch
 from conftest import Outcome, RunsCode, randomize
@@ -80,19 +78,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
             metainfo=dict(classes=('cat',)),
             pipeline=loader.dataset.pipeline,
         )
-    cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='Resize', scale=(1333, 800), keep_ratio=True))
     cfg.val_evaluator = cfg.test_evaluator = dict(type='CocoMetric')
     cfg.model.roi_head.bbox_head.num_classes = cfg.model.roi_head.mask_head.num_classes = 1
     cfg.dump(folder / 'coco.py')
-    whole = cv2.imencode('.jpg', np.zeros((80, 96, 3), np.uint8))[1].tobytes()
-    thin = cv2.imencode('.jpg', np.zeros((3, 60000, 3), np.uint8))[1].tobytes()
-    for name, size, bytes_ in (('cut', (96, 80), whole[: len(whole) // 2]), ('thin', (60000, 3), thin)):
-        shutil.copytree(folder / 'data' / 'unpacked', folder / 'data' / name)
-        (folder / 'data' / name / 'images' / 'b.png').write_bytes(bytes_)
-        labelled = {'id': 1, 'image_id': 1, 'category_id': 1, 'bbox': [0, 0, 9, 3], 'area': 27, 'iscrowd': 0}
-        labelled['segmentation'] = [[0, 0, 9, 0, 9, 3, 0, 3]]
-        image.update(width=size[0], height=size[1])
-        (folder / 'data' / name / 'annotations.json').write_text(json.dumps({**content, 'annotations': [labelled]}))
 
     (folder / 'bad_backbone.py').write_text("_base_ = 'small.py'\nmodel = dict(backbone=dict(embed_dim=8))\n")
     no_test = ''.join(f'test_{part} = None\n' for part in ('cfg', 'dataloader', 'evaluator'))
@@ -117,11 +105,6 @@ def run(world: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPat
 COMMANDS = [
     ('train.py coco.py', 'train annotation file data/coco/annotations.json not found.*--data-root'),
     ('train.py coco.py --data-root data/unpacked', r'images/b\.png for one\. Unpack them'),
-    ('train.py coco.py --data-root data/cut', r'data/cut/images/b\.png does not pass.*failed to load.*take it out'),
-    (
-        'train.py coco.py --data-root data/thin --cfg-options train_dataloader.num_workers=1',
-        r'data/thin/images/b\.png does not pass.*correct the image',
-    ),
     ('train.py fused_config.py', r'fused_config\.py has no train_dataloader.*train the config that it was fused from'),
     (
         'train.py small.py --cfg-options model.roi_head.mask_head.num_classes=80',

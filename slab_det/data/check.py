@@ -6,7 +6,6 @@ import os.path as osp
 import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from pathlib import Path
 
 from mmdet.datasets import BaseDetDataset, CocoDataset
 from mmdet.registry import DATASETS
@@ -21,23 +20,8 @@ from slab_det.runtime.errors import DataError, name_some
 from slab_det.runtime.scope import enter_scope
 
 SPLITS = ('train', 'val', 'test')
-# What mmdet reads of each entry of an annotation file; iscrowd only AP, at the end of an epoch.
-COCO_KEYS = {
-    'categories': ('id', 'name'),
-    'images': ('id', 'file_name', 'height', 'width'),
-    'annotations': ('id', 'image_id', 'category_id', 'bbox', 'area', 'iscrowd'),
-}
 # Larger annotation files would be parsed twice for seconds; mmdet reads them anyway a moment later.
 MAX_PARSED_BYTES = 50 * 2**20
-
-_COCO_DOWNLOAD = """\
-Download COCO 2017 (19 GB) once:
-  mkdir -p {root} && cd {root}
-  for f in zips/train2017.zip zips/val2017.zip annotations/annotations_trainval2017.zip; do
-    curl -LO http://images.cocodataset.org/$f && unzip -q ${{f##*/}} && rm ${{f##*/}}
-  done"""
-_OTHER_ROOT = 'It lies elsewhere? Add --data-root DIR.'
-_QUICK_START = 'No data at hand? `slab-det quickstart` trains on images that it generates.'
 
 
 def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
@@ -59,7 +43,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
             _check_dataset(dataset, split)
         for evaluator in _evaluators(cfg, split):
             ann_file = evaluator.get('ann_file') or ''
-            # That of several datasets holds the images of several folders.
+            # The file for several datasets holds the images of several folders.
             if ann_file and '://' not in ann_file and len(datasets) == 1:
                 (dataset,) = datasets
                 read = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
@@ -160,40 +144,30 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
         dataset_class = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     if dataset_class is None:
         raise DataError(f'{split}_dataloader: no dataset is called {dataset.type!r}')
-    # Those of classifiers say themselves what they lack.
+    # Datasets of classifiers say themselves what they lack.
     if issubclass(dataset_class, SyntheticShapes) or not issubclass(dataset_class, BaseDetDataset):
         return
     root, ann_file, prefixes = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix', {})
     classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
-    paths = [('image folder', osp.join(root, prefix)) for prefix in prefixes.values()]
+    paths = [('image folder', 'data_prefix=dict(img=…)', osp.join(root, prefix)) for prefix in prefixes.values()]
     if ann_file:
         ann_file = osp.join(root, ann_file)
-        paths.insert(0, ('annotation file', ann_file))
-    for what, path in paths:
+        paths.insert(0, ('annotation file', 'ann_file=…', ann_file))
+    for what, argument, path in paths:
         # mmengine's file backends read remote paths; only they know what is there.
         if not osp.exists(path) and '://' not in path:
-            remedies = _remedies(root, what, classes == CocoDataset.METAINFO['classes'])
             start = '' if osp.isabs(path) else f' from {os.getcwd()}'
-            raise DataError('\n'.join([f'{split} {what} {path} not found{start}.', *remedies]))
-    # Classes that read their files otherwise are left alone, such as LVIS's and those of panoptic masks.
+            raise DataError(
+                f'{split} {what} {path} not found{start}: correct {argument} of the dataset, or add --data-root DIR; '
+                'docs/reproduce-coco.md downloads COCO, and `slab-det quickstart` trains on images that it generates'
+            )
+    # Classes that read their files otherwise, such as LVIS's and the panoptic ones, are left alone.
     reads_coco = all(
         getattr(dataset_class, name, None) is getattr(CocoDataset, name)
         for name in ('load_data_list', 'parse_data_info')
     )
     if ann_file and classes and reads_coco and osp.isfile(ann_file):
         _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
-
-
-def _remedies(root: str, what: str, is_coco: bool) -> list[str]:
-    """What to do about an annotation file or image folder that is not there."""
-    if what == 'annotation file':
-        argument, patterns = 'ann_file=…', ('*.json', '*/*.json')
-    else:
-        argument, patterns = 'data_prefix=dict(img=…)', ('*/', 'images/*/')
-    found = sorted(str(path.relative_to(root)) for pattern in patterns for path in Path(root).glob(pattern))
-    if root and found:
-        return [f'{root} holds {name_some(found)}: name one of them with {argument}.', _OTHER_ROOT]
-    return [*([_COCO_DOWNLOAD.format(root=root or 'data/coco')] if is_coco else []), _OTHER_ROOT, _QUICK_START]
 
 
 def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
@@ -203,71 +177,39 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
     try:
         with open(ann_file) as file:
             content = json.load(file)
-        # Test sets are published without annotations.
-        content = {part: content.get(part, []) if is_test else content[part] for part in COCO_KEYS}
-        incomplete = _incomplete_entry(content, needs_crowd=split != 'train')
-        if incomplete:
-            raise DataError(f'{named}: {incomplete} (https://cocodataset.org/#format-data).')
         categories = {category['id']: category['name'] for category in content['categories']}
         images = {image['id']: image for image in content['images']}
-        misfits = [item for item in content['annotations'] if not _mask_fits(item, images)]
-        outside = [item for item in content['annotations'] if _box_leaves(item, images)]
+        files = [osp.join(folder, image['file_name']) for image in images.values()]
+        # Test sets are published without annotations.
+        annotations = content.get('annotations', []) if is_test else content['annotations']
+        outside = [item for item in annotations if _box_leaves(item, images)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f'{named} is not COCO JSON: {error!r}') from error
-    if not images:
-        raise DataError(f'{named} holds no images.')
-    files = [osp.join(folder, image['file_name']) for image in images.values()]
     lost = [] if '://' in folder else [file for file in files if not osp.exists(file)]
     if lost:
         raise DataError(
             f'{named} names {len(files)} images, {len(lost)} of which are not there, {lost[0]} for one. Unpack them '
             'there, correct data_prefix=dict(img=…) of the dataset, or take them out of the file.'
         )
-    # mmdet passes over those of other images and categories. Crowds neither train nor count.
-    labelled = {
-        categories[item['category_id']]
-        for item in content['annotations']
-        if item['image_id'] in images and item['category_id'] in categories and not item.get('iscrowd')
-    }
-    if not labelled and not is_test:
-        raise DataError(
-            f'{named} holds {len(files)} images but no annotations, or crowds (iscrowd=1) alone, or none whose '
-            'image_id and category_id are ids of its images and categories (1 is not "1").'
-        )
+    if not images or not (annotations or is_test):
+        raise DataError(f'{named} holds {len(images)} images and {len(annotations)} annotations.')
     found = [name for name in categories.values() if name in classes]
     # mmdet numbers them as they come in the file: others would go under wrong names.
-    if (labelled and not labelled & set(classes)) or found != [*classes]:
+    if found != [*classes]:
         raise DataError(
             f'{named}: {len(found)} of its {len(categories)} categories ({name_some(categories.values())}) are among '
             f"the config's {len(classes)} classes ({name_some(classes)}). Classes must be categories of the file, in "
             f'its order: for all, set metainfo=dict(classes={(*categories.values(),)}) in the dataset and '
             f'num_classes={len(categories)} in the heads.'
         )
-    if misfits:
-        image = images[misfits[0]['image_id']]
-        raise DataError(
-            f'{named}: {len(misfits)} masks are run lengths (RLE) of another size than their image: annotation '
-            f'{misfits[0]["id"]} of {image["file_name"]}, which has {image["height"]} x {image["width"]} pixels, for '
-            'one. Correct or remove them.'
-        )
-    # Of corners in place of sizes it is half of them or more; of boxes that are cut off by their image, few.
-    if len(outside) > len(content['annotations']) / 4:
+    # Half of the boxes or more, where corners stand in the place of sizes; few, where images cut boxes off.
+    if len(outside) > len(annotations) / 4:
         image = images[outside[0]['image_id']]
         raise DataError(
-            f'{named}: {len(outside)} of its {len(content["annotations"])} boxes end outside of their image: '
+            f'{named}: {len(outside)} of its {len(annotations)} boxes end outside of their image: '
             f'annotation {outside[0]["id"]}, {outside[0]["bbox"]} in {image["width"]} x {image["height"]} pixels, for '
             'one. COCO has [x, y, width, height]; of corners, [x1, y1, x2, y2], take [x1, y1, x2 - x1, y2 - y1].'
         )
-
-
-def _incomplete_entry(content: dict[str, list[dict]], needs_crowd: bool) -> str | None:
-    """What the first incomplete entry of COCO JSON lacks."""
-    for part, keys in COCO_KEYS.items():
-        for index, entry in enumerate(content[part]):
-            lacking = [key for key in keys if key not in entry and (key != 'iscrowd' or needs_crowd)]
-            if lacking:
-                return f'{part}[{index}] has no {", ".join(lacking)}'
-    return None
 
 
 def _box_leaves(annotation: dict, images: dict[int, dict]) -> bool:
@@ -276,13 +218,3 @@ def _box_leaves(annotation: dict, images: dict[int, dict]) -> bool:
         return False
     image, (x, y, width, height) = images[annotation['image_id']], annotation['bbox']
     return x + width > 1.05 * image['width'] or y + height > 1.05 * image['height']
-
-
-def _mask_fits(annotation: dict, images: dict[int, dict]) -> bool:
-    """Whether the mask is polygons, absent, or run lengths (RLE) of the size of its image."""
-    mask, image = annotation.get('segmentation'), images.get(annotation['image_id'])
-    if not isinstance(mask, dict) or image is None:
-        return True
-    height, width = image['height'], image['width']
-    is_whole = isinstance(mask['counts'], str) or sum(mask['counts']) == height * width
-    return is_whole and [*mask['size']] == [height, width]

@@ -12,7 +12,6 @@ check_distributions()
 
 from slab_det.runtime.checkpoint_files import install_safe_reading, read_checkpoint  # noqa: E402
 from slab_det.runtime.cpu import install_cpu_training  # noqa: E402
-from slab_det.runtime.image_errors import install_image_errors  # noqa: E402
 from slab_det.runtime.ops import install_ops  # noqa: E402
 from slab_det.runtime.run_folder import find_latest_checkpoint, install_run_folder  # noqa: E402
 from slab_det.runtime.scope import register_scope  # noqa: E402
@@ -28,14 +27,12 @@ def install() -> None:
     |---|---|
     | :func:`~slab_det.runtime.checkpoint_files.install_safe_reading` | a checkpoint can run code |
     | :func:`~slab_det.runtime.run_folder.install_run_folder` | a killed run can leave no whole checkpoint |
-    | :func:`~slab_det.runtime.image_errors.install_image_errors` | nobody learns which image is broken |
     | :func:`~slab_det.runtime.cpu.install_cpu_training` | torchrun and ``--amp`` need GPUs |
 
     The linked functions name the code of mmengine that they replace. A second call changes nothing.
     """
     install_safe_reading()
     install_run_folder()
-    install_image_errors()
     install_cpu_training()
 
 

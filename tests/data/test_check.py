@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -92,29 +91,19 @@ def test_datasets_are_found_through_every_wrapper(root: Path, wrap) -> None:
 
 def test_missing_image_folder_is_named(root: Path) -> None:
     shutil.rmtree(root / 'val')
-    with pytest.raises(DataError, match=r'val image folder .*/val/ not found\.\n.*holds annotations, train: name one'):
+    with pytest.raises(DataError, match=r'val image folder .*/val/ not found: correct data_prefix'):
         check_data(config(root))
     check_data(config(root), splits=('train',))
 
 
-@pytest.mark.parametrize(('metainfo', 'has_download'), [(None, True), (CLASSES, False)])
-def test_missing_data_offers_download_other_root_and_quick_start(tmp_path: Path, metainfo, has_download: bool) -> None:
-    root = tmp_path / 'data/coco'
+@pytest.mark.parametrize(('what', 'argument'), [('annotation file', 'ann_file'), ('image folder', 'data_prefix')])
+def test_missing_data_offers_its_argument_another_root_coco_and_the_quick_start(root: Path, what, argument) -> None:
+    shutil.rmtree(root / ('annotations' if what == 'annotation file' else 'train'))
     with pytest.raises(DataError) as caught:
-        check_data(config(root, leaf(root, 'train', metainfo=metainfo)))
+        check_data(config(root))
     message = str(caught.value)
-    assert message.startswith(f'train annotation file {root}/annotations/train.json not found')
-    assert '--data-root' in message and 'slab-det quickstart' in message
-    for part in ('http://images.cocodataset.org/$f', 'annotations_trainval2017.zip'):
-        assert (part in message) == has_download
-
-
-def test_other_annotation_files_are_named_in_place_of_the_download(root: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        check_data(config(root, leaf(root, 'train', ann_file='annotations/instances_train2017.json', metainfo=None)))
-    message = str(caught.value)
-    assert 'holds annotations/train.json, annotations/val.json: name one' in message and '--data-root' in message
-    assert 'cocodataset.org' not in message
+    assert message.startswith(f'train {what} {root}/')
+    assert all(part in message for part in (argument, '--data-root', 'docs/reproduce-coco.md', 'slab-det quickstart'))
 
 
 @pytest.mark.parametrize(
@@ -159,37 +148,6 @@ def test_heads_with_another_number_of_classes_are_an_error(head: str, detector: 
     check_num_classes(model, blobs, 'val')
 
 
-@pytest.mark.parametrize(
-    ('mask', 'fits'),
-    [
-        ({'size': [8, 8], 'counts': [60, 4]}, True),
-        ({'size': [8, 8], 'counts': '0h1'}, True),
-        ({'size': [4, 16], 'counts': [60, 4]}, False),
-        ({'size': [8, 8], 'counts': [60, 5]}, False),
-        ({'size': [16, 4], 'counts': '0h1'}, False),
-    ],
-)
-def test_run_lengths_of_another_size_name_their_image(root: Path, mask: dict, fits: bool) -> None:
-    crowd = {'id': 7, 'image_id': 1, 'category_id': 2, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 1}
-    path = root / 'annotations' / 'val.json'
-    content = json.loads(path.read_text())
-    content['annotations'].append({**crowd, 'segmentation': mask})
-    path.write_text(json.dumps(content))
-    with (
-        nullcontext() if fits else pytest.raises(DataError, match=r'1 masks .* annotation 7 of a\.png, which has 8 x 8')
-    ):
-        check_data(config(root))
-
-
-def test_masks_of_images_that_were_taken_out_are_passed_over(root: Path) -> None:
-    path = root / 'annotations' / 'val.json'
-    content = json.loads(path.read_text())
-    other = {'id': 7, 'image_id': 99, 'category_id': 2, 'bbox': [0, 0, 4, 4], 'area': 16, 'iscrowd': 1}
-    content['annotations'].append({**other, 'segmentation': {'size': [4, 16], 'counts': [60, 4]}})
-    path.write_text(json.dumps(content))
-    check_data(config(root))
-
-
 def test_corners_in_the_place_of_sizes_are_an_error(root: Path) -> None:
     """Half of real boxes, or more, leave their image so; that a few are cut off by it is no reason to stop."""
     boxes = [[1, 1, 2, 2], [5, 1, 8, 3], [0, 4, 4, 8], [2, 2, 4, 4]]
@@ -207,11 +165,8 @@ def test_corners_in_the_place_of_sizes_are_an_error(root: Path) -> None:
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'images': []}, 'holds no images'),
-        ({'annotations': []}, 'holds 1 images but no annotations'),
-        ({'annotations': [{**BOX, 'iscrowd': 1}]}, r'crowds \(iscrowd=1\) alone'),
-        ({'annotations': [{**BOX, 'image_id': '1'}]}, r'none whose image_id .* \(1 is not "1"\)'),
-        ({'annotations': [{**BOX, 'category_id': '1'}]}, r'none whose image_id and category_id'),
+        ({'images': []}, 'holds 0 images and 1 annotations'),
+        ({'annotations': []}, 'holds 1 images and 0 annotations'),
     ],
 )
 def test_annotation_file_with_nothing_to_learn_is_an_error(root: Path, changes: dict, message: str) -> None:
@@ -223,18 +178,6 @@ def test_annotation_file_with_nothing_to_learn_is_an_error(root: Path, changes: 
     if changes.get('images') is None:
         # Test sets are published without annotations.
         check_data(cfg, splits=('test',))
-
-
-@pytest.mark.parametrize('key', BOX)
-def test_annotation_without_what_is_read_of_it_is_an_error(root: Path, key: str) -> None:
-    write_annotations(root, 'val', annotations=[BOX, {name: BOX[name] for name in BOX if name != key}])
-    with pytest.raises(DataError, match=rf'val annotation file .*annotations\[1\] has no {key} '):
-        check_data(config(root))
-
-
-def test_crowds_need_not_be_told_apart_to_train(root: Path) -> None:
-    write_annotations(root, 'train', annotations=[{name: BOX[name] for name in BOX if name != 'iscrowd'}])
-    check_data(config(root))
 
 
 def test_relative_name_is_told_with_the_folder_that_it_starts_from(tmp_path: Path, monkeypatch) -> None:
@@ -259,9 +202,7 @@ def test_file_of_the_evaluator_is_checked_as_that_of_its_dataset(root: Path) -> 
     cfg = config(root)
     # As without the slash in data_root + 'annotations/val.json'.
     cfg.val_evaluator.ann_file = f'{root}annotations/val.json'
-    with pytest.raises(
-        DataError, match=r'val_evaluator .*blobsannotations/val\.json not found\.\n.* annotations/val\.json'
-    ):
+    with pytest.raises(DataError, match=r'val_evaluator .*blobsannotations/val\.json not found: correct ann_file'):
         check_data(cfg)
     write_annotations(root, 'other', names=('person',))
     cfg.val_evaluator.ann_file = f'{root}/annotations/other.json'
