@@ -29,9 +29,8 @@ class CheckedDataPreprocessor(DetDataPreprocessor):
                     continue
                 if not len(self.mean) <= len(image) <= 4:
                     raise DataError(
-                        f'the image has {len(image)} of {len(self.mean)} channels, which come last: give (height, '
-                        'width, channels), image.transpose(1, 2, 0) of (channels, height, width); a gray one becomes '
-                        'one of three by cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)'
+                        f'the image has {len(image)} of {len(self.mean)} channels, which come last: give '
+                        'image.transpose(1, 2, 0), or of a gray one cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)'
                     )
                 check_range(image[: len(self.mean)].cpu().numpy())
         return super().forward(data, training)

@@ -15,7 +15,7 @@ from slab_det.deployment.deploy import deploy
 from slab_det.fusion import check_statistics, fuse
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import DataError, ExportError
-from slab_det.runtime.pipeline import FETCH_TIMEOUT, Image, ImagePipeline, inference_steps
+from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.runtime.scope import enter_scope
 
 
@@ -29,9 +29,7 @@ class ImageListError(DataError):
 
     def __init__(self, results: list[DetDataSample | None], errors: dict[int, DataError]) -> None:
         reasons = ''.join(f'\n[{index}] {error}' for index, error in errors.items())
-        super().__init__(
-            f'{len(errors)} of {len(results)} images were refused, `results` of this error holds the others:{reasons}'
-        )
+        super().__init__(f'{len(errors)} of {len(results)} images were refused, `results` has the others:{reasons}')
         self.results, self.errors = results, errors
 
 
@@ -45,17 +43,11 @@ class ServedDetector:
         model: What answers ``test_step``, in eval mode.
         steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
         classes: The name of each label; empty where the file of the weights has none.
-        fetch_timeout: See :class:`~slab_det.runtime.pipeline.ImagePipeline`.
+        **options: Of the same class.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        steps: Sequence[dict],
-        classes: Sequence[str] = (),
-        fetch_timeout: float = FETCH_TIMEOUT,
-    ) -> None:
-        self.model, self.pipeline, self.classes = model, ImagePipeline(steps, fetch_timeout), tuple(classes)
+    def __init__(self, model: nn.Module, steps: Sequence[dict], classes: Sequence[str] = (), **options: float) -> None:
+        self.model, self.pipeline, self.classes = model, ImagePipeline(steps, **options), tuple(classes)
 
     def __call__(self, images: Image | Sequence[Image]) -> DetDataSample | list[DetDataSample]:
         """Predicts the objects of one image, or of each image of a list; on the CPU, wherever the detector runs.
@@ -90,7 +82,7 @@ def load_detector(
     weights: str | Path,
     runtime: str = 'torch',
     device: str | torch.device | None = None,
-    fetch_timeout: float = FETCH_TIMEOUT,
+    fetch_timeout: float = 10.0,
     **options: object,
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
@@ -133,4 +125,4 @@ def load_detector(
         enter_scope(cfg)
         model = ExportedDetector(str(weights), runtime=runtime, **options).eval()
         meta = model.runtime.metadata.get('dataset_meta')
-    return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()), fetch_timeout)
+    return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()), fetch_timeout=fetch_timeout)

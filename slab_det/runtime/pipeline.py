@@ -24,7 +24,6 @@ from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import DataError
 
 Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
-FETCH_TIMEOUT = 10.0
 # How files of floats begin: Radiance HDR, two kinds of PFM, OpenEXR. OpenCV would cut their values to eight bits.
 FLOAT_FILES = (b'#?', b'PF', b'Pf', b'v/')
 
@@ -67,7 +66,7 @@ class ImagePipeline:
             255, or one of the transforms fails.
     """
 
-    def __init__(self, steps: Sequence[dict], fetch_timeout: float = FETCH_TIMEOUT) -> None:
+    def __init__(self, steps: Sequence[dict], fetch_timeout: float = 10.0) -> None:
         # LoadAnnotations would look for objects of a dataset.
         composed = Compose([step for step in steps if 'Annotations' not in type_name(step['type'])])
         self.loader, *self.transforms = composed.transforms
@@ -95,9 +94,7 @@ class ImagePipeline:
         elif isinstance(image, np.ndarray):
             pixels = _as_bgr(image)
         else:
-            raise DataError(
-                f'an image is a path, bytes, a numpy array or an image of Pillow, not a {type(image).__name__}'
-            )
+            raise DataError(f'an image is a path, bytes, an array or an image of Pillow, not a {type(image).__name__}')
         shape = pixels.shape[:2]
         # Heads ask for the scale also where nothing is resized.
         data = dict(values, img=pixels, img_path=path, img_shape=shape, ori_shape=shape, scale_factor=(1.0, 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -12,7 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from conftest import SMALL_SWIN, as_trained
+from conftest import CONFIGS, SMALL_SWIN, as_trained
 from mmdet.apis import inference_detector, init_detector
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -22,6 +23,7 @@ import slab_det
 from slab_det.deployment import ImageListError, ServedDetector, tiles
 from slab_det.deployment.export import export_onnx
 from slab_det.deployment.export.parity import match_detections
+from slab_det.deployment.export.runtime import import_extra
 from slab_det.fusion import FusionError, save_fused
 from slab_det.runtime.errors import CheckpointError, DataError, ExportError
 
@@ -161,6 +163,27 @@ def test_a_list_is_run_to_its_end_and_then_names_each_image_that_was_refused(ser
 @pytest.mark.parametrize('runtime', RUNTIMES)
 def test_class_names_are_the_same_in_every_runtime(runtime, served):
     assert served(runtime).classes == ('a', 'b', 'c', 'd')
+
+
+def test_the_functions_of_the_docs_serve_a_file_as_load_detector_does(files, served):
+    page = (CONFIGS.parent / 'docs/deploy.md').read_text().partition('## Serve without slab_det')[2]
+    functions = {}
+    exec(re.search(r'```python\n(.*?)```', page, re.S)[1], functions)
+    session = import_extra('onnxruntime').InferenceSession(str(files[2]))
+    names = [output.name for output in session.get_outputs()]
+    scale = Config.fromfile(files[0]).test_dataloader.dataset.pipeline[1].scale
+    for image in IMAGES[:3]:
+        expected = served('onnxruntime')(image).pred_instances
+        pixels, factors = functions['prepare'](image, scale)
+        found = dict(zip(names, session.run(None, {'image': pixels}), strict=True))
+        boxes = found['boxes'] / factors
+        assert len(boxes) > 5
+        np.testing.assert_allclose(boxes, expected.bboxes, atol=1e-3)
+        np.testing.assert_allclose(found['scores'], expected.scores, atol=1e-5)
+        masks = np.stack(
+            [functions['paste_mask'](*pair, *image.shape[:2]) for pair in zip(found['mask_logits'], boxes, strict=True)]
+        )
+        assert masks.any() and (masks != expected.masks.numpy()).mean() < 1e-5
 
 
 def test_a_server_switches_addresses_off(files):
