@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import io
 import math
@@ -23,6 +22,7 @@ from slab_det.conversion.convert import ConversionError
 from slab_det.fusion.folds import find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, replace_module
 from slab_det.fusion.report import FusionReport
+from slab_det.norms import copy_module
 from slab_det.recalibration.moments import Moments
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.progress import Progress
@@ -64,7 +64,7 @@ class Absorption:
         self.plan, self.names, self.bound = plan, {*names}, bound
         self.batches = range(len(plan.images.files))
         self.report = AbsorptionReport()
-        self.student = copy.deepcopy(plan.model)
+        self.student = copy_module(plan.model)
         # Modules that show what their layers read.
         for name, module in list(self.student.named_modules()):
             if make := find_rule(module, 'replace'):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from slab_det.backbones.base import check_norm_cfg
 from slab_det.deployment import is_deployed
 from slab_det.fusion.folds import find_hooks
 from slab_det.fusion.fuse import replace_module
-from slab_det.norms import OfflineNorm, PRepBN, named_offline_norms, named_progressive_norms
+from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_offline_norms, named_progressive_norms
 from slab_det.recalibration import Moments, collect_moments
 from slab_det.runtime.errors import SlabDetError
 
@@ -93,7 +92,7 @@ def convert_norms(
     except ValueError as error:
         raise ConversionError(str(error)) from error
     if not inplace:
-        model = copy.deepcopy(model)
+        model = copy_module(model)
     # The LayerNorm of a PRepBN is converted already.
     inner = {module for _, norm in named_offline_norms(model) for module in norm.modules()}
     aliases: dict[nn.Module, list[str]] = {}

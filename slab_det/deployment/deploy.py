@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
@@ -15,7 +13,7 @@ from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import check_precision, lower_precision
 from slab_det.deployment.roi_align import deployed_roi_align
 from slab_det.deployment.winograd import winograd_conv
-from slab_det.norms import named_offline_norms
+from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
 # torch.compile's own names; its list would have to be loaded with all of inductor.
@@ -70,7 +68,7 @@ def deploy(
     if dtype is not None:
         check_precision(model, dtype)
     if not inplace:
-        model = copy.deepcopy(model)
+        model = copy_module(model)
     model.requires_grad_(False)
     backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
     replace_stock_blocks(backbone)

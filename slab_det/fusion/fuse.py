@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import accumulate, chain
@@ -16,7 +15,14 @@ from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_i
 from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
 from slab_det.fusion.report import FusionReport, NormFate
 from slab_det.fusion.stock_mmdet import find_output_reader
-from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
+from slab_det.norms import (
+    ChannelAffine,
+    OfflineNorm,
+    copy_module,
+    named_norms,
+    named_offline_norms,
+    named_progressive_norms,
+)
 from slab_det.runtime.errors import SlabDetError
 
 # Norms that need the statistics of their input at inference too; _NormBase is what batch and instance norms share.
@@ -77,7 +83,7 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
         MMLogger.get_current_instance().warning(
             f'slab_det.fuse folded none of the {len(fates)} norms of {type(model).__name__}: {"; ".join(reasons)}'
         )
-    return apply_folds(model if inplace else copy.deepcopy(model), [*past_fates(model), *fates])
+    return apply_folds(model if inplace else copy_module(model), [*past_fates(model), *fates])
 
 
 def past_fates(model: nn.Module) -> list[NormFate]:

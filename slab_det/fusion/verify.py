@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.fusion.fuse import FusionError, apply_folds
+from slab_det.norms import copy_module
 
 # In float64 only rounding separates the two. In float32 random deep models differ from their own float64 self by
 # more than any fixed bound, so that distance is the yardstick.
@@ -57,8 +57,8 @@ def verify_fusion(
     Raises:
         FusionError: If a difference breaks its bound or an output is not finite.
     """
-    model64 = copy.deepcopy(model).double()
-    fused64 = apply_folds(copy.deepcopy(model64), fused.fusion_report.norms)
+    model64 = copy_module(model).double()
+    fused64 = apply_folds(copy_module(model64), fused.fusion_report.norms)
     differences = []
     for image in images:
         reference = extract(model64, image.double())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import asdict
 from itertools import islice
@@ -18,7 +17,7 @@ from mmengine.runner.amp import autocast
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch.utils.data import DataLoader
 
-from slab_det.norms import named_progressive_norms
+from slab_det.norms import copy_module, named_progressive_norms
 from slab_det.recalibration import PIPELINES, RecalibrationReport, recalibrate, recalibration_dataloader
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
@@ -87,6 +86,17 @@ class RecalibrateFuseHook(Hook):
                 f'still contain LayerNorm (gamma > 0), {mixed[0]} for one'
             )
             return
+        try:
+            self._finish(runner)
+        except Exception:
+            runner.logger.error(
+                'RecalibrateFuseHook: the training is over, and its last checkpoint in work_dir is whole, but what '
+                'follows failed with the error below. Remove its cause: the same command with --resume trains no '
+                'further, and recalibrates and fuses'
+            )
+            raise
+
+    def _finish(self, runner: Runner) -> None:
         with raise_on_all_ranks():
             images = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
         path, checkpoint = run_on_main(last_checkpoint, runner) or (None, None)
@@ -177,7 +187,7 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
 
 def served_model(runner: Runner, checkpoint: dict | None) -> BaseModel:
     """A copy of the runner's model with the weights of the last checkpoint, which only the main process has read."""
-    model = copy.deepcopy(unwrap(runner.model))
+    model = copy_module(unwrap(runner.model))
     checkpointed = runner.cfg.get('activation_checkpointing') or []
     for name in [checkpointed] if isinstance(checkpointed, str) else checkpointed:
         # What mmengine put there calls the module that was copied.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ class OfflineNorm(nn.Module, ABC):
 
     def float64_affine(self) -> tuple[Tensor, Tensor]:
         """:meth:`inference_affine` computed in float64 and without gradient, as folding needs it."""
-        scale, shift = copy.deepcopy(self).double().inference_affine()
+        scale, shift = copy_module(self).double().inference_affine()
         return scale.detach(), shift.detach()
 
     def check_channels(self, x: Tensor) -> None:
@@ -167,6 +168,23 @@ class OfflineNorm(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f'{self.num_features}, eps={self.eps}'
+
+
+class _DetachedCopies(TorchFunctionMode):
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """A deep copy, also of a module that holds tensors of a graph: the copies of these are detached.
+
+    PyTorch refuses to copy such tensors, and detectors such as CondInst keep those of the last training step.
+    """
+    with _DetachedCopies():
+        return copy.deepcopy(module)
 
 
 def _set_buffers(modules: list[nn.Module], values: list[dict[str, Tensor]]) -> None:

@@ -6,7 +6,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from conftest import differing
+from conftest import SMALL_SWIN, differing, small_mmdet_cfg
 from mmdet.apis import DetInferencer, inference_detector, init_detector
 from mmengine.config import Config
 from mmengine.hooks import Hook
@@ -149,6 +149,25 @@ def test_a_run_with_mmengines_activation_checkpointing_is_fused(small_run_cfg):
     assert read_report(work_dir / 'report.json')[1].fusion['difference']['float64'] < 1e-9
 
 
+@pytest.mark.parametrize(
+    ('name', 'mask_head'),
+    [
+        ('condinst/condinst_r50_fpn_ms-poly-90k_coco_instance', dict(mask_feature_head=dict(in_channels=16))),
+        ('boxinst/boxinst_r50_fpn_ms-90k_coco', dict(mask_feature_head=dict(in_channels=16))),
+        ('yolact/yolact_r50_1xb8-55e_coco', dict(in_channels=16, num_classes=4)),
+    ],
+)
+def test_a_detector_that_keeps_tensors_of_its_last_step_is_fused(small_run_cfg, name, mask_head):
+    cfg = small_run_cfg(max_iters=1)
+    cfg.model = small_mmdet_cfg(name, SMALL_SWIN)
+    cfg.model.bbox_head.num_classes = 4
+    cfg.merge_from_dict(dict(model=dict(mask_head=mask_head)))
+    cfg.custom_hooks[0].update(total=0)
+    cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
+    _, work_dir = train(cfg)
+    assert read_report(work_dir / 'report.json')[1].fusion['difference']['float64'] < 1e-9
+
+
 def test_a_run_that_ends_with_gamma_above_0_keeps_its_checkpoint_and_is_not_fused(small_run_cfg):
     cfg = small_run_cfg(max_iters=2)
     cfg.custom_hooks[0].update(total=10, unit='iter')
@@ -179,6 +198,8 @@ def test_nan_statistics_stop_recalibration_and_keep_the_checkpoint(small_run_cfg
         runner.train()
     assert (Path(cfg.work_dir) / 'iter_2.pth').read_bytes() == damage.content
     assert not (Path(cfg.work_dir) / 'fused.pth').exists()
+    log = next(Path(cfg.work_dir).glob('*/*.log')).read_text()
+    assert 'the same command with --resume' in log and 'recalibrates and fuses' in log
 
 
 def test_official_recipe_keeps_loaded_statistics_and_its_output_norms(small_run_cfg):

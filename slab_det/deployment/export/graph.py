@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import warnings
@@ -19,7 +18,7 @@ from slab_det.deployment.deploy import is_deployed
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DenseGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
-from slab_det.norms import named_offline_norms
+from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import inference_steps
@@ -44,7 +43,7 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     """
     if scope not in SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
-    detector = slab_det.fuse(detector) if any(named_offline_norms(detector)) else copy.deepcopy(detector)
+    detector = slab_det.fuse(detector) if any(named_offline_norms(detector)) else copy_module(detector)
     detector.eval()
     make_size_free(detector)
     return SCOPES[scope](detector).eval()
