@@ -23,12 +23,13 @@ SAFETENSORS, TIMM = '.safetensors', 'timm://'
 
 
 def install_safe_reading() -> None:
-    """Reads every checkpoint that mmengine is asked for with the allow-list of this module.
+    """Reads every checkpoint that mmengine is asked for with the allow-list of this module, ``timm://NAME`` too.
 
     Mends ``_safe_torch_load``, which tries again with ``weights_only=False`` where the allow-list refuses a file, and
     ``load_from_http``, which has no list: https://github.com/open-mmlab/mmengine/blob/main/mmengine/runner/checkpoint.py
     (onedl-mmengine 0.10.12).
     """
+    CheckpointLoader.register_scheme(TIMM, load_from_timm, force=True)
     # An empty prefix matches every path, and mmengine asks it last.
     CheckpointLoader.register_scheme('', load_from_local, force=True)
     CheckpointLoader.register_scheme(('http://', 'https://'), load_from_http, force=True)
@@ -105,7 +106,6 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
     return checkpoint if is_main_process() else load()
 
 
-@CheckpointLoader.register_scheme(prefixes=TIMM, force=True)
 def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.Tensor]:
     """The state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`.
 

@@ -1,6 +1,7 @@
 """slab_det as a package of mmengine, whose configs are named ``slab_det::folder/file.py``."""
 
 import sys
+from importlib import import_module
 
 import mmdet.registry
 from mmengine.config import Config
@@ -31,6 +32,18 @@ def register_scope() -> None:
         Registry(registry.name, scope='slab_det', parent=registry)
     # Under these names mmengine imports the registries of a scope, and register_all_modules.
     sys.modules['slab_det.registry'] = sys.modules['slab_det.utils'] = sys.modules[__name__]
+
+
+def register_on_demand(registry: Registry, *modules: str) -> None:
+    """Makes a registry import modules, whose classes register themselves, before it first looks for a name.
+
+    ``Registry(locations=...)`` does so too, but mmdet has made the registry.
+    """
+    if registry._imported:
+        for module in modules:
+            import_module(module)
+    # mmengine has no public way to add a location.
+    registry._locations = [*modules, *registry._locations]
 
 
 def enter_scope(cfg: Config) -> None:

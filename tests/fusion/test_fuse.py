@@ -320,6 +320,19 @@ def test_replaced_attention_is_the_same_layer(shift, training):
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
+def test_copies_of_a_model_hold_tensors_of_a_graph_detached(build):
+    model = build(STOCK_SWIN)
+    for module in model.modules():
+        module.last = [torch.ones(2, requires_grad=True) * 2]
+    with_layer_norm = nn.Sequential(nn.LayerNorm(2))
+    with_layer_norm.last = model.last
+    fused = slab_det.fuse(model)
+    verify_fusion(model, fused, [torch.randn(1, 3, *SIZE, dtype=next(model.parameters()).dtype)])
+    for copied in (fused, slab_det.deploy(fused), slab_det.convert_norms(with_layer_norm)):
+        assert copied.last[0].tolist() == [2, 2] and not copied.last[0].requires_grad
+    assert model.last[0].requires_grad
+
+
 def test_fusing_a_copy_leaves_the_model_alone_and_in_place_changes_it(build):
     model = build(SWIN)
     before = copy.deepcopy(model.state_dict())
