@@ -50,7 +50,8 @@ def convert_detector(
         The checkpoint's path, the config's path, and what became of each norm, by its name in the detector.
 
     Raises:
-        ConversionError: If the backbone has no LayerNorm, or cannot be built with PRepBN by its config.
+        ConversionError: If the backbone has no LayerNorm, or cannot be built with PRepBN by its config; or if neither
+            ``schedule`` nor ``cfg`` says how long to train.
         CheckpointError: If the checkpoint does not fit.
     """
     out = Path(out)
@@ -90,6 +91,9 @@ def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: P
         schedule: See :func:`convert_detector`.
         norm_cfg: The new norms of the backbone.
         checkpoint: What the run starts from.
+
+    Raises:
+        ConversionError: If neither ``schedule`` nor ``cfg`` says how long to train.
     """
     values = to_values(cfg)
     detector = detector_config(values['model'])
@@ -126,6 +130,7 @@ def write_tune_config(
         The path of the written config.
 
     Raises:
+        ConversionError: If neither ``schedule`` nor ``cfg`` says how long to train.
         DataError: If there are ``images``, and ``cfg`` has no test-time pipeline for them.
     """
     fused_checkpoint = Path(fused_checkpoint)
@@ -149,7 +154,7 @@ def write_tune_config(
         if isinstance(dataset_meta, dict) and dataset_meta.get('classes'):
             # Not all that a dataset of mmdet may have there can be written to a config.
             dataset['metainfo'] = dict(classes=tuple(dataset_meta['classes']))
-        _train_on_pictures(values, dataset, 'max_epochs' in (schedule.get('train_cfg') or values['train_cfg']))
+        _train_on_pictures(values, dataset, _counts_epochs(schedule.get('train_cfg') or values.get('train_cfg')))
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
     put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
     return path
@@ -193,10 +198,11 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
         {key: value for key, value in changes.items() if key in SCHEDULE_KEYS}, custom_hooks=own_hooks + hooks
     )
     values['default_hooks'] = {**DEFAULT_HOOKS, **(values.get('default_hooks') or {})}
-    if ('max_epochs' in (values.get('train_cfg') or {})) != was_by_epoch:
-        _count_anew(values)
-    elif 'max_iters' in changes.get('train_cfg', {}):
-        # That of a long training would save a short one at its end alone.
+    by_epoch = _counts_epochs(values.get('train_cfg'))
+    if by_epoch != was_by_epoch:
+        _count_anew(values, by_epoch)
+    elif not by_epoch and 'train_cfg' in changes:
+        # The interval of a long training would save a short one at its end alone.
         saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook', by_epoch=False))
         saving['interval'] = min(saving.get('interval', math.inf), _third(changes['train_cfg']))
         saving.pop('save_begin', None)
@@ -207,9 +213,19 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
     return Config(values)
 
 
-def _count_anew(values: dict) -> None:
+def _counts_epochs(train_cfg: dict | None) -> bool:
+    """Whether a training loop counts epochs; False if it counts iterations."""
+    found = {'max_epochs', 'max_iters'} & (train_cfg or {}).keys()
+    if not found:
+        raise ConversionError(
+            'neither the schedule nor the config of the detector has a train_cfg with max_epochs or max_iters; give a '
+            'schedule that has one, such as configs/_base_/schedules/finetune_prepbn.py'
+        )
+    return 'max_epochs' in found
+
+
+def _count_anew(values: dict, by_epoch: bool) -> None:
     """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
-    by_epoch = 'max_epochs' in values['train_cfg']
     saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
     saving.update(by_epoch=by_epoch, interval=1 if by_epoch else _third(values['train_cfg']))
     saving.pop('save_begin', None)

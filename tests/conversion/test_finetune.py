@@ -12,7 +12,7 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion import convert_detector, finetune_config
+from slab_det.conversion import ConversionError, convert_detector, finetune_config, write_tune_config
 from slab_det.fusion import FusionError
 from slab_det.norms import PRepBN
 from slab_det.recalibration import recalibration_dataloader
@@ -124,6 +124,22 @@ def test_everything_counts_as_the_schedule_does(small_run_cfg, before, after):
     assert result.train_cfg == train_cfg and result.train_dataloader.sampler == sampler
     assert result.default_hooks.checkpoint == dict(interval=interval, by_epoch=by_epoch, **checkpoint)
     assert result.log_processor == dict(type='LogProcessor', window_size=7, by_epoch=by_epoch)
+
+
+@pytest.mark.parametrize('given', [{}, dict(train_cfg=None), dict(train_cfg=dict(type='IterBasedTrainLoop'))], ids=str)
+@pytest.mark.parametrize('images', [None, 'pictures'])
+def test_a_training_without_a_length_is_refused(small_run_cfg, tmp_path, given, images):
+    cfg = layernorm_run(small_run_cfg, None)
+    cfg.pop('train_cfg')
+    cfg.update(given)
+    cfg.dump(tmp_path / 'fused_config.py')
+    torch.save(dict(meta={}), tmp_path / 'fused.pth')
+    message = 'neither the schedule nor the config of the detector has a train_cfg with max_epochs or max_iters'
+    with pytest.raises(ConversionError, match=message):
+        finetune_config(cfg, Config(), dict(type='PRepBN'), Path('out.pth'))
+    with pytest.raises(ConversionError, match=message):
+        write_tune_config(cfg, tmp_path / 'fused_config.py', tmp_path / 'fused.pth', 'a.pth', Config(), images)
+    assert not (tmp_path / 'fused_tune_config.py').exists()
 
 
 @pytest.mark.parametrize('epochs', [1, 3, 12])
