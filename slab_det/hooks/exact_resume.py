@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from mmengine.dist import get_rank
+from mmengine.dist import get_rank, get_world_size
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -58,8 +58,10 @@ class ExactResumeHook(Hook):
                 sampler.seed = seed
 
     def before_train(self, runner: Runner) -> None:
-        # An iterator over a DataLoader draws a seed for its workers, in a resumed run once more than otherwise.
-        runner.train_dataloader.generator = torch.Generator()
+        # An iterator over a DataLoader draws a seed for its workers, in a resumed run once more than otherwise. Workers
+        # whose worker_init_fn is not mmengine's augment by it: no two processes, and no two starts, draw alike.
+        seed = runner.seed + runner.iter * get_world_size() + get_rank()
+        runner.train_dataloader.generator = torch.Generator().manual_seed(seed)
         # The checkpoint has the state of one process, and the others should not draw alike.
         if self._random is not None and get_rank() == 0:
             set_random_state(self._random)

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from slab_det.data.synthetic import generate
 from slab_det.runtime.errors import DataError
 from slab_det.fusion import verify
-from slab_det.hooks import ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
+from slab_det.hooks import ExactResumeHook, ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
 from slab_det.hooks.pool_statistics import PoolStatisticsHook, pool_statistics
 from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
 
@@ -196,12 +196,12 @@ def training(folder):
 
     def run(**options):
         norms = iter([PRepBN(4, sync=True), nn.Sequential(UN(4, warmup_iters=1), nn.BatchNorm1d(5))])
-        hooks = [ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), EMAHook(), watch]
+        hooks = [ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), EMAHook(), ExactResumeHook(), watch]
         options.update(launcher='pytorch', default_scope='mmengine', max_iters=6, batch_size=1, interval=3)
         return train(folder, hooks, lambda: Regression(lambda c: next(norms)), val=True, accumulate=2, **options)
 
-    run()
-    found = {**watch.notes, 'files': len([*folder.glob('*.pth')])}
+    loader = run().train_dataloader
+    found = {**watch.notes, 'worker seed': iter(loader)._base_seed, 'files': len([*folder.glob('*.pth')])}
     if get_rank() == 0:
         saved = torch.load(folder / 'iter_3.pth', weights_only=False)
         # With EMAHook the model that is trained lies there.

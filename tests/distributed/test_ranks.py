@@ -106,6 +106,11 @@ def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks):
     assert of_all(found, 'files') == [2, 0, 0, 0]
 
 
+def test_loader_workers_of_no_two_processes_draw_alike(ranks):
+    """PyTorch gives them the seed that a loader draws, and mmengine's worker_init_fn may be another."""
+    assert len(set(of_all(ranks, 'training', 'worker seed'))) == NUM_RANKS
+
+
 def test_processes_do_not_start_apart_when_only_one_finds_the_checkpoint(ranks):
     for name, message in of_all(ranks, 'training', 'resume'):
         assert name == 'SlabDetError' and 'start at iterations [6, 0, 0, 0]' in message
