@@ -162,7 +162,10 @@ def checkpoint_errors(file: Any) -> Iterator[None]:
                 raise CheckpointError(
                     f'{file}: holds {next(filter(None, found.groups()))}, which is neither weights nor what mmengine '
                     'saves, and could run code. Not loaded. If you trust where it comes from, save its weights alone: '
-                    "torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW_FILE)"
+                    "import torch; x = torch.load('FILE', weights_only=False); "
+                    "x = x.get('state_dict', x.get('model', x)) if isinstance(x, dict) else x; "
+                    "x = getattr(x, 'state_dict', lambda: x)(); "
+                    "torch.save({key: value for key, value in x.items() if torch.is_tensor(value)}, 'NEW_FILE')"
                 ) from error
             # torch's own message recommends weights_only=False.
             reason = "its content is not in torch's format"

@@ -1,5 +1,6 @@
 """Checkpoint files are read by an allow-list, whatever they hold."""
 
+import argparse
 import io
 import os
 import pickle
@@ -42,6 +43,30 @@ def test_getattr_reaches_no_further_than_known_methods(tmp_path):
         torch.save({'state_dict': RunsCode(*call)}, path)
         with pytest.raises(CheckpointError, match='builtins.getattr'):
             read_checkpoint(path)
+
+
+WEIGHTS = {'weight': torch.ones(2, 2), 'bias': torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        {'state_dict': WEIGHTS, 'meta': argparse.Namespace()},
+        {'model': WEIGHTS, 'args': argparse.Namespace()},
+        {'args': argparse.Namespace(), **WEIGHTS},
+        {'model': torch.nn.Linear(2, 2)},
+        torch.nn.Linear(2, 2),
+    ],
+    ids=['state_dict', 'model', 'top', 'module inside', 'module'],
+)
+def test_the_line_that_the_error_advises_saves_the_weights(tmp_path, content):
+    path, new = tmp_path / 'trusted.pth', tmp_path / 'weights.pth'
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match='save its weights alone: ') as error:
+        read_checkpoint(path)
+    line = str(error.value).partition('weights alone: ')[2]
+    exec(line.replace("'FILE'", repr(str(path))).replace("'NEW_FILE'", repr(str(new))), {})
+    assert read_checkpoint(new).keys() == WEIGHTS.keys()
 
 
 def contents_of(value, **options):
