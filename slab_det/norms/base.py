@@ -145,8 +145,9 @@ class OfflineNorm(nn.Module, ABC):
             # mmdet's own backbones load by key and would go on with random weights.
             raise RuntimeError(
                 f'{prefix[:-1]}: the weights ({", ".join(given)}) are those of another norm than '
-                f'{type(self).__name__}; load the file with slab_det.load_pretrained(backbone, FILE), '
-                'or convert it first with slab-det convert --to native'
+                f'{type(self).__name__}; for load_from of a detector add '
+                "default_hooks=dict(checked_load=dict(type='CheckedLoadHook')) to the config; load a backbone with "
+                'slab_det.load_pretrained(backbone, FILE), or convert its file first with slab-det convert --to native'
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
