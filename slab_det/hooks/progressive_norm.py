@@ -81,27 +81,31 @@ class ProgressiveNormHook(Hook):
                 'the checkpoint to resume from was trained with other PRepBN layers than this config '
                 'has; resume with the config in its work_dir'
             )
-        self._check_frozen()
+        self._check_frozen(runner)
         self._set_gamma(runner.iter)
         runner.logger.info(
             f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after {self._num_iters} of '
             f'{runner.max_iters} iterations; now gamma = {self._largest_gamma():g}'
         )
 
-    def _check_frozen(self) -> None:
+    def _check_frozen(self, runner: Runner) -> None:
         """Raises SlabDetError if a frozen norm has a RepBN without statistics, to which gamma would hand over."""
+        # mmdet's MeanTeacherHook, whose module takes a second to import.
+        averaged = any(getattr(hook, 'skip_buffers', True) is False for hook in runner.hooks)
         frozen = [
             name
             for name, norm in self._norms.items()
             if norm.gamma > 0
             and not norm.statistics_loaded
             and not any(parameter.requires_grad for parameter in norm.parameters())
+            and not (averaged and name.startswith('teacher.'))
         ]
         if frozen:
             raise SlabDetError(
                 f'{len(frozen)} frozen norms are still LayerNorm ({frozen[0]}, ...): lowering gamma would replace them '
                 'by a RepBN that never trained. Set frozen_stages=-1, or start from what slab-det convert '
-                'writes, or from a checkpoint whose decay was finished'
+                'writes, or from a checkpoint whose decay was finished. The teacher of MeanTeacherHook needs its '
+                'skip_buffer=False, or its statistics stay those of no data'
             )
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:
