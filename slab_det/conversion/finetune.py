@@ -204,7 +204,7 @@ def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
     elif not by_epoch and 'train_cfg' in changes:
         # The interval of a long training would save a short one at its end alone.
         saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook', by_epoch=False))
-        saving['interval'] = min(saving.get('interval', math.inf), _third(changes['train_cfg']))
+        saving['interval'] = min(saving.get('interval', math.inf), math.ceil(values['train_cfg']['max_iters'] / 3))
         saving.pop('save_begin', None)
     import_slab_det(values)
     # An absolute path is found from wherever the fine-tune is started.
@@ -227,7 +227,8 @@ def _counts_epochs(train_cfg: dict | None) -> bool:
 def _count_anew(values: dict, by_epoch: bool) -> None:
     """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
     saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
-    saving.update(by_epoch=by_epoch, interval=1 if by_epoch else _third(values['train_cfg']))
+    # An interruption costs a third of the run at most.
+    saving.update(by_epoch=by_epoch, interval=1 if by_epoch else math.ceil(values['train_cfg']['max_iters'] / 3))
     saving.pop('save_begin', None)
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
     # An epoch of an endless sampler never ends; one that ends makes a loop of iterations start its workers anew.
@@ -236,8 +237,3 @@ def _count_anew(values: dict, by_epoch: bool) -> None:
     if sampler and type_name(sampler['type']) == old:
         sampler['type'] = new
         sampler.pop('round_up', None)
-
-
-def _third(train_cfg: dict) -> int:
-    """Iterations that an interruption costs at most."""
-    return math.ceil(train_cfg['max_iters'] / 3)

@@ -15,14 +15,8 @@ from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_i
 from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
 from slab_det.fusion.report import FusionReport, NormFate
 from slab_det.fusion.stock_mmdet import find_output_reader
-from slab_det.norms import (
-    ChannelAffine,
-    OfflineNorm,
-    copy_module,
-    named_norms,
-    named_offline_norms,
-    named_progressive_norms,
-)
+from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
+from slab_det.norms.base import copy_module
 from slab_det.runtime.errors import SlabDetError
 
 # Norms that need the statistics of their input at inference too; _NormBase is what batch and instance norms share.

@@ -54,8 +54,5 @@ class FusionReport:
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left])
 
     def _count(self) -> dict[str, int]:
-        counts = {fate: len(self.select(fate)) for fate in FATES}
-        if not counts['absorbed']:
-            # Only models of slab_det.absorb have such norms.
-            del counts['absorbed']
-        return counts
+        # Only models of slab_det.absorb have absorbed norms.
+        return {fate: count for fate in FATES if (count := len(self.select(fate))) or fate != 'absorbed'}

@@ -7,7 +7,7 @@ from mmengine.dist import all_gather, all_gather_object, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from slab_det.norms import OfflineNorm, named_offline_norms
@@ -52,21 +52,14 @@ class PoolStatisticsHook(Hook):
         ):
             self._pool(runner)
 
-    def after_train_epoch(self, runner: Runner) -> None:
-        self._pool(runner)
-
-    def before_val(self, runner: Runner) -> None:
-        self._pool(runner)
-
-    def after_train(self, runner: Runner) -> None:
-        self._pool(runner)
-
     def _pool(self, runner: Runner) -> None:
         if get_world_size() == 1:
             return
         averaged = [hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)]
         for model in (unwrap(runner.model), *averaged):
             pool_statistics(model)
+
+    before_val = after_train_epoch = after_train = _pool
 
 
 @torch.no_grad()
@@ -80,7 +73,7 @@ def pool_statistics(model: nn.Module) -> None:
     norms += [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         return
-    statistics = [_statistics(norm) for norm in norms]
+    statistics = [n.statistics() if isinstance(n, OfflineNorm) else (n.running_mean, n.running_var) for n in norms]
     own = torch.stack([torch.cat(values).double() for values in zip(*statistics, strict=True)])
     means, variances = torch.stack(all_gather(own)).unbind(1)
     # As if each process had seen one token with this variance.
@@ -92,7 +85,3 @@ def pool_statistics(model: nn.Module) -> None:
         else:
             norm.running_mean.copy_(pooled[0])
             norm.running_var.copy_(pooled[1])
-
-
-def _statistics(norm: OfflineNorm | _BatchNorm) -> tuple[Tensor, Tensor]:
-    return norm.statistics() if isinstance(norm, OfflineNorm) else (norm.running_mean, norm.running_var)

@@ -90,9 +90,8 @@ class RecalibrateFuseHook(Hook):
             self._finish(runner)
         except Exception:
             runner.logger.error(
-                'RecalibrateFuseHook: the training is over, and its last checkpoint in work_dir is whole, but what '
-                'follows failed with the error below. Remove its cause: the same command with --resume trains no '
-                'further, and recalibrates and fuses'
+                'RecalibrateFuseHook failed, see below. The training is over and its last checkpoint is whole: once '
+                'the cause is removed, the same command with --resume recalibrates and fuses'
             )
             raise
 

@@ -180,10 +180,7 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """A deep copy, also of a module that holds tensors of a graph: the copies of these are detached.
-
-    PyTorch refuses to copy such tensors, and detectors such as CondInst keep those of the last training step.
-    """
+    """A deep copy, with tensors of a graph detached: detectors such as CondInst keep some of their last step."""
     with _DetachedCopies():
         return copy.deepcopy(module)
 

@@ -35,14 +35,10 @@ def register_scope() -> None:
 
 
 def register_on_demand(registry: Registry, *modules: str) -> None:
-    """Makes a registry import modules, whose classes register themselves, before it first looks for a name.
-
-    ``Registry(locations=...)`` does so too, but mmdet has made the registry.
-    """
-    if registry._imported:
-        for module in modules:
-            import_module(module)
-    # mmengine has no public way to add a location.
+    """Makes a registry import modules, whose classes register themselves, before it first looks for a name."""
+    for module in modules if registry._imported else ():
+        import_module(module)
+    # mmengine takes locations when a registry is made, and mmdet has made this one.
     registry._locations = [*modules, *registry._locations]
 
 
