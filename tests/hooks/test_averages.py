@@ -11,6 +11,7 @@ from regression import train
 from torch import nn
 
 from slab_det.hooks import ExactResumeHook, NormStateHook, PoolStatisticsHook, ProgressiveNormHook
+from slab_det.norms import named_progressive_norms
 from slab_det.runtime.errors import SlabDetError
 
 NUM_ITERS = 6
@@ -84,7 +85,11 @@ SWA = dict(ema_type='StochasticWeightAverage')
     'options',
     [
         dict(momentum=MOMENTUM),
+        dict(momentum=MOMENTUM, begin_iter=4),
+        dict(momentum=MOMENTUM, update_buffers=True),
+        dict(momentum=MOMENTUM, update_buffers=True, begin_iter=4),
         SWA,
+        dict(SWA, update_buffers=True),
     ],
     ids=str,
 )
@@ -107,6 +112,21 @@ def test_validated_and_saved_weights_are_the_average_of_the_trained_ones(tmp_pat
             assert_equals(watch.validated[iteration], mean, keys)
     # Nothing of it leaks into the training.
     assert any(not torch.allclose(mean[key], watch.trained[-1][key]) for key in keys)
+
+
+def test_a_mean_teacher_is_the_average_of_its_student(tmp_path):
+    runner, watch = run(tmp_path, MeanTeacherHook(momentum=MOMENTUM, skip_buffer=False), MeanTeacher)
+
+    def part(state, name):
+        return {key.removeprefix(f'{name}.'): value for key, value in state.items() if key.startswith(f'{name}.')}
+
+    # The teacher begins as its student.
+    mean = part(watch.start, 'student')
+    for trained in watch.trained:
+        mean = {key: value + MOMENTUM * (part(trained, 'student')[key] - value) for key, value in mean.items()}
+    assert_equals(part(runner.model.state_dict(), 'teacher'), mean, mean.keys())
+    norms = named_progressive_norms(runner.model)
+    assert norms and {(norm.gamma, norm._gamma.item()) for norm in norms.values()} == {(0.0, 0.0)}
 
 
 def test_a_mean_teacher_whose_statistics_nobody_averages_is_refused(tmp_path):
