@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.attention import Attention
 from slab_det.checkpoints import check_state_dict, load_pretrained
-from slab_det.norms import named_offline_norms
+from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.runtime.config import type_name
 
 
@@ -165,7 +165,7 @@ def check_norm_cfg(name: str, norm_cfg: dict) -> None:
             f"{name}={norm_cfg}: {reason}; give a dict(type=...) of 'LN', 'TokenBN', 'RepBN', 'PRepBN', 'UN', "
             "'MABN', 'PowerNorm' or what custom_imports registers in mmengine's MODELS"
         ) from error
-    if isinstance(norm, (_NormBase, nn.GroupNorm)):
+    if isinstance(norm, (_NormBase, nn.GroupNorm)) and not isinstance(norm, OfflineNorm):
         raise ValueError(
             f'{name}: {type(norm).__name__} takes channels first, and would normalise tokens instead of '
             "channels here; dict(type='TokenBN') is the BatchNorm of tokens"

@@ -1,11 +1,9 @@
-"""NormStateHook: the training state of norms starts with a run; missing hooks and left out batches are warned of."""
+"""NormStateHook: the training state of norms starts with a run; missing hooks and broken statistics are warned of."""
 
 from __future__ import annotations
 
 import logging
 
-import torch
-from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -15,21 +13,18 @@ from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook
 from slab_det.norms import QuadraticNorm, named_offline_norms, named_progressive_norms
 from slab_det.runtime.distributed import unwrap
 
-# Iterations between two looks at the counters, which wait for the device.
-INTERVAL = 50
-
 
 @HOOKS.register_module()
 class NormStateHook(Hook):
-    """Resets moving averages where a training starts; warns of missing hooks, and of batches that statistics lack.
+    """Resets moving averages where a training starts; warns of missing hooks, and of statistics that are not finite.
 
     UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because its batches and gradients are
     not those of the training before; their running variance comes from the loaded weights. ``--resume`` keeps the whole
     state, and freezes no statistics under ``norm_eval`` that the run itself began.
 
-    Norms leave batches with NaN or infinite values out of their statistics. Every 50 iterations, and after the last, a
-    warning tells of norms that left out more. It counts from the start of the run or from its last ``--resume``. A few
-    such batches in half precision are harmless, because the gradient scaler skips their step.
+    A batch with NaN or infinite values, as mixed precision makes now and then, stays in the running statistics of
+    BatchNorm's kinds. Training does not read them, and recalibration estimates them anew: only validations before the
+    end of the run find nothing. A warning there says so.
 
     ``custom_hooks`` of a config replaces those of its base. Before the first iteration a warning, and at the end an
     error in the log, tell of PRepBN that no ProgressiveNormHook lowers, and of norms that no RecalibrateFuseHook fuses.
@@ -39,7 +34,6 @@ class NormStateHook(Hook):
         self._resumed = False
         # Norms whose statistics are this run's own, as a resumed checkpoint says.
         self._live: list[str] = []
-        self._skipped: dict[str, int] = {}
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # Not in before_train: --resume without a checkpoint to resume from is a new run.
@@ -64,30 +58,17 @@ class NormStateHook(Hook):
     def after_train(self, runner: Runner) -> None:
         _log_missing_hooks(runner, logging.ERROR)
 
-    def after_train_iter(
-        self, runner: Runner, batch_idx: int, data_batch: dict | None = None, outputs: dict | None = None
-    ) -> None:
-        if not self.every_n_train_iters(runner, INTERVAL) and not self.is_last_train_iter(runner):
-            return
-        buffers = unwrap(runner.model).named_buffers()
-        counters = {name: count for name, count in buffers if name.endswith('.num_skipped')}
-        if not counters:
-            return
-        counts = torch.stack([*counters.values()])
-        all_reduce(counts, 'max')
-        skipped = {
-            name.rpartition('.')[0]: count for name, count in zip(counters, counts.tolist(), strict=True) if count
-        }
-        if skipped != self._skipped:
-            # The first norm of the network is where it began. mmengine drops warnings that repeat: the iteration
-            # makes each text a new one.
+    def before_val(self, runner: Runner) -> None:
+        norms = dict(named_offline_norms(unwrap(runner.model)))
+        broken = [name for name, norm in norms.items() if not all(v.isfinite().all() for v in norm.statistics())]
+        if broken:
+            # mmengine drops warnings that repeat.
             runner.logger.warning(
-                f'Up to iteration {runner.iter + 1} {len(skipped)} of {len(counters)} norms left up to '
-                f'{max(skipped.values())} batches with NaN or infinite values out of their statistics, '
-                f'{next(iter(skipped))} for one. A few are harmless under --amp; if they go on, lower the learning '
-                'rate or look at the images and the losses'
+                f'{len(broken)} of {len(norms)} norms have NaN or infinite running statistics, {broken[0]} for one, '
+                'from batches that overflowed: validation finds nothing. If the loss is finite, training goes on as '
+                'it should, and recalibration at the end of the run replaces them; else lower the learning rate or '
+                'look at the images'
             )
-        self._skipped = skipped
 
 
 def _log_missing_hooks(runner: Runner, level: int) -> None:

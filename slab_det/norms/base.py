@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,7 +24,7 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class OfflineNorm(nn.Module, ABC):
+class OfflineNorm(nn.GroupNorm, ABC):
     """A norm with two lives: its paper's rule in training, ``y = scale * x + shift`` at inference.
 
     Fusion, recalibration, conversion and the hooks know norms only through this class. A new norm is a subclass with
@@ -31,12 +32,12 @@ class OfflineNorm(nn.Module, ABC):
     it averages. The base class does the rest:
 
     - evaluation is the affine map, differentiable in the parameters;
-    - a training batch that would make a buffer NaN or infinite changes no buffer, and ``num_skipped`` counts it on the
-      device. Mixed precision makes such batches now and then, and no average would ever forget one;
     - the recomputation of activation checkpointing changes no buffer, and neither does ``calibrating``;
     - buffers are float32 at least, whatever casts the module, the default dtype or a checkpoint say.
 
-    torch.compile breaks its graph around the training forward and runs it as it is. Evaluation compiles.
+    A batch with NaN or infinite values stays in running statistics, as in PyTorch's BatchNorm, until recalibration
+    estimates them anew. torch.compile breaks its graph around the training forward and runs it as it is. Evaluation
+    compiles.
 
     Args:
         num_features: Channels C.
@@ -53,17 +54,20 @@ class OfflineNorm(nn.Module, ABC):
             :func:`slab_det.recalibrate` while statistics are collected.
         statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only such statistics:
             frozen at the initial ones, mean 0 and variance 1, a norm would be switched off.
-        num_skipped: Training batches kept out of the buffers since the norm was built, 0-d; in no state dict.
     """
 
+    # mmengine's optimizer constructors give norm_decay_mult to instances of PyTorch's norms. GroupNorm is the one that
+    # nothing converts to SyncBatchNorm, fuses into convolutions or takes for a LayerNorm. Only the class is shared.
+    affine = False
     calibrating = False
     statistics_loaded = False
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.num_features = num_features
         self.eps = eps
-        self.register_buffer('num_skipped', torch.zeros((), dtype=torch.int64), persistent=False)
+        # Whether the statistics are known to be other than the initial ones.
+        self._is_estimated = False
         self.register_load_state_dict_post_hook(_after_loading)
 
     @abstractmethod
@@ -89,38 +93,62 @@ class OfflineNorm(nn.Module, ABC):
         self.check_channels(x)
         if self.training or self.calibrating:
             return self._train(x)
+        if not (self._is_estimated or torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            self._warn_of_initial_statistics()
+        return self.infer(x)
+
+    def infer(self, x: Tensor) -> Tensor:
+        """The affine map of inference."""
         scale, shift = self.inference_affine()
         values = at_least_float32(x)
         return torch.addcmul(shift.to(values.dtype), values, scale.to(values.dtype)).to(x.dtype)
 
-    # A graph can hold neither the choice of buffers to keep nor the state that quadratic norms leave for backward.
+    # A graph holds neither numbers of Python that change nor the state that quadratic norms leave for backward.
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
-        with self._updating_buffers(not self.calibrating and not is_recomputing(), self.num_skipped):
-            return self.train_forward(x)
+        if self.calibrating or is_recomputing():
+            with self._keeping_buffers():
+                return self.train_forward(x)
+        self._is_estimated = True
+        return self.train_forward(x)
 
     @contextmanager
-    def _updating_buffers(self, keep: bool = True, counter: Tensor | None = None) -> Iterator[None]:
-        """Lets the block change copies of the buffers, and keeps them if all are finite; else adds to ``counter``."""
-        modules = [module for module in self.modules() if module._buffers]
-        originals = [module._buffers for module in modules]
-        # Autograd may hold the copies: nothing changes them after the block.
-        copies = [{name: buffer.clone() for name, buffer in buffers.items()} for buffers in originals]
-        _set_buffers(modules, copies)
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Lets the block change copies of the buffers, which autograd may hold on to."""
+        originals = {module: module._buffers for module in self.modules()}
+        for module, buffers in originals.items():
+            module._buffers = {name: value if value is None else value.clone() for name, value in buffers.items()}
         try:
             yield
         finally:
-            _set_buffers(modules, originals)
-        if not keep:
-            return
-        with torch.no_grad():
-            pairs = [(old[name], new[name]) for old, new in zip(originals, copies, strict=True) for name in old]
-            # 0 times NaN or infinity is NaN, which counts as true: half as many kernels as isfinite().
-            is_bad = (0 * torch.cat([value.flatten() for _, value in pairs if value.is_floating_point()])).any()
-            for buffer, value in pairs:
-                torch.where(is_bad, buffer, value, out=buffer)
-            if counter is not None:
-                counter += is_bad
+            for module, buffers in originals.items():
+                module._buffers = buffers
+
+    def _warn_of_initial_statistics(self) -> None:
+        """Warns where nothing estimated the statistics; looks at them once, so that no forward waits for a device."""
+        self._is_estimated = True
+        if not self._has_statistics():
+            # mmengine drops warnings that repeat.
+            MMLogger.get_current_instance().warning(
+                f'A {type(self).__name__} normalises with mean 0 and variance 1, which no training, checkpoint or '
+                'recalibration has replaced: the model will find nothing. Load a checkpoint that was trained with '
+                'these norms, or train, or call slab_det.recalibrate'
+            )
+
+    def _has_statistics(self) -> bool:
+        mean, var = self.statistics()
+        return not (_has_values(mean) and _has_values(var)) or bool(mean.any() or (var != 1).any())
+
+    def read_numbers(self) -> None:
+        """Reads buffers that a forward needs as numbers of Python: after loading, and in ``train()`` and ``eval()``.
+
+        No forward waits for the device. What changes such a buffer in place, as averages of weights do, counts from
+        the next ``train()`` or ``eval()`` on.
+        """
+
+    def train(self, mode: bool = True) -> OfflineNorm:
+        self.read_numbers()
+        return super().train(mode)
 
     def float64_affine(self) -> tuple[Tensor, Tensor]:
         """:meth:`inference_affine` computed in float64 and without gradient, as folding needs it."""
@@ -135,9 +163,9 @@ class OfflineNorm(nn.Module, ABC):
                 f'got {tuple(x.shape)}'
             )
 
-    def register_buffer(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Registers ``tensor`` in float32 where ``torch.set_default_dtype`` made it half precision."""
-        super().register_buffer(name, at_least_float32(tensor), persistent)
+        super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
@@ -185,16 +213,21 @@ def copy_module(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module)
 
 
-def _set_buffers(modules: list[nn.Module], values: list[dict[str, Tensor]]) -> None:
-    for module, buffers in zip(modules, values, strict=True):
-        module._buffers = buffers
+def _has_values(tensor: Tensor) -> bool:
+    """Whether ``tensor`` can be read: fake and meta tensors cannot."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def read_number(buffer: Tensor, default: float) -> float:
+    """The value of a 0-d buffer, or ``default`` where it has none, as a meta tensor."""
+    return buffer.item() if _has_values(buffer) else default
 
 
 def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
     # load_state_dict(assign=True) takes the checkpoint's tensors as they are: this raises buffers in half precision.
     norm._apply(lambda tensor: tensor)
-    mean, var = norm.statistics()
-    norm.statistics_loaded = bool(mean.any() or (var != 1).any())
+    norm.read_numbers()
+    norm.statistics_loaded = norm._is_estimated = norm._has_statistics()
 
 
 def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from slab_det.norms.base import OfflineNorm
+from slab_det.norms.base import OfflineNorm, read_number
 from slab_det.norms.batch_norm import RepBN
 
 
@@ -47,11 +48,10 @@ class PRepBN(OfflineNorm):
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
         self.repbn = RepBN(num_features, eps, momentum, sync, eta)
-        # The property below reads the RepBN's counter.
-        del self.num_skipped
         # The buffer travels in checkpoints, the float is what forward reads: no device sync per layer.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
+        self._is_managed = False
 
     @property
     def gamma(self) -> float:
@@ -64,10 +64,10 @@ class PRepBN(OfflineNorm):
             raise ValueError(f'gamma must lie in [0, 1], got {value}')
         self._gamma_value = float(value)
         self._gamma.fill_(self._gamma_value)
+        self._is_managed = True
 
-    @property
-    def num_skipped(self) -> Tensor:
-        return self.repbn.num_skipped
+    def read_numbers(self) -> None:
+        self._gamma_value = read_number(self._gamma, self._gamma_value)
 
     @property
     def calibrating(self) -> bool:
@@ -90,8 +90,19 @@ class PRepBN(OfflineNorm):
     def train_forward(self, x: Tensor) -> Tensor:
         """The mixture of eq. 3 at the current gamma."""
         self.check_channels(x)
+        if self.training and not self._is_managed:
+            self._is_managed = True
+            # mmengine drops warnings that repeat.
+            MMLogger.get_current_instance().warning(
+                'A PRepBN trains at gamma > 0, and nothing has set its gamma: it stays LayerNorm and cannot be fused. '
+                "Add dict(type='ProgressiveNormHook') to custom_hooks, which replaces the list of its _base_, or call "
+                'slab_det.set_gamma(model, gamma) in a training loop of your own'
+            )
         gamma = self._gamma_value
-        return gamma * self.ln(x) + (1.0 - gamma) * self.repbn(x)
+        is_frozen = not (self.repbn.training or self.calibrating)
+        # Statistics that nobody estimated do no harm, and are not warned of, where they have no share.
+        repbn = self.repbn.infer(x) if gamma == 1.0 and is_frozen else self.repbn(x)
+        return torch.add((1.0 - gamma) * repbn, self.ln(x), alpha=gamma)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The RepBN's affine.
@@ -110,14 +121,11 @@ class PRepBN(OfflineNorm):
         self.repbn.set_statistics(mean, var)
 
     def _apply(self, *args) -> PRepBN:
+        self.read_numbers()
         super()._apply(*args)
         # In float64 whatever the cast, so that a checkpoint holds the value that forward uses.
         self._gamma = torch.full_like(self._gamma, self._gamma_value, dtype=torch.float64)
         return self
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        self._gamma_value = float(self._gamma)
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, gamma={self._gamma_value:g}'

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-from mmengine.dist import all_reduce
+from mmengine.dist import all_reduce, get_world_size
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from slab_det.norms.base import OfflineNorm, at_least_float32, is_recomputing
+from slab_det.norms.base import OfflineNorm, at_least_float32, is_recomputing, read_number
 
 
 class QuadraticNorm(OfflineNorm):
@@ -18,9 +18,10 @@ class QuadraticNorm(OfflineNorm):
 
     All tokens of all processes are pooled, per channel. The backward pass does not differentiate s^; a moving average
     psi of ``gs = mean(g z)``, with ``g = weight dy``, stands for its part: ``dx = (g - z psi) / sqrt(s^ + eps)``. A
-    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. A batch whose
-    gs alone is not finite changes the forward averages and not the backward ones. Averages of gs have the scale of the
-    loss: after a gradient scaler has changed it they need as many iterations as they are long.
+    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. They would
+    never forget a NaN: a channel whose mean x^2 or gs is not finite takes the running average in its place. Averages
+    of gs have the scale of the loss: after a gradient scaler has changed it they need as many iterations as they are
+    long.
 
     Args:
         num_features: Channels C.
@@ -40,7 +41,7 @@ class QuadraticNorm(OfflineNorm):
     Attributes:
         running_var: Average of mean x^2, (C,): what inference divides by.
         psi: Latest average of gs, (C,).
-        iteration: Training iterations t so far, without those whose values were not finite.
+        iteration: Training iterations t so far, 0-d.
     """
 
     def __init__(self, num_features: int, eps: float, momentum: float, warmup_iters: int) -> None:
@@ -52,22 +53,23 @@ class QuadraticNorm(OfflineNorm):
         self.register_buffer('running_var', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
-        # The last forward: its sum of x^2 over the tokens of this process, its s^, and whether it was an outlier.
-        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+        # The same as a number of Python.
+        self._iteration = 0
+        # The last forward: its sum of x^2 over the tokens of this process, its 1 / sqrt(s^ + eps), and is_outlier.
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
+    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
         """Takes mean x^2 of iteration t, (C,), into the forward averages: here exponential ones.
 
         Returns:
-            s^, (C,), and whether moving averages must not see this iteration, 0-d.
+            s^, (C,), and whether moving averages must not see this iteration: 0-d, or None where all see it.
         """
         # The average begins with the warm-up, not after it: by then it has forgotten its initial value.
         self.running_var.lerp_(square, self.momentum)
-        smoothed = torch.where(self.is_warming_up, square, self.running_var)
-        return smoothed, torch.zeros_like(self.is_warming_up)
+        return square if self.is_warming_up else self.running_var, None
 
     @abstractmethod
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
         """Takes gs of an iteration, (C,), into the backward averages.
 
         Args:
@@ -79,9 +81,14 @@ class QuadraticNorm(OfflineNorm):
         """
 
     @property
-    def is_warming_up(self) -> Tensor:
-        """Whether iteration t belongs to the warm-up, 0-d."""
-        return self.iteration <= self.warmup_iters
+    def is_warming_up(self) -> bool:
+        """Whether iteration t belongs to the warm-up."""
+        return self._iteration <= self.warmup_iters
+
+    def read_numbers(self) -> None:
+        self._iteration = read_number(self.iteration, self._iteration)
+        for window in self.children():
+            window.read_numbers()
 
     def train_forward(self, x: Tensor) -> Tensor:
         if not self.calibrating:
@@ -90,24 +97,25 @@ class QuadraticNorm(OfflineNorm):
         square = _sum_over_tokens(values.square()) / x.shape[:-1].numel()
         return torch.addcmul(self.bias, values, self.weight * (square + self.eps).rsqrt()).to(x.dtype)
 
-    def next_square(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """s^ of the iteration with tokens ``x``, and whether it is an outlier; a recomputed one gets what it had."""
-        own = _sum_over_tokens(x.square())
+    def next_inverse_root(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """1 / sqrt(s^ + eps) of the iteration with tokens ``x``, and ``is_outlier``; recomputed, what they were."""
+        own = _sum_over_tokens(x * x)
         if is_recomputing():
-            return self._recall(own)
-        self.iteration += 1
-        square, is_outlier = self.smooth_square(_mean_over_processes(own, x))
-        self._last = own, square, is_outlier
-        return square, is_outlier
+            self._check_last(own)
+        else:
+            self.iteration += 1
+            self._iteration += 1
+            square = _where_finite(_mean_over_processes(own, x), self.running_var)
+            smoothed, is_outlier = self.smooth_square(square)
+            self._last = own, (smoothed + self.eps).rsqrt(), is_outlier
+        return self._last[1:]
 
-    def next_psi(self, own: Tensor, is_outlier: Tensor, x: Tensor) -> Tensor:
+    def next_psi(self, own: Tensor, is_outlier: Tensor | None, x: Tensor) -> Tensor:
         """psi of an iteration, from the sum of ``g z`` over the tokens ``x`` of this process, (C,)."""
-        gradient = _mean_over_processes(own, x)
-        with self._updating_buffers():
-            return self.smooth_gradient(gradient, is_outlier)
+        return self.smooth_gradient(_where_finite(_mean_over_processes(own, x), self.psi), is_outlier)
 
-    def _recall(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """s^ and ``is_outlier`` of the last forward, which must have had the sum ``own`` of x^2."""
+    def _check_last(self, own: Tensor) -> None:
+        """Raises RuntimeError unless the last forward had the sum ``own`` of x^2."""
         text = (
             f'{type(self).__name__}({self.num_features}): activation checkpointing recomputes another forward than '
             'the last one in training mode; call backward after each forward, keep forwards that are not trained on '
@@ -115,18 +123,17 @@ class QuadraticNorm(OfflineNorm):
         )
         if self._last is None:
             raise RuntimeError(text)
-        first, square, is_outlier = self._last
         # Layers before the norm need not repeat themselves to the last bit; other batches are further away. Overflows
         # of mixed precision are NaN in the difference. Asserted on the device: no forward waits for its answer.
-        torch._assert_async((own - first).abs().nansum() <= 1e-3 * own.nansum(), text)
-        return square, is_outlier
+        torch._assert_async((own - self._last[0]).abs().nansum() <= 1e-3 * own.nansum(), text)
 
     @torch.no_grad()
     def reset_state(self) -> None:
-        """Starts counters, windows and psi again, as for fine-tuning; running variance and ``num_skipped`` stay."""
+        """Starts counters, windows and psi again, as for fine-tuning; the running variance stays."""
         for name, buffer in self.named_buffers():
-            if name not in ('running_var', 'num_skipped'):
+            if name != 'running_var':
                 buffer.zero_()
+        self.read_numbers()
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         return self.weight / (self.running_var + self.eps).sqrt(), self.bias
@@ -150,24 +157,23 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, norm: QuadraticNorm) -> Tensor:
         # x^2 overflows float16 from 256 on.
         values = at_least_float32(x)
-        square, is_outlier = norm.next_square(values)
-        inverse_root = (square + norm.eps).rsqrt()
+        inverse_root, is_outlier = norm.next_inverse_root(values)
+        scale = weight * inverse_root
         ctx.norm = norm
         # The decision of this iteration, for its own backward pass, whatever other forwards come between.
-        ctx.save_for_backward(x, weight, inverse_root, is_outlier)
-        return torch.addcmul(bias, values, weight * inverse_root).to(x.dtype)
+        ctx.save_for_backward(x, weight, inverse_root, scale, is_outlier)
+        return torch.addcmul(bias, values, scale).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse_root, is_outlier = ctx.saved_tensors
+        x, weight, inverse_root, scale, is_outlier = ctx.saved_tensors
         grad = at_least_float32(grad)
         grad_weight = _sum_over_tokens(grad * x) * inverse_root
         psi = ctx.norm.next_psi(weight * grad_weight, is_outlier, x)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad * (weight * inverse_root)
-            grad_x = grad_x.addcmul_(x, psi * inverse_root.square(), value=-1).to(x.dtype)
+            grad_x = (grad * scale).addcmul_(x, psi * inverse_root * inverse_root, value=-1).to(x.dtype)
         return grad_x, grad_weight.to(weight.dtype), _sum_over_tokens(grad).to(weight.dtype), None
 
 
@@ -180,20 +186,25 @@ class _Window(nn.Module):
             raise ValueError(f'window_size must be at least 1, got {window_size}')
         self.register_buffer('values', at_least_float32(torch.zeros(window_size, num_features)))
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
+        # The same as a number of Python.
+        self._count = 0
 
-    def push(self, value: Tensor) -> None:
-        """Adds ``value``, (C,), in the place of the oldest."""
+    def read_numbers(self) -> None:
+        self._count = read_number(self.count, self._count)
+
+    @property
+    def is_full(self) -> bool:
+        return self._count >= len(self.values)
+
+    def push(self, value: Tensor) -> Tensor:
+        """Puts ``value``, (C,), in the place of the oldest; returns the values in the window, (M, C) or fewer."""
         self.count += 1
+        self._count += 1
         self.replace_latest(value)
+        return self.values[: self._count]
 
     def replace_latest(self, value: Tensor) -> None:
-        place = (self.count - 1).remainder(len(self.values))
-        self.values.index_copy_(0, place[None], value[None])
-
-    def mean(self, rows: Tensor) -> Tensor:
-        """Arithmetic mean of ``rows``, a function of ``values`` row by row, over what was seen, (C,)."""
-        seen = torch.arange(len(rows), device=rows.device) < self.count
-        return torch.where(seen[:, None], rows, 0.0).sum(0) / seen.sum()
+        self.values[(self._count - 1) % len(self.values)] = value
 
 
 @MODELS.register_module()
@@ -249,26 +260,27 @@ class UN(QuadraticNorm):
         self.gradients = _Window(window_size, num_features)
         self.register_buffer('num_filtered', torch.zeros((), dtype=torch.int64))
 
-    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor]:
-        window = self.squares
-        before, was_full = window.values.clone(), window.count >= self.window_size
-        window.push(square)
-        # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
-        geometric_mean = window.mean(window.values.clamp(min=1e-3 * self.eps).log()).exp()
-        is_outlier = torch.zeros_like(was_full)
+    def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
         # Both means of a single value are that value: what rounding makes of their difference is no outlier.
-        if self.filter_outliers and self.window_size > 1:
-            exceeds = window.mean(window.values) - geometric_mean > self.window_size * before.sqrt().var()
-            is_outlier = was_full & ~self.is_warming_up & exceeds.any()
-        window.replace_latest(torch.where(is_outlier, self.running_var, square))
-        self.num_filtered += is_outlier
-        smoothed = torch.where(self.is_warming_up | is_outlier, square, geometric_mean)
+        filters = self.filter_outliers and self.window_size > 1 and self.squares.is_full and not self.is_warming_up
+        spread = self.squares.values.sqrt().var() if filters else None
+        window = self.squares.push(square)
+        smoothed, is_outlier = square, None
+        if not self.is_warming_up:
+            # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
+            smoothed = window.clamp(min=1e-3 * self.eps).log_().mean(0).exp_()
+        if filters:
+            is_outlier = (window.mean(0) - smoothed).max() > self.window_size * spread
+            self.squares.replace_latest(torch.where(is_outlier, self.running_var, square))
+            self.num_filtered += is_outlier
+            smoothed = torch.where(is_outlier, square, smoothed)
         self.running_var.lerp_(smoothed, self.momentum)
         return smoothed, is_outlier
 
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
-        self.gradients.push(torch.where(is_outlier, self.psi, gradient))
-        mean = self.gradients.mean(self.gradients.values)
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
+        if is_outlier is None:
+            return self.psi.lerp_(self.gradients.push(gradient).mean(0), self.momentum)
+        mean = self.gradients.push(torch.where(is_outlier, self.psi, gradient)).mean(0)
         self.psi.lerp_(torch.where(is_outlier, gradient, mean), self.momentum)
         return torch.where(is_outlier, gradient, self.psi)
 
@@ -309,9 +321,8 @@ class MABN(QuadraticNorm):
         self.window_size = window_size
         self.gradients = _Window(window_size, num_features)
 
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
-        self.gradients.push(gradient)
-        return self.psi.copy_(self.gradients.mean(self.gradients.values))
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
+        return self.psi.copy_(self.gradients.push(gradient).mean(0))
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, window_size={self.window_size}'
@@ -340,7 +351,7 @@ class PowerNorm(QuadraticNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, warmup_iters: int = 10000) -> None:
         super().__init__(num_features, eps, momentum, warmup_iters)
 
-    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor) -> Tensor:
+    def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
         return self.psi.lerp_(gradient, self.momentum)
 
 
@@ -351,6 +362,14 @@ def _sum_over_tokens(x: Tensor) -> Tensor:
 
 def _mean_over_processes(own: Tensor, x: Tensor) -> Tensor:
     """The mean over the tokens of all processes, from the sum ``own`` over the tokens ``x`` of this one."""
-    total = torch.cat([own, own.new_full((1,), x.shape[:-1].numel())])
+    count = x.shape[:-1].numel()
+    if get_world_size() == 1:
+        return own / count
+    total = torch.cat([own, own.new_full((1,), count)])
     all_reduce(total)
     return total[:-1] / total[-1]
+
+
+def _where_finite(value: Tensor, average: Tensor) -> Tensor:
+    """``value``, with ``average`` in place of NaN and infinity."""
+    return torch.where(value.abs() <= torch.finfo(value.dtype).max, value, average)

@@ -1,16 +1,24 @@
 """What all norms share."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from conftest import differing
-from mmcv.cnn import build_norm_layer
+from mmcv.cnn import build_norm_layer, fuse_conv_bn
+from mmengine.logging import MMLogger
+from mmengine.model import revert_sync_batchnorm
+from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import slab_det
+from slab_det.backbones import SLABSwin
 from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
 
 C = 5
@@ -100,3 +108,137 @@ def test_arguments_and_channels(kind):
     assert type(norm) is kind and norm.num_features == C and norm.eps == 1e-5
     with pytest.raises(ValueError, match=rf'{C}.*channels last'):
         norm(torch.zeros(2, C + 1, 3))
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_optimizer_constructors_see_norms(kind):
+    """As in mmdet's RTMDet configs; the same module is no batch norm for what freezes, syncs or fuses those."""
+    model = nn.Sequential(nn.Linear(C, C), kind(C))
+    cfg = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, weight_decay=0.5))
+    wrapper = build_optim_wrapper(model, dict(cfg, paramwise_cfg=dict(norm_decay_mult=0, bypass_duplicate=True)))
+    decays = {id(p): group['weight_decay'] for group in wrapper.param_groups for p in group['params']}
+    found = {name: decays[id(parameter)] for name, parameter in model.named_parameters()}
+    assert found == {name: 0.5 if name.startswith('0.') else 0 for name in found}
+    assert not any(
+        isinstance(module, (_BatchNorm, nn.LayerNorm)) for module in model.modules() if type(module) in NORMS
+    )
+    kinds = [type(module) for module in model.modules()]
+    for convert in (nn.SyncBatchNorm.convert_sync_batchnorm, fuse_conv_bn, revert_sync_batchnorm):
+        assert [type(module) for module in convert(copy.deepcopy(model)).modules()] == kinds
+    for module in model.modules():
+        if hasattr(module, 'reset_parameters'):
+            module.reset_parameters()
+
+
+def at_gamma(model, gamma):
+    slab_det.set_gamma(model, gamma)
+    return model
+
+
+# Operators that compute nothing: they change how a tensor is seen, or give it memory.
+FREE = {
+    *('view', 'view_as', 'reshape', 'permute', 'transpose', 'as_strided', 'expand', 'detach', 'select', 'slice'),
+    *('unsqueeze', 'flatten', 'unflatten', 'unbind', 'chunk', 'split', 'empty', 'empty_like', 'empty_strided'),
+}
+NORM_CFGS = {
+    'LayerNorm': (dict(type='LN'), None),
+    'TokenBN': (dict(type='TokenBN'), None),
+    'PRepBN, gamma 0': (dict(type='PRepBN'), 0.0),
+    'PRepBN, gamma 0.5': (dict(type='PRepBN'), 0.5),
+    'UN': (dict(type='UN', warmup_iters=0), None),
+    'MABN': (dict(type='MABN', warmup_iters=0), None),
+    'PowerNorm': (dict(type='PowerNorm', warmup_iters=0), None),
+}
+
+
+def count_launches(model, gamma, *shape):
+    """Operators that compute, in a forward and backward: those that the model and autograd call, not their parts.
+
+    On a GPU each launches a kernel or a few.
+    """
+    slab_det.set_gamma(model, gamma or 0.0)
+    x = torch.randn(*shape).requires_grad_()
+    for _ in range(6):
+        model.zero_grad()
+        x.grad = None
+        with profile(activities=[ProfilerActivity.CPU]) as recorder:
+            outputs = model(x)
+            torch.stack([y.sum() for y in outputs]).sum().backward()
+
+    def is_part(event):
+        parent = event.cpu_parent
+        return parent is not None and (parent.name.startswith('aten::') or is_part(parent))
+
+    operators = [event for event in recorder.events() if event.name.startswith('aten::') and not is_part(event)]
+    # A cast to the dtype that a tensor has already is none.
+    names = [event.name[6:] for event in operators if event.name != 'aten::to' or event.cpu_children]
+    return Counter(name for name in names if name not in FREE)
+
+
+@pytest.mark.parametrize(
+    'name, bound',
+    list(zip(NORM_CFGS, (2, 2, 7, 14, 49, 33, 30), strict=True)),
+)
+def test_a_training_step_of_a_norm_launches_few_operators(name, bound):
+    cfg, gamma = NORM_CFGS[name]
+    # The same around each norm: the sums of the outputs and their gradients.
+    around = count_launches(nn.Identity(), None, 2, 7, C)
+    found = count_launches(build_norm_layer(cfg, C)[1], gamma, 2, 7, C) - around
+    assert found.total() <= bound, found
+
+
+@pytest.mark.parametrize(
+    'name, ratio', [('TokenBN', 1.2), ('PRepBN, gamma 0', 1.6), ('PRepBN, gamma 0.5', 2.5), ('UN', 3.0)]
+)
+def test_a_training_step_of_a_backbone_launches_few_operators(name, ratio):
+    """Over one with LayerNorm: a GPU waits for its launches in small batches."""
+
+    def count(name):
+        cfg, gamma = NORM_CFGS[name]
+        small = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
+        return count_launches(SLABSwin(norm_cfg=cfg, **small), gamma, 2, 3, 64, 64).total()
+
+    found = count(name), count('LayerNorm')
+    assert found[0] <= ratio * found[1], found
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_inference_with_statistics_that_nobody_estimated_warns_once(kind, capsys, monkeypatch):
+    logger = MMLogger.get_instance(f'statistics of {kind.__name__}')
+    monkeypatch.setattr(MMLogger, 'get_current_instance', lambda: logger)
+
+    def warnings(*norms):
+        for norm in norms:
+            norm.eval()(torch.rand(2, 3, C))
+        return [line for line in capsys.readouterr().out.splitlines() if 'WARNING' in line]
+
+    def build():
+        return at_gamma(kind(C), 0.0)
+
+    trained = build().train()
+    trained(torch.rand(2, 3, C))
+    recalibrated = build()
+    recalibrated.set_statistics(torch.rand(C), torch.rand(C))
+    loaded = build()
+    loaded.load_state_dict(trained.state_dict())
+    averaged = build()
+    for buffer, value in zip(averaged.buffers(), trained.buffers(), strict=True):
+        buffer.data.copy_(value)
+    assert not warnings(trained, recalibrated, loaded, averaged, at_gamma(kind(C), 1.0) if kind is PRepBN else loaded)
+    # Tracing and compilation see the affine alone.
+    torch._dynamo.reset()
+    x = torch.rand(2, 3, C)
+    compiled = torch.compile(build().eval(), backend='eager', fullgraph=True, dynamic=True)
+    compiled(x)
+    compiled(torch.rand(3, 5, C))
+    with torch.no_grad():
+        torch.jit.trace(build().eval(), x, check_trace=False)
+    build().to('meta').eval()(x.to('meta'))
+    assert not warnings()
+    started = build()
+    keys = ('weight', 'bias')
+    started.load_state_dict(
+        {key: value for key, value in trained.state_dict().items() if key.endswith(keys)}, strict=False
+    )
+    (text,) = warnings(started, started, build())
+    assert 'normalises with mean 0 and variance 1' in text and 'slab_det.recalibrate' in text
