@@ -137,7 +137,12 @@ def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     # Keys without a place stay: the loader reports them.
     for key in {prefix + key for key in given} - set(report.unused_unexpected):
         del state_dict[key]
-    state_dict.update({prefix + key: value for key, value in {**model.state_dict(), **values}.items()})
+    # What the file lacks is the loader's to report, but for what the model computes, and for the LayerNorm of a PRepBN,
+    # which only files at gamma = 0 lack.
+    computed, own = {reason for _, reason in EXPECTED_MISSING}, model.state_dict()
+    spare = (key for key, why in report.missing_expected.items() if why in computed or re.search(r'\.ln\.\w+$', key))
+    values.update({key: own[key] for key in spare})
+    state_dict.update({prefix + key: value for key, value in values.items()})
 
 
 def has_shapes_of(model: nn.Module, state: Mapping[str, Tensor]) -> bool:

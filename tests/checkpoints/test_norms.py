@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import as_trained, differing
+from mmdet.models.backbones import SwinTransformer
 from torch import nn
 
 from slab_det.backbones import SLABSwin
@@ -147,6 +148,23 @@ def test_layernorm_weights_are_a_start_and_the_report_says_so(norm):
         assert torch.equal(value, expected), key
     assert not target.norm0.statistics_loaded
     assert target.train().norm0.training, 'statistics that were not loaded must stay live'
+
+
+@pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', *QUADRATIC])
+def test_statistics_that_layernorm_weights_lack_are_named_as_by_mmdets_class(norm):
+    """mmengine, as in init_detector, prints what load_state_dict returns."""
+    state = copy_state(trained('LN'))
+    options = dict(SMALL, norm_cfg=dict(type=norm), init_cfg=None)
+    ours, theirs = (kind(**options).load_state_dict(state, strict=False) for kind in (SLABSwin, SwinTransformer))
+    assert set(ours.missing_keys) == set(theirs.missing_keys) and not ours.unexpected_keys
+    assert {'norm0.running_var', 'patch_embed.norm.running_var'} <= set(ours.missing_keys)
+
+
+def test_a_branch_that_layernorm_weights_lack_is_named():
+    model = build('PRepBN')
+    missing = model.load_state_dict(copy_state(trained('LN')), strict=False).missing_keys
+    assert norm_keys(missing) == {key for key in norm_keys(model.state_dict()) if key.startswith('repbn.')}
+    assert model.norm0.gamma == 1
 
 
 @pytest.mark.parametrize(
