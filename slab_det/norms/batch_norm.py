@@ -58,7 +58,7 @@ class TokenBN(OfflineNorm):
             )
         # The kernel takes parameters of the statistics' dtype.
         weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
-        return _BatchNorm.apply(x, weight, bias, eta, self.running_mean, self.running_var, self.momentum, self.eps)
+        return _BatchNorm.apply(x, weight, bias, eta, self)
 
     def _normalize_pooled(self, x: Tensor) -> Tensor:
         """Normalises by the tokens of all processes."""
@@ -122,22 +122,12 @@ class _BatchNorm(torch.autograd.Function):
     """BatchNorm of tokens plus ``eta x``, in few kernels: eta's gradient follows from those of weight and bias."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        eta: Tensor | None,
-        running_mean: Tensor,
-        running_var: Tensor,
-        momentum: float,
-        eps: float,
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, eta: Tensor | None, norm: TokenBN) -> Tensor:
         image, mean, inverse_sigma = torch.native_batch_norm(
-            _as_image(x), weight, bias, running_mean, running_var, True, momentum, eps
+            _as_image(x), weight, bias, norm.running_mean, norm.running_var, True, norm.momentum, norm.eps
         )
         ctx.save_for_backward(x, weight, eta, mean, inverse_sigma)
-        ctx.eps = eps
+        ctx.eps = norm.eps
         y = _as_tokens(image, x)
         if eta is None:
             return y
@@ -166,7 +156,7 @@ class _BatchNorm(torch.autograd.Function):
             grad_x = grad_x.addcmul(grad, eta).to(x.dtype)
             # grad_weight sums g (x - mean) / sigma over the tokens, grad_bias g, and this g x.
             grad_eta = torch.addcmul(grad_weight / inverse_sigma, grad_bias, mean).sum().to(eta.dtype).view(1)
-        return grad_x, grad_weight, grad_bias, grad_eta, None, None, None, None
+        return grad_x, grad_weight, grad_bias, grad_eta, None
 
 
 def _as_image(x: Tensor) -> Tensor:
