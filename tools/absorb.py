@@ -24,8 +24,8 @@ def parse_arguments() -> argparse.Namespace:
         '--keep',
         nargs='+',
         metavar='KEEP',
-        help='LayerNorms that stay: none; a number K, the worst K; a share such as 0.02, those of which more is '
-        'not affine; or names (default: as few as it takes to agree with the teacher, at most a quarter)',
+        help='LayerNorms that stay: none; a whole number K, the least affine K; or names (default: as few as it takes '
+        'to agree with the teacher, at most a quarter)',
     )
     parser.add_argument(
         '--int8', action='store_true', help='for a student that is quantized: costs AP in float32 and saves it in int8'
@@ -69,20 +69,6 @@ from slab_det.runtime.config import type_name
 TUNE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/tune_absorbed.py'
 
 
-def parse_keep(values: list[str] | None) -> int | float | list[str] | None:
-    """What ``slab_det.absorb`` takes as ``keep``."""
-    if values is None:
-        return None
-    if values == ['none']:
-        return 0
-    numbers = [value for value in values if re.fullmatch(r'-?(\d+\.?\d*|\.\d+)', value)]
-    if not numbers:
-        return values
-    if len(values) > 1 or numbers[0].startswith('-'):
-        raise ConversionError(f'--keep {" ".join(values)}: give one number from 0 on, or names')
-    return float(numbers[0]) if '.' in numbers[0] else int(numbers[0])
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     check_out(args.out, args.checkpoint, args.config)
     if min([args.rounds, *args.curve]) < 0:
@@ -93,7 +79,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> None:
     check_arguments(args)
-    keep = parse_keep(args.keep)
+    keep = int(args.keep[0]) if args.keep and re.fullmatch(r'-?\d+', ' '.join(args.keep)) else args.keep
     cfg = read_config(args.config, data_root=args.data_root)
     if type_name(cfg.model.type) == 'FusedDetector':
         raise ConversionError(

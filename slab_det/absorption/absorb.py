@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from slab_det.runtime.errors import AgreementError
 def absorb(
     model: nn.Module,
     images: Iterable,
-    keep: int | float | str | Collection[str] | None = None,
+    keep: int | str | Collection[str] | None = None,
     least: float = LEAST_AGREEMENT,
     fold_outputs: bool = False,
     int8: bool = False,
@@ -53,10 +53,10 @@ def absorb(
             :func:`slab_det.fusion.register_folds` names the readers of the norms.
         images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
             kind that the detector will see.
-        keep: Norms that stay LayerNorm: a number K, the K that are the least affine; a float, all of which a larger
-            share is not affine (:attr:`NormAbsorption.own`); their names, or one; or None, as few as it takes for an
-            agreement with the teacher of ``least`` on the held-out images: none, or else as many of the least affine
-            ones as bisection finds, up to a quarter of them. The best is taken where none agrees so well.
+        keep: Norms that stay LayerNorm: a whole number K, the K that are the least affine
+            (:attr:`NormAbsorption.own`); their names, or one; 'none'; or None, as few as it takes for an agreement with
+            the teacher of ``least`` on the held-out images: none, or else as many of the least affine ones as bisection
+            finds, up to a quarter of them. The best is taken where none agrees so well.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
         fold_outputs: See :func:`slab_det.fuse`.
         int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
@@ -68,27 +68,22 @@ def absorb(
         The fused student, in eval mode; ``model`` is left as it is.
 
     Raises:
-        ConversionError: If no LayerNorm can be absorbed, there are no images, ``keep`` names no such norm or is below
-            0, an attention has hooks, the model is wrapped or deployed, or values are not finite.
+        ConversionError: If no LayerNorm can be absorbed, there are no images, ``keep`` is something else or names no
+            such norm, an attention has hooks, the model is wrapped or deployed, or values are not finite.
         FusionError: If the model has norms of ours that cannot be fused.
     """
     if is_model_wrapper(model):
         raise ConversionError(f'the model is wrapped in a {type(model).__name__}; give what is inside, model.module')
     if is_deployed(model):
         raise ConversionError('the model is deployed, which hides its norms; absorb the one that it was made of')
-    if isinstance(keep, Real) and not keep >= 0:
-        raise ConversionError(f'keep={keep}: give a number from 0 on, or names of LayerNorms')
-    if isinstance(keep, str):
-        keep = (keep,)
+    keep = _check_keep(keep)
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
         plan = AbsorptionPlan(model, images, folder, fold_outputs, int8)
         compare = _compare_to(model, plan.images.held_out)
         run = partial(Absorption, plan, work_dir=work_dir and Path(work_dir), progress=progress)
-        if isinstance(keep, Real) and not isinstance(keep, Integral):
-            student = run(bound=float(keep)).student
-        elif keep is not None:
+        if keep is not None:
             if isinstance(keep, Integral):
                 keep = run().student.absorption_report.rank()[:keep] if keep else ()
             student = run(names=keep).student
@@ -101,6 +96,15 @@ def absorb(
         if compare is not None:
             compare(student)
         return _warn(student, least)
+
+
+def _check_keep(keep: object) -> int | Collection[str] | None:
+    names = (keep,) if isinstance(keep, str) else keep
+    if isinstance(names, Collection) and all(isinstance(name, str) for name in names):
+        return 0 if [*names] == ['none'] else names
+    if keep is None or (isinstance(keep, Integral) and not isinstance(keep, bool) and keep >= 0):
+        return keep
+    raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms or 'none'")
 
 
 def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import math
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -34,12 +33,11 @@ POSITIONS = 4096
 
 
 class Absorption:
-    """One student: every norm is absorbed but those named, and those of which more than ``bound`` is not affine.
+    """One student: every norm is absorbed but those named.
 
     Args:
         plan: What is fitted, on which images.
         names: Norms that stay.
-        bound: Of :attr:`NormAbsorption.own`.
         work_dir: A folder for what is finished, from which a later call goes on.
         progress: Show a progress bar.
 
@@ -54,14 +52,13 @@ class Absorption:
         self,
         plan: AbsorptionPlan,
         names: Collection[str] = (),
-        bound: float = math.inf,
         work_dir: Path | None = None,
         progress: bool = True,
     ) -> None:
         if unknown := {*names} - {name for name, reason in plan.reasons.items() if not reason}:
             known = ', '.join(name for name, reason in plan.reasons.items() if not reason)
             raise ConversionError(f'keep: {", ".join(sorted(unknown))} cannot be absorbed anyhow; these can: {known}')
-        self.plan, self.names, self.bound = plan, {*names}, bound
+        self.plan, self.names = plan, {*names}
         self.batches = range(len(plan.images.files))
         self.report = AbsorptionReport()
         self.student = copy_module(plan.model)
@@ -157,7 +154,7 @@ class Absorption:
             left=judge.unexplained(fit),
             ridge=ridge,
         )
-        if name in self.names or result.own > self.bound:
+        if name in self.names:
             return replace(result, fate='kept', into='', reason=f'no affine map holds {result.own:.1%} of it')
         apply_fold(self.student, self.plan.fates[name])
         fold_affine(self.student, self.plan.fates[name], *fit)
@@ -188,7 +185,7 @@ class Absorption:
     def _key(self) -> str:
         """Tells students apart: another teacher, other images or other norms to keep."""
         digest = self.plan.digest.copy()
-        digest.update(repr((sorted(self.names), self.bound)).encode())
+        digest.update(repr(sorted(self.names)).encode())
         return digest.hexdigest()[:16]
 
     def _save(self, unit: int) -> None:

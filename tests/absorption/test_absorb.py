@@ -166,10 +166,6 @@ def test_kept_norms_stay_and_the_others_go(teacher):
     worst = none.rank()[:3]
     student = absorb(model, pictures(), keep=3, progress=False)
     assert {*layer_norms(student)} == {*worst} == {fate.norm for fate in student.fusion_report.select('kept')}
-    bound = sorted(norm.own for norm in none.norms)[-2] * 0.99
-    by_bound = absorb(model, pictures(), keep=bound, progress=False).absorption_report
-    assert by_bound.kept and all(norm.own > bound for norm in by_bound.kept)
-    assert all(norm.own <= bound for norm in by_bound.norms if norm.fate == 'absorbed')
 
 
 def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):

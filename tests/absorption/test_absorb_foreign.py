@@ -44,15 +44,21 @@ class Twice(Plain):
         return super().forward(x) + self.norm(self.stem(x.flatten(2).transpose(1, 2)))
 
 
-def test_keep_takes_numbers_of_any_type_and_one_name():
-    model = Plain().eval()
-    for keep in ('norm', ['norm'], 1, np.int64(1), 9, 0.0, np.float32(0)):
-        assert layer_norms(absorb(model, pictures(), keep=keep, progress=False)) == ['norm'], keep
-    for keep in (0, np.int64(0), 1.0, np.float32(1)):
-        assert not layer_norms(absorb(model, pictures(), keep=keep, progress=False)), keep
-    for keep in (-1, -0.1, float('nan')):
-        with pytest.raises(ConversionError, match='from 0 on'):
-            absorb(model, pictures(), keep=keep, progress=False)
+@pytest.mark.parametrize(
+    ('keep', 'kept'),
+    [
+        *((keep, ['norm']) for keep in ('norm', ['norm'], 1, np.int64(1), 9)),
+        *((keep, []) for keep in ('none', ['none'], [], 0, np.int64(0))),
+    ],
+)
+def test_keep_takes_whole_numbers_names_and_the_word_none(keep, kept):
+    assert layer_norms(absorb(Plain().eval(), pictures(), keep=keep, progress=False)) == kept
+
+
+@pytest.mark.parametrize('keep', [True, False, 0.0, 1.0, np.float32(1), 0.02, float('nan'), -1, [1], ['norm', 1]])
+def test_what_keep_does_not_take_is_one_error(keep):
+    with pytest.raises(ConversionError, match='^keep=.*: give a whole number from 0 on, names'):
+        absorb(Plain().eval(), pictures(), keep=keep, progress=False)
 
 
 def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):

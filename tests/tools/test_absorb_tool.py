@@ -165,9 +165,9 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--data-root', 'data', '--keep', 'backbone.norm9'), 'backbone.norm9'),
         (('--data-root', 'data', '--num-images', 0), 'num_images=0'),
         (('--data-root', 'data', '--curve', '-1'), 'from 0 on'),
-        (('--data-root', 'data', '--keep', '-1'), 'one number from 0 on'),
-        (('--data-root', 'data', '--keep', '1.2.3'), '1.2.3'),
-        (('--data-root', 'data', '--keep', 'backbone.norm0', '0.1'), 'one number from 0 on'),
+        (('--data-root', 'data', '--keep', '-1'), 'a whole number from 0 on'),
+        (('--data-root', 'data', '--keep', '0.02'), 'keep: 0.02 '),
+        (('--data-root', 'data', '--keep', 'backbone.norm0', '1'), 'keep: 1 '),
         (('--out', 'small.pth'), 'the checkpoint itself'),
     ],
 )
