@@ -56,7 +56,8 @@ def absorb(
         keep: Norms that stay LayerNorm: a whole number K, the K that are the least affine
             (:attr:`NormAbsorption.own`); their names, or one; 'none'; or None, as few as it takes for an agreement with
             the teacher of ``least`` on the held-out images: none, or else as many of the least affine ones as bisection
-            finds, up to a quarter of them. The best is taken where none agrees so well.
+            finds, up to a quarter of them. The best is taken where none agrees so well, and a quarter where the teacher
+            finds nothing to agree on.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
         fold_outputs: See :func:`slab_det.fuse`.
         int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
@@ -107,8 +108,8 @@ def _check_keep(keep: object) -> int | Collection[str] | None:
     raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms or 'none'")
 
 
-def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float] | None:
-    """A function that measures a student's agreement on ``images`` and reports it; None where nothing is detected."""
+def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float | None] | None:
+    """A function that measures a student's agreement on ``images`` and reports it; None for what is no detector."""
     # mmdet pastes masks in float32 alone.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
@@ -126,15 +127,18 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
         )
         return None
 
-    def compare(student: nn.Module) -> float:
-        student.absorption_report.agreement = agreement(reference, detect(student, images))
-        return student.absorption_report.agreement
+    def compare(student: nn.Module) -> float | None:
+        report = student.absorption_report
+        report.num_images, report.num_detections = len(reference), sum(len(found.scores) for found in reference)
+        if report.num_detections:
+            report.agreement = agreement(reference, detect(student, images))
+        return report.agreement
 
     return compare
 
 
 def _absorb_until_agreement(
-    run: Callable[..., Absorption], compare: Callable[[nn.Module], float], least: float, progress: bool
+    run: Callable[..., Absorption], compare: Callable[[nn.Module], float | None], least: float, progress: bool
 ) -> nn.Module:
     """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two."""
     ranked: list[str] = []
@@ -145,7 +149,8 @@ def _absorb_until_agreement(
         if not ranked:
             ranked.extend(student.absorption_report.rank())
         if progress:
-            print(f'{count} of {len(ranked)} LayerNorms kept: agreement {found:.3f}')
+            value = 'undefined' if found is None else f'{found:.3f}'
+            print(f'{count} of {len(ranked)} LayerNorms kept: agreement {value}')
         return student
 
     def agrees(student: nn.Module) -> bool:
@@ -153,7 +158,11 @@ def _absorb_until_agreement(
 
     best = attempt(0)
     low, high = 0, len(ranked) // 4
-    if agrees(best) or high == 0:
+    if high == 0:
+        return best
+    if best.absorption_report.agreement is None:
+        return attempt(high)
+    if agrees(best):
         return best
     best = max(best, attempt(high), key=lambda student: student.absorption_report.agreement)
     # With ``low`` kept the student does not agree, with ``high`` it does.
@@ -169,7 +178,12 @@ def _absorb_until_agreement(
 
 def _warn(student: nn.Module, least: float) -> nn.Module:
     report = student.absorption_report
-    if report.agreement is not None and report.agreement < least:
+    if report.num_images and report.agreement is None:
+        MMLogger.get_current_instance().warning(
+            f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
+            'kept, and nobody knows what the others cost; give images of its objects, or keep=K'
+        )
+    elif report.agreement is not None and report.agreement < least:
         MMLogger.get_current_instance().warning(
             f'agreement with the teacher is {report.agreement:.3f}, below {least:g}, with {len(report.kept)} '
             f'LayerNorms kept: expect a loss of AP of about {expected_loss(report.agreement):.3f}; keep more (keep=K) '

@@ -59,7 +59,8 @@ def measure_curve(
     models = {'LayerNorm': teacher, **students}
     reports = {name: student.absorption_report for name, student in students.items()}
     num_norms = len(next(iter(reports.values())).norms)
-    points = [CurvePoint('LayerNorm', num_norms, 1.0)]
+    compared = all(report.agreement is not None for report in reports.values())
+    points = [CurvePoint('LayerNorm', num_norms, 1.0 if compared else None)]
     points += [CurvePoint(name, len(report.kept), report.agreement) for name, report in reports.items()]
     if rounds:
         results = measure_latency(models, rounds=rounds, **latency_options)

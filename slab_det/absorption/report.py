@@ -61,12 +61,17 @@ class AbsorptionReport:
     Attributes:
         norms: The LayerNorms, in the order of their calls; those that are never called last.
         refits: The layers that write the residual stream, in the order of their calls, and the neck's convolutions.
-        agreement: With the teacher on held-out images; None where the model detects nothing that can be compared.
+        agreement: With the teacher on held-out images; None where it finds nothing in them, or no detections can be
+            compared.
+        num_images: On how many; 0 where no detections can be compared.
+        num_detections: How many the teacher has in them.
     """
 
     norms: list[NormAbsorption] = field(default_factory=list)
     refits: list[Refit] = field(default_factory=list)
     agreement: float | None = None
+    num_images: int = 0
+    num_detections: int = 0
 
     @property
     def kept(self) -> list[NormAbsorption]:
@@ -85,16 +90,18 @@ class AbsorptionReport:
     def from_dict(cls, values: dict) -> AbsorptionReport:
         """The inverse of :meth:`to_dict`."""
         norms = [NormAbsorption(**norm) for norm in values['norms']]
-        return cls(norms, [Refit(**refit) for refit in values['refits']], values['agreement'])
+        return cls(**{**values, 'norms': norms, 'refits': [Refit(**refit) for refit in values['refits']]})
 
     def __str__(self) -> str:
         absorbed = [norm for norm in self.norms if norm.fate == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.agreement is not None:
             lines[0] += (
-                f'; agreement with the teacher on held-out images: {self.agreement:.3f}, '
-                f'AP about {expected_loss(self.agreement):.3f} lower'
+                f'; agreement with the teacher on {self.num_detections} detections in {self.num_images} held-out '
+                f'images: {self.agreement:.3f}, AP about {expected_loss(self.agreement):.3f} lower'
             )
+        elif self.num_images:
+            lines[0] += f'; agreement is undefined: the teacher finds nothing in {self.num_images} held-out images'
         lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept]
         if absorbed:
             worst = max(absorbed, key=lambda norm: norm.left)

@@ -112,10 +112,10 @@ def agreement(reference: Sequence[Detections], other: Sequence[Detections]) -> f
         other: Those of another detector in the same images.
 
     Returns:
-        1 where both find the same in the same order of scores, or both find nothing; 0 where they share nothing.
+        1 where both find the same in the same order of scores; 0 where they share nothing.
 
     Raises:
-        AgreementError: If the numbers of images differ, or only one detector finds masks.
+        AgreementError: If the numbers of images differ, only one detector finds masks, or both find nothing.
     """
     if len(reference) != len(other):
         raise AgreementError(f'detections in {len(reference)} and {len(other)} images cannot be compared')
@@ -132,7 +132,9 @@ def agreement(reference: Sequence[Detections], other: Sequence[Detections]) -> f
         weights.append(max(true.max(initial=0.0), scores.max(initial=0.0)))
         best = _average_precision(true, true, true.sum())
         values.append(np.mean([_average_precision(scores, p, true.sum()) for p in matched]) / best if best else 0.0)
-    return float(np.average(values, weights=weights)) if values else 1.0
+    if not values:
+        raise AgreementError(f'both detectors find nothing in {len(reference)} images: agreement is undefined')
+    return float(np.average(values, weights=weights))
 
 
 def expected_loss(value: float) -> float:

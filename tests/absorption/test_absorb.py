@@ -15,10 +15,12 @@ from torch import nn
 
 import slab_det
 from slab_det.absorption import absorb, walk
+from slab_det.absorption.curve import measure_curve
 from slab_det.absorption.plan import AbsorptionPlan, Images, Writer
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
+from slab_det.measure.agreement import detect
 
 LN = dict(type='LN')
 SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=LN)
@@ -172,7 +174,13 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     # A logger of an earlier test writes to the stream of that test.
     monkeypatch.setattr(MMLogger, '_instance_dict', {})
     model, images = teacher(), pictures(5)
+    with torch.no_grad():
+        # Masks that are not empty: others are no detections.
+        model.roi_head.mask_head.conv_logits.bias += 10
     easy = absorb(model, images, least=0.0, progress=False)
+    (found,) = detect(model, images[4:])
+    compared = f'agreement with the teacher on {len(found.scores)} detections in 1 held-out images: '
+    assert len(found.scores) > 0 and compared in str(easy.absorption_report)
     assert not layer_norms(easy) and 0 <= easy.absorption_report.agreement <= 1
     impossible = absorb(model, images, least=1.1)
     assert impossible.absorption_report.agreement >= easy.absorption_report.agreement
@@ -193,6 +201,23 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     # One pass: a loader that shuffles would compare teacher and student on different images.
     once = absorb(model, iter(images), least=0.0, progress=False)
     assert once.absorption_report == easy.absorption_report
+
+
+def test_where_the_teacher_finds_nothing_a_quarter_is_kept_and_nothing_is_said_to_agree(teacher, monkeypatch):
+    model, warnings = teacher(), []
+    monkeypatch.setattr(MMLogger, 'warning', lambda logger, text: warnings.append(text))
+    with torch.no_grad():
+        # Background is certain.
+        model.roi_head.bbox_head.fc_cls.bias[-1] += 100
+    for keep, kept in ((None, 4), (0, 0)):
+        student = absorb(model, pictures(5), keep=keep, progress=False)
+        report = student.absorption_report
+        assert len(layer_norms(student)) == kept and report.agreement is None
+        assert 'is undefined: the teacher finds nothing in 1 held-out images' in str(report) and 'AP' not in str(report)
+        assert f'finds nothing in 1 held-out images: {kept} LayerNorms are kept' in warnings[-1]
+        assert 'give images of its objects, or keep=K' in warnings[-1]
+    points = measure_curve(model, dict(written=student))
+    assert [point.agreement for point in points] == [None, None]
 
 
 @pytest.mark.parametrize('count', [1, 4, 5, 6, 10, 12])

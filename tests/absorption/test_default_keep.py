@@ -27,6 +27,13 @@ def test_bisection_finds_how_many_norms_of_a_quarter_it_takes(num_norms, enough,
     assert (_absorb_until_agreement(run, compare, least=0.9, progress=False).kept, counts) == (kept, tried)
 
 
+@pytest.mark.parametrize(('num_norms', 'tried'), [(24, [0, 6]), (3, [0])])
+def test_a_quarter_is_kept_where_agreement_is_undefined(num_norms, tried):
+    run, compare = counting(num_norms, counts := [], lambda count: None)
+    assert _absorb_until_agreement(run, compare, least=0.9, progress=False).kept == tried[-1]
+    assert counts == tried
+
+
 def test_none_is_kept_where_a_quarter_agrees_less():
     run, compare = counting(24, counts := [], lambda count: 0.8 - 0.001 * count)
     assert _absorb_until_agreement(run, compare, least=0.9, progress=False).kept == 0

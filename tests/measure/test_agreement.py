@@ -32,9 +32,10 @@ def apart(index: int) -> list[float]:
 TEACHER = [found((0.9, 0, apart(0)), (0.5, 0, apart(1)), (0.4, 1, apart(2))), found((0.7, 0, apart(0)))]
 
 
-def test_a_detector_agrees_with_itself_and_nothing_with_nothing() -> None:
+def test_a_detector_agrees_with_itself_and_nothing_agrees_with_nothing() -> None:
     assert agreement(TEACHER, TEACHER) == pytest.approx(1)
-    assert agreement([found()], [found()]) == 1
+    with pytest.raises(AgreementError, match='in 2 images: agreement is undefined'):
+        agreement([found(), found()], [found(), found()])
     assert agreement([found()], [found((0.9, 0, SQUARE))]) == 0
     assert agreement([found((0.9, 0, SQUARE))], [found()]) == 0
     # Another class is another object.
