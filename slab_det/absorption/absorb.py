@@ -52,7 +52,7 @@ def absorb(
         model: A detector or a backbone with LayerNorm: ours or mmdet's Swin, PVT or PVTv2, or any for which
             :func:`slab_det.fusion.register_folds` names the readers of the norms.
         images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
-            kind that the detector will see.
+            kind that the detector will see. Read once, ``len(images)`` batches where that is known.
         keep: Norms that stay LayerNorm: a whole number K, the K that are the least affine
             (:attr:`NormAbsorption.own`); their names, or one; 'none'; or None, as few as it takes for an agreement with
             the teacher of ``least`` on the held-out images: none, or else as many of the least affine ones as bisection

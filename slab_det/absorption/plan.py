@@ -17,7 +17,7 @@ from slab_det.conversion.convert import ConversionError, describe_others, reason
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.norms import named_norms
-from slab_det.recalibration.moments import prepare_inputs
+from slab_det.recalibration.moments import one_pass, prepare_inputs
 
 # Every so many batches one is held out: it chooses ridges and measures what is left.
 HELD_OUT = 5
@@ -56,7 +56,7 @@ class Images:
         self.held_out.dataset = getattr(batches, 'dataset', None)
         self.digest = hashlib.sha256()
         prepare = prepare_inputs(model, batches)
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(one_pass(batches)):
             inputs = prepare(batch)[0].clone()
             self.files.append(folder / f'image_{index}.pt')
             torch.save(inputs, self.files[-1])

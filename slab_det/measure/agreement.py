@@ -12,7 +12,7 @@ from mmdet.structures import DetDataSample
 from pycocotools import mask as coco_mask
 from torch import nn
 
-from slab_det.recalibration.moments import evaluating, prepare_inputs
+from slab_det.recalibration.moments import evaluating, one_pass, prepare_inputs
 from slab_det.runtime.errors import AgreementError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
@@ -63,7 +63,7 @@ def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
     """
     prepare, found = prepare_inputs(model, batches), []
     with evaluating(model):
-        for batch in batches:
+        for batch in one_pass(batches):
             inputs, samples = prepare(batch)
             found += [_as_detections(sample) for sample in model(inputs, samples, mode='predict')]
     if not found:

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from slab_det.norms import OfflineNorm, named_offline_norms
-from slab_det.recalibration.moments import RecalibrationError, collect_moments
+from slab_det.recalibration.moments import RecalibrationError, collect_moments, one_pass
 
 # A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
 # final. Normalising by what it found there would pass the error on: where images differ, it grows from norm to norm,
@@ -79,9 +80,10 @@ def recalibrate(
 
     Args:
         model: A detector or a backbone.
-        batches: A data loader or image tensors (B, 3, H, W), read once per pass. Batches of a loader are prepared as
-            ``test_step`` does; where the data preprocessor pads to a fixed size in training (``BatchFixedSizePad``),
-            they are padded so too, unless the loader's dataset has ``test_mode``.
+        batches: A data loader or image tensors (B, 3, H, W), read once per pass, ``len(batches)`` where that is known:
+            the sampler of a config that counts iterations never ends. Batches of a loader are prepared as ``test_step``
+            does; where the data preprocessor pads to a fixed size in training (``BatchFixedSizePad``), they are padded
+            so too, unless the loader's dataset has ``test_mode``.
         max_passes: Passes over ``batches``, at least 1; None for as many as it takes.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
@@ -102,6 +104,9 @@ def recalibrate(
         )
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
+    if isinstance(batches, DataLoader):
+        # Every pass sees the same images.
+        batches = one_pass(batches)
     if max_passes is None:
         # The last pass finds that nothing changed. A norm that is called twice may need more than one pass.
         max_passes = max(len(norms) + 1, 8)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
+from operator import length_hint
 
 import torch
 from mmdet.structures import DetDataSample
 from mmengine.dist import all_gather_object, is_main_process
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
@@ -110,7 +114,8 @@ def collect_moments(
 
             stack.callback(module.register_forward_hook(add).remove)
         shown = title and is_main_process()
-        for batch in stack.enter_context(Progress(batches, title, disable=not shown)):
+        total = length_hint(batches) or None
+        for batch in stack.enter_context(Progress(one_pass(batches), title, total, disable=not shown)):
             forward(batch)
             num_batches_here += 1
             _check_finite(moments, num_batches_here)
@@ -142,6 +147,21 @@ def _check_finite(moments: Mapping[str, Moments], num_batches: int) -> None:
             f'{name}: mean or variance is NaN or infinite after batch {num_batches}; lower the learning rate or check '
             'the inputs'
         )
+
+
+def one_pass(batches: Iterable) -> Iterable:
+    """``batches`` up to their length: the loader of a config that counts iterations never ends.
+
+    What it returns for a loader can be read again, with the same images; anything else once.
+    """
+    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+        # mmengine's InfiniteSampler is used up after its first iterator: a list of its indices is not.
+        kind = 'sampler' if batches.batch_sampler is None else 'batch_sampler'
+        loader = copy.copy(batches)
+        vars(loader).update({kind: [*islice(getattr(batches, kind), len(batches))], '_iterator': None})
+        return loader
+    length = length_hint(batches, -1)
+    return batches if length < 0 else islice(batches, length)
 
 
 @contextmanager

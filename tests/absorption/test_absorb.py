@@ -10,8 +10,10 @@ import torch
 from conftest import PVT_V2, as_trained, differing, layer_norms, make_affine, pictures, raw_outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.dataset import InfiniteSampler
 from mmengine.logging import MMLogger
 from torch import nn
+from torch.utils.data import DataLoader
 
 import slab_det
 from slab_det.absorption import absorb, walk
@@ -228,6 +230,14 @@ def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count, tmp_path
     assert [index for index in range(count) if images.is_held_out(index)] == expected
     assert all(one is batches[i] for one, i in zip(images.held_out, expected or range(count), strict=True))
     assert (f'{count} batches: none is held out' in ''.join(capsys.readouterr())) == (count < 5)
+
+
+def test_an_endless_loader_is_read_once(tmp_path):
+    images = [image[0] for image in pictures(6)]
+    for change in (lambda loader: loader, iter):
+        loader = DataLoader(images, batch_size=2, sampler=InfiniteSampler(images, shuffle=False, seed=0))
+        found = Images(nn.Linear(1, 1), change(loader), tmp_path)
+        assert len(found.files) == len(found.held_out) == 3
 
 
 def test_the_teacher_stays_as_it_was(teacher):

@@ -6,9 +6,11 @@ import torch
 from conftest import CONFIGS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.dataset import InfiniteSampler
 from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 from torch import nn
+from torch.utils.data import DataLoader
 
 from slab_det.data import generate, set_data_root
 from slab_det.measure.agreement import Detections, agreement, detect
@@ -164,3 +166,5 @@ def test_image_tensors_are_taken_as_they_are_and_no_image_is_an_error(small_dete
     assert agreement(together, detect(other, [images])) < 0.5
     with pytest.raises(AgreementError, match='no image'):
         detect(model, [])
+    endless = DataLoader(images, sampler=InfiniteSampler(images, shuffle=False, seed=0), collate_fn=torch.stack)
+    assert len(detect(model, endless)) == 2
