@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +15,6 @@ from torch import Tensor, nn
 from slab_det.conversion.convert import ConversionError
 from slab_det.conversion.distill import tensors_in
 from slab_det.fusion.fuse import containers_of
-
-# Sides of the image on which is found what reads what.
-SMALL = 256
 
 
 class Probe(NamedTuple):
@@ -119,7 +117,7 @@ class Walk:
                 (self.folder / f'{index}_{batch}.pt').unlink(missing_ok=True)
 
     def _store(self, unit: int, batch: int, output: object, last: int) -> None:
-        self.placeholders[unit, batch] = _map_tensors(output, _nan_like)
+        self.placeholders[unit, batch] = _map_tensors(output, _filled_like)
         if self.last_uses[unit] > last:
             # A view would bring all of its memory along.
             torch.save(_map_tensors(output, torch.clone), self.folder / f'{unit}_{batch}.pt')
@@ -130,7 +128,7 @@ class Walk:
         path = self.images[batch] if unit < 0 else self.folder / f'{unit}_{batch}.pt'
         output = load_tensors(path, self.device)
         if unit < 0:
-            self.placeholders[unit, batch] = _nan_like(output)
+            self.placeholders[unit, batch] = _filled_like(output)
         return output
 
 
@@ -139,8 +137,8 @@ def last_uses(
 ) -> dict[int, int]:
     """For the image (-1) and each unit the last unit whose input depends on it while all other units stay the same.
 
-    Units are replaced by what they returned, one of them by NaN: where NaN arrives is what reads it. A unit within
-    another is read there.
+    Units are replaced by ones of the shape that they returned, one of them by NaN: where NaN arrives is what reads it.
+    A unit within another is read there.
     """
     within = {
         index: other
@@ -148,14 +146,15 @@ def last_uses(
         for other, unit in enumerate(units)
         if name and unit in ('', *containers_of(name))
     }
-    image = image[..., :SMALL, :SMALL]
+    # Whole: a model may take images of one size alone.
+    image = image[:1]
     outputs: dict[str, object] = {}
     modules = {name: model.get_submodule(name) for name in units}
     with ExitStack() as stack, torch.no_grad():
         for name, module in modules.items():
 
             def keep(module: nn.Module, args: tuple, output: object, name: str = name) -> None:
-                outputs[name] = output
+                outputs[name] = _map_tensors(output, _filled_like)
 
             stack.callback(module.register_forward_hook(keep).remove)
         forward(image)
@@ -167,7 +166,7 @@ def last_uses(
         readers: list[int] = []
         with ExitStack() as stack, torch.no_grad():
             for other, (name, module) in enumerate(modules.items()):
-                given = _map_tensors(outputs[name], _nan_like) if other == index else outputs[name]
+                given = _map_tensors(outputs[name], partial(_filled_like, value=torch.nan if other == index else 1.0))
                 stack.enter_context(_replaced_forward(module, given))
 
                 def look(
@@ -177,7 +176,7 @@ def last_uses(
                         readers.append(other)
 
                 stack.callback(module.register_forward_pre_hook(look, with_kwargs=True).remove)
-            forward(_nan_like(image) if index < 0 else image)
+            forward(_filled_like(image, torch.nan if index < 0 else 1.0))
         uses[index] = max(readers, default=index)
     return uses
 
@@ -206,8 +205,9 @@ def _replaced_forward(module: nn.Module, output: object) -> Iterator[None]:
         vars(module).update(own)
 
 
-def _nan_like(tensor: Tensor) -> Tensor:
-    return tensor.new_full((), torch.nan).expand(tensor.shape) if tensor.is_floating_point() else tensor
+def _filled_like(tensor: Tensor, value: float = torch.nan) -> Tensor:
+    """A tensor of one value, which takes no memory; one of integers is left as it is."""
+    return tensor.new_full((), value).expand(tensor.shape) if tensor.is_floating_point() else tensor
 
 
 def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
