@@ -3,8 +3,9 @@
 import copy
 from pathlib import Path
 
-from mmdet.registry import MODELS
+from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
+from mmengine.dataset import BaseDataset
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
@@ -24,8 +25,8 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
             is not run.
 
     Returns:
-        The detector, with its config, ``cfg``, and ``dataset_meta`` (class names and palette), None where the
-        checkpoint has none.
+        The detector, with its config, ``cfg``, and ``dataset_meta``: class names and palette of the checkpoint, or
+        else the class names of the training set; None where there are none.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -50,8 +51,22 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     meta = loaded.get('meta') or {}
     # mmdet 2 wrote class names and palette in capitals, straight into meta.
     found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
-    model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else None)
+    model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else _training_classes(model, cfg))
     return model
+
+
+def _training_classes(model: nn.Module, cfg: Config) -> dict | None:
+    """The class names of a config's training set, if they are as many as the heads of ``model`` have."""
+    dataset = (cfg.get('train_dataloader') or {}).get('dataset') or {}
+    while inner := dataset.get('dataset') or (dataset.get('datasets') or [None])[0]:
+        dataset = inner
+    kind = DATASETS.get(dataset['type']) if isinstance(dataset.get('type'), str) else dataset.get('type')
+    if not (isinstance(kind, type) and issubclass(kind, BaseDataset)):
+        return None
+    classes = kind._load_metainfo(copy.deepcopy(dataset.get('metainfo'))).get('classes')
+    # An RPN has one.
+    counts = [n for m in model.modules() if isinstance(n := getattr(m, 'num_classes', None), int)]
+    return dict(classes=tuple(classes)) if classes and counts and len(classes) == max(counts) else None
 
 
 def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:

@@ -13,6 +13,7 @@ from mmengine.runner import Runner
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError, convert_detector, finetune_config, write_tune_config
+from slab_det.data import SyntheticShapes
 from slab_det.fusion import FusionError
 from slab_det.norms import PRepBN
 from slab_det.recalibration import recalibration_dataloader
@@ -73,7 +74,8 @@ CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
     [
         (dict(CLASSES=CLASSES, PALETTE=PALETTE), dict(classes=CLASSES, palette=PALETTE)),
         (dict(dataset_meta=dict(classes=CLASSES, palette=PALETTE)), dict(classes=CLASSES, palette=PALETTE)),
-        ({}, None),
+        # Those of its training set.
+        ({}, dict(classes=SyntheticShapes.METAINFO['classes'])),
     ],
 )
 def test_class_names_of_every_mmdet_survive(small_run_cfg, schedule, tmp_path, meta, expected):
@@ -83,11 +85,9 @@ def test_class_names_of_every_mmdet_survive(small_run_cfg, schedule, tmp_path, m
     norms = [m for m in build_detector(Config.fromfile(config), str(checkpoint)).modules() if isinstance(m, PRepBN)]
     assert norms and not report.explained, 'nothing to calibrate on was given'
     assert not any(norm.statistics_loaded for norm in norms), 'norm_eval must not freeze initial statistics'
-    written = torch.load(checkpoint, weights_only=False)['meta']
-    assert written.get('dataset_meta') == expected and ('dataset_meta' in written) == (expected is not None)
+    assert torch.load(checkpoint, weights_only=False)['meta']['dataset_meta'] == expected
     inferencer = DetInferencer(str(config), str(checkpoint), device='cpu', show_progress=False)
-    # Without names mmdet takes those of its test set or of COCO.
-    assert expected is None or tuple(inferencer.visualizer.dataset_meta['classes']) == CLASSES
+    assert tuple(inferencer.visualizer.dataset_meta['classes']) == expected['classes']
 
 
 def test_hooks_of_the_detector_stay_unless_the_schedule_brings_theirs(small_run_cfg, schedule):
