@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.untrained import build_untrained
+from slab_det.absorption import walk
 from slab_det.measure.agreement import detect
 from slab_det.measure.environment import describe_environment
 
@@ -71,6 +72,8 @@ def measure(config: str, absorbs: bool, size: tuple[int, int], num_images: int, 
     torch.set_num_threads(threads)
     model = build_untrained(ROOT / 'configs' / f'{config}.py', {})
     images = [torch.randn(1, 3, *size) for _ in range(num_images)]
+    # All in files: what memory takes beside them is known.
+    walk.MEMORY = 0
     with tempfile.TemporaryDirectory() as folder, FolderSize(Path(folder)) as disk:
         tempfile.tempdir = folder
         idle, started = peak_mib(), time.perf_counter()

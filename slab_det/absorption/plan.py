@@ -12,7 +12,7 @@ import torch
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.absorption.walk import Probe, last_uses, load_tensors, register_probe
+from slab_det.absorption.walk import Probe, TensorStore, last_uses, register_probe
 from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
@@ -34,15 +34,16 @@ class Batches(list):
 
 
 class Images:
-    """The images of an absorption, one batch in memory at a time, but for those that are held out.
+    """The images of an absorption; those that are held out stay in memory as they came.
 
     Args:
         model: The teacher, which prepares them.
         batches: What a data loader yields, or image tensors (B, 3, H, W).
-        folder: For one file of each batch, which holds its image tensor.
+        folder: For image tensors that find no place in memory.
 
     Attributes:
-        files: The files.
+        store: Has the image tensor of each batch, by its index.
+        count: How many batches there are.
         held_out: Every fifth batch, or all where there are fewer than five, as they came.
         digest: Of the image tensors.
 
@@ -51,21 +52,21 @@ class Images:
     """
 
     def __init__(self, model: nn.Module, batches: Iterable, folder: Path) -> None:
-        self.files: list[Path] = []
+        self.store, self.count = TensorStore(folder, next(model.parameters()).device), 0
         self.held_out, few = Batches(), []
         self.held_out.dataset = getattr(batches, 'dataset', None)
         self.digest = hashlib.sha256()
         prepare = prepare_inputs(model, batches)
         for index, batch in enumerate(one_pass(batches)):
-            inputs = prepare(batch)[0].clone()
-            self.files.append(folder / f'image_{index}.pt')
-            torch.save(inputs, self.files[-1])
+            inputs = prepare(batch)[0]
+            self.store.put(str(index), inputs)
+            self.count += 1
             self.digest.update(to_bytes(inputs))
             if self.is_held_out(index):
                 self.held_out.append(batch)
             elif index < HELD_OUT:
                 few.append(batch)
-        if not self.files:
+        if not self.count:
             raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
         if not self.held_out:
             self.held_out.extend(few)
@@ -121,7 +122,7 @@ class AbsorptionPlan:
                     raise ConversionError(f'{name}: {reason}; what its layers read cannot be seen') from reason
         # Norms of neck and heads are not on the way.
         self.root = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
-        image = load_tensors(self.images.files[0], next(model.parameters()).device)
+        image = self.images.store.get('0')
         writers = {writer.layer: writer for writer in self._find_writers()}.values()
         # A video detector has no extract_feat: nothing is known to run its neck.
         self.runs_neck = hasattr(model, 'extract_feat') and any(not w.layer.startswith(self.root) for w in writers)

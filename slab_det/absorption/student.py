@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slab_det.absorption.plan import AbsorptionPlan, Writer
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit
 from slab_det.absorption.report import AbsorptionReport, NormAbsorption, Refit
-from slab_det.absorption.walk import Probe, Walk
+from slab_det.absorption.walk import Probe, TensorStore, Walk
 from slab_det.conversion.convert import ConversionError
 from slab_det.fusion.folds import find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, replace_module
@@ -59,7 +59,7 @@ class Absorption:
             known = ', '.join(name for name, reason in plan.reasons.items() if not reason)
             raise ConversionError(f'keep: {", ".join(sorted(unknown))} cannot be absorbed anyhow; these can: {known}')
         self.plan, self.names = plan, {*names}
-        self.batches = range(len(plan.images.files))
+        self.batches = range(plan.images.count)
         self.report = AbsorptionReport()
         self.student = copy_module(plan.model)
         # Modules that show what their layers read.
@@ -79,8 +79,10 @@ class Absorption:
         )
         with self.bar:
             with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
+                images = plan.images.store
+                store = TensorStore(Path(folder), images.device, images.left)
                 self.teacher_walk, self.student_walk = (
-                    Walk(model, plan.forward(model), plan.units, plan.last_uses, plan.images.files, Path(folder, name))
+                    Walk(model, plan.forward(model), plan.units, plan.last_uses, images, store, name)
                     for name, model in (('teacher', plan.model), ('student', self.student))
                 )
                 if 0 < first < last:

@@ -1,4 +1,4 @@
-"""Runs a model unit by unit over many batches: what lies before the current unit is read from files."""
+"""Runs a model unit by unit over many batches: what lies before the current unit is read from memory or files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,46 @@ from torch import Tensor, nn
 from slab_det.conversion.convert import ConversionError
 from slab_det.conversion.distill import tensors_in
 from slab_det.fusion.fuse import containers_of
+
+# Bytes of a CPU's memory for what units return; a GPU gives a quarter of what is free. What is beyond goes to files.
+MEMORY = 2**30
+
+
+class TensorStore:
+    """Tensors in tuples by name, on a device up to a number of bytes, beyond it in files.
+
+    Args:
+        folder: For the files.
+        device: Where tensors come from and go to.
+        left: How many bytes are still free; by default ``MEMORY``, or a quarter of the free memory of a GPU.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, left: int | None = None) -> None:
+        if left is None:
+            left = torch.cuda.mem_get_info(device)[0] // 4 if device.type == 'cuda' else MEMORY
+        self.folder, self.device, self.left = folder, device, left
+        self.values: dict[str, object] = {}
+
+    def put(self, name: str, value: object) -> None:
+        """Stores copies: a view would bring all of its memory along."""
+        value, size = _map_tensors(value, torch.clone), _count_bytes(value)
+        if size <= self.left:
+            self.values[name] = value
+            self.left -= size
+        else:
+            torch.save(value, self.folder / f'{name}.pt')
+
+    def get(self, name: str) -> object:
+        """Copies: a forward may write into what it reads."""
+        if name in self.values:
+            return _map_tensors(self.values[name], torch.clone)
+        path = self.folder / f'{name}.pt'
+        return torch.load(path, map_location=self.device, weights_only=True)  # noqa: TID251 (no file of another's)
+
+    def drop(self, name: str) -> None:
+        """Removes what may be there."""
+        self.left += _count_bytes(self.values.pop(name, None))
+        (self.folder / f'{name}.pt').unlink(missing_ok=True)
 
 
 class Probe(NamedTuple):
@@ -39,8 +79,9 @@ class Walk:
         forward: Runs the model on an image tensor, as far as the last unit at least.
         units: Names of modules in the order in which they return.
         last_uses: For the image, at index -1, and for each unit the last unit that reads it; see :func:`last_uses`.
-        images: A file for each batch that holds its image tensor, (B, 3, H, W).
-        folder: Where outputs are stored, one file for each unit and batch.
+        images: Has the image tensor of each batch, (B, 3, H, W), by its index.
+        store: Gets the outputs of each unit for each batch.
+        name: Tells walks with the same store apart.
     """
 
     def __init__(
@@ -49,15 +90,14 @@ class Walk:
         forward: Callable[[Tensor], object],
         units: Sequence[str],
         last_uses: Mapping[int, int],
-        images: Sequence[Path],
-        folder: Path,
+        images: TensorStore,
+        store: TensorStore,
+        name: str = '',
     ) -> None:
-        self.model, self.forward, self.units, self.last_uses, self.folder = model, forward, units, last_uses, folder
-        self.images = images
-        self.device = next(model.parameters()).device
+        self.model, self.forward, self.units, self.last_uses = model, forward, units, last_uses
+        self.images, self.store, self.name = images, store, name
         # What stands for an output that is not stored.
         self.placeholders: dict[tuple[int, int], object] = {}
-        folder.mkdir(parents=True, exist_ok=True)
 
     def run(
         self, batch: int, unit: int, probes: Sequence[Probe], live_from: int | None = None, store: bool = False
@@ -114,19 +154,17 @@ class Walk:
         """Removes what no unit behind this one reads."""
         for index in range(unit):
             if self.last_uses[index] == unit:
-                (self.folder / f'{index}_{batch}.pt').unlink(missing_ok=True)
+                self.store.drop(f'{self.name}{index}_{batch}')
 
     def _store(self, unit: int, batch: int, output: object, last: int) -> None:
         self.placeholders[unit, batch] = _map_tensors(output, _filled_like)
         if self.last_uses[unit] > last:
-            # A view would bring all of its memory along.
-            torch.save(_map_tensors(output, torch.clone), self.folder / f'{unit}_{batch}.pt')
+            self.store.put(f'{self.name}{unit}_{batch}', output)
 
     def _load(self, unit: int, batch: int, reader: int) -> object:
         if self.last_uses[unit] < reader and (unit, batch) in self.placeholders:
             return self.placeholders[unit, batch]
-        path = self.images[batch] if unit < 0 else self.folder / f'{unit}_{batch}.pt'
-        output = load_tensors(path, self.device)
+        output = self.images.get(str(batch)) if unit < 0 else self.store.get(f'{self.name}{unit}_{batch}')
         if unit < 0:
             self.placeholders[unit, batch] = _filled_like(output)
         return output
@@ -181,11 +219,6 @@ def last_uses(
     return uses
 
 
-def load_tensors(path: Path, device: torch.device) -> object:
-    """Reads what a walk has written: tensors in tuples."""
-    return torch.load(path, map_location=device, weights_only=True)  # noqa: TID251 (no file of another's)
-
-
 def register_probe(module: nn.Module, side: str, look: Callable[[object], None]) -> torch.utils.hooks.RemovableHandle:
     """Calls ``look`` with the arguments or the output of every call of a module."""
     if side == 'input':
@@ -208,6 +241,10 @@ def _replaced_forward(module: nn.Module, output: object) -> Iterator[None]:
 def _filled_like(tensor: Tensor, value: float = torch.nan) -> Tensor:
     """A tensor of one value, which takes no memory; one of integers is left as it is."""
     return tensor.new_full((), value).expand(tensor.shape) if tensor.is_floating_point() else tensor
+
+
+def _count_bytes(value: object) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
 def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:

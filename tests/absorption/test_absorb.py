@@ -237,7 +237,7 @@ def test_an_endless_loader_is_read_once(tmp_path):
     for change in (lambda loader: loader, iter):
         loader = DataLoader(images, batch_size=2, sampler=InfiniteSampler(images, shuffle=False, seed=0))
         found = Images(nn.Linear(1, 1), change(loader), tmp_path)
-        assert len(found.files) == len(found.held_out) == 3
+        assert found.count == len(found.held_out) == 3
 
 
 def test_the_teacher_stays_as_it_was(teacher):
@@ -335,15 +335,19 @@ def test_layers_that_two_blocks_share_are_not_fitted(teacher, tmp_path):
     assert shared < writers(whole) and writers(model) == writers(whole) - shared
 
 
-def test_a_resumed_walk_stores_only_what_is_still_read(tmp_path):
+@pytest.mark.parametrize('left', [0, 1000])
+def test_a_resumed_walk_stores_only_what_is_still_read_in_memory_or_files(tmp_path, left):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    torch.save(torch.ones(1, 3), tmp_path / 'image.pt')
+    images, store = (walk.TensorStore(tmp_path, torch.device('cpu'), count) for count in (1000, left))
+    images.put('0', torch.ones(1, 3))
     uses = {-1: 0, 0: 1, 1: 2, 2: 2}
-    resumed = walk.Walk(model, model, ['0', '1', '2'], uses, [tmp_path / 'image.pt'], tmp_path / 'outputs')
+    resumed = walk.Walk(model, model, ['0', '1', '2'], uses, images, store)
     resumed.run(0, 1, (), live_from=0, store=True)
-    assert [path.name for path in (tmp_path / 'outputs').iterdir()] == ['1_0.pt']
+    assert [*store.values, *(path.name for path in tmp_path.iterdir())] == ['1_0' if left else '1_0.pt']
     (output,) = resumed.run(0, 2, [walk.Probe('2', 'output')])
     torch.testing.assert_close(output, model(torch.ones(1, 3)))
+    store.drop('1_0')
+    assert store.left == left and not [*store.values, *tmp_path.iterdir()]
 
 
 def test_a_forward_that_a_module_was_given_comes_back(teacher):
