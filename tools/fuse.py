@@ -55,8 +55,8 @@ def main(args: argparse.Namespace) -> None:
     check = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)
     print(
-        f'{fused.fusion_report}\nLargest relative difference of the feature maps of a random '
-        f'{args.size[0]}x{args.size[1]} image: {check.float64:.1e} in float64, {check.float32:.1e} in float32\n'
+        f'{fused.fusion_report}\nLargest relative difference of {check.num_values:,} values in the feature maps of a '
+        f'random {args.size[0]}x{args.size[1]} image: {check.float64:.1e} in float64, {check.float32:.1e} in float32\n'
         f'Written to {checkpoint} and {config}'
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from slab_det.fusion.fuse import FusionError, apply_folds
 from slab_det.norms import copy_module
+from slab_det.runtime.errors import SlabDetError, name_some
 
 # In float64 only rounding separates the two. In float32 random deep models differ from their own float64 self by
 # more than any fixed bound, so that distance is the yardstick.
@@ -26,17 +28,39 @@ class FusionCheck:
         float32: Fused against unfused, as they are.
         float32_own: The unfused model as it is against itself in float64.
         num_inputs: How many inputs were compared.
+        num_values: How many values of all outputs were compared.
     """
 
     float64: float
     float32: float
     float32_own: float
     num_inputs: int
+    num_values: int
 
 
 def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
     """The feature maps of a detector's neck, or of a backbone, for images (B, 3, H, W)."""
     return model.extract_feat(images) if hasattr(model, 'extract_feat') else model(images)
+
+
+def check_finite(model: nn.Module, error: type[SlabDetError] = FusionError) -> None:
+    """Refuses a model with damaged weights: its detector would find nothing, and differ from nothing.
+
+    Args:
+        model: Any model.
+        error: What is raised.
+
+    Raises:
+        SlabDetError: ``error``, which names the parameters and buffers that hold NaN or infinite values.
+    """
+    # A tensor on the meta device has no values.
+    state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value) and not value.is_meta}
+    damaged = [name for name, value in state.items() if not value.isfinite().all()]
+    if damaged:
+        raise error(
+            f'{len(damaged)} of {len(state)} tensors hold NaN or infinite values ({name_some(damaged)}): '
+            'the training diverged or the file is damaged; take an earlier checkpoint'
+        )
 
 
 @torch.no_grad()
@@ -57,17 +81,23 @@ def verify_fusion(
     Raises:
         FusionError: If a difference breaks its bound or an output is not finite.
     """
+    check_finite(model)
     model64 = copy_module(model).double()
     fused64 = apply_folds(copy_module(model64), fused.fusion_report.norms)
-    differences = []
+    differences, num_values = [], 0
     for image in images:
         reference = extract(model64, image.double())
         plain, folded = extract(model, image), extract(fused, image)
         folded64 = extract(fused64, image.double())
-        differences.append([_relative(a, b) for a, b in ((folded64, reference), (folded, plain), (plain, reference))])
-    if not differences:
-        raise FusionError('there was no image to verify the fused model on')
-    check = FusionCheck(*(max(column) for column in zip(*differences, strict=True)), len(differences))
+        pairs = (folded64, reference), (folded, plain), (plain, reference)
+        differences.append([relative_difference(*pair) for pair in pairs])
+        num_values += sum(output.numel() for output in reference)
+    if not num_values:
+        raise FusionError('the models have no output, or there was no image: there was nothing to compare')
+    check = FusionCheck(*(max(column) for column in zip(*differences, strict=True)), len(differences), num_values)
+    if not math.isfinite(check.float32 + check.float32_own):
+        # Ten times infinity bounds nothing.
+        raise FusionError(f'the outputs of the models are not finite: {check}; take an earlier checkpoint')
     if not (check.float64 <= FLOAT64_BOUND and check.float32 <= FLOAT32_FACTOR * check.float32_own + FLOAT64_BOUND):
         raise FusionError(
             f'the fused model differs from the unfused one: {check}; do not use it, and please report '
@@ -76,10 +106,17 @@ def verify_fusion(
     return check
 
 
-def _relative(outputs: tuple[Tensor, ...], references: tuple[Tensor, ...]) -> float:
-    """The largest difference of any output, relative to the output's largest value; infinite if one is not finite."""
-    pairs = zip(outputs, references, strict=True)
-    # Of two outputs that are all zeros the difference is none.
-    tiny = torch.finfo(torch.float64).tiny
-    differences = [(a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=tiny) for a, b in pairs]
-    return max(difference.item() if difference.isfinite() else float('inf') for difference in differences)
+def relative_difference(outputs: Iterable[Tensor], references: Iterable[Tensor]) -> float:
+    """The largest difference of any output, relative to the output's largest value.
+
+    It is infinite where an output is not finite or has another shape, and 0 where both are all zeros or empty.
+    """
+    largest = 0.0
+    for output, reference in zip(outputs, references, strict=True):
+        output, reference = output.double(), reference.double()
+        if output.shape != reference.shape or not output.isfinite().all():
+            return math.inf
+        if output.numel():
+            scale = reference.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+            largest = max(largest, ((output - reference).abs().max() / scale).nan_to_num(math.inf).item())
+    return largest

@@ -130,7 +130,7 @@ def test_fused_features_keep_law_1_in_float64_and_float32(build, name):
 
     check = verify_fusion(model, slab_det.fuse(model), images, extract=neck_and_rpn)
     assert check.float64 <= 1e-9 and 0 < check.float32 <= 10 * check.float32_own, check
-    assert check.num_inputs == 10
+    assert check.num_inputs == 10 and check.num_values > 10_000
 
 
 def test_outputs_that_are_zero_in_both_models_do_not_differ(small_detector):
@@ -138,6 +138,23 @@ def test_outputs_that_are_zero_in_both_models_do_not_differ(small_detector):
     images = [torch.randn(1, 3, 45, 70).double()]
     check = verify_fusion(model, slab_det.fuse(model), images, lambda model, x: (0 * model.extract_feat(x)[0],))
     assert check.float64 == check.float32 == 0
+
+
+@pytest.mark.parametrize(
+    ('maps', 'message'),
+    [
+        # Infinite in float32 alone: no difference of infinities says anything.
+        (lambda model, x: tuple(1e37 * y for y in model.extract_feat(x)), 'not finite'),
+        (lambda model, x: (), 'no output'),
+        (lambda model, x: (x[:0],), 'no output'),
+    ],
+    ids=['overflow', 'no map', 'an empty map'],
+)
+def test_verify_fusion_refuses_what_it_cannot_compare(small_detector, maps, message):
+    model = small_detector()
+    model.neck.lateral_convs[0].conv.weight.data *= 1e3
+    with pytest.raises(FusionError, match=message):
+        verify_fusion(model, slab_det.fuse(model), [torch.randn(1, 3, 45, 70)], maps)
 
 
 def test_verify_fusion_refuses_a_model_that_differs(build):
