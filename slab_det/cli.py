@@ -22,6 +22,7 @@ from slab_det.data import check_data, check_num_classes, set_data_root
 from slab_det.hooks import NormStateHook
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.errors import CheckpointError, ConfigError, SlabDetError, config_errors, describe_error
+from slab_det.runtime.run_folder import check_writable
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
 # Launcher: the variable that it sets for every process, and the command to start it with.
@@ -51,7 +52,7 @@ def run_cli(main: Callable[..., None], *args: argparse.Namespace) -> None:
     try:
         main(*args)
     except (SlabDetError, OSError) as error:
-        print(f'error: {describe_error(error)}', file=sys.stderr)
+        print(f'error: {describe_error(error, any(hasattr(arg, "resume") for arg in args))}', file=sys.stderr)
         raise SystemExit(1) from error
     except KeyboardInterrupt:
         # As a shell says it of a program that Ctrl-C ended.
@@ -117,6 +118,7 @@ def check_out(out: str, checkpoint: str, config: str | None = None) -> None:
 
     Raises:
         CheckpointError: If ``out`` is a folder or the checkpoint, or ``config`` is one that goes beside ``out``.
+        OSError: If ``out`` cannot be written.
     """
     path = Path(out)
     if path.is_dir() or path.resolve() == Path(checkpoint).resolve():
@@ -124,6 +126,7 @@ def check_out(out: str, checkpoint: str, config: str | None = None) -> None:
     for beside in (path.with_name(f'{path.stem}{kind}_config.py') for kind in ('', '_tune')):
         if config is not None and beside.resolve() == Path(config).resolve():
             raise CheckpointError(f'{out} would put a new config in the place of {config}; give another file')
+    check_writable(out)
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:

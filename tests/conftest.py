@@ -7,6 +7,8 @@ os.environ['OMP_NUM_THREADS'] = '1'
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
+import multiprocessing
+import resource
 import runpy
 import sys
 from collections.abc import Callable, Iterable
@@ -32,6 +34,8 @@ from mmengine.runner import Runner
 from mmengine.visualization import Visualizer
 from torch import nn
 from yapf.yapflib import yapf_api
+
+from slab_det.runtime.errors import SlabDetError, describe_error
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 SMALL_SWIN = dict(
@@ -119,6 +123,26 @@ def make_affine(model):
             module.weight.data *= 1e6
             module.eps = 1e12
     return model
+
+
+def on_a_full_disk(write: Callable[[], object]) -> str:
+    """What a command line prints when no file may be larger than 4 kB while ``write`` runs, in another process."""
+    fork = multiprocessing.get_context('fork')
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def run() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            write()
+            sender.send('')
+        except (SlabDetError, OSError) as error:
+            sender.send(describe_error(error))
+
+    process = fork.Process(target=run)
+    process.start()
+    assert receiver.poll(60), 'the process has died'
+    process.join()
+    return receiver.recv()
 
 
 def pictures(count=6, size=(66, 70), seed=0):

@@ -65,12 +65,14 @@ from slab_det.conversion import ConversionError, write_tune_config
 from slab_det.data import check_data
 from slab_det.fusion import save_fused
 from slab_det.runtime.config import type_name
+from slab_det.runtime.run_folder import check_writable
 
 TUNE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/tune_absorbed.py'
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     check_out(args.out, args.checkpoint, args.config)
+    check_writable(args.json, args.figure)
     if min([args.rounds, *args.curve]) < 0:
         raise ConversionError('--curve and --rounds are numbers from 0 on')
     if args.images is not None and args.pipeline == 'train':

@@ -34,9 +34,11 @@ from slab_det.data import check_data
 from slab_det.measure.environment import describe_environment
 from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
 from slab_det.measure.report import ap_from_metrics, describe_dataset
+from slab_det.runtime.run_folder import check_writable
 
 
 def main(args: argparse.Namespace) -> None:
+    check_writable(args.json)
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
     cfg.model = dict(

@@ -19,6 +19,7 @@ from slab_det.norms import named_progressive_norms
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.pipeline import inference_steps
+from slab_det.runtime.run_folder import whole_files
 
 # What every run of ours has.
 DEFAULT_HOOKS = dict(
@@ -75,8 +76,9 @@ def convert_detector(
         # DetInferencer expects the key to be absent where there are no class names.
         meta['dataset_meta'] = model.dataset_meta
     config_path = out.with_name(f'{out.stem}_config.py')
-    put_text(new_cfg.pretty_text, str(config_path))
-    save_checkpoint(dict(meta=meta, state_dict=model.state_dict()), str(out))
+    with whole_files(out, config_path) as (weights, config):
+        save_checkpoint(dict(meta=meta, state_dict=model.state_dict()), str(weights))
+        put_text(new_cfg.pretty_text, str(config))
     return out, config_path, report
 
 

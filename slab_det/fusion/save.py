@@ -19,6 +19,7 @@ from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import drop_pretrained, import_slab_det, to_values, type_name
+from slab_det.runtime.run_folder import whole_files
 
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = (
@@ -92,6 +93,8 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:
         meta['dataset_meta'] = dataset_meta
-    put_text(fused_cfg.pretty_text, str(config_path))
-    save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(get_state_dict(model))), str(path))
+    # An old config refuses a new checkpoint; a new config might take an old one.
+    with whole_files(path, config_path) as (weights, config):
+        save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(get_state_dict(model))), str(weights))
+        put_text(fused_cfg.pretty_text, str(config))
     return path, config_path

@@ -32,6 +32,7 @@ from slab_det.measure.report import (
     score,
 )
 from slab_det.runtime.errors import ReportError
+from slab_det.runtime.run_folder import whole_files
 
 WIDTH = 7.2  # inches: the text width of A4
 INK = '#000000'
@@ -71,8 +72,9 @@ _FACES = {'unfused': 'white', 'fused': INK}
 @styled
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Writes a picture in the format of its suffix; the folder need not exist."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={'Date': None} if Path(path).suffix == '.svg' else None)
+    suffix = Path(path).suffix
+    with whole_files(path) as (name,):
+        figure.savefig(name, format=suffix[1:] or None, metadata={'Date': None} if suffix == '.svg' else None)
 
 
 @styled

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -48,36 +49,68 @@ def install_run_folder() -> None:
             setattr(CheckpointHook, name, remove_after_saving(save))
 
 
-class AtomicLocalBackend(LocalBackend):
-    """mmengine's local files, but a file appears under its name when all of it is on the disk.
+def check_writable(*files: str | Path | None) -> None:
+    """Raises the OSError now that writing ``files`` would raise after the work; None stands for no file."""
+    for path in (Path(os.path.realpath(file)) for file in files if file is not None):
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if path.is_file() or not path.exists():
+                tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())).close()
+        except OSError as error:
+            error.filename = str(path)
+            raise
 
-    A run that is killed while it saves leaves the previous file as it was, and beside it at most one whose name ends
-    with ``.tmp``.
+
+@contextmanager
+def whole_files(*files: str | Path) -> Iterator[list[Path]]:
+    """Gives the names under which to write ``files``, beside them; they appear together, when the block is done.
+
+    A file appears when all of it is on the disk, in the order of ``files``. A program that is killed, or has no space,
+    or raises in the block because a check fails, leaves the previous files as they were, and beside them at most those
+    whose names end with ``.tmp``.
+
+    Raises:
+        OSError: With the name of the file that could not be written.
     """
+    # A link keeps pointing to its file, whose content changes.
+    paths = [Path(os.path.realpath(file)) for file in files]
+    # Renaming would replace a device: for root, that of the whole machine.
+    is_device = [path.exists() and not path.is_file() for path in paths]
+    names = [
+        path if device else path.with_name(f'.{path.name}.{uuid4().hex[:8]}.tmp')
+        for path, device in zip(paths, is_device, strict=True)
+    ]
+    written = [(name, path) for name, path in zip(names, paths, strict=True) if name != path]
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield names
+        for name, _ in written:
+            with open(name, 'rb+') as file:
+                os.fsync(file.fileno())
+        for name, path in written:
+            os.replace(name, path)
+    except OSError as error:
+        # A full disk does not say which file it was: the last one that was begun.
+        begun = [(name, path) for name, path in written if error.filename == str(name)] or [
+            (name, path) for name, path in written if error.filename is None and name.exists()
+        ]
+        if begun:
+            error.filename, error.filename2 = str(begun[-1][1]), None
+        raise
+    finally:
+        for name, _ in written:
+            name.unlink(missing_ok=True)
+
+
+class AtomicLocalBackend(LocalBackend):
+    """mmengine's local files, written as :func:`whole_files`."""
 
     def put(self, obj: bytes, filepath: str | Path) -> None:
         """Writes bytes to a file and makes its folder if it has none."""
-        # A link keeps pointing to its file, whose content changes.
-        path = Path(os.path.realpath(filepath))
-        if path.exists() and not path.is_file():
-            # Renaming would replace a device: for root, that of the whole machine.
-            super().put(obj, filepath)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f'.{path.name}.{uuid4().hex[:8]}.tmp')
-        try:
-            # Not by tempfile: its files are readable by nobody else, whatever the umask.
-            with open(temporary, 'xb') as file:
-                file.write(obj)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException as error:
-            temporary.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename is None:
-                # A full disk does not say which file it was.
-                error.filename = str(path)
-            raise
+        with whole_files(filepath) as (name,):
+            name.write_bytes(obj)
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         """Writes text to a file and makes its folder if it has none."""

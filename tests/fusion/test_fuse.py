@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PVT_V2, SLA, as_trained, differing, random_sizes, randomize, relative_difference
+from conftest import PVT_V2, SLA, as_trained, differing, on_a_full_disk, random_sizes, randomize, relative_difference
 from fusion_checks import NORMS, SIZE, assert_fused_equals, left_affine, outputs
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.registry import MODELS
@@ -436,3 +436,12 @@ def test_a_saved_fused_detector_is_rebuilt_from_its_config(tmp_path, build, dete
     images = torch.randn(1, 3, 99, 85)
     for found, reference in zip(outputs(rebuilt, images), outputs(fused, images), strict=True):
         assert torch.equal(found, reference)
+
+
+def test_a_full_disk_leaves_checkpoint_and_config_that_belong_together(tmp_path, build, detector_cfg):
+    fused, cfg, path = slab_det.fuse(build(SWIN)), Config(dict(model=detector_cfg(SWIN))), tmp_path / 'fused.pth'
+    files = save_fused(fused, cfg, path)
+    before = [file.read_bytes() for file in files]
+    cfg.model.test_cfg.rcnn.score_thr = 0.5
+    assert f'{path}: File too large' in on_a_full_disk(lambda: save_fused(fused, cfg, path))
+    assert [file.read_bytes() for file in files] == before and len([*tmp_path.iterdir()]) == 2

@@ -3,14 +3,17 @@
 import errno
 import multiprocessing
 import os
+import re
 import stat
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import mmengine.fileio
 import numpy as np
 import pytest
 import torch
+from conftest import on_a_full_disk
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
@@ -21,7 +24,7 @@ from torch.utils.data import Dataset
 
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.errors import CheckpointError, SlabDetError
-from slab_det.runtime.run_folder import lock_run_folder, remove_unfinished_files
+from slab_det.runtime.run_folder import check_writable, lock_run_folder, remove_unfinished_files, whole_files
 
 
 class TinyModel(BaseModel):
@@ -171,6 +174,49 @@ def test_files_have_the_usual_permissions_and_links_stay(tmp_path):
     link.symlink_to(target)
     mmengine.fileio.put_text('ä', link)
     assert link.is_symlink() and target.read_text(encoding='utf-8') == 'ä'
+
+
+def test_files_appear_together_in_their_order_or_not_at_all(tmp_path, monkeypatch):
+    files = [tmp_path / 'new' / name for name in ('model.pth', 'config.py')]
+    for text in ('before', 'broken', 'after'):
+        context = pytest.raises(ValueError, match='a check') if text == 'broken' else nullcontext()
+        with context, whole_files(*files) as names:
+            for name in names:
+                name.write_text(text)
+            assert [file.exists() and file.read_text() for file in files] in ([False] * 2, ['before'] * 2)
+            if text == 'broken':
+                raise ValueError('a check')
+    replaced, replace = [], os.replace
+    monkeypatch.setattr(os, 'replace', lambda name, path: replaced.append(path.name) or replace(name, path))
+    with whole_files(*files) as names:
+        for name in names:
+            name.write_text('last')
+    assert replaced == ['model.pth', 'config.py'] and sorted(os.listdir(tmp_path / 'new')) == sorted(replaced)
+
+
+def test_a_full_disk_is_named_and_leaves_the_files_before(tmp_path):
+    files = [tmp_path / name for name in ('model.pth', 'config.py')]
+    for file in files:
+        file.write_text('before')
+
+    def write() -> None:
+        with whole_files(*files) as names:
+            for name, size in zip(names, (10, 5000), strict=True):
+                name.write_bytes(b'a' * size)
+
+    message = on_a_full_disk(write)
+    assert re.fullmatch(r'\S+/config.py: File too large; .*run the command again: a file .* is whole', message), message
+    assert [file.read_text() for file in files] == ['before'] * 2 and len(os.listdir(tmp_path)) == 2
+
+
+def test_what_cannot_be_written_is_known_before_the_work(tmp_path):
+    (tmp_path / 'notes.txt').write_text('before')
+    check_writable(None, tmp_path / 'notes.txt', tmp_path / 'new' / 'model.pth', '/dev/null')
+    assert os.listdir(tmp_path) == ['notes.txt']
+    for file, error in ((tmp_path, IsADirectoryError), (tmp_path / 'notes.txt' / 'model.pth', NotADirectoryError)):
+        with pytest.raises(error) as caught:
+            check_writable(file)
+        assert caught.value.filename == str(file)
 
 
 def test_a_device_is_written_to_and_not_replaced(tmp_path):
