@@ -54,6 +54,7 @@ from slab_det.runtime.errors import SlabDetError
 from slab_det.fusion import check_statistics
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
 from slab_det.deployment.export.parity import SIZES
+from slab_det.runtime.run_folder import check_writable, whole_files
 
 
 def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]:
@@ -71,7 +72,9 @@ def photographs(paths: list[str], size: tuple[int, int]) -> Iterator[np.ndarray]
 def main(args: argparse.Namespace) -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
-    # Missing data and images are found now, not after minutes of exporting.
+    int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
+    # Missing data and images, and folders that cannot be written to, are found now, not after minutes of exporting.
+    check_writable(args.out, int8 if args.int8 else None)
     if args.int8:
         cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)
         loader = read_images(cfg, args.num_images, folder=args.images)
@@ -80,15 +83,15 @@ def main(args: argparse.Namespace) -> None:
     images = [*random_images(sizes), *photographs(args.check_images, args.size or (800, 1333))]
     detector = build_detector(read_config(args.config), args.checkpoint)
     check_statistics(detector, args.checkpoint)
-    export_onnx(detector, args.out, args.scope, args.opset)
-    print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
-    for check in check_parity(detector, load_runtime(args.out), images):
-        print(f'  {check}')
+    with whole_files(args.out) as (name,):
+        export_onnx(detector, name, args.scope, args.opset)
+        print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
+        for check in check_parity(detector, load_runtime(name), images):
+            print(f'  {check}')
     print(f'Written to {args.out}')
     if args.int8:
-        target = args.out.removesuffix('.onnx') + '_int8.onnx'
-        nodes = quantize_onnx(args.out, target, calibration)
-        print(f'{len(nodes)} layers in int8, written to {target}; slab-det test-onnx measures its AP')
+        nodes = quantize_onnx(args.out, int8, calibration)
+        print(f'{len(nodes)} layers in int8, written to {int8}; slab-det test-onnx measures its AP')
 
 
 if __name__ == '__main__':

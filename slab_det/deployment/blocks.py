@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import torch
-from mmcv.cnn import Conv2d, Linear
-from mmcv.cnn.bricks import DropPath
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
-from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
-from mmengine.model import Sequential
+from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer
+from mmdet.models.backbones.swin import SwinBlock
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention, WindowGeometry
 from slab_det.attention.geometry import join_groups, split_groups
-from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.deployment import tiles
 from slab_det.deployment.gather import WindowGatherer
 from slab_det.deployment.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
-from slab_det.fusion.folds import find_hooks, find_rule
+from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
 from slab_det.norms import ChannelAffine
 
-# What stands in a block of mmdet, as it is or fused, but for its activation.
-STOCK = {
-    SwinBlock, ShiftWindowMSA, WindowMSA, FFN, Sequential, Linear, nn.Linear, nn.Softmax, nn.Dropout, DropPath,
-    PVTEncoderLayer, SpatialReductionAttention, nn.MultiheadAttention, NonDynamicallyQuantizableLinear, MixFFN, Conv2d,
-    nn.Conv2d, nn.LayerNorm, nn.Identity, ChannelAffine, ShiftedWindowAttention, SoftmaxWindowAttention,
-    SoftmaxMapAttention,
-}  # fmt: skip
+OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN}
 # Modules defined here call a block as a whole and keep no tokens.
 LIBRARIES = ('slab_det.', 'mmdet.', 'mmengine.', 'mmcv.', 'torch.')
 
@@ -127,8 +116,10 @@ class TiledFFN(nn.Module):
 def replace_stock_blocks(backbone: nn.Module) -> None:
     """Puts our blocks in place of mmdet's; one that computes in another way stays."""
     for name, block in _known_blocks(backbone, {SwinBlock, PVTEncoderLayer}):
-        if _is_stock(block):
+        try:
             replace_module(backbone, name, _own_block(block))
+        except CannotFold:
+            continue
 
 
 def gather_windows(backbone: nn.Module) -> None:
@@ -175,24 +166,17 @@ def _known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.M
     ]
 
 
-def _is_stock(block: SwinBlock | PVTEncoderLayer) -> bool:
-    """Whether every part of a block of mmdet is what mmdet puts there, or fusion."""
-    ffn, activation = block.ffn, None
-    if type(ffn) is FFN and ffn.num_fcs == 2 and ffn.add_identity:
-        activation = ffn.layers[0][1]
-    elif type(ffn) is MixFFN:
-        activation = ffn.layers[-4]
-    known = all(type(part) in STOCK for part in block.modules() if part is not activation)
-    return activation is not None and known
-
-
 def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
-    """Our block with the layers of mmdet's, for inference."""
-    replace = find_rule(block.attn, 'replace')
+    """Our block with the layers of mmdet's, for inference; CannotFold where it computes in another way."""
+    replace, kind = find_rule(block.attn, 'replace'), OWN_FFNS.get(type(block.ffn))
+    attn = replace() if replace else block.attn
+    has_two_layers = kind is not LinearFFN or (block.ffn.num_fcs == 2 and block.ffn.add_identity)
+    if not isinstance(attn, ShiftedWindowAttention | MapAttention) or kind is None or not has_two_layers:
+        raise CannotFold('its attention or its FFN is not of mmdet')
     # Every layer is taken from the original.
     with torch.device('meta'):
-        ffn = {FFN: LinearFFN, MixFFN: ConvFFN}[type(block.ffn)](1, 1, dict(type='GELU'))
-        own = Block(replace() if replace else block.attn, ffn, dict(type='LN'))
+        ffn = kind(1, 1, dict(type='GELU'))
+        own = Block(attn, ffn, dict(type='LN'))
     ffn.layers, own.norm1, own.norm2 = block.ffn.layers, block.norm1, block.norm2
     return own.eval()
 

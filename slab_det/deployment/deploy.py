@@ -12,7 +12,9 @@ from slab_det.deployment.linear import deployed_linear, replace_layers
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import check_precision, lower_precision
 from slab_det.deployment.roi_align import deployed_roi_align
+from slab_det.deployment.trial import try_deployed
 from slab_det.deployment.winograd import winograd_conv
+from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
@@ -34,6 +36,9 @@ def deploy(
     multiplications (:class:`~slab_det.deployment.winograd.WinogradConv`). A deployed model has no gradients, and its
     state dict keys of its own: save the model that it was made of.
 
+    Both models run on a small image of noise (:func:`~slab_det.deployment.trial.try_deployed`). What the deployed one
+    cannot run, or computes otherwise, is refused; its ``deployment_check`` says how far the two are apart.
+
     Args:
         model: A detector or backbone, ours or mmdet's, in eval mode, on the device where it will run; fused, for the
             fastest form.
@@ -41,14 +46,15 @@ def deploy(
             ``torch.float32``, keeps the dtype of the model.
         compile: Apply torch.compile to backbone, neck and RPN head, once per input shape. A string is its mode, for
             example ``'reduce-overhead'``, which records CUDA graphs.
-        inplace: Change ``model`` itself instead of a copy.
+        inplace: Change ``model`` itself instead of a copy; a copy runs beside it.
 
     Returns:
         The deployed model, with the same methods.
 
     Raises:
-        DeploymentError: If the model is in training mode, has norms that await :func:`slab_det.fuse`, cannot compute in
-            ``dtype``, or ``compile`` is no mode of torch.compile.
+        DeploymentError: If the model is in training mode, has norms that await :func:`slab_det.fuse` or weights that
+            are not finite, cannot compute in this form or in ``dtype``, or ``compile`` is no mode of torch.compile.
+            The model is then unchanged.
     """
     if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
         raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
@@ -65,10 +71,33 @@ def deploy(
         raise DeploymentError(f'compile mode {compile!r} is not one of {", ".join(COMPILE_MODES)}')
     if dtype == torch.float32:
         dtype = None
+    check_finite(model, DeploymentError)
     if dtype is not None:
         check_precision(model, dtype)
+    original, deployed = copy_module(model), model
     if not inplace:
-        model = copy_module(model)
+        original, deployed = deployed, original
+    try:
+        _change_form(deployed, dtype, winograd=dtype is None and not compile)
+        if not next(deployed.parameters()).is_meta:
+            check = try_deployed(original, deployed, dtype)
+            if check is not None:
+                deployed.deployment_check = check
+    except DeploymentError:
+        vars(deployed).update(vars(original))
+        raise
+    if compile:
+        backbone = getattr(deployed, 'backbone', deployed)
+        # CUDA graphs may reuse the memory of the image before, not that of this image's backbone.
+        backbone.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        for part in filter(None, (backbone, getattr(deployed, 'neck', None), getattr(deployed, 'rpn_head', None))):
+            part.forward = torch.compile(part.forward, mode=None if compile is True else compile, dynamic=False)
+    deployed.deployed = True
+    return deployed
+
+
+def _change_form(model: nn.Module, dtype: torch.dtype | None, winograd: bool) -> None:
+    """Does to ``model`` what :func:`deploy` promises, but for compiling."""
     model.requires_grad_(False)
     backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
     replace_stock_blocks(backbone)
@@ -81,7 +110,7 @@ def deploy(
         tile_blocks(backbone)
         replace_layers(model, deployed_linear)
         replace_layers(model, deployed_roi_align)
-        if dtype is None and not compile:
+        if winograd:
             replace_layers(model, winograd_conv)
     else:
         gather_windows(backbone)
@@ -93,21 +122,22 @@ def deploy(
     model.eval()
     if dtype is not None:
         lower_precision(model, dtype)
-    backbone.register_forward_pre_hook(_refuse_gradients)
-    if compile:
-        # CUDA graphs may reuse the memory of the image before, not that of this image's backbone.
-        backbone.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-        for part in filter(None, (backbone, getattr(model, 'neck', None), getattr(model, 'rpn_head', None))):
-            part.forward = torch.compile(part.forward, mode=None if compile is True else compile, dynamic=False)
-    model.deployed = True
-    return model
+    backbone.register_forward_pre_hook(_refuse_other_uses)
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
     return next(model.parameters()).device.type == 'cpu'
 
 
-def _refuse_gradients(backbone: nn.Module, inputs: tuple) -> None:
+def _refuse_other_uses(backbone: nn.Module, inputs: tuple) -> None:
+    if backbone.training:
+        raise DeploymentError('a deployed model is in training mode: call eval(), and train the model it was made of')
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        # Its tiles would be those of one size.
+        raise DeploymentError(
+            'a deployed model is not traced or exported: take the fused model that it was made of, for ONNX with '
+            'slab_det.deployment.export.export_onnx'
+        )
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         raise DeploymentError('a deployed model has no gradients: take those of the model that it was made of')
 

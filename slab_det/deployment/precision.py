@@ -42,8 +42,8 @@ def check_precision(model: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if parameter not in known:
             raise DeploymentError(
-                f'{name.rpartition(".")[0]} of {type(model).__name__}: which of its tensors are '
-                'coordinates is not known; deploy this detector in float32'
+                f'{type(model).__name__}: whether {name} computes coordinates is not known; '
+                'deploy this detector in float32'
             )
 
 

@@ -19,6 +19,7 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
+from mmengine.logging import MMLogger
 from torch import nn
 
 import slab_det
@@ -242,8 +243,10 @@ def test_what_hooks_keep_is_not_overwritten(kind):
     for module in (model.patch_embed, model.stages[0].blocks[0]):
         module.register_forward_hook(lambda module, inputs, output: kept.append(output))
     model(images)
-    expected, kept[:] = list(kept), []
-    slab_det.deploy(model)(images)
+    expected, deployed = list(kept), slab_det.deploy(model)
+    # Both models have run on an image of deploy's own.
+    kept.clear()
+    deployed(images)
     for mine, theirs in zip(kept, expected, strict=True):
         mine, theirs = (out[0] if isinstance(out, tuple) else out for out in (mine, theirs))
         assert relative_difference([mine], [theirs]) < 1e-4
@@ -333,7 +336,11 @@ def test_a_norm_that_sees_more_than_a_tile_keeps_its_block(kind):
         (lambda model: slab_det.fuse(model).train(), {}, r'call model.eval\(\)'),
         (lambda model: slab_det.deploy(slab_det.fuse(model)), {}, 'deployed already'),
         (lambda model: nn.DataParallel(slab_det.fuse(model)), {}, 'deploy what it wraps'),
-        (with_unknown_head, dict(dtype=torch.bfloat16), 'keypoint_head of MaskRCNN.*float32'),
+        (
+            with_unknown_head,
+            dict(dtype=torch.bfloat16),
+            'MaskRCNN: whether keypoint_head.weight computes coordinates is not known.*float32',
+        ),
     ],
     ids=['dtype', 'compile mode', 'unfused', 'training', 'deployed', 'wrapped', 'unknown head'],
 )
@@ -345,6 +352,72 @@ def test_refused_models_stay_as_they_were(small_detector, prepare, arguments, me
         slab_det.deploy(model, inplace=True, **arguments)
     assert {name: (type(module), module.training) for name, module in model.named_modules()} == before
     assert [parameter.requires_grad for parameter in model.parameters()] == gradients
+
+
+def of_another_model(monkeypatch):
+    """The blocks compute something else once they are deployed."""
+    monkeypatch.setattr(TiledFFN, 'forward', lambda self, x, *_: x)
+
+
+def asks_for_an_operator(monkeypatch):
+    def fail(self, x, *_):
+        raise RuntimeError('view size is not\ncompatible')
+
+    monkeypatch.setattr(TiledFFN, 'forward', fail)
+
+
+@pytest.mark.parametrize('inplace', [True, False])
+@pytest.mark.parametrize(
+    ('fault', 'message'),
+    [
+        (of_another_model, r'MaskRCNN computes something else in its deployed form: .*difference=\d.*num_values=\d{4}'),
+        (
+            asks_for_an_operator,
+            r'MaskRCNN does not run in its deployed form \(RuntimeError: view size is not compatible\)',
+        ),
+    ],
+)
+def test_a_form_that_fails_its_trial_leaves_the_model_as_it_was(small_detector, monkeypatch, fault, message, inplace):
+    model, image = slab_det.fuse(small_detector()), torch.randn(1, 3, 64, 64)
+    expected, kinds = raw_outputs(model, image), [*map(type, model.modules())]
+    with monkeypatch.context() as patch, pytest.raises(DeploymentError, match=message):
+        fault(patch)
+        slab_det.deploy(model, inplace=inplace)
+    assert [*map(type, model.modules())] == kinds and all(map(torch.equal, raw_outputs(model, image), expected))
+    assert slab_det.deploy(model, inplace=inplace).deployment_check.difference < 1e-4
+
+
+@pytest.mark.parametrize('bare', [True, False], ids=['backbone', 'detector'])
+def test_weights_that_are_not_finite_are_refused(small_detector, bare):
+    model = slab_det.fuse(small_detector())
+    model = model.backbone if bare else model
+    next(iter(model.parameters())).data.view(-1)[0] = float('nan')
+    with pytest.raises(DeploymentError, match=r'1 of \d+ tensors hold NaN or infinite values \(\S+\).*checkpoint'):
+        slab_det.deploy(model)
+
+
+def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_word(fused_backbone, caplog):
+    MMLogger.get_current_instance().addHandler(caplog.handler)
+    model = fused_backbone('swin')
+    model.patch_embed.projection = nn.Conv2d(7, 16, 4, 4)
+    model.eval()
+    assert not hasattr(slab_det.deploy(model), 'deployment_check')
+    assert 'could not try SLABSwin, which does not run on an image of 64x128' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('use', 'message'),
+    [
+        (lambda model, x: model.train()(x), r'in training mode: call eval\(\)'),
+        (torch.jit.trace, 'not traced or exported'),
+        (lambda model, x: torch.export.export(model, (x,)), 'not traced or exported'),
+    ],
+    ids=['train', 'trace', 'export'],
+)
+def test_other_uses_of_a_deployed_model_are_one_clear_error(fused_backbone, form, use, message):
+    deployed = slab_det.deploy(fused_backbone('swin'))
+    with torch.no_grad(), pytest.raises(DeploymentError, match=message):
+        use(deployed, torch.randn(1, 3, 64, 64))
 
 
 @pytest.mark.parametrize(('name', 'parts'), [('detector', 3), ('swin', 1), ('pvt, sla', 1)])

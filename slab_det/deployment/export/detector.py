@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -36,6 +38,8 @@ BOX_PARTS = {
     'roi_head.bbox_head.bbox_coder': DeltaXYWHBBoxCoder,
 }
 MASK_PARTS = {'roi_head.mask_roi_extractor': SingleRoIExtractor, 'roi_head.mask_head': FCNMaskHead}
+# What the first stage computes on each level.
+KINDS = ('feature', 'objectness', 'delta')
 # DetectorGraph does what StandardRoIHead does in these; MaskScoringRoIHead, for one, changes the scores in the third.
 ROI_METHODS = ('predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward')
 
@@ -92,9 +96,20 @@ class DenseGraph(nn.Module):
         self.detector = detector
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        values = self.run(image)
+        return tuple(values[name] for name in self.output_names())
+
+    def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The outputs by name, and the values in between that the parity check compares.
+
+        Args:
+            image: (1, 3, H, W), 0 to 255.
+            given: Values that the following steps read in place of those that the steps before have computed, and
+                perhaps another ``score_thr``.
+        """
         features = self.detector.extract_feat(self._preprocess(image))
-        logits, deltas = self.detector.rpn_head(features)
-        return (*features, *logits, *deltas)
+        maps = zip(KINDS, (features, *self.detector.rpn_head(features)), strict=True)
+        return {f'{kind}{i}': level for kind, levels in maps for i, level in enumerate(levels)}
 
     def _preprocess(self, image: Tensor) -> Tensor:
         """The data_preprocessor as in testing: each side becomes the next multiple of its divisor."""
@@ -109,7 +124,7 @@ class DenseGraph(nn.Module):
 
     def output_names(self) -> list[str]:
         levels = range(self.detector.rpn_head.prior_generator.num_levels)
-        return [f'{kind}{i}' for kind in ('feature', 'objectness', 'delta') for i in levels]
+        return [f'{kind}{i}' for kind in KINDS for i in levels]
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
         """Names of the outputs' dimensions, but for channels."""
@@ -123,51 +138,66 @@ class BackboneGraph(DenseGraph):
         (1, 3, H, W), 0 to 255 -> the feature map of each stage that the backbone puts out.
     """
 
-    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.detector.backbone(self._preprocess(image)))
+    def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """See :meth:`DenseGraph.run`."""
+        return dict(zip(self.output_names(), self.detector.backbone(self._preprocess(image)), strict=True))
 
     def output_names(self) -> list[str]:
         return [f'feature{i}' for i in range(len(self.detector.backbone.out_indices))]
 
 
-class DetectorGraph(nn.Module):
+class DetectorGraph(DenseGraph):
     """The whole detector but for the pasting of masks; boxes are in pixels of the input image, sorted by score.
+
+    Attributes:
+        score_thr: Detections have a larger score.
 
     Shape:
         (1, 3, H, W) -> boxes (n, 4), scores (n,), labels (n,) and, with a mask head, mask logits (n, 28, 28).
     """
 
     def __init__(self, detector: TwoStageDetector) -> None:
-        super().__init__()
-        self.dense = DenseGraph(detector)
+        super().__init__(detector)
         _check_parts(detector, {**BOX_PARTS, **(MASK_PARTS if detector.with_mask else {})})
         _check_options(detector)
+        self.register_buffer('score_thr', torch.tensor(float(detector.roi_head.test_cfg.score_thr)))
 
-    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+    def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """See :meth:`DenseGraph.run`."""
         # Not shape[2:]: as a tensor the sizes reach the arithmetic of boxes.
         limits = torch._shape_as_tensor(image)[[3, 2, 3, 2]].to(image.dtype)
-        outputs = self.dense(image)
-        levels = len(outputs) // 3
-        features, logits, deltas = (outputs[i * levels : (i + 1) * levels] for i in range(3))
-        proposals = propose(self.dense.detector.rpn_head, logits, deltas, limits)
-        boxes, scores, labels = self._detect(features, proposals, limits)
-        masks = (self._predict_masks(features, boxes, labels),) if self.dense.detector.with_mask else ()
-        return boxes, scores, labels, *masks
+        roi_head = self.detector.roi_head
+        values = super().run(image)
+        known = ChainMap(given or {}, values, dict(score_thr=self.score_thr))
+        features, logits, deltas = ([known[name] for name in values if name.startswith(kind)] for kind in KINDS)
+        values['proposals'] = propose(self.detector.rpn_head, logits, deltas, limits)
+        regions, order = pool_regions(roi_head.bbox_roi_extractor, features, known['proposals'])
+        values['class_logits'], values['box_deltas'] = roi_head.bbox_head(regions)
+        outputs = known['class_logits'], known['box_deltas']
+        found = self._select(*outputs, known['proposals'][order], limits, known['score_thr'])
+        values.update(zip(('boxes', 'scores', 'labels'), found, strict=True))
+        if self.detector.with_mask:
+            regions, order = pool_regions(roi_head.mask_roi_extractor, features, known['boxes'])
+            values['class_masks'] = roi_head.mask_head(regions)
+            row = torch.arange(order.shape[0])
+            # Each detection's own class.
+            logits = known['class_masks'][row, known['labels'][order]]
+            values['mask_logits'] = logits[torch.zeros_like(order).scatter(0, order, row)]
+        return values
 
     def output_names(self) -> list[str]:
-        return ['boxes', 'scores', 'labels'] + ['mask_logits'] * self.dense.detector.with_mask
+        return ['boxes', 'scores', 'labels'] + ['mask_logits'] * self.detector.with_mask
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
         """Names of the outputs' dimensions that depend on the image."""
         return {name: {0: 'detections'} for name in self.output_names()}
 
-    def _detect(self, features: tuple[Tensor, ...], proposals: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        roi_head = self.dense.detector.roi_head
-        regions, order = pool_regions(roi_head.bbox_roi_extractor, features, proposals)
-        logits, deltas = roi_head.bbox_head(regions)
-        proposals = proposals[order]
+    def _select(
+        self, logits: Tensor, deltas: Tensor, proposals: Tensor, limits: Tensor, score_thr: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        roi_head = self.detector.roi_head
         scores = logits.softmax(-1)[:, :-1]
-        found = torch.nonzero(scores > roi_head.test_cfg.score_thr)
+        found = torch.nonzero(scores > score_thr)
         box, label = found[:, 0], found[:, 1]
         # Only what passed the threshold is decoded.
         deltas = deltas.reshape(-1, roi_head.bbox_head.num_classes, 4)[box, label]
@@ -175,14 +205,6 @@ class DetectorGraph(nn.Module):
         scores = scores[box, label]
         kept = suppress(boxes, scores, label, roi_head.test_cfg)
         return boxes[kept], scores[kept], label[kept]
-
-    def _predict_masks(self, features: tuple[Tensor, ...], boxes: Tensor, labels: Tensor) -> Tensor:
-        """The logits of each detection's own class, (n, 28, 28)."""
-        roi_head = self.dense.detector.roi_head
-        regions, order = pool_regions(roi_head.mask_roi_extractor, features, boxes)
-        row = torch.arange(order.shape[0])
-        logits = roi_head.mask_head(regions)[row, labels[order]]
-        return logits[torch.zeros_like(order).scatter(0, order, row)]
 
 
 def propose(head: RPNHead, logits: tuple[Tensor, ...], deltas: tuple[Tensor, ...], limits: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from slab_det.deployment.deploy import is_deployed
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DenseGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
+from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import inference_steps
+from slab_det.runtime.run_folder import whole_files
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
     'backbone': BackboneGraph,
@@ -43,8 +45,10 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
     """
     if scope not in SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
+    check_finite(detector, ExportError)
     detector = slab_det.fuse(detector) if any(named_offline_norms(detector)) else copy_module(detector)
-    detector.eval()
+    # The graph makes its indices on the CPU.
+    detector.cpu().eval()
     make_size_free(detector)
     return SCOPES[scope](detector).eval()
 
@@ -60,8 +64,9 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         opset: Version of ONNX's operators, 17 to 21.
 
     Raises:
-        ExportError: If the detector, or a part of it, has no export form.
+        ExportError: If the detector, or a part of it, has no export form, or has weights that are not finite.
         FusionError: If it cannot be fused.
+        OSError: If the file cannot be written. What stood there before is then whole.
     """
     if is_deployed(detector):
         raise ExportError('the model is deployed; export the fused model that it was made of')
@@ -69,14 +74,14 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         raise ExportError(f'opset {opset}: give one from {MIN_OPSET} to {MAX_OPSET}')
     onnx = import_extra('onnx')
     graph = build_graph(detector, scope).float()
-    names = graph.output_names()
-    buffer = io.BytesIO()
-    with _traced_sizes():
+    image, buffer = torch.rand(1, 3, *TRACED_SIZE) * 255, io.BytesIO()
+    names = list(graph.run(image))
+    with _traced_sizes(), export_errors(detector):
         # The tracer, not torch.export: there each size is a formula that every operator simplifies anew, minutes for
         # a Swin-T instead of seconds. The parity check finds sizes that the tracer took for constants.
         torch.onnx.export(
-            graph,
-            (torch.rand(1, 3, *TRACED_SIZE) * 255,),
+            _EveryValue(graph),
+            (image,),
             buffer,
             dynamo=False,
             opset_version=opset,
@@ -85,18 +90,43 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
             dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
         )
     model = onnx.load_from_string(buffer.getvalue())
+    # The values in between keep their names: the parity check asks for them.
+    outputs = [output for output in model.graph.output if output.name in graph.output_names()]
+    del model.graph.output[:]
+    model.graph.output.extend(outputs)
     metadata = dict(
         version=slab_det.__version__,
         scope=scope,
         dataset_meta=getattr(detector, 'dataset_meta', None),
         **_describe_input(detector),
     )
-    if 'mask_logits' in names:
+    if 'mask_logits' in graph.output_names():
         metadata['mask_threshold'] = detector.roi_head.test_cfg.mask_thr_binary
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
     onnx.checker.check_model(model)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(model, path)
+    with whole_files(path) as (name,):
+        name.write_bytes(model.SerializeToString())
+
+
+class _EveryValue(nn.Module):
+    """Puts out all values that a graph computes for its parity check."""
+
+    def __init__(self, graph: DenseGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.graph.run(image).values())
+
+
+@contextmanager
+def export_errors(detector: nn.Module) -> Iterator[None]:
+    """Turns what the tracer raises about an operator into one line."""
+    try:
+        yield
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
+        reason = str(error).strip().partition('\n')[0]
+        raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
 
 
 def _describe_input(detector: nn.Module) -> dict:

@@ -6,79 +6,87 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
-import torchvision
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from slab_det.deployment.export.detector import KINDS
 from slab_det.deployment.export.graph import build_graph
-from slab_det.deployment.export.runtime import Runtime
-from slab_det.fusion.verify import FLOAT32_FACTOR, FLOAT64_BOUND
+from slab_det.deployment.export.runtime import Run, Runtime
+from slab_det.fusion.verify import FLOAT32_FACTOR, FLOAT64_BOUND, relative_difference
 from slab_det.runtime.errors import ExportError
 
 # No two multiples of 32, of a window, or of each other.
 SIZES = ((96, 160), (131, 203), (331, 97))
+# An image on which PyTorch's float32 is further from its float64 bounds nothing.
+MOST_OWN = 0.01
 # Thresholds are cliffs: a box whose overlap or score is one to the last bit falls on either side.
 UNMATCHED_SHARE = 0.02
-MATCHED_IOU = 0.95
+# Boxes nearer than this share of the image, with nearer scores, are the same.
+NEAR = 1e-4
+# Detections that are compared on every image, whatever their scores.
+LEAST_DETECTIONS = 20
+DETECTIONS = ('boxes', 'scores', 'labels')
 
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """The largest difference of one image, relative to the largest value of its output.
+    """What of one image was compared, and the largest difference, relative to the largest value of its output.
 
     Attributes:
         size: (H, W) of the image.
+        num_values: How many values of features, objectness, deltas, class and mask logits were compared.
         output: Where the file differs most.
         difference: The file against the detector in float64.
         own: The detector in float32 against itself in float64.
-        detections: How many the float64 detector found; None for scope 'backbone+neck+rpn'.
-        unmatched: How many of them, or of the file's, have no partner of the same class.
+        num_boxes: How many proposals and detections were compared.
+        unmatched: The share of them without partner; one of less than 50 counts as one of 50.
         own_unmatched: The same of the detector in float32.
+        detections: How many the file finds; None for scopes without.
     """
 
     size: tuple[int, int]
+    num_values: int
     output: str
     difference: float
     own: float
-    detections: int | None
-    unmatched: int
-    own_unmatched: int = 0
+    num_boxes: int = 0
+    unmatched: float = 0.0
+    own_unmatched: float = 0.0
+    detections: int | None = None
 
     @property
     def telling(self) -> bool:
-        """Whether PyTorch finds the same objects in float32: otherwise no runtime can be asked to."""
-        return self.own_unmatched <= self._tolerated
-
-    @property
-    def _tolerated(self) -> float:
-        return max(1, UNMATCHED_SHARE * (self.detections or 0))
+        """Whether PyTorch's float32 computes the same: otherwise no runtime can be asked to."""
+        return self.num_values > 0 and self.own <= MOST_OWN and self.own_unmatched <= UNMATCHED_SHARE
 
     @property
     def exact(self) -> bool:
         """Whether float32 explains the difference: at most ten times PyTorch's own, as fusion promises."""
+        # Infinite: an output is not finite or has another shape.
         bound = FLOAT32_FACTOR * self.own + FLOAT64_BOUND
-        # Infinite: an output is not finite or has another shape. PyTorch's own may be infinite too.
-        is_matched = self.unmatched <= self._tolerated
-        return is_matched and math.isfinite(self.difference) and self.difference <= bound
+        return self.difference <= bound < math.inf and self.unmatched <= UNMATCHED_SHARE
 
     def __str__(self) -> str:
         text = (
-            f'{self.size[0]}x{self.size[1]}: largest relative difference {self.difference:.1e} in {self.output} '
-            f'(PyTorch in float32: {self.own:.1e})'
+            f'{self.size[0]}x{self.size[1]}: largest relative difference of {self.num_values:,} values '
+            f'{self.difference:.1e} in {self.output} (PyTorch in float32: {self.own:.1e})'
         )
         if self.detections is not None:
-            text += f', {self.detections} detections, {self.unmatched} without partner'
+            text += f'; {self.num_boxes} boxes, {self.unmatched:.1%} without partner; {self.detections} detections'
         if not self.telling:
-            text += f' (PyTorch in float32: {self.own_unmatched}, so that this image tells nothing)'
+            text += f' (PyTorch in float32: {self.own_unmatched:.1%} without partner): this image tells nothing'
         return text
 
 
 @torch.no_grad()
 def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndarray]) -> list[ParityCheck]:
-    """Compares an exported file with the detector it was made of.
+    """Compares an exported file with the detector it was made of, step by step, also where nothing is detected.
+
+    Each step of the reference reads what the file computed before: thresholds are cliffs, behind which rounding makes
+    other boxes. Where fewer than ``LEAST_DETECTIONS`` pass the threshold of scores, both get a lower one.
 
     Args:
         detector: The detector, in eval mode.
@@ -86,24 +94,15 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
         images: (1, 3, H, W), float32, 0 to 255; sizes should differ.
 
     Raises:
-        ExportError: If an output is missing, not finite or of another shape, a difference is not rounding, or no image
-            is :attr:`~ParityCheck.telling`.
+        ExportError: If a weight or an output is not finite, an output is missing or of another shape, a difference is
+            not rounding, or no image is :attr:`~ParityCheck.telling`.
     """
     graph = build_graph(detector, runtime.metadata['scope']).float()
-    graph64, names = copy.deepcopy(graph).double(), graph.output_names()
-    checks = []
+    graph64, inspect, checks = copy.deepcopy(graph).double(), None, []
     for image in images:
         tensor = torch.from_numpy(image)
-        reference = dict(zip(names, graph64(tensor.double()), strict=True))
-        own = dict(zip(names, graph(tensor), strict=True))
-        found = {name: torch.from_numpy(value) for name, value in runtime.run(image).items()}
-        if found.keys() != reference.keys():
-            raise ExportError(f'the file has the outputs {sorted(found)}, expected {sorted(reference)}')
-        difference, output, unmatched = _largest_difference(found, reference)
-        detections = len(reference['boxes']) if 'boxes' in reference else None
-        own_difference, _, own_unmatched = _largest_difference(own, reference)
-        size = tuple(image.shape[2:])
-        check = ParityCheck(size, output, difference, own_difference, detections, unmatched, own_unmatched)
+        inspect = inspect or runtime.inspect([*graph.run(tensor)])
+        check = _check_image(graph, graph64, runtime.run, inspect, tensor)
         if check.telling and not check.exact:
             raise ExportError(
                 f'the file does not compute what the detector does: {check}; do not use it, and please '
@@ -112,48 +111,72 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
         checks.append(check)
     if not any(check.telling for check in checks):
         raise ExportError(
-            f'none of {len(checks)} images tells whether the file is right: in float32 PyTorch finds other objects '
+            f'none of {len(checks)} images tells whether the file is right: in float32 PyTorch computes something else '
             'than in float64. Noise does that to detectors without norms; name photographs with --check-images'
         )
     return checks
 
 
-def _largest_difference(outputs: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str, int]:
-    """The largest difference over the largest reference, the output it is in, and detections without partner."""
-    unmatched = 0
-    if 'boxes' in reference:
-        i, j = match_detections(reference, outputs)
-        unmatched = max(len(reference['boxes']), len(outputs['boxes'])) - len(i)
-        outputs = {name: output[j] for name, output in outputs.items()}
-        reference = {name: expected[i] for name, expected in reference.items()}
-    differences = dict.fromkeys(reference, math.inf)
-    for name, expected in reference.items():
-        output, expected = outputs[name].double(), expected.double()
-        if output.shape == expected.shape and output.isfinite().all():
-            distance, largest = ((output - expected).abs(), expected.abs()) if len(expected) else (torch.zeros(1),) * 2
-            differences[name] = float(distance.max() / largest.max().clamp(min=1e-12))
-    worst = max(differences, key=differences.get)
-    return differences[worst], worst, unmatched
+def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, inspect: Run, image: Tensor) -> ParityCheck:
+    outputs, limits, shares = _as_tensors(run(image.numpy())), {}, []
+    if outputs.keys() != {*graph.output_names()}:
+        raise ExportError(f'the file has the outputs {sorted(outputs)}, expected {sorted(graph.output_names())}')
+    if 'scores' in outputs:
+        found = _as_tensors(inspect(image.numpy(), score_thr=graph.score_thr.numpy()))
+        shares.append(_unmatched_share(*(_rows(values, DETECTIONS, image) for values in (outputs, found))))
+        scores = found['class_logits'].softmax(-1)[:, :-1].flatten()
+        best = scores.topk(min(LEAST_DETECTIONS, len(scores))).values
+        limits = dict(score_thr=torch.cat([graph.score_thr[None], 0.999 * best]).min())
+    found = _as_tensors(inspect(image.numpy(), **{name: limit.numpy() for name, limit in limits.items()}))
+    own = graph.run(image, {**found, **limits})
+    double = {name: value.double() if value.is_floating_point() else value for name, value in found.items()}
+    reference = graph64.run(image.double(), {**double, **limits})
+    boxes = [group for group in (('proposals',), DETECTIONS) if group[0] in reference]
+    compared = [name for name in reference if name not in chain(*boxes)]
+    differences = []
+    for is_first_stage in (True, False):
+        names = [name for name in compared if name.startswith(KINDS) == is_first_stage]
+        of_float32 = relative_difference(*([values[name] for name in names] for values in (own, reference)))
+        for name in names:
+            difference = relative_difference([found[name]], [reference[name]])
+            differences.append((difference / (of_float32 + FLOAT64_BOUND), name, difference, of_float32))
+    _, output, difference, of_float32 = max(differences)
+    found_shares, own_shares = (
+        [_unmatched_share(*(_rows(x, group, image) for x in (values, reference))) for group in boxes]
+        for values in (found, own)
+    )
+    counts = [reference[name].numel() for name in compared]
+    return ParityCheck(
+        size=tuple(image.shape[2:]),
+        num_values=sum(counts) if all(counts) else 0,
+        output=output,
+        difference=difference,
+        own=of_float32,
+        num_boxes=sum(len(reference[group[0]]) for group in boxes),
+        unmatched=max([*shares, *found_shares], default=0.0),
+        own_unmatched=max(own_shares, default=0.0),
+        detections=len(outputs['scores']) if 'scores' in outputs else None,
+    )
+
+
+def _as_tensors(values: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(value) for name, value in values.items()}
+
+
+def _rows(values: Mapping[str, Tensor], names: Sequence[str], image: Tensor) -> Tensor:
+    """Boxes in shares of the image's larger side, with what belongs to them, (n, 4) or (n, 6)."""
+    corners, *others = (values[name].double() for name in names)
+    return torch.cat([corners / max(image.shape), *(other[:, None] for other in others)], 1)
+
+
+def _unmatched_share(first: Tensor, second: Tensor) -> float:
+    """How many rows have no near one in the other set, of the larger set, and of 1 / UNMATCHED_SHARE at least."""
+    near = torch.cdist(first, second, p=math.inf) <= NEAR
+    lonely = max((~near.any(dim)).sum().item() for dim in (0, 1))
+    return max(lonely, abs(len(first) - len(second))) / max(len(first), len(second), 1 / UNMATCHED_SHARE)
 
 
 def random_images(sizes: Sequence[tuple[int, int]] = SIZES) -> list[np.ndarray]:
     """Seeded noise in each size."""
     generator = torch.Generator().manual_seed(0)
     return [(torch.rand(1, 3, *size, generator=generator) * 255).numpy() for size in sizes]
-
-
-def match_detections(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Indices in both of detections that are the same object: same class, almost the same box.
-
-    Args:
-        first: 'boxes' (n, 4), 'scores' (n,), 'labels' (n,).
-        second: The same with m detections.
-    """
-    overlap = torchvision.ops.box_iou(first['boxes'].double(), second['boxes'].double())
-    # Duplicates within a class overlap too: the score tells them apart.
-    closeness = overlap - (first['scores'].double()[:, None] - second['scores'].double()[None]).abs()
-    # One such pair weighs more than all that a better partner for others could gain.
-    closeness[(overlap < MATCHED_IOU) | (first['labels'][:, None] != second['labels'][None])] = -1000.0
-    i, j = map(torch.from_numpy, linear_sum_assignment(closeness.nan_to_num(-1000.0), maximize=True))
-    matched = closeness[i, j] > -1000.0
-    return i[matched], j[matched]

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from slab_det.deployment.export.runtime import import_extra
+from slab_det.runtime.errors import ExportError
+from slab_det.runtime.run_folder import whole_files
 
 # Layers that keep float32, by a part of their node's name: the first, which reads pixels and is a hundredth of the
 # work, and the last ones. A quantum of a delta moves a large anchor by pixels.
@@ -38,7 +40,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
         def get_next(self) -> dict[str, np.ndarray] | None:
             return next(self.inputs, None)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with whole_files(target) as (name,), tempfile.TemporaryDirectory() as folder:
         prepared = Path(folder) / 'prepared.onnx'
         fold_constants(source, prepared)
         graph = onnx.load(prepared).graph
@@ -52,7 +54,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
         ]
         quantization.quantize_static(
             prepared,
-            target,
+            name,
             Reader(),
             quant_format=quantization.QuantFormat.QDQ,
             per_channel=True,
@@ -62,9 +64,9 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             # Else the outputs of linear layers are rounded too, and the GELU behind one is four kernels.
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
-    quantized = onnx.load(target)
-    onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in onnx.load(source).metadata_props})
-    onnx.save(quantized, target)
+        quantized = onnx.load(name)
+        onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in onnx.load(source).metadata_props})
+        name.write_bytes(quantized.SerializeToString())
     return nodes
 
 
@@ -76,10 +78,13 @@ def fold_constants(source: str | Path, target: str | Path) -> None:
         target: Where the other goes.
 
     Raises:
-        ExportError: If onnxruntime is not installed.
+        ExportError: If onnxruntime is not installed, or cannot write the file.
     """
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(target)
-    onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
+    try:
+        onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
+    except Exception as error:  # its errors share no other base
+        raise ExportError(f'{target}: ONNX Runtime cannot write it ({error}); is its disk full?') from error

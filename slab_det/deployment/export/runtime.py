@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,7 @@ from slab_det.runtime.errors import ExportError
 
 METADATA_KEY = 'slab_det'
 PRECISIONS = ('f32', 'bf16')
-Run = Callable[[np.ndarray], dict[str, np.ndarray]]
+Run = Callable[..., dict[str, np.ndarray]]
 
 
 def import_extra(name: str) -> ModuleType:
@@ -39,29 +39,30 @@ def import_extra(name: str) -> ModuleType:
         raise ExportError(f'the package {error.name} is not installed: pip install -e ".[{extra}]"') from error
 
 
-def _run_in_onnxruntime(path: str | Path, threads: int, precision: str) -> Run:
+def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Run:
     if precision != 'f32':
         raise ExportError(f'ONNX Runtime computes as the file says, not in {precision}: use runtime openvino')
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
+    session = onnxruntime.InferenceSession(model, options, providers=['CPUExecutionProvider'])
     names = [output.name for output in session.get_outputs()]
-    return lambda image: dict(zip(names, session.run(None, {'image': image}), strict=True))
+    return lambda image, **more: dict(zip(names, session.run(None, {'image': image, **more}), strict=True))
 
 
-def _run_in_openvino(path: str | Path, threads: int, precision: str) -> Run:
+def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Run:
     options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
     if threads:
         options['INFERENCE_NUM_THREADS'] = threads
     core = import_extra('openvino').Core()
-    request = core.compile_model(core.read_model(path), 'CPU', options).create_infer_request()
+    request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
     lock = Lock()
 
-    def run(image: np.ndarray) -> dict[str, np.ndarray]:
+    def run(image: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
         # A request serves one thread at a time, and the next image overwrites its memory.
         with lock:
-            return {port.any_name: np.array(value) for port, value in request.infer([image]).items()}
+            found = request.infer({'image': image, **more})
+            return {port.any_name: np.array(value) for port, value in found.items()}
 
     return run
 
@@ -77,10 +78,13 @@ class Runtime:
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
         run: Gives the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
+        inspect: A function: ``run`` that puts out inner values of these names, and of scope 'detector' takes the least
+            score as ``score_thr``.
     """
 
     metadata: dict
     run: Run
+    inspect: Callable[[Sequence[str]], Run]
 
 
 def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 0, precision: str = 'f32') -> Runtime:
@@ -93,7 +97,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         precision: 'f32' or, with OpenVINO, 'bf16'.
 
     Raises:
-        ExportError: If the runtime is unknown or not installed, or another program wrote the file.
+        ExportError: If the runtime is unknown or not installed, or the file is damaged or by another program.
     """
     if runtime not in RUNTIMES:
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
@@ -106,13 +110,29 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     from google.protobuf.message import DecodeError
 
     try:
-        properties = onnx.load(path, load_external_data=False).metadata_props
-    except DecodeError:
-        properties = ()
-    text = next((entry.value for entry in properties if entry.key == METADATA_KEY), None)
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise ExportError(
+            f'{path} was not written by slab-det export, or was cut off while it was written or copied: export it again'
+        ) from error
+    text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
     if text is None:
         raise ExportError(f'{path} was not written by slab-det export')
-    return Runtime(json.loads(text), RUNTIMES[runtime](path, threads, precision))
+
+    def inspect(names: Sequence[str]) -> Run:
+        model = onnx.load(path)
+        known = {output.name for output in model.graph.output}
+        kind = onnx.TensorProto.FLOAT
+        describe = onnx.helper.make_tensor_value_info
+        model.graph.output.extend(describe(name, kind, None) for name in names if name not in known)
+        for tensor in [x for x in model.graph.initializer if x.name.endswith('score_thr')]:
+            for node in model.graph.node:
+                node.input[:] = ['score_thr' if name == tensor.name else name for name in node.input]
+            model.graph.initializer.remove(tensor)
+            model.graph.input.append(describe('score_thr', kind, []))
+        return RUNTIMES[runtime](model.SerializeToString(), threads, precision)
+
+    return Runtime(json.loads(text), RUNTIMES[runtime](str(path), threads, precision), inspect)
 
 
 @MODELS.register_module()

@@ -10,7 +10,7 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
-from conftest import SLA, as_trained, differing
+from conftest import SLA, as_trained, differing, on_a_full_disk
 from mmdet.models.roi_heads import MaskScoringRoIHead
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -87,8 +87,9 @@ def exported(detector, tmp_path_factory):
     """A function: a small detector and its file, which is written once for each scope."""
 
     @cache
-    def export(scope='detector'):
+    def export(scope='detector', score_thr=0.05):
         model, file = detector(), tmp_path_factory.mktemp('exported') / 'model.onnx'
+        model.roi_head.test_cfg.score_thr = score_thr
         before, unflatten = copy.deepcopy(model.state_dict()), torch.Tensor.unflatten
         export_onnx(model, file, scope)
         assert torch.Tensor.unflatten is unflatten
@@ -203,21 +204,79 @@ def test_parity_check_refuses_a_file_of_other_weights(exported, scope):
         check_parity(other, load_runtime(file, threads=1), random_images(SIZES))
 
 
-def test_parity_check_refuses_a_detector_that_is_not_finite(detector, tmp_path):
-    model = detector()
-    model.neck.fpn_convs[0].conv.bias.data.fill_(float('nan'))
-    export_onnx(model, tmp_path / 'model.onnx', 'backbone+neck+rpn')
-    with pytest.raises(ExportError, match='largest relative difference inf in feature0'):
-        check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
+@pytest.mark.parametrize('score_thr', [0.05, 0.995])
+@pytest.mark.parametrize(
+    'layer',
+    ['rpn_head.rpn_cls', 'rpn_head.rpn_reg', 'roi_head.bbox_head.fc_cls', 'roi_head.bbox_head.fc_reg',
+     'roi_head.mask_head.conv_logits'],
+)  # fmt: skip
+def test_parity_check_sees_24_halved_weights_whatever_is_detected(exported, layer, score_thr):
+    model, file = exported(score_thr=score_thr)
+    runtime = load_runtime(file, threads=1)
+    (check,) = check_parity(model, runtime, random_images(SIZES[:1]))
+    assert check.num_values > 10_000 and check.num_boxes > 20 and bool(check.detections) == (score_thr < 0.5)
+    other = copy.deepcopy(model)
+    other.get_submodule(layer).weight.data.view(-1)[:24] /= 2
+    with pytest.raises(ExportError, match=r'does not compute what the detector does: 64x96: .* of \d+,\d+ values'):
+        check_parity(other, runtime, random_images(SIZES[:1]))
 
 
-def test_images_in_which_pytorch_finds_other_objects_prove_nothing(detector, tmp_path):
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda model: model.rpn_head.test_cfg.nms.update(iou_threshold=0.3),
+        lambda model: model.roi_head.test_cfg.nms.update(iou_threshold=0.3),
+        lambda model: model.roi_head.test_cfg.update(score_thr=0.3),
+    ],
+    ids=['NMS of proposals', 'NMS of detections', 'score'],
+)
+def test_parity_check_refuses_a_file_of_other_thresholds(exported, change):
+    model, file = exported()
+    other = copy.deepcopy(model)
+    change(other)
+    with pytest.raises(ExportError, match=r'does not compute what the detector does: .* [1-9][\d.]*% without partner'):
+        check_parity(other, load_runtime(file, threads=1), random_images(SIZES[:1]))
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_a_detector_that_is_not_finite_has_no_export_form(exported, detector, tmp_path, value):
     model = detector()
-    # Every box lies on the border of the image and has no width, so that none overlaps another.
-    model.roi_head.bbox_head.fc_reg.bias.data[::4] = 1e4
+    model.roi_head.mask_head.conv_logits.weight.data[0, 0] = value
+    message = r'1 of \d+ tensors hold NaN or infinite values \(roi_head.mask_head.conv_logits.weight\)'
+    with pytest.raises(ExportError, match=message):
+        export_onnx(model, tmp_path / 'model.onnx')
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ExportError, match=message):
+        check_parity(model, load_runtime(exported()[1], threads=1), random_images(SIZES[:1]))
+
+
+def test_images_on_which_pytorch_itself_rounds_too_much_prove_nothing(detector, tmp_path):
+    model = detector()
+    # In float32 1e6 + x - 1e6 loses most digits of x.
+    model.rpn_head.rpn_conv.bias.data += 1e6
+    model.rpn_head.rpn_cls.weight.data -= model.rpn_head.rpn_cls.weight.data.mean(1, keepdim=True)
     export_onnx(model, tmp_path / 'model.onnx', 'detector')
     with pytest.raises(ExportError, match='none of 3 images tells .* --check-images'):
         check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES))
+
+
+def test_a_full_disk_leaves_the_file_before(exported, tmp_path):
+    (model, file), path = exported('backbone+neck+rpn'), tmp_path / 'model.onnx'
+    path.write_text('before')
+    for write, name in (
+        (lambda: export_onnx(model, path, 'backbone'), path),
+        (lambda: quantize_onnx(file, path, random_images([(96, 128)])), 'prepared.onnx: ONNX Runtime cannot write it'),
+    ):
+        message = on_a_full_disk(write)
+        assert str(name) in message and 'resume' not in message, message
+        assert path.read_text() == 'before' and len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_file_that_was_cut_off_is_refused_as_such(exported, tmp_path):
+    path = tmp_path / 'model.onnx'
+    path.write_bytes(exported()[1].read_bytes()[:-1000])
+    with pytest.raises(ExportError, match='model.onnx .* was cut off while it was written or copied: export it again'):
+        load_runtime(path)
 
 
 def test_what_has_no_export_form_is_named(detector, tmp_path):

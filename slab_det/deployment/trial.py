@@ -1,0 +1,141 @@
+"""Runs a deployed model once on a small image, beside the model that it was made of."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from mmdet.structures import DetDataSample
+from mmengine.logging import MMLogger
+from mmengine.utils import apply_to
+from torch import Tensor, nn
+
+from slab_det.runtime.errors import DeploymentError
+
+# Sides that halve six times or stay whole for every neck; a hundredth of the pixels of a COCO image.
+SIZE = (64, 128)
+# Proposals and objects: heads of regions take most of the time of so small an image.
+NUM_BOXES = 20
+# The root mean square of a difference, over that of what it should be: float32 has about 1e-6, and half precision 0.002
+# to 0.1 behind dozens of layers: a bound of half precision tells nonsense, not a loss of AP.
+BOUND, HALF_BOUND = 0.01, 0.5
+
+
+@dataclass(frozen=True)
+class DeploymentCheck:
+    """How far a deployed model is from its own on an image of noise.
+
+    Attributes:
+        difference: The root mean square of the difference over that of the reference, of the worst output: feature maps
+            of a backbone, or what the heads of a detector put out.
+        num_values: How many values were compared.
+    """
+
+    difference: float
+    num_values: int
+
+
+@torch.no_grad()
+def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | None) -> DeploymentCheck | None:
+    """Compares what two models compute from one image; None where ``model`` itself cannot run on it.
+
+    Args:
+        model: The model as it was given.
+        deployed: What became of it.
+        dtype: The half precision of ``deployed``, or None.
+
+    Raises:
+        DeploymentError: If ``deployed`` does not run, or puts out other tensors, values that are not finite, or values
+            that differ by more than rounding.
+    """
+    kind, form = type(model).__name__, f'in {dtype}' if dtype else 'in its deployed form'
+    remedy = 'deploy it in float32' if dtype else 'use the model as it is'
+    proposals: list = []
+    check = None
+    for mode in ('tensor', 'predict'):
+        try:
+            reference = _run(model, mode, proposals)
+        except Exception as error:  # the model asks for text, frames or other channels
+            MMLogger.get_current_instance().warning(
+                f'slab_det.deploy could not try {kind}, which does not run on an image of {SIZE[0]}x{SIZE[1]} itself '
+                f'({mode}: {_reason(error)}): compare its results with those of the model before'
+            )
+            continue
+        try:
+            found = _run(deployed, mode, proposals)
+        except Exception as error:
+            raise DeploymentError(f'{kind} does not run {form} ({_reason(error)}); {remedy}') from error
+        if mode == 'tensor':
+            check = _compare(found, reference)
+            if not check.difference <= (HALF_BOUND if dtype else BOUND):
+                raise DeploymentError(f'{kind} computes something else {form}: {check}; {remedy}')
+    return check
+
+
+def _run(model: nn.Module, mode: str, proposals: list) -> list[Tensor]:
+    """Feature maps of a backbone, or what the heads of a detector put out before any threshold; or runs all of it."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8)
+    if hasattr(model, 'data_preprocessor'):
+        metainfo = dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, img_path='')
+        data = model.data_preprocessor(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]), False)
+        with _few_boxes(model, proposals):
+            values = model(**data, mode=mode)
+    else:
+        values = model((image[None].to(next(model.parameters())) - 128) / 64)
+    outputs = []
+    apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), outputs.append)
+    return outputs
+
+
+def _compare(outputs: list[Tensor], references: list[Tensor]) -> DeploymentCheck:
+    if [x.shape for x in outputs] != [x.shape for x in references]:
+        return DeploymentCheck(math.inf, 0)
+    largest, num_values = 0.0, 0
+    for output, reference in zip(outputs, references, strict=True):
+        # Masked logits are infinite in both.
+        finite = reference.isfinite()
+        output, reference = output[finite].double(), reference[finite].double()
+        if output.numel():
+            scale = reference.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+            difference = (output - reference).square().mean().sqrt() / scale
+            largest = max(largest, difference.nan_to_num(math.inf).item())
+            num_values += output.numel()
+    return DeploymentCheck(largest if num_values else math.inf, num_values)
+
+
+def _reason(error: Exception) -> str:
+    return ' '.join(f'{type(error).__name__}: {error}'.split())
+
+
+@contextmanager
+def _few_boxes(model: nn.Module, proposals: list) -> Iterator[None]:
+    """Has a detector find ``NUM_BOXES`` objects, whatever their scores, and go on with the same proposals each time.
+
+    Rounding makes other proposals, and from these other outputs.
+
+    Args:
+        model: The detector.
+        proposals: Empty the first time, when the detector's own go there.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            cfg = getattr(module, 'test_cfg', None)
+            if isinstance(cfg, dict) and 'score_thr' in cfg:
+                stack.enter_context(mock.patch.dict(cfg, score_thr=0.0, max_per_img=NUM_BOXES))
+        if hasattr(model, 'rpn_head'):
+            predict = model.rpn_head.predict
+
+            def predict_fixed(*args: Any, **options: Any) -> list:
+                found = predict(*args, **options)
+                proposals.extend(found[len(proposals) :])
+                return copy.deepcopy([boxes[:NUM_BOXES] for boxes in proposals])
+
+            stack.enter_context(mock.patch.object(model.rpn_head, 'predict', predict_fixed))
+        yield

@@ -1,0 +1,81 @@
+"""deploy accepts what then runs, in every dtype, and refuses the rest with the reason."""
+
+import copy
+
+import pytest
+import torch
+from conftest import SMALL_SWIN, differing
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from zoo import ZOO, zoo_cfg
+
+import slab_det
+from slab_det.checkpoints.build import build_detector
+from slab_det.runtime.errors import DeploymentError
+
+HALF = (torch.bfloat16, torch.float16)
+COORDINATES = dict.fromkeys(
+    HALF, 'whether (level_embed|query_embedding.weight|roi_head.grid_head.*) computes coordinates'
+)
+QUERIES = dict.fromkeys(HALF, r'does not run in torch.*same dtype.*; deploy it in float32')
+REFUSED = {
+    'GridRCNN': {None: r'does not run in its deployed form .*view.*; use the model as it is', **COORDINATES},
+    'YOLOF': {torch.float16: 'does not run in torch.float16 .*without overflow.*; deploy it in float32'},
+    'Mask2Former': QUERIES,
+    'MaskFormer': QUERIES,
+    **dict.fromkeys(('DeformableDETR', 'DINO', 'DDQDETR', 'GroundingDINO'), COORDINATES),
+}
+
+
+def cfg_of(name):
+    if name in ZOO:
+        cfg = zoo_cfg(name)
+        if 'rcnn' in name:
+            heads = cfg.roi_head.bbox_head
+            for head in heads if isinstance(heads, list) else [heads]:
+                # V3Det has 13,204.
+                head.num_classes = 20
+                if 'num_classes' in head.loss_cls:
+                    head.loss_cls.num_classes = 20
+            if cfg.roi_head.get('mask_head'):
+                cfg.roi_head.mask_head.num_classes = 20
+        return cfg
+    cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
+    out_indices = (3,) if cfg.type == 'YOLOF' else (0, 1, 2, 3)
+    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN'), 'out_indices': out_indices}
+    cfg.neck.in_channels = 64 if cfg.type == 'YOLOF' else [8, 16, 32, 64]
+    return cfg
+
+
+def predict(model, size=(64, 128)):
+    shape = dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0), img_id=0, img_path='')
+    image = torch.randint(0, 256, (3, *size), dtype=torch.uint8)
+    return model.test_step(dict(inputs=[image], data_samples=[DetDataSample(metainfo=shape)]))
+
+
+@pytest.mark.parametrize(
+    'name', [*ZOO, 'grid_rcnn/grid-rcnn_r50_fpn_gn-head_2x_coco', 'yolof/yolof_r50-c5_8xb8-1x_coco']
+)
+@torch.no_grad()
+def test_a_detector_is_deployed_and_runs_or_is_refused_with_the_reason(name):
+    model = build_detector(Config(dict(model=cfg_of(name))))
+    if hasattr(model, 'level_embed'):
+        # Left to init_weights, with whatever was in memory before.
+        torch.nn.init.normal_(model.level_embed)
+    before = copy.deepcopy(model.state_dict())
+    for dtype in (None, *HALF):
+        message = REFUSED.get(type(model).__name__, {}).get(dtype)
+        if message is not None:
+            with pytest.raises(DeploymentError, match=message):
+                slab_det.deploy(model, dtype)
+            continue
+        deployed = slab_det.deploy(model, dtype)
+        try:
+            predict(model)
+        except Exception:
+            # It asks for text or frames, or its small form does not fit together.
+            continue
+        check = deployed.deployment_check
+        assert check.num_values > 400 and 0 < check.difference < (1e-4 if dtype is None else 0.5), (dtype, check)
+        predict(deployed)
+    assert not differing(model, before)
