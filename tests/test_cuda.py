@@ -11,6 +11,7 @@ from mmdet.registry import MODELS
 
 import slab_det
 from slab_det.deployment.blocks import TiledAttention, TiledFFN
+from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 
 if not torch.cuda.is_available():
     pytest.skip('torch sees no GPU', allow_module_level=True)
@@ -90,6 +91,14 @@ def test_training_computes_the_same(name):
         assert (gradients[0][key].cpu() - reference).abs().max() <= 1e-9 * scale, key
     for (key, found), reference in zip(gpu.state_dict().items(), cpu.state_dict().values(), strict=True):
         torch.testing.assert_close(found.cpu(), reference, rtol=1e-9, atol=1e-9, msg=partial('{}: {}'.format, key))
+
+
+def test_a_detector_on_a_gpu_is_exported_and_stays_there(small_detector, tmp_path):
+    pytest.importorskip('onnxruntime')
+    model = small_detector().cuda()
+    export_onnx(model, tmp_path / 'model.onnx')
+    checks = check_parity(model, load_runtime(tmp_path / 'model.onnx'), random_images(SIZES))
+    assert all(check.exact for check in checks) and next(model.parameters()).is_cuda
 
 
 def test_recalibration_computes_the_same(small_detector):

@@ -34,6 +34,7 @@ from slab_det.data import check_data
 from slab_det.measure.environment import describe_environment
 from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
 from slab_det.measure.report import ap_from_metrics, describe_dataset
+from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import check_writable
 
 
@@ -41,9 +42,8 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.json)
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
-    cfg.model = dict(
-        type='ExportedDetector', file=args.file, runtime=args.runtime, threads=args.threads, precision=args.precision
-    )
+    options = dict(runtime=args.runtime, threads=args.threads, precision=args.precision)
+    cfg.model = dict(type='ExportedDetector', file=args.file, pipeline=inference_steps(cfg), **options)
     # Hooks of training, and weights: the file has its own.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
     # The runner would hand it to ExportedDetector.

@@ -17,10 +17,9 @@ import slab_det
 from slab_det.deployment.deploy import is_deployed
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DenseGraph, DetectorGraph
-from slab_det.deployment.export.runtime import METADATA_KEY, import_extra
+from slab_det.deployment.export.runtime import METADATA_KEY, find_resize, import_extra
 from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
-from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import whole_files
@@ -125,7 +124,8 @@ def export_errors(detector: nn.Module) -> Iterator[None]:
     try:
         yield
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-        reason = str(error).strip().partition('\n')[0]
+        # What follows asks for reports to PyTorch.
+        reason = str(error).strip().partition('\n')[0].partition('. ')[0].rstrip('.')
         raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
 
 
@@ -138,8 +138,7 @@ def _describe_input(detector: nn.Module) -> dict:
     # build_detector, like mmdet's init_detector, leaves the config there.
     cfg = getattr(detector, 'cfg', {})
     if cfg.get('test_dataloader') or cfg.get('val_dataloader'):
-        steps = [dict(step, type=type_name(step['type'])) for step in inference_steps(cfg)]
-        resize = next((step for step in steps if 'Resize' in step['type']), None)
+        resize = find_resize(inference_steps(cfg))
     return dict(image=dict(channel_order='BGR', range=[0, 255], resize=resize), normalization=normalization)
 
 

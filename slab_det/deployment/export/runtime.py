@@ -19,11 +19,18 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
 METADATA_KEY = 'slab_det'
 PRECISIONS = ('f32', 'bf16')
 Run = Callable[..., dict[str, np.ndarray]]
+
+
+def find_resize(steps: Sequence[dict]) -> dict | None:
+    """The transform of a test pipeline that resizes, as JSON holds it."""
+    step = next((step for step in steps if 'Resize' in type_name(step['type'])), None)
+    return step and json.loads(json.dumps(dict(step, type=type_name(step['type']))))
 
 
 def import_extra(name: str) -> ModuleType:
@@ -141,17 +148,25 @@ class ExportedDetector(BaseModel):
 
     Args:
         file: The ONNX file, of scope 'detector'.
+        pipeline: Configs of the transforms that its images will pass; None does not check them.
         **options: As :func:`load_runtime` takes them.
 
     Raises:
-        ExportError: If the file has another scope, or the runtime is not installed.
+        ExportError: If the file has another scope, was exported for images of another resize, or the runtime is not
+            installed.
     """
 
-    def __init__(self, file: str, **options) -> None:
+    def __init__(self, file: str, pipeline: Sequence[dict] | None = None, **options) -> None:
         super().__init__()
         self.runtime = load_runtime(file, **options)
         if self.runtime.metadata['scope'] != 'detector':
             raise ExportError(f'{file} has scope {self.runtime.metadata["scope"]}: export it with --scope detector')
+        expected, resize = self.runtime.metadata['image']['resize'], find_resize(pipeline or ())
+        if pipeline is not None and expected is not None and resize != expected:
+            raise ExportError(
+                f'{file} was exported for images after {expected}, and this config has {resize or "no resize"}: it '
+                'would find other objects; give the config that it was exported with, or export it with this one'
+            )
         # The runner asks a model for its device.
         self.register_buffer('_device', torch.zeros(()), persistent=False)
 

@@ -308,6 +308,15 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
     refuses('rpn_head is a NoneType')
 
 
+def test_a_neck_without_export_form_is_one_line(small_detector_cfg, tmp_path):
+    cfg = small_detector_cfg()
+    # As Libra R-CNN's.
+    refine = dict(type='BFP', in_channels=cfg.neck.out_channels, num_levels=5, refine_level=2, refine_type='non_local')
+    cfg.neck = [cfg.neck, refine]
+    with pytest.raises(ExportError, match=r'this MaskRCNN has no export form: [^\n]*adaptive pooling[^\n]*constant$'):
+        export_onnx(as_trained(MODELS.build(cfg)), tmp_path / 'model.onnx')
+
+
 def test_attention_with_hooks_has_no_export_form(small_detector):
     model = small_detector(type='SwinTransformer', norm_cfg=dict(type='LN'))
     attention = model.backbone.stages[0].blocks[0].attn

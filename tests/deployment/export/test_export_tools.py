@@ -1,6 +1,7 @@
 """The command lines around an exported file, end to end on generated images."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -53,12 +54,25 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path):
     result = json.loads((tmp_path / 'ap.json').read_text())
     assert result['ap'].keys() == {'bbox', 'segm'} and result['dataset']['images'] == 4
     assert result['file'].endswith('int8.onnx') and result['runtime'] == 'onnxruntime'
+    option = 'test_dataloader.dataset.pipeline.1.scale=(96,80)'
+    outcome = call('test_onnx.py', run[0], out, *arguments, '--cfg-options', option, code=1)
+    message = r"model.onnx was exported for .*'scale': \[192, 160\].* this config has .*\[96, 80\].*other objects"
+    assert re.search(message, outcome.err.splitlines()[-1]), outcome.err
+    outcome = call('test_onnx.py', run[0], out, '--json', 'config.py/ap.json', code=1)
+    assert 'config.py/ap.json: Not a directory' in outcome.err.splitlines()[-1]
+    damaged = torch.load(run[1], weights_only=True)
+    damaged['state_dict']['roi_head.mask_head.conv_logits.bias'][0] = float('nan')
+    torch.save(damaged, tmp_path / 'damaged.pth')
+    before = out.read_bytes()
+    outcome = call('export_onnx.py', run[0], tmp_path / 'damaged.pth', '--out', out, code=1)
+    assert 'NaN or infinite values (roi_head.mask_head.conv_logits.bias)' in outcome.err and out.read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
         (['--out', 'model.pth'], 'must end in .onnx'),
+        (['--out', 'config.py/model.onnx'], 'config.py/model.onnx: Not a directory'),
         (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg not found'),
         (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is no image that can be decoded'),
     ],
