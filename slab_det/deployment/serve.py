@@ -14,7 +14,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.deployment.deploy import deploy
 from slab_det.fusion import check_statistics, fuse
 from slab_det.norms import named_offline_norms
-from slab_det.runtime.errors import DataError, ExportError
+from slab_det.runtime.errors import ConfigError, DataError, ExportError
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
 from slab_det.runtime.scope import enter_scope
 
@@ -107,8 +107,15 @@ def load_detector(
         ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit.
         FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics.
-        ExportError: If there is no such runtime, it cannot run the file, or a ``device`` was given for it.
+        ExportError: If there is no such runtime, it cannot run the file, the file is for images of another resize, or
+            an option or a ``device`` is not for this runtime.
     """
+    known = ('dtype', 'compile') if runtime == 'torch' else ('threads', 'precision')
+    for name in options:
+        if name not in known:
+            raise ExportError(f'{name}= is no option of the runtime {runtime}, which takes {" and ".join(known)}')
+    if not isinstance(config, Config) and not Path(config).is_file():
+        raise ConfigError(f'{config}: there is no such config; check its name')
     cfg = config if isinstance(config, Config) else Config.fromfile(config)
     if runtime == 'torch':
         model = build_detector(cfg, str(weights)).to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
@@ -123,6 +130,6 @@ def load_detector(
         from slab_det.deployment.export import ExportedDetector
 
         enter_scope(cfg)
-        model = ExportedDetector(str(weights), runtime=runtime, **options).eval()
+        model = ExportedDetector(str(weights), pipeline=inference_steps(cfg), runtime=runtime, **options).eval()
         meta = model.runtime.metadata.get('dataset_meta')
     return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()), fetch_timeout=fetch_timeout)

@@ -13,19 +13,22 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+import torchvision
 from conftest import CONFIGS, SMALL_SWIN, as_trained
 from mmdet.apis import inference_detector, init_detector
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.structures import InstanceData
+from scipy.optimize import linear_sum_assignment
 
 import slab_det
+from slab_det.checkpoints.build import build_detector
 from slab_det.deployment import ImageListError, ServedDetector, tiles
 from slab_det.deployment.export import export_onnx
-from slab_det.deployment.export.parity import match_detections
 from slab_det.deployment.export.runtime import import_extra
 from slab_det.fusion import FusionError, save_fused
-from slab_det.runtime.errors import CheckpointError, DataError, ExportError
+from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 
 RUNTIMES = ('torch', 'onnxruntime', 'openvino')
 GENERATOR = np.random.default_rng(0)
@@ -69,6 +72,16 @@ def served(files: tuple[Path, Path, Path]) -> Callable[[str], ServedDetector]:
     return load
 
 
+def match_detections(first: InstanceData, second: InstanceData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices in both of detections of the same class and almost the same box; scores tell duplicates apart."""
+    overlap = torchvision.ops.box_iou(first.bboxes.double(), second.bboxes.double())
+    closeness = overlap - (first.scores.double()[:, None] - second.scores.double()[None]).abs()
+    closeness[(overlap < 0.95) | (first.labels[:, None] != second.labels[None])] = -1000.0
+    i, j = map(torch.from_numpy, linear_sum_assignment(closeness, maximize=True))
+    matched = closeness[i, j] > -1000.0
+    return i[matched], j[matched]
+
+
 def assert_same(found: DetDataSample, wanted: DetDataSample, exact: bool) -> None:
     assert {key: found.metainfo[key] for key in ('ori_shape', 'img_shape', 'scale_factor')} == {
         key: wanted.metainfo[key] for key in ('ori_shape', 'img_shape', 'scale_factor')
@@ -78,7 +91,7 @@ def assert_same(found: DetDataSample, wanted: DetDataSample, exact: bool) -> Non
     if exact:
         assert all(found[key].equal(wanted[key]) for key in wanted.keys())
         return
-    i, j = match_detections(*(dict(boxes=p.bboxes, scores=p.scores, labels=p.labels) for p in (found, wanted)))
+    i, j = match_detections(found, wanted)
     assert len(i) >= 0.98 * len(wanted) > 5 and abs(len(found) - len(wanted)) <= 1
     assert found.masks.shape[1:] == wanted.masks.shape[1:]
     for key in wanted.keys():
@@ -214,6 +227,35 @@ def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg,
             ExportError,
             "device='cpu' is for",
         ),
+        (dict(weights=files[1], threads=2), ExportError, 'threads= is no option of the runtime torch, .* dtype and'),
+        (
+            dict(weights=files[2], runtime='onnxruntime', dtype=torch.bfloat16),
+            ExportError,
+            'dtype= is no option of the runtime onnxruntime, which takes threads and precision',
+        ),
     ):
         with pytest.raises(error, match=message):
             slab_det.load_detector(files[0], **arguments)
+    with pytest.raises(ConfigError, match=r'missing\.py: there is no such config'):
+        slab_det.load_detector(tmp_path / 'missing.py', files[1])
+
+
+def test_a_file_and_a_config_of_another_resize_do_not_belong_together(files, served):
+    cfg = Config.fromfile(files[0])
+    (resize,) = [step for step in cfg.test_dataloader.dataset.pipeline if step.type == 'Resize']
+    assert served('onnxruntime')
+    resize.scale = (96, 80)
+    # build_detector leaves the config with the model, and without it a file does not know the resize.
+    model = build_detector(cfg, str(files[1]))
+    export_onnx(model, files[2].with_name('other.onnx'))
+    slab_det.load_detector(cfg, files[2].with_name('other.onnx'), 'onnxruntime')
+    with pytest.raises(ExportError, match=r'exported for images after .*96, 80.*would find other objects'):
+        slab_det.load_detector(files[0], files[2].with_name('other.onnx'), 'onnxruntime')
+
+
+def test_a_damaged_checkpoint_is_refused(files, tmp_path):
+    checkpoint = torch.load(files[1], weights_only=True)
+    checkpoint['state_dict']['roi_head.bbox_head.fc_cls.bias'][0] = float('nan')
+    torch.save(checkpoint, tmp_path / 'damaged.pth')
+    with pytest.raises(DeploymentError, match=r'NaN or infinite values \(roi_head.bbox_head.fc_cls.bias\)'):
+        slab_det.load_detector(files[0], tmp_path / 'damaged.pth', device='cpu')
