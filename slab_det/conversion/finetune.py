@@ -10,7 +10,6 @@ from pathlib import Path
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.fileio import put_text
-from mmengine.runner import save_checkpoint
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
@@ -19,7 +18,7 @@ from slab_det.norms import named_progressive_norms
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.pipeline import inference_steps
-from slab_det.runtime.run_folder import whole_files
+from slab_det.runtime.run_folder import save_with_config
 
 # What every run of ours has.
 DEFAULT_HOOKS = dict(
@@ -75,11 +74,7 @@ def convert_detector(
     if model.dataset_meta is not None:
         # DetInferencer expects the key to be absent where there are no class names.
         meta['dataset_meta'] = model.dataset_meta
-    config_path = out.with_name(f'{out.stem}_config.py')
-    with whole_files(out, config_path) as (weights, config):
-        save_checkpoint(dict(meta=meta, state_dict=model.state_dict()), str(weights))
-        put_text(new_cfg.pretty_text, str(config))
-    return out, config_path, report
+    return *save_with_config(dict(meta=meta, state_dict=model.state_dict()), new_cfg, out), report
 
 
 def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: Path) -> Config:

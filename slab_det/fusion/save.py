@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.fileio import put_text
-from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
@@ -19,7 +17,7 @@ from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import drop_pretrained, import_slab_det, to_values, type_name
-from slab_det.runtime.run_folder import whole_files
+from slab_det.runtime.run_folder import save_with_config
 
 # What only training reads. The rest of the config serves the fused model too.
 TRAINING_KEYS = (
@@ -86,15 +84,9 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
     Returns:
         The checkpoint's and the config's path.
     """
-    path = Path(path)
-    config_path = path.with_name(f'{path.stem}_config.py')
     folds = [fate.to_dict() for fate in model.fusion_report.norms]
     fused_cfg = _fused_config(cfg, folds)
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:
         meta['dataset_meta'] = dataset_meta
-    # An old config refuses a new checkpoint; a new config might take an old one.
-    with whole_files(path, config_path) as (weights, config):
-        save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(get_state_dict(model))), str(weights))
-        put_text(fused_cfg.pretty_text, str(config))
-    return path, config_path
+    return save_with_config(dict(meta=meta, state_dict=weights_to_cpu(get_state_dict(model))), fused_cfg, path)

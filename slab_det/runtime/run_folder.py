@@ -11,13 +11,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
 import mmengine.config.config
 import mmengine.hooks.checkpoint_hook
+import torch
+from mmengine.config import Config
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
@@ -102,6 +104,19 @@ def whole_files(*files: str | Path) -> Iterator[list[Path]]:
     finally:
         for name, _ in written:
             name.unlink(missing_ok=True)
+
+
+def save_with_config(checkpoint: dict, cfg: Config, path: str | Path) -> tuple[Path, Path]:
+    """Writes a checkpoint and, beside it, ``<stem>_config.py``; returns the names of both."""
+    path, buffer = Path(path), BytesIO()
+    files = path, path.with_name(f'{path.stem}_config.py')
+    # PyTorch itself would raise errors of its own where the disk is full.
+    torch.save(checkpoint, buffer)
+    # An old config refuses a new checkpoint; a new config might take an old one.
+    with whole_files(*files) as (weights, config):
+        weights.write_bytes(buffer.getbuffer())
+        config.write_text(cfg.pretty_text, encoding='utf-8')
+    return files
 
 
 class AtomicLocalBackend(LocalBackend):
