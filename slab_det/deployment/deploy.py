@@ -83,7 +83,7 @@ def deploy(
             check = try_deployed(original, deployed, dtype)
             if check is not None:
                 deployed.deployment_check = check
-    except DeploymentError:
+    except Exception:
         vars(deployed).update(vars(original))
         raise
     if compile:
