@@ -22,7 +22,7 @@ from slab_det.runtime.errors import DeploymentError
 SIZE = (64, 128)
 # Proposals and objects: heads of regions take most of the time of so small an image.
 NUM_BOXES = 20
-# For DeploymentCheck.difference: float32 has about 1e-6, bfloat16 0.01, and behind a hundred untrained layers up to 0.4:
+# For DeploymentCheck.difference: float32 has about 1e-6, bfloat16 0.01, behind a hundred untrained layers up to 0.4:
 # the second bound refuses nonsense and says nothing of AP.
 BOUND, HALF_BOUND = 0.01, 0.5
 
