@@ -39,10 +39,12 @@ from mmengine.runner.checkpoint import weights_to_cpu
 from slab_det.cli import check_out, read_config, read_images, run_cli
 from slab_det.checkpoints.build import build_detector
 from slab_det.recalibration import configured_pipeline
+from slab_det.runtime.run_folder import check_writable
 
 
 def main(args: argparse.Namespace) -> None:
     check_out(args.out, args.checkpoint)
+    check_writable(args.json)
     cfg = read_config(args.config, data_root=args.data_root)
     model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
     pipeline = args.pipeline or configured_pipeline(cfg)

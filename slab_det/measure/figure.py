@@ -74,7 +74,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """Writes a picture in the format of its suffix; the folder need not exist."""
     suffix = Path(path).suffix
     with whole_files(path) as (name,):
-        figure.savefig(name, format=suffix[1:] or None, metadata={'Date': None} if suffix == '.svg' else None)
+        figure.savefig(name, format=suffix[1:] or 'png', metadata={'Date': None} if suffix == '.svg' else None)
 
 
 @styled
