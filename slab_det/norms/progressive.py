@@ -102,7 +102,8 @@ class PRepBN(OfflineNorm):
         is_frozen = not (self.repbn.training or self.calibrating)
         # Statistics that nobody estimated do no harm, and are not warned of, where they have no share.
         repbn = self.repbn.infer(x) if gamma == 1.0 and is_frozen else self.repbn(x)
-        return torch.add((1.0 - gamma) * repbn, self.ln(x), alpha=gamma)
+        # LayerNorm first: the sum takes its layout in memory, which later layers are fast for.
+        return torch.add(gamma * self.ln(x), repbn, alpha=1.0 - gamma)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The RepBN's affine.
