@@ -39,6 +39,7 @@ from slab_det.cli import latency_options, read_config, run_cli
 from slab_det.checkpoints.build import build_detector
 from slab_det.checkpoints import is_fused
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.run_folder import check_writable
 from slab_det.measure.latency import DTYPES, find_device, latency_table
 from slab_det.norms import named_offline_norms
 from slab_det.measure.report import ReportEntry, describe_model, form_suffix, read_report, update_report
@@ -67,6 +68,7 @@ def main(args: argparse.Namespace) -> None:
     if len(checkpoints) != len(args.configs):
         raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
     pairs = list(zip(args.configs, checkpoints, strict=True))
+    check_writable(args.json)
     if args.json and Path(args.json).exists():
         # A file that cannot be added to is found now, not after the measurement.
         read_report(args.json)

@@ -53,6 +53,7 @@ from slab_det.measure.environment import describe_environment
 from slab_det.runtime.config import type_name
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.run_folder import check_writable
 from slab_det.deployment.precision import autocast_forward
 from slab_det.measure.latency import DTYPES
 from slab_det.measure.report import (
@@ -110,8 +111,9 @@ def main(args: argparse.Namespace) -> None:
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
     check_arguments(args, cfg)
-    check_data(cfg, ('test',))
     path = Path(args.report or Path(cfg.work_dir) / 'report.json')
+    check_writable(path, args.out)
+    check_data(cfg, ('test',))
     if path.exists():
         # A file that cannot be added to is found now, not after the test.
         read_report(path)

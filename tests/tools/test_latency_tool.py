@@ -52,3 +52,11 @@ def test_latency_in_half_precision_is_an_entry_of_its_own(call, small_detector_c
         call('latency.py', 'layernorm.py', '--dtype', dtype, '--scope', 'backbone', *QUICK)
     names = [entry['name'] for entry in json.loads(Path('report.json').read_text())['entries']]
     assert len(names) == 2 and names[1] == f'{names[0]}-bfloat16'
+
+
+def test_a_report_that_cannot_be_written_is_found_before_the_work(call, small_detector_cfg) -> None:
+    Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('small.py')
+    latency = call('latency.py', 'nowhere.py', '--json', 'small.py/report.json', code=1)
+    test = call('test.py', 'small.py', 'nowhere.pth', '--report', 'small.py/report.json', code=1)
+    for result in (latency, test):
+        assert 'small.py/report.json: Not a directory' in result.err
