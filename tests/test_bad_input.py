@@ -147,7 +147,7 @@ COMMANDS = [
         'fuse.py layernorm.py layernorm.pth --out x.pth',
         r'layernorm\.py has no norm to fold.*slab-det absorb',
     ),
-    ('convert_checkpoint.py small.pth x.pth --config small.py --num-images 0', 'no LayerNorm to convert'),
+    ('convert_checkpoint.py small.pth x.pth --config small.py', 'no LayerNorm to convert'),
     (
         'convert_checkpoint.py fused.pth x.pth --config fused_config.py',
         'has written no fused_tune_config.py beside it; give config and checkpoint of the LayerNorm detector',

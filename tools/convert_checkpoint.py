@@ -34,13 +34,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
     parser.add_argument(
-        '--num-images',
-        type=int,
-        default=100,
-        help='training images to calibrate RepBN on; 0: none, RepBN starts at its default '
-        '(prepbn; default %(default)s)',
-    )
-    parser.add_argument(
         '--schedule',
         help="config of the fine-tune's schedule and hooks (prepbn; default, of configs/_base_/schedules, "
         'finetune_prepbn.py: 3 epochs; for an absorbed detector tune_mixed.py: 150 iterations)',
@@ -59,7 +52,7 @@ import re
 from mmengine.config import Config
 
 from slab_det.checkpoints.build import rewrite_as_native
-from slab_det.cli import check_out, read_config, read_images, run_cli
+from slab_det.cli import check_out, read_config, run_cli
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import config_errors
 from slab_det.conversion import ConversionError, convert_detector
@@ -83,13 +76,12 @@ def main(args: argparse.Namespace) -> None:
             )
         cfg = read_config(args.config, data_root=args.data_root)
     check_out(args.destination, args.source, args.config)
-    images = read_images(cfg, args.num_images) if args.num_images != 0 else None
     if args.schedule is None:
         distilled = type_name(cfg.model.type) == 'DistilledDetector'
         args.schedule = str(SCHEDULES / ('tune_mixed.py' if distilled else 'finetune_prepbn.py'))
     with config_errors(args.schedule):
         schedule = Config.fromfile(args.schedule)
-    checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule, images)
+    checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule)
     print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: slab-det train {config}')
 
 

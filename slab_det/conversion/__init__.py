@@ -1,6 +1,6 @@
 """Conversion: the norms of a detector are replaced and its weights are kept."""
 
-from slab_det.conversion.convert import ConversionError, ConversionReport, calibrate_norms, convert_norms
+from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
 from slab_det.conversion.distill import DistillationError, DistilledDetector
 from slab_det.conversion.finetune import convert_detector, finetune_config, write_tune_config
 
@@ -9,7 +9,6 @@ __all__ = [
     'ConversionReport',
     'DistillationError',
     'DistilledDetector',
-    'calibrate_norms',
     'convert_detector',
     'convert_norms',
     'finetune_config',

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 from mmdet.registry import MODELS
@@ -34,7 +33,7 @@ NO_TUNE_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
 
 
 def convert_detector(
-    cfg: Config, checkpoint: str, out: str | Path, schedule: Config, calibrate: Iterable | None = None
+    cfg: Config, checkpoint: str, out: str | Path, schedule: Config
 ) -> tuple[Path, Path, ConversionReport]:
     """Writes a PRepBN checkpoint and, beside it, ``<stem>_config.py``, which fine-tunes it.
 
@@ -43,8 +42,6 @@ def convert_detector(
         checkpoint: Its weights.
         out: Where the new checkpoint goes, ending in .pth.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/finetune_prepbn.py.
-        calibrate: Batches for :func:`slab_det.conversion.convert.calibrate_norms`; None leaves RepBN at its default
-            start.
 
     Returns:
         The checkpoint's path, the config's path, and what became of each norm, by its name in the detector.
@@ -57,7 +54,7 @@ def convert_detector(
     out = Path(out)
     model = build_detector(cfg, checkpoint)
     others = [name for name, _ in model.named_children() if name != 'backbone']
-    report = convert_norms(model, calibrate=calibrate, inplace=True, skip=others).conversion_report
+    report = convert_norms(model, inplace=True, skip=others).conversion_report
     eps, *more_eps = {norm.ln.eps for norm in named_progressive_norms(model).values()}
     new_cfg = finetune_config(cfg, schedule, dict(type='PRepBN', ln_eps=eps), out)
     shapes, rebuilt = (

@@ -181,9 +181,9 @@ def test_norms_that_absorption_kept_are_trained_away_beside_the_teacher(absorbed
     schedule = Config.fromfile(CONFIGS / '_base_/schedules/tune_mixed.py')
     schedule.train_cfg, schedule.param_scheduler = dict(type='IterBasedTrainLoop', max_iters=3), []
     schedule.custom_hooks[1].update(num_images=4)
-    images, out = recalibration_dataloader(cfg, 4, 'test'), absorbed[3].with_name('mixed.pth')
-    *_, path, report = convert_detector(cfg, str(absorbed[3]), out, schedule, images)
-    assert sorted(report.converted) == sorted(KEPT) == sorted(report.explained)
+    out = absorbed[3].with_name('mixed.pth')
+    *_, path, report = convert_detector(cfg, str(absorbed[3]), out, schedule)
+    assert sorted(report.converted) == sorted(KEPT)
     mixed = Config.fromfile(path)
     mixed.work_dir, mixed.experiment_name = str(out.with_name('mixed')), f'{out.parent.name}-mixed'
     runner = Runner.from_cfg(mixed)

@@ -16,7 +16,6 @@ from slab_det.conversion import ConversionError, convert_detector, finetune_conf
 from slab_det.data import SyntheticShapes
 from slab_det.fusion import FusionError
 from slab_det.norms import PRepBN
-from slab_det.recalibration import recalibration_dataloader
 
 STOCK_SWIN = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
 
@@ -43,16 +42,14 @@ def test_stock_layernorm_detector_computes_the_same_after_conversion(small_run_c
     randomize(before, 0)
     torch.save(dict(state_dict=before.state_dict()), tmp_path / 'trained.pth')
     schedule = Config.fromfile(CONFIGS / '_base_/schedules/finetune_prepbn.py')
-    images, out = recalibration_dataloader(cfg, 4), tmp_path / 'out' / 'prepbn.pth'
-    checkpoint, config, report = convert_detector(cfg, str(tmp_path / 'trained.pth'), out, schedule, images)
-    assert report.converted == list(report.explained) and not report.kept
-    assert all(name.startswith('backbone.') for name in report.converted)
+    out = tmp_path / 'out' / 'prepbn.pth'
+    checkpoint, config, report = convert_detector(cfg, str(tmp_path / 'trained.pth'), out, schedule)
+    assert not report.kept and all(name.startswith('backbone.') for name in report.converted)
 
     new_cfg = Config.fromfile(config)
     after = build_detector(new_cfg, str(checkpoint))
     norms = [m for m in after.modules() if isinstance(m, PRepBN)]
     assert len(norms) == len(report.converted) and {norm.gamma for norm in norms} == {1.0}
-    assert any(norm.repbn.running_mean.any() for norm in norms)
     images = torch.randn(1, 3, 70, 90)
     with torch.no_grad():
         for one, other in zip(before.extract_feat(images), after.extract_feat(images), strict=True):
@@ -83,8 +80,7 @@ def test_class_names_of_every_mmdet_survive(small_run_cfg, schedule, tmp_path, m
     torch.save(dict(meta=meta, state_dict=build_detector(cfg).state_dict()), tmp_path / 'random.pth')
     checkpoint, config, report = convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
     norms = [m for m in build_detector(Config.fromfile(config), str(checkpoint)).modules() if isinstance(m, PRepBN)]
-    assert norms and not report.explained, 'nothing to calibrate on was given'
-    assert not any(norm.statistics_loaded for norm in norms), 'norm_eval must not freeze initial statistics'
+    assert norms and not any(norm.statistics_loaded for norm in norms), 'norm_eval must not freeze initial statistics'
     assert torch.load(checkpoint, weights_only=False)['meta']['dataset_meta'] == expected
     inferencer = DetInferencer(str(config), str(checkpoint), device='cpu', show_progress=False)
     assert tuple(inferencer.visualizer.dataset_meta['classes']) == expected['classes']

@@ -97,9 +97,8 @@ def test_convert_and_finetune_a_layernorm_detector(small_run_cfg, run, tmp_path)
     cfg.dump(tmp_path / 'layernorm.py')
     screen = run('train.py layernorm.py --work-dir run --verbose')
     assert not [message for message in PREAMBLE if message not in screen]
-    convert = 'convert_checkpoint.py run/iter_2.pth prepbn.pth --config layernorm.py --num-images 4'
-    output = run(f'{convert} --schedule schedule.py')
-    assert re.search(r'2\d norms converted, 0 kept\n  an affine map explains \d', output)
+    convert = 'convert_checkpoint.py run/iter_2.pth prepbn.pth --config layernorm.py'
+    assert re.search(r'2\d norms converted, 0 kept\n', run(f'{convert} --schedule schedule.py'))
     run('train.py prepbn_config.py --work-dir tuned')
     (fused,) = (entry for entry in read_report(tmp_path / 'tuned' / 'report.json') if entry.variant == 'fused')
     assert fused.fusion['kept'] == fused.fusion['affine'] == 0 < fused.fusion['folded']

@@ -57,7 +57,7 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert tune.model.type == 'mmdet.DistilledDetector' and Path(tune.load_from) == Path('fused.pth').resolve()
     # The two that are left can be trained away, beside the teacher.
     command = ('convert_checkpoint.py', 'fused.pth', 'mixed.pth', '--config', 'fused_config.py')
-    converted = call(*command, '--data-root', 'data', '--num-images', 2)
+    converted = call(*command, '--data-root', 'data')
     assert '2 norms converted' in converted.out, converted.err
     mixed = Config.fromfile(re.search(r'slab-det train (\S+)', converted.out)[1])
     assert mixed.model.type == 'mmdet.DistilledDetector' and mixed.train_cfg == tune.train_cfg
