@@ -150,7 +150,7 @@ COMMANDS = [
     ('convert_checkpoint.py small.pth x.pth --config small.py', 'no LayerNorm to convert'),
     (
         'convert_checkpoint.py fused.pth x.pth --config fused_config.py',
-        'has written no fused_tune_config.py beside it; give config and checkpoint of the LayerNorm detector',
+        r'fused_config\.py: a FusedDetector cannot be converted; give config and checkpoint of the LayerNorm detector',
     ),
     ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7' is not there.*--device cpu"),
     (

@@ -4,7 +4,7 @@ pretrained weights of a backbone into mmdet's layout (``--to native``)."""
 import argparse
 from pathlib import Path
 
-SCHEDULES = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules'
+SCHEDULE = Path(__file__).resolve().parents[1] / 'configs/_base_/schedules/finetune_prepbn.py'
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -35,8 +35,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
     parser.add_argument(
         '--schedule',
-        help="config of the fine-tune's schedule and hooks (prepbn; default, of configs/_base_/schedules, "
-        'finetune_prepbn.py: 3 epochs; for an absorbed detector tune_mixed.py: 150 iterations)',
+        default=str(SCHEDULE),
+        help="config of the fine-tune's schedule and hooks (prepbn; default configs/_base_/schedules/"
+        'finetune_prepbn.py: 3 epochs)',
     )
     return parser.parse_args()
 
@@ -47,15 +48,12 @@ if __name__ == '__main__':
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
-import re
-
 from mmengine.config import Config
 
 from slab_det.checkpoints.build import rewrite_as_native
 from slab_det.cli import check_out, read_config, run_cli
-from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import config_errors
-from slab_det.conversion import ConversionError, convert_detector
+from slab_det.conversion import convert_detector
 
 
 def main(args: argparse.Namespace) -> None:
@@ -66,19 +64,7 @@ def main(args: argparse.Namespace) -> None:
         rewrite_as_native(cfg, args.source, args.destination)
         print(f'Written to {args.destination}')
         return
-    if type_name(cfg.model.type) == 'FusedDetector':
-        # That of slab-det absorb; training images and teacher stand in the one that it wrote beside it.
-        fused_config, args.config = args.config, re.sub(r'(_config)?\.py$', '_tune_config.py', args.config)
-        if not Path(args.config).exists():
-            raise ConversionError(
-                f'{fused_config} is that of a fused detector, and slab-det absorb has written no {args.config} beside '
-                'it; give config and checkpoint of the LayerNorm detector'
-            )
-        cfg = read_config(args.config, data_root=args.data_root)
     check_out(args.destination, args.source, args.config)
-    if args.schedule is None:
-        distilled = type_name(cfg.model.type) == 'DistilledDetector'
-        args.schedule = str(SCHEDULES / ('tune_mixed.py' if distilled else 'finetune_prepbn.py'))
     with config_errors(args.schedule):
         schedule = Config.fromfile(args.schedule)
     checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule)

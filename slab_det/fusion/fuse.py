@@ -131,8 +131,7 @@ def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
                 apply_fold(model, fate)
     except (AttributeError, CannotFold) as error:
         raise FusionError(f'{fate.norm}: the model is not the one whose folds these are: {error}') from error
-    kept = {fate.norm for fate in fates if fate.fate == 'kept'}
-    left = [name for name, _ in named_offline_norms(model) if name not in kept]
+    left = [name for name, _ in named_offline_norms(model)]
     if left:
         raise FusionError(f'{left[0]}: the model is not the one whose folds these are: none is for this norm')
     model.fusion_report = FusionReport(fates)
@@ -234,8 +233,7 @@ def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:
     """Makes a norm part of its layers; returns what stands in the place of the norm."""
     if fate.fate == 'absorbed':
         # The layers get the form that takes an affine map; slab_det.absorb, or a checkpoint, brings its weights.
-        size = norm.num_features if isinstance(norm, OfflineNorm) else norm.normalized_shape[0]
-        norm = ChannelAffine(size).to(next(model.parameters()).device)
+        norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
         affine = norm.scale, norm.shift
     else:
         affine = norm.float64_affine()
