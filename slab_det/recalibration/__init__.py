@@ -7,14 +7,12 @@ from slab_det.recalibration.images import (
     image_folder_dataloader,
     recalibration_dataloader,
 )
-from slab_det.recalibration.moments import Moments, RecalibrationError, collect_moments
+from slab_det.recalibration.moments import RecalibrationError
 
 __all__ = [
     'PIPELINES',
-    'Moments',
     'RecalibrationError',
     'RecalibrationReport',
-    'collect_moments',
     'configured_pipeline',
     'image_folder_dataloader',
     'recalibrate',

@@ -143,13 +143,13 @@ def _run_pass(
     try:
         for name in by_batch:
             norms[name].calibrating = True
-        moments, num_batches = collect_moments(model, norms, lambda x, y: (x,), batches, title)
+        moments, num_batches = collect_moments(model, norms, batches, title)
     finally:
         for norm in norms.values():
             norm.calibrating = False
     for name, norm in norms.items():
         device = norm.statistics()[0].device
-        norm.set_statistics(moments[name].mean[0].to(device), moments[name].var[0].to(device))
+        norm.set_statistics(moments[name].mean.to(device), moments[name].var.to(device))
         # Moments are float64, and may be finite where the buffers of a norm are not.
         if not all(values.isfinite().all() for values in norm.statistics()):
             raise RecalibrationError(

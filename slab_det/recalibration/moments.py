@@ -24,14 +24,12 @@ class RecalibrationError(SlabDetError):
 
 
 class Moments:
-    """Count, means and scatters per channel of one or several quantities, in float64.
-
-    The scatter of quantities a and b is the sum over tokens of ``(a - mean a) (b - mean b)``.
+    """Count, mean and scatter of each channel, in float64; the scatter is the sum over tokens of ``(x - mean)^2``.
 
     Attributes:
         count: Tokens so far.
-        mean: Means of K quantities, (K, C); None before the first token.
-        scatter: Scatters of each pair of quantities, (K, K, C); None before the first token.
+        mean: (C,); None before the first token.
+        scatter: (C,); None before the first token.
     """
 
     def __init__(self) -> None:
@@ -39,25 +37,13 @@ class Moments:
         self.mean: Tensor | None = None
         self.scatter: Tensor | None = None
 
-    def add(self, *quantities: Tensor) -> None:
-        """Adds tokens, (..., C) for each of the K quantities."""
-        means, deviations = [], []
-        for quantity in quantities:
-            # One copy to work in: on large maps each further array costs more than the arithmetic.
-            tokens = quantity.detach().flatten(0, -2).to(torch.float64, copy=True)
-            means.append(tokens.mean(0))
-            deviations.append(tokens.sub_(means[-1]))
-        if len(tokens) == 0:
-            return
+    def add(self, values: Tensor) -> None:
+        """Adds tokens, (..., C)."""
+        # One copy to work in: on large maps each further array costs more than the arithmetic.
+        tokens = values.detach().flatten(0, -2).to(torch.float64, copy=True)
         part = Moments()
-        part.count, part.mean = len(tokens), torch.stack(means)
-        part.scatter = tokens.new_empty(len(means), *part.mean.shape)
-        for i, a in enumerate(deviations):
-            for j, b in enumerate(deviations[:i]):
-                part.scatter[i, j] = part.scatter[j, i] = (a * b).sum(0)
-        # Last: the squares take the place of the deviations.
-        for i, a in enumerate(deviations):
-            part.scatter[i, i] = a.square_().sum(0)
+        part.count, part.mean = len(tokens), tokens.mean(0)
+        part.scatter = tokens.sub_(part.mean).square_().sum(0)
         self.merge(part)
 
     def merge(self, other: Moments) -> None:
@@ -69,30 +55,24 @@ class Moments:
             return
         count = self.count + other.count
         distance = other.mean - self.mean
-        between = distance[:, None] * distance * (self.count * other.count / count)
         self.mean = self.mean + distance * (other.count / count)
-        self.scatter = self.scatter + other.scatter + between
+        self.scatter = self.scatter + other.scatter + distance.square() * (self.count * other.count / count)
         self.count = count
 
     @property
     def var(self) -> Tensor:
-        """Population variances, (K, C)."""
-        return self.scatter.diagonal().T / self.count
+        """Population variances, (C,)."""
+        return self.scatter / self.count
 
 
 def collect_moments(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    quantities: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    batches: Iterable,
-    title: str | None,
+    model: nn.Module, modules: Mapping[str, nn.Module], batches: Iterable, title: str | None
 ) -> tuple[dict[str, Moments], int]:
-    """Runs ``model`` in eval mode on every batch and collects moments, over all batches and processes.
+    """Runs ``model`` in eval mode and collects moments of what modules read, over all batches and processes.
 
     Args:
         model: A detector or a backbone.
-        modules: Modules of ``model`` to collect moments at, by their names.
-        quantities: Picks the tensors to collect, (..., C) each, from a module's input and output.
+        modules: Modules of ``model`` that read (..., C), by their names.
         batches: Those of this process, as many as it has; see :func:`slab_det.recalibrate`.
         title: Printed with a progress bar; None for neither.
 
@@ -110,7 +90,7 @@ def collect_moments(
         for name, module in modules.items():
 
             def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
-                moments.setdefault(name, Moments()).add(*quantities(args[0], output))
+                moments.setdefault(name, Moments()).add(args[0])
 
             stack.callback(module.register_forward_hook(add).remove)
         shown = title and is_main_process()
