@@ -48,20 +48,17 @@ def convert_norms(
     *,
     inplace: bool = False,
     skip: Iterable[str] = (),
-    rms_norms: tuple[type[nn.Module], ...] = (nn.RMSNorm,),
 ) -> nn.Module:
-    """Replaces every LayerNorm and RMSNorm over the last dimension by an offline norm that keeps its weight and bias.
+    """Replaces every LayerNorm over the last dimension by an offline norm that keeps its weight and bias.
 
-    A PRepBN starts at gamma = 1 and computes what the norm did; :class:`slab_det.hooks.ProgressiveNormHook` trains
+    A PRepBN starts at gamma = 1 and computes what the LayerNorm did; :class:`slab_det.hooks.ProgressiveNormHook` trains
     it down to gamma = 0. ``model.conversion_report`` says what became of each norm.
 
     Args:
-        model: Any model with ``nn.LayerNorm`` or RMSNorms: mmdet's, timm's, a whole detector, a language model.
-        norm_cfg: The new norm; None means ``dict(type='PRepBN')``. The LayerNorm's eps becomes its ``ln_eps``; an
-            RMSNorm becomes its ``ln`` as it is.
+        model: Any model with ``nn.LayerNorm``: mmdet's, timm's, a whole detector.
+        norm_cfg: The new norm; None means ``dict(type='PRepBN')``. The LayerNorm's eps becomes its ``ln_eps``.
         inplace: Change ``model`` itself instead of a copy.
         skip: Names of norms, or of modules that hold them, that stay as they are.
-        rms_norms: The classes of RMSNorms; libraries of language models have classes of their own.
 
     Raises:
         ConversionError: If no norm was converted, the new norm is unknown or none of ours, or the model is deployed;
@@ -80,7 +77,7 @@ def convert_norms(
     inner = {module for _, norm in named_offline_norms(model) for module in norm.modules()}
     aliases: dict[nn.Module, list[str]] = {}
     for name, norm in model.named_modules(remove_duplicate=False):
-        if (isinstance(norm, nn.LayerNorm) or type(norm) in rms_norms) and norm not in inner:
+        if isinstance(norm, nn.LayerNorm) and norm not in inner:
             aliases.setdefault(norm, []).append(name)
     report, replaced, skip = ConversionReport(), {}, tuple(skip)
     for norm, names in aliases.items():
@@ -114,8 +111,8 @@ def ConvertedModel(model: dict, norm_cfg: dict) -> nn.Module:  # noqa: N802 (a c
     return convert_norms(MODELS.build(model), norm_cfg, inplace=True)
 
 
-def reason_to_keep(name: str, norm: nn.Module, owner: nn.Module) -> str | None:
-    """Why a LayerNorm or RMSNorm of this name, an attribute of ``owner``, cannot be replaced; None if it can."""
+def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | None:
+    """Why a LayerNorm of this name, an attribute of ``owner``, cannot be replaced; None if it can."""
     # Takes half a second.
     from timm.layers import LayerNorm, LayerNormFp32
 
@@ -123,14 +120,10 @@ def reason_to_keep(name: str, norm: nn.Module, owner: nn.Module) -> str | None:
         return 'it is the whole model'
     if hooks := find_hooks(norm):
         return f'it has {hooks}'
-    if len(_normalized_shape(norm)) != 1:
-        return f'it normalizes over {len(_normalized_shape(norm))} dimensions'
+    if len(norm.normalized_shape) != 1:
+        return f'it normalizes over {len(norm.normalized_shape)} dimensions'
     # These normalize the last dimension and do no more. Any other forward may permute or apply an activation.
-    if isinstance(norm, nn.LayerNorm) and type(norm).forward not in (
-        nn.LayerNorm.forward,
-        LayerNorm.forward,
-        LayerNormFp32.forward,
-    ):
+    if type(norm).forward not in (nn.LayerNorm.forward, LayerNorm.forward, LayerNormFp32.forward):
         return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
     if isinstance(owner, nn.TransformerEncoderLayer) and not owner.norm_first:
         return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
@@ -154,24 +147,16 @@ def describe_others(model: nn.Module, kept: dict[str, str]) -> str:
     return f' ({"; ".join(parts)})' if parts else ''
 
 
-def _normalized_shape(norm: nn.Module) -> tuple[int, ...]:
-    # RMSNorms outside torch have a weight and no such attribute.
-    return norm.normalized_shape if hasattr(norm, 'normalized_shape') else norm.weight.shape
-
-
 @torch.no_grad()
-def _build_converted(norm: nn.Module, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
-    new = build_norm_layer(norm_cfg, _normalized_shape(norm)[0])[1]
+def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> OfflineNorm:
+    new = build_norm_layer(norm_cfg, norm.normalized_shape[0])[1]
     if not isinstance(new, OfflineNorm):
         raise ConversionError(f'{type(new).__name__} is no offline norm of slab_det; choose PRepBN')
     target = new
     if isinstance(new, PRepBN):
-        if not isinstance(norm, nn.LayerNorm):
-            # Each library has a name of its own for eps.
-            new.ln = norm
-        elif norm_cfg.get('ln_eps') is None:
-            new.ln.eps = norm.eps
         target = new.ln
+        if norm_cfg.get('ln_eps') is None:
+            target.eps = norm.eps
     given = dict(norm.named_parameters())
     for name, parameter in given.items():
         getattr(target, name).copy_(parameter).requires_grad_(parameter.requires_grad)

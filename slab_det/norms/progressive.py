@@ -19,7 +19,6 @@ class PRepBN(OfflineNorm):
     gamma belongs to the runner (:class:`slab_det.hooks.ProgressiveNormHook`): 1 is pure LayerNorm, 0 is pure
     RepBN, where the LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0
     is the norm an affine map that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
-    Where :func:`slab_det.convert_norms` replaces an RMSNorm, ``ln`` is that RMSNorm.
 
     Args:
         num_features: Channels C.
