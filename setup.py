@@ -48,7 +48,7 @@ class BuildWithMim(build_py):
         else:
             for folder in ('tools', 'configs/_base_', 'configs/pretrain'):
                 shutil.copytree(HERE / folder, mim / folder, ignore=shutil.ignore_patterns('__pycache__'))
-        for source in ('model-index.yml', 'benchmarks/paper_tables.json', *places):
+        for source in ('model-index.yml', *places):
             text = (HERE / source).read_text(encoding='utf-8').replace("'./", "'../")
             text = re.sub(r"(configs/|'\.\./)(\w+\.\w+)", lambda path: f'{path[1]}{folders[path[2]]}/{path[2]}', text)
             target = mim / places.get(source, source)

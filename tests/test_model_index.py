@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 
@@ -10,10 +11,10 @@ import yaml
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.measure.report import describe_model, read_paper_tables
+from slab_det.measure.report import describe_model
 
 ROOT = CONFIGS.parent
-PAPER_TABLES = read_paper_tables(ROOT / 'benchmarks' / 'paper_tables.json')
+PAPER_TABLES = json.loads((ROOT / 'benchmarks' / 'paper_tables.json').read_text())
 INDEX = yaml.safe_load((ROOT / 'model-index.yml').read_text())
 METAFILES = {path: yaml.safe_load((ROOT / path).read_text()) for path in INDEX['Import']}
 COLLECTIONS = [collection for metafile in METAFILES.values() for collection in metafile['Collections']]
@@ -33,11 +34,11 @@ def published(cfg: Config) -> dict[tuple[str, str], float]:
     description = describe_model(cfg.model)
     numbers = {}
     for table in PAPER_TABLES:
-        row = table.rows.get(description['name'])
-        if row is None or (table.detector, table.epochs) != (description['detector'], cfg.train_cfg.get('max_epochs')):
+        row, conditions = table['rows'].get(description['name']), (table['detector'], table['epochs'])
+        if row is None or conditions != (description['detector'], cfg.train_cfg.get('max_epochs')):
             continue
         values = {'box AP': row['box'][0], 'mask AP': row['mask'] and row['mask'][0], 'V100 ms/image': row['ms']}
-        numbers.update({(table.source, metric): value for metric, value in values.items() if value is not None})
+        numbers.update({(table['source'], metric): value for metric, value in values.items() if value is not None})
     return numbers
 
 
@@ -136,15 +137,15 @@ def test_models_page_gives_the_numbers_of_the_papers():
         assert row['paper: ms (V100)'] == str(numbers.get(('mask', 'V100 ms/image'), '–'))
 
 
-@pytest.mark.parametrize('table', PAPER_TABLES, ids=lambda table: table.source)
+@pytest.mark.parametrize('table', PAPER_TABLES, ids=lambda table: table['source'])
 def test_every_row_of_the_papers_can_be_reproduced_from_what_the_config_starts_from(table):
     page = (ROOT / 'docs/reproduce-coco.md').read_text()
-    author = f'{table.source.split(" ")[0]}, {table.source.split(", ")[-1]}'
+    author = f'{table["source"].split(" ")[0]}, {table["source"].split(", ")[-1]}'
     listed = [list(row.values()) for row in table_rows(page, '| row |') if author in row.values()]
-    trained = [name for name in NAMES if (table.source, 'box AP') in published(load(name))]
+    trained = [name for name in NAMES if (table['source'], 'box AP') in published(load(name))]
     assert sorted(row[1].strip('`') for row in listed) == [f'{name}.py' for name in trained]
     for name, config, _, box, mask, start, same in listed:
-        backbone, row = load(config.strip('`').removesuffix('.py')).model.backbone, table.rows[name]
+        backbone, row = load(config.strip('`').removesuffix('.py')).model.backbone, table['rows'][name]
         assert (box, mask) == (str(row['box'][0]), '–' if row['mask'] is None else str(row['mask'][0]))
         owner, file = start.replace('`', '').split(' ')
         assert f'/{owner}/' in backbone.init_cfg.checkpoint and backbone.init_cfg.checkpoint.endswith(f'/{file}')

@@ -7,7 +7,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('reports', nargs='+', metavar='REPORT.json', help='later files win where they overlap')
     parser.add_argument('--out', required=True, metavar='DIR', help='folder for table.md and pictures')
-    parser.add_argument('--paper', action='store_true', help="add columns with the papers' own numbers")
     return parser.parse_args()
 
 
@@ -22,18 +21,15 @@ from pathlib import Path
 
 from slab_det.cli import run_cli
 from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
-from slab_det.measure.report import markdown_table, merge_entries, read_paper_tables, read_report
+from slab_det.measure.report import markdown_table, merge_entries, read_report
 from slab_det.runtime.errors import ReportError
-
-PAPER_TABLES = Path(__file__).resolve().parents[1] / 'benchmarks' / 'paper_tables.json'
 
 
 def main(args: argparse.Namespace) -> None:
     entries = merge_entries(entry for path in args.reports for entry in read_report(path))
     if not entries:
         raise ReportError(f'no entries in {", ".join(args.reports)}; slab-det train, test and latency write them')
-    paper_tables = read_paper_tables(PAPER_TABLES) if args.paper else ()
-    table = markdown_table(entries, paper_tables)
+    table = markdown_table(entries)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)

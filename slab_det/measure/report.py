@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, get_type_hints
+from typing import get_type_hints
 
 from mmengine.fileio import put_text
 from mmengine.logging import MMLogger
@@ -98,35 +98,6 @@ class ReportEntry:
     def key(self) -> tuple[str, str, str, str]:
         """Entries with the same key describe the same detector, seen by different tools."""
         return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
-
-
-class PaperTable(NamedTuple):
-    """One published table of detectors with an FPN on COCO val2017.
-
-    Attributes:
-        source: Paper and table.
-        detector: Type of its detectors in mmdet.
-        epochs: How long they were trained.
-        latency: Device and rounds of its ``ms``; None where the table has no latency.
-        rows: By row label ``{'ms': …, 'box': [AP, AP50, AP75, APs, APm, APl], 'mask': […]}``, AP times 100; UN prints
-            AP alone. ``ms`` and ``mask`` are None where the table has none.
-    """
-
-    source: str
-    detector: str
-    epochs: int
-    latency: str | None
-    rows: dict[str, dict]
-
-    def describe(self) -> str:
-        """The source, and the conditions of its numbers."""
-        latency = f'; ms: {self.latency}' if self.latency else ''
-        return f'{self.source}: {self.detector}, {self.epochs} epochs, COCO val2017{latency}'
-
-
-def read_paper_tables(path: str | Path) -> list[PaperTable]:
-    """Reads published tables, as in ``benchmarks/paper_tables.json``."""
-    return [PaperTable(**table) for table in json.loads(Path(path).read_text())]
 
 
 def describe_model(model_cfg: Mapping) -> dict[str, str]:
@@ -264,14 +235,11 @@ def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
     return list(merged.values())
 
 
-def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperTable] = ()) -> str:
+def markdown_table(entries: Sequence[ReportEntry]) -> str:
     """A table in the columns of SLAB's Table 3, with the scope of its numbers below it.
 
-    Numbers of different scopes (device, dtype, threads, size, … or data and training) get different marks.
-
-    Args:
-        entries: The rows; AP is shown times 100.
-        paper_tables: Published numbers to show for rows of the same name, in columns named as the papers'.
+    AP is shown times 100. Numbers of different scopes (device, dtype, threads, size, … or data and training) get
+    different marks.
     """
     marks, notes = _footnotes('L', 'ms: median latency, ', [latency_scope(e) for e in entries if e.latency])
     kinds = measured_kinds(entries)
@@ -293,19 +261,9 @@ def markdown_table(entries: Sequence[ReportEntry], paper_tables: Sequence[PaperT
         for column, kind in enumerate(kinds, start=4):
             if ap := (entry.ap or {}).get(kind):
                 values = [ap.get(name) for name in METRICS[kind]]
-                row[column] = _cell([value and 100 * value for value in values]) + ap_marks[ap_scope(entry)]
+                cells = ('–' if value is None else f'{100 * value:.1f}' for value in values)
+                row[column] = ' / '.join(cells) + ap_marks[ap_scope(entry)]
         rows.append(row)
-    if paper_tables:
-        header += ['paper: ms (V100)', *(f'paper: {title}' for title in titles)]
-        published = [[t for t in paper_tables if t.detector == e.detector and e.name in t.rows] for e in entries]
-        paper_marks, paper_notes = _footnotes(
-            'P', "The authors' numbers, not measured here: ", [t.describe() for tables in published for t in tables]
-        )
-        notes += paper_notes
-        for entry, row, tables in zip(entries, rows, published, strict=True):
-            for column in ('ms', *(AP_KINDS[kind].removesuffix(' AP') for kind in kinds)):
-                found = [(table.rows[entry.name].get(column), paper_marks[table.describe()]) for table in tables]
-                row.append('; '.join(_cell(values) + mark for values, mark in found if values) or '–')
     lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
     return '\n'.join([*lines, '', *notes]) + '\n'
 
@@ -335,11 +293,6 @@ def _footnotes(letter: str, prefix: str, texts: Iterable[str]) -> tuple[dict[str
     marks = {text: f' [{letter}{i}]' if len(texts) > 1 else '' for i, text in enumerate(texts, start=1)}
     # The blank line keeps Markdown from joining the notes into one paragraph.
     return marks, [f'{mark} {prefix}{text}\n'.lstrip() for text, mark in marks.items()]
-
-
-def _cell(values: float | Sequence[float | None]) -> str:
-    values = values if isinstance(values, Sequence) else [values]
-    return ' / '.join('–' if value is None else f'{value:.1f}' for value in values)
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:

@@ -2,11 +2,10 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from conftest import CONFIGS
 from mmdet.models import MaskRCNN
 from mmengine.logging import MMLogger
 from torch import nn
@@ -20,7 +19,6 @@ from slab_det.measure.report import (
     describe_model,
     markdown_table,
     merge_entries,
-    read_paper_tables,
     read_report,
     update_report,
     write_report,
@@ -28,7 +26,6 @@ from slab_det.measure.report import (
 from slab_det.norms import PRepBN, TokenBN
 from slab_det.runtime.errors import ReportError
 
-PAPER_TABLES = read_paper_tables(CONFIGS.parent / 'benchmarks' / 'paper_tables.json')
 AP = {'bbox': {'AP': 0.4311, 'AP50': 0.66, 'AP75': 0.47, 'APs': None, 'APm': 0.464, 'APl': 0.56}}
 DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}
 
@@ -190,29 +187,3 @@ def test_different_scopes_are_marked() -> None:
     assert '[L2] ms: median latency, detector, batch 1, 800x1333 (HxW), float32, Some CPU, 1 thread,' in table
     assert 'do not compare' in table
     assert re.findall(r'56\.0 \[(A\d)\]', table) == ['A1', 'A2']
-
-
-def test_paper_numbers_stand_in_columns_of_their_own_and_name_their_table() -> None:
-    """Swin-T stands in SLAB's table after 12 epochs and in UN's after 36."""
-    swin = entry('Swin-T', 'unfused', norm='LN', latency=latency(5.0))
-    entries = [swin, replace(swin, detector='FasterRCNN'), entry(), entry('Swin-32x2222')]
-    # Beside a classifier's accuracy, of which the tables of detectors have none.
-    classifier = entry('Swin-T', detector='ImageClassifier', ap={'accuracy': {'top1': 0.8, 'top5': 0.95}})
-    both = markdown_table([swin, classifier], PAPER_TABLES).splitlines()[2]
-    assert both.count('[P1]') == 1 and both.endswith('| 51.0 [P1] | – |')
-    header, _, both, faster, slab, other, *notes = markdown_table(entries, PAPER_TABLES).splitlines()
-    assert header.endswith(
-        '| paper: ms (V100) | paper: box AP / 50 / 75 / s / m / l | paper: mask AP / 50 / 75 / s / m / l |'
-    )
-    # In the order of the columns of Table 3.
-    assert both.endswith(
-        '| 51.0 [P1] | 43.1 / 66.0 / 47.0 / 27.3 / 46.4 / 56.0 [P1]; 46.0 [P2] '
-        '| 39.4 / 62.8 / 42.0 / 23.0 / 42.9 / 53.7 [P1]; 41.6 [P2] |'
-    )
-    assert faster.endswith('| – | 45.5 [P3] | – |') and slab.startswith('| SLAB-Swin-T') and '| 54.1 [P1] |' in slab
-    assert other == '| Swin-32x2222 | PRepBN | fused | – | – | – | – | – | – |'
-    sources = {note[:4]: note for note in notes if note.startswith('[P')}
-    assert 'SLAB (ICML 2024), Table 3: MaskRCNN, 12 epochs' in sources['[P1]'] and 'V100' in sources['[P1]']
-    assert 'UN (ACM MM 2022), Table 4: MaskRCNN, 36 epochs' in sources['[P2]']
-    assert 'UN (ACM MM 2022), Table 3: FasterRCNN, 36 epochs' in sources['[P3]']
-    assert all('not measured here' in note for note in sources.values())
