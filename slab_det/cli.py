@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +73,7 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
     if not path.endswith(CONFIG_SUFFIXES):
         raise ConfigError(f'{path} is no config: its name does not end in {", ".join(CONFIG_SUFFIXES)}')
     with config_errors(path):
-        try:
-            cfg = get_config(path) if '::' in path else Config.fromfile(path)
-        except FileNotFoundError as error:
-            # Of the config itself, or of one of its _base_; mmengine names a package's config in the text alone.
-            missing = error.filename or str(error).partition('"')[2].partition('"')[0]
-            close = find_close_configs(missing)
-            if not close:
-                raise
-            raise ConfigError(f'{path}: no {Path(missing).name}; close names: {", ".join(close)}') from error
+        cfg = get_config(path) if '::' in path else Config.fromfile(path)
         cfg.merge_from_dict(options or {})
     if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
         raise ConfigError(f'{path} is no config of a detector: it has no model=dict(type=...)')
@@ -101,16 +92,6 @@ def read_images(cfg: Config, num_images: int, pipeline: str = 'test', folder: st
         return image_folder_dataloader(cfg, folder, num_images)
     check_data(cfg, ('train',))
     return recalibration_dataloader(cfg, num_images, pipeline)
-
-
-def find_close_configs(path: str) -> list[str]:
-    """Configs whose names are near to that of one that is not there: of its package, or in its folder."""
-    package, configs, name = path.rpartition('/.mim/configs/')
-    if not package:
-        return get_close_matches(Path(path).name, [file.name for file in Path(path).parent.glob('*.py')])
-    folder = Path(package + configs)
-    known = [str(file.relative_to(folder)) for file in folder.rglob('*.py')]
-    return [f'{Path(package).name}::{close}' for close in get_close_matches(name, known)]
 
 
 def check_out(out: str, checkpoint: str, config: str | None = None) -> None:

@@ -6,8 +6,7 @@ import pytest
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.cli import PREAMBLE, build_runner, config_from_arguments, read_config
-from slab_det.runtime.errors import ConfigError
+from slab_det.cli import PREAMBLE, build_runner, config_from_arguments
 
 
 @pytest.mark.parametrize('verbose', [False, True])
@@ -23,19 +22,6 @@ def test_screen_gets_warnings_and_what_differs_between_runs(small_run_cfg, capsy
         count = 1 + ('paramwise' not in message)
         assert (screen.count(message), log.count(message)) == (count if verbose else 1, count), message
     assert 'Iteration 1' in screen and (runner.logger.log_file in screen) != verbose
-
-
-@pytest.mark.parametrize('inherited', [False, True])
-def test_configs_near_to_one_that_is_not_there_are_named(tmp_path, inherited: bool) -> None:
-    for wrong, right in (
-        ('mmdet::swin/mask_rcnn_swin-t-p4-w7_fpn_1x.py', 'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py'),
-        (f'{CONFIGS}/mask_rcnn_slab_swim_t.py', 'mask_rcnn_slab_swin_t.py'),
-    ):
-        if inherited:
-            (tmp_path / 'mine.py').write_text(f'_base_ = {wrong!r}\nmodel = dict()\n')
-        config = str(tmp_path / 'mine.py') if inherited else wrong
-        with pytest.raises(ConfigError, match=f'{config}: no mask_rcnn_s.*; close names: .*{right}'):
-            read_config(config)
 
 
 def test_options_that_change_nothing_are_named(capsys) -> None:
