@@ -21,6 +21,17 @@ COLLECTIONS = [collection for metafile in METAFILES.values() for collection in m
 MODELS = {model['Name']: model for metafile in METAFILES.values() for model in metafile['Models']}
 NAMES = sorted(path.stem for path in CONFIGS.glob('*.py'))
 README = (ROOT / 'README.md').read_text()
+# What the papers call the sizes.
+SIZES = {
+    'Swin-96x2262': 'Swin-T',
+    'Swin-96x22182': 'Swin-S',
+    'Swin-128x22182': 'Swin-B',
+    'PVT-2222': 'PVT-T',
+    'PVT-3463': 'PVT-S',
+    'PVT-34183': 'PVT-M',
+    'CSwin-12211': 'CSWin-T',
+    'CSwin-24181': 'CSWin-T',
+}
 TASKS = {'Object Detection': 'box AP', 'Instance Segmentation': 'mask AP'}
 
 
@@ -29,9 +40,17 @@ def load(name: str) -> Config:
     return Config.fromfile(CONFIGS / f'{name}.py')
 
 
+def describe(cfg: Config) -> dict[str, str]:
+    """What a report says of a model, with the row label of the papers."""
+    description = describe_model(cfg.model)
+    for label, size in SIZES.items():
+        description['name'] = description['name'].replace(label, size)
+    return description
+
+
 def published(cfg: Config) -> dict[tuple[str, str], float]:
     """{(table, metric): number} of the rows that were trained as ``cfg`` says."""
-    description = describe_model(cfg.model)
+    description = describe(cfg)
     numbers = {}
     for table in PAPER_TABLES:
         row, conditions = table['rows'].get(description['name']), (table['detector'], table['epochs'])
@@ -61,7 +80,7 @@ def test_every_collection_has_a_paper_code_and_models():
 @pytest.mark.parametrize('name', NAMES)
 def test_entry_says_what_the_config_does_and_what_the_papers_report(name):
     entry, cfg = MODELS[name], load(name)
-    metadata, description = entry['Metadata'], describe_model(cfg.model)
+    metadata, description = entry['Metadata'], describe(cfg)
     assert metadata['Row'] == description['name']
     for key, length in (('Epochs', 'max_epochs'), ('Iterations', 'max_iters')):
         assert metadata.get(key) == cfg.train_cfg.get(length)
@@ -125,7 +144,7 @@ def test_models_page_gives_the_numbers_of_the_papers():
         numbers = {}
         for name in names:
             cfg = load(name.removesuffix('.py'))
-            assert row['row'] == describe_model(cfg.model)['name']
+            assert row['row'] == describe(cfg)['name']
             assert row['epochs'] == str(cfg.train_cfg.max_epochs)
             fuses = any(hook.type == 'RecalibrateFuseHook' for hook in cfg.get('custom_hooks', []))
             left = 'four LayerNorms' if 'out_norm_cfg' in cfg.model.backbone else 'none' if fuses else 'all'

@@ -29,32 +29,6 @@ METRICS = {
 }
 # Kinds that the runner logs times 100.
 PER_CENT = {'accuracy', 'iou'}
-# Of each backbone the family, and the width and depths that it has by default.
-FAMILIES = {
-    'SLABSwin': ('Swin', 96, (2, 2, 6, 2)),
-    'SwinTransformer': ('Swin', 96, (2, 2, 6, 2)),
-    'SLABPVT': ('PVT', 64, (3, 4, 6, 3)),
-    'PyramidVisionTransformer': ('PVT', 64, (3, 4, 6, 3)),
-    'PyramidVisionTransformerV2': ('PVTv2', 64, (3, 4, 6, 3)),
-    'SLABViT': ('DeiT', 192, 12),
-    'SLABCSwin': ('CSWin', 64, (1, 2, 21, 1)),
-    'T2T_ViT': ('T2T-ViT', 384, 14),
-}
-# The sizes of the papers' tables and of the configs: (family, width, depths).
-SIZES = {
-    ('Swin', 96, (2, 2, 6, 2)): 'T',
-    ('Swin', 96, (2, 2, 18, 2)): 'S',
-    ('Swin', 128, (2, 2, 18, 2)): 'B',
-    ('PVT', 64, (2, 2, 2, 2)): 'T',
-    ('PVT', 64, (3, 4, 6, 3)): 'S',
-    ('PVT', 64, (3, 4, 18, 3)): 'M',
-    ('DeiT', 192, (12,)): 'T',
-    ('DeiT', 384, (12,)): 'S',
-    ('CSWin', 64, (1, 2, 21, 1)): 'T',
-    ('CSWin', 64, (2, 4, 18, 1)): 'T',
-    ('CSWin', 64, (2, 4, 32, 2)): 'S',
-    ('T2T-ViT', 384, (14,)): '14',
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +36,7 @@ class ReportEntry:
     """One row: a detector, fused or not, and what was measured of it.
 
     Attributes:
-        name: Row label as in the papers, for example 'SLAB-Swin-T'.
+        name: Row label with width and depths where the config gives them, for example 'SLAB-Swin-96x2262'.
         variant: 'unfused' or 'fused'.
         norm: Type of the norms it was trained with, for example 'PRepBN'.
         attention: 'softmax', 'sla' or 'focused', or one per stage joined by '/'.
@@ -296,15 +270,11 @@ def _footnotes(letter: str, prefix: str, texts: Iterable[str]) -> tuple[dict[str
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
-    kind = type_name(backbone['type'])
-    family, width, depths = FAMILIES.get(kind, (kind, None, None))
-    if backbone.get('use_conv_ffn'):
-        family = 'PVTv2'
-    label = family
-    if kind in FAMILIES:
-        width, depths = backbone.get('embed_dims', width), backbone.get('depths', backbone.get('num_layers', depths))
-        depths = tuple(depths) if isinstance(depths, Sequence) else (depths,)
-        label += '-' + SIZES.get((family, width, depths), f'{width}x{"".join(map(str, depths))}')
+    family = type_name(backbone['type']).removeprefix('SLAB').replace('Transformer', '').replace('PyramidVision', 'PVT')
+    depths = backbone.get('depths', backbone.get('num_layers', ''))
+    depths = ''.join(map(str, depths)) if isinstance(depths, Sequence) else str(depths)
+    size = 'x'.join(filter(None, (str(backbone.get('embed_dims', '')), depths)))
+    label = '-'.join(filter(None, (family + 'V2' * bool(backbone.get('use_conv_ffn')), size)))
     # The papers call BatchNorm over tokens BN.
     norm = 'BN' if norm == 'TokenBN' else norm
     norms = [] if norm == 'LN' else [norm]

@@ -125,29 +125,30 @@ def test_metrics_of_the_runner_become_ap(capsys: pytest.CaptureFixture, monkeypa
     assert ap_from_metrics({'coco/bbox_mAP': -1.0, 'accuracy': 0.3}) == {}
 
 
-# Beside those of the configs: tests/test_model_index.py.
+# Beside the names of the configs: tests/test_model_index.py.
 @pytest.mark.parametrize(
     ('backbone', 'name'),
     [
-        ({'type': 'mmdet.SwinTransformer', 'depths': [2, 2, 18, 2]}, 'Swin-S'),
-        ({'type': 'SLABSwin', 'attention': ('sla', 'sla', 'softmax', 'softmax')}, 'SLA-Swin-T'),
-        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}, 'embed_dims': 32}, 'Swin-32x2262-UN'),
-        ({'type': SLABSwin, 'norm_cfg': {'type': TokenBN}, 'ffn_norm': 'pre_act'}, 'Swin-T-BN+FFNBN'),
-        ({'type': 'SLABPVT', 'use_conv_ffn': True}, 'PVTv2-64x3463'),
-        ({'type': 'PyramidVisionTransformerV2', 'embed_dims': 32, 'num_layers': [2, 2, 2, 2]}, 'PVTv2-32x2222'),
-        ({'type': 'SLABSwin', 'norm_cfg': {'type': nn.LayerNorm}}, 'Swin-T'),
-        ({'type': 'PyramidVisionTransformer'}, 'PVT-S'),
+        ({'type': 'mmdet.SwinTransformer', 'embed_dims': 96, 'depths': [2, 2, 18, 2]}, 'Swin-96x22182'),
+        ({'type': 'SLABSwin', 'attention': ('sla', 'sla', 'softmax', 'softmax')}, 'SLA-Swin'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': 'UN'}, 'embed_dims': 32}, 'Swin-32-UN'),
+        ({'type': SLABSwin, 'norm_cfg': {'type': TokenBN}, 'ffn_norm': 'pre_act'}, 'Swin-BN+FFNBN'),
+        ({'type': 'SLABPVT', 'use_conv_ffn': True}, 'PVTV2'),
+        ({'type': 'PyramidVisionTransformerV2', 'embed_dims': 32, 'num_layers': [2, 2, 2, 2]}, 'PVTV2-32x2222'),
+        ({'type': 'SLABSwin', 'norm_cfg': {'type': nn.LayerNorm}}, 'Swin'),
+        ({'type': 'PyramidVisionTransformer', 'num_layers': [3, 4, 6, 3]}, 'PVT-3463'),
+        ({'type': 'mmpretrain.T2T_ViT', 'embed_dims': 384, 'num_layers': 14}, 'T2T_ViT-384x14'),
         ({'type': 'ResNet', 'depth': 50}, 'ResNet'),
     ],
 )
-def test_rows_are_named_as_in_the_papers(backbone: dict, name: str) -> None:
+def test_rows_are_named_by_attention_backbone_size_and_norm(backbone: dict, name: str) -> None:
     model = {'type': 'MaskRCNN', 'backbone': backbone}
     assert describe_model(model)['name'] == name
     assert describe_model({'type': 'FusedDetector', 'model': model}) == describe_model(model)
 
 
 def test_scopes_and_classes_are_described_as_plain_names() -> None:
-    plain = {'name': 'Swin-T-PRepBN', 'norm': 'PRepBN', 'attention': 'softmax', 'detector': 'MaskRCNN'}
+    plain = {'name': 'Swin-PRepBN', 'norm': 'PRepBN', 'attention': 'softmax', 'detector': 'MaskRCNN'}
     for detector, norm, fused in (
         ('mmdet.MaskRCNN', 'norms.PRepBN', 'mmdet.FusedDetector'),
         (MaskRCNN, PRepBN, FusedDetector),
