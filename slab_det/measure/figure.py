@@ -10,7 +10,7 @@ import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.text import Annotation
-from matplotlib.transforms import Bbox
 
 from slab_det.measure.report import (
     AP_KINDS,
@@ -39,6 +37,7 @@ INK = '#000000'
 # Okabe and Ito's colours that differ in grey as well, the darkest first; where they are used up, dashed.
 COLOURS = (INK, '#0072B2', '#D55E00', '#56B4E9')
 LOOKS = cycler(linestyle=('-', '--', ':')) * cycler(color=COLOURS)
+MARKS = cycler(marker=('o', 's', 'D', '^', 'v')) * cycler(color=COLOURS)
 # A decorator of every function that draws or writes a picture.
 styled = rc_context(
     {
@@ -65,7 +64,6 @@ styled = rc_context(
 # Narrower axes would blow the difference of two runs up to the size of the panel.
 _MIN_AP_SPAN = 4.0
 _MIN_MS_SPAN = 0.2  # share of the largest latency
-_BESIDE = 7  # points from a marker to its name
 _FACES = {'unfused': 'white', 'fused': INK}
 
 
@@ -82,7 +80,7 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     """Draws box and mask AP, or the accuracy of classifiers (times 100), over median latency.
 
     Hollow markers are unfused, filled ones fused, and an arrow leads from one to the other. A model whose AP was not
-    measured stands as a vertical line at its latency.
+    measured stands as a dashed line at its latency.
 
     Args:
         entries: Rows; those without latency are left out.
@@ -94,97 +92,46 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     rows = list(dict.fromkeys((e.detector, latency_scope(e), ap_scope(e)) for e in timed if e.ap))
     if not rows:
         raise ReportError('no entry has both AP and latency: run slab-det test --latency first')
-    figure = Figure(figsize=(WIDTH, 3.2 * len(rows)))
-    panels = []
+    figure = Figure(figsize=(WIDTH, 3.4 * len(rows)))
     parts = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
     for part, (detector, latency, scope) in zip(parts, rows, strict=True):
         measured = [e for e in timed if (e.detector, latency_scope(e)) == (detector, latency)]
         shown = [e for e in measured if not e.ap or ap_scope(e) == scope]
         kinds = measured_kinds(shown)
         data, *training = scope.split('; ')
-        lines = (f'{detector}, {score(kinds)} on {data}', *training)
+        lines = (f'{detector}, {score(kinds)} on {data}', *training, f'ms: median latency, {latency}')
         part.suptitle('\n'.join(textwrap.fill(line, 110) for line in lines))
-        part.supxlabel(textwrap.fill(f'median latency (ms): {latency}', 110), fontsize=8)
+        looks = dict(zip(dict.fromkeys(entry.name for entry in shown), MARKS(), strict=False))
         for axes, kind in zip(part.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-            panels.append((axes, _draw_panel(axes, shown, kind)))
-    variants = [variant for variant in _FACES if any(entry.ap and entry.variant == variant for entry in timed)]
-    handles = [Line2D([], [], marker='o', linestyle='', mec=INK, mfc=_FACES[v], label=v) for v in variants]
-    panels[0][0].legend(handles=handles, loc='lower left', bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
-    # Names are placed where the layout leaves room for them.
-    figure.draw_without_rendering()
-    for axes, points in panels:
-        _place_names(axes, points)
+            _draw_panel(axes, shown, kind, looks)
+        keys = {name: {'linestyle': '', **look} for name, look in looks.items()}
+        keys |= {v: {'linestyle': '', 'marker': 'o', 'mec': INK, 'mfc': face} for v, face in _FACES.items()}
+        if not all(entry.ap for entry in shown):
+            keys[f'{score(kinds)} not measured'] = {'linestyle': '--', 'color': INK}
+        handles = [Line2D([], [], label=textwrap.fill(label, 45), **look) for label, look in keys.items()]
+        part.legend(handles=handles, loc='outside lower center', ncols=2)
     return figure
 
 
-def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str) -> list[tuple[str, float, float]]:
-    """Draws all but the names, and returns them: which name, and the point that it belongs to."""
-    times = [entry.latency['median_ms'] for entry in entries]
-    axes.set_xlim(limits(times, _MIN_MS_SPAN * max(times)))
-    column = main_column(kind)
+def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: Mapping[str, Mapping]) -> None:
+    """Draws box AP, mask AP or another kind over latency; ``looks`` has the marker and colour of each name."""
+    times, column = [entry.latency['median_ms'] for entry in entries], main_column(kind)
+    axes.set(xlabel='ms', ylabel=AP_KINDS[kind], xlim=limits(times, _MIN_MS_SPAN * max(times)))
     axes.set_ylim(limits([100 * e.ap[kind][column] for e in entries if kind in (e.ap or {})], _MIN_AP_SPAN, 100))
-    axes.set_ylabel(AP_KINDS[kind])
-    named = []
-    for name in dict.fromkeys(entry.name for entry in entries):
-        places, variants = [], []
+    for name, look in looks.items():
         # Unfused before fused: the arrow's direction.
-        for entry in sorted((e for e in entries if e.name == name), key=lambda e: e.variant, reverse=True):
-            ms = entry.latency['median_ms']
-            if not entry.ap:
-                axes.axvline(ms, color=INK, linestyle='--')
-                label = axes.text(ms, 0.03, f'{name}: {score([kind])} not measured', rotation=90, ha='right')
-                label.set_transform(axes.get_xaxis_transform())
-            elif kind in entry.ap:
-                places.append((ms, 100 * entry.ap[kind][column]))
-                variants.append(entry.variant)
-                axes.plot(*places[-1], 'o', zorder=3, mec=INK, mfc=_FACES[entry.variant])
-        if variants == ['unfused', 'fused']:
+        named = sorted((entry for entry in entries if entry.name == name), key=lambda e: e.variant, reverse=True)
+        drawn = [entry for entry in named if kind in (entry.ap or {})]
+        places = [(entry.latency['median_ms'], 100 * entry.ap[kind][column]) for entry in drawn]
+        for entry, place in zip(drawn, places, strict=True):
+            face = look['color'] if entry.variant == 'fused' else 'white'
+            axes.plot(*place, linestyle='', zorder=3, mfc=face, **look)
+        if [entry.variant for entry in drawn] == ['unfused', 'fused']:
             arrow = {'arrowstyle': '->', 'color': INK, 'shrinkA': 5, 'shrinkB': 5}
             axes.annotate('', places[1], places[0], arrowprops=arrow)
-        if places:
-            named.append((name, *places[-1]))
-    return named
-
-
-def _place_names(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
-    """Writes the name of each point beside it, where it covers least of markers, other names and the axes' edges."""
-    inside, point = axes.get_window_extent(), axes.figure.dpi / 72
-    lines = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
-    arrows = [axes.transData.transform([text.xyann, text.xy]) for text in axes.texts if not text.get_text()]
-    taken = [text.get_window_extent() for text in axes.texts if text.get_text()]
-    for line in (*lines, *arrows):
-        taken += [Bbox([place - 6 * point, place + 6 * point]) for place in line]
-        between = (place for ends in pairwise(line) for place in np.linspace(*ends, 40))
-        taken += [Bbox([place - point, place + point]) for place in between]
-    for name, x, y in points:
-        label = axes.annotate(textwrap.fill(name, 26), (x, y), (0, 0), textcoords='offset points', in_layout=False)
-        found = []
-        # Farther away only where there is no room nearby.
-        for distance in (_BESIDE, 2 * _BESIDE, 4 * _BESIDE, 6 * _BESIDE):
-            for dx, dy in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)):
-                box = _move(label, distance * dx, distance * dy)
-                covered = sum(_overlap(box, other) for other in taken) + _overlap(box, box) - _overlap(box, inside)
-                found.append((covered, len(found), distance * dx, distance * dy))
-        _, place, *offset = min(found)
-        taken.append(_move(label, *offset))
-        if place >= 8:
-            line = {'arrowstyle': '-', 'color': '0.6', 'linewidth': 0.6, 'shrinkB': 4}
-            axes.annotate('', (x, y), offset, textcoords='offset points', in_layout=False, arrowprops=line)
-
-
-def _move(label: Annotation, dx: float, dy: float) -> Bbox:
-    """Puts the near edge of a label at this offset from its point, and returns its box."""
-    label.set(
-        position=(dx, dy),
-        horizontalalignment=('center', 'left', 'right')[int(np.sign(dx))],
-        verticalalignment=('center', 'bottom', 'top')[int(np.sign(dy))],
-    )
-    return label.get_window_extent()
-
-
-def _overlap(one: Bbox, other: Bbox) -> float:
-    shared = Bbox.intersection(one, other)
-    return shared.width * shared.height if shared else 0.0
+        for entry in named:
+            if not entry.ap:
+                axes.axvline(entry.latency['median_ms'], color=look['color'], linestyle='--')
 
 
 def limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tuple[float, float]:
@@ -223,7 +170,7 @@ def training_figure(runs: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Fi
     Args:
         runs: What :func:`read_scalars` found of each run, by its name.
     """
-    figure = Figure(figsize=(0.6 * WIDTH, 3.2))
+    figure = Figure(figsize=(WIDTH, 3.2))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     # mmdet logs AP up to 1, mmpretrain and mmsegmentation per cent.
     metrics = {
@@ -235,21 +182,14 @@ def training_figure(runs: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Fi
     logged = {*chain(*runs.values())}
     kind = next((kind for kind, (metric, _) in metrics.items() if metric in logged), 'bbox')
     metric, factor = metrics[kind]
-    named = []
     for (name, scalars), look in zip(runs.items(), LOOKS(), strict=False):
         lower.plot(*_points(scalars.get('gamma', {})), **look)
-        curve = _points(scalars.get(metric, {}), factor)
-        upper.plot(*curve, marker='o', mfc='white', label=name, **look)
-        # The middle of a curve is farther from the others than its end.
-        named += [(name, *place) for place in [*zip(*curve, strict=True)][len(curve[0]) // 2 :][:1]]
+        upper.plot(*_points(scalars.get(metric, {}), factor), marker='o', mfc='white', label=name, **look)
         if final := scalars.get(f'recalibrated/{metric}'):
-            label, place = f'{name}, recalibrated', _points(final, factor)
-            upper.plot(*place, 'o', color=look['color'], label=label)
-            named.append((label, place[0][-1], place[1][-1]))
+            upper.plot(*_points(final, factor), 'o', color=look['color'], label=f'{name}, recalibrated')
     upper.set(ylabel=AP_KINDS[kind], ylim=(0, min(1.05 * upper.get_ylim()[1], 100)))
     lower.set(ylabel='gamma', ylim=(-0.05, 1.05), xlabel='iteration')
-    figure.draw_without_rendering()
-    _place_names(upper, named)
+    figure.legend(loc='outside right upper')
     return figure
 
 
