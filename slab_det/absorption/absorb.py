@@ -40,10 +40,10 @@ def absorb(
 
         M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
 
-    goes into the layers that read the norm: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the calibrated diagonal
-    fold, the best scale per channel of the centred input. Behind each attention and each FFN the layer that writes the
-    residual stream is fitted in the same way, so that the student's stream meets the teacher's; at the end the 3x3
-    convolutions of an FPN, so that its levels do. The ridges r are chosen on every fifth batch, which no fit sees.
+    goes into the layers that read the norm: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the best scale per
+    channel of the centred input. Behind each attention and each FFN the layer that writes the residual stream is fitted
+    in the same way, so that the student's stream meets the teacher's; at the end the 3x3 convolutions of an FPN, so
+    that its levels do. The ridges r are chosen on every fifth batch, which no fit sees.
 
     The result has no norm where one was absorbed: it is fused already. ``absorption_report`` says what each norm left,
     ``fusion_report`` where it went.

@@ -82,18 +82,13 @@ def convert_norms(
     report, replaced, skip = ConversionReport(), {}, tuple(skip)
     for norm, names in aliases.items():
         # A reason to keep a norm under one of its names keeps it under all: the norm stays shared.
-        owners = (model.get_submodule(name.rpartition('.')[0]) for name in names)
         skipped = any(name == part or name.startswith(f'{part}.') for name in names for part in skip)
-        reasons = (
-            'skipped' if skipped else reason_to_keep(name, norm, owner)
-            for name, owner in zip(names, owners, strict=True)
-        )
-        reason = next(filter(None, reasons), None)
-        if reason is None:
+        reasons = [reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0])) for name in names]
+        if reason := 'skipped' if skipped else next(filter(None, reasons), None):
+            report.kept[names[0]] = reason
+        else:
             report.converted.append(names[0])
             replaced[norm] = _build_converted(norm, norm_cfg, model)
-        else:
-            report.kept[names[0]] = reason
     if not replaced:
         raise ConversionError(f'the model has no LayerNorm to convert{describe_others(model, report.kept)}')
     for parent in list(model.modules()):
@@ -152,11 +147,9 @@ def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> Of
     new = build_norm_layer(norm_cfg, norm.normalized_shape[0])[1]
     if not isinstance(new, OfflineNorm):
         raise ConversionError(f'{type(new).__name__} is no offline norm of slab_det; choose PRepBN')
-    target = new
-    if isinstance(new, PRepBN):
-        target = new.ln
-        if norm_cfg.get('ln_eps') is None:
-            target.eps = norm.eps
+    target = new.ln if isinstance(new, PRepBN) else new
+    if isinstance(new, PRepBN) and norm_cfg.get('ln_eps') is None:
+        target.eps = norm.eps
     given = dict(norm.named_parameters())
     for name, parameter in given.items():
         getattr(target, name).copy_(parameter).requires_grad_(parameter.requires_grad)

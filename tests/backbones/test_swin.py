@@ -95,7 +95,7 @@ def test_frozen_stages_stay_as_they_are():
 
 @pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm'])
 def test_norm_eval_freezes_no_statistics_that_were_never_estimated(norm):
-    """A LayerNorm model converted without calibration saves mean 0 and variance 1, which is no norm at all."""
+    """A LayerNorm model that was converted saves mean 0 and variance 1, which is no norm at all."""
     source, model = (build(SWIN, norm_cfg=dict(type=norm), norm_eval=True) for _ in range(2))
     set_gamma(source, 0.0)
     model.load_state_dict(source.state_dict())
