@@ -58,7 +58,9 @@ class TokenBN(OfflineNorm):
             )
         # The kernel takes parameters of the statistics' dtype.
         weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
-        return _BatchNorm.apply(x, weight, bias, eta, self)
+        # As a channels-last image (1, C, 1, N): on a CPU its kernel is 7 times as fast as the one for (N, C).
+        image = x.reshape(1, 1, -1, self.num_features).permute(0, 3, 1, 2)
+        return _BatchNorm.apply(image, weight, bias, eta, self).permute(0, 2, 3, 1).reshape(x.shape)
 
     def _normalize_pooled(self, x: Tensor) -> Tensor:
         """Normalises by the tokens of all processes."""
@@ -119,16 +121,15 @@ class RepBN(TokenBN):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm of tokens plus ``eta x``, in few kernels: eta's gradient follows from those of weight and bias."""
+    """BatchNorm of a map plus ``eta x``, in few kernels: eta's gradient follows from those of weight and bias."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, eta: Tensor | None, norm: TokenBN) -> Tensor:
-        image, mean, inverse_sigma = torch.native_batch_norm(
-            _as_image(x), weight, bias, norm.running_mean, norm.running_var, True, norm.momentum, norm.eps
+        y, mean, inverse_sigma = torch.native_batch_norm(
+            x, weight, bias, norm.running_mean, norm.running_var, True, norm.momentum, norm.eps
         )
         ctx.save_for_backward(x, weight, eta, mean, inverse_sigma)
         ctx.eps = norm.eps
-        y = _as_tokens(image, x)
         if eta is None:
             return y
         # Autocast would copy x to float32 first.
@@ -139,30 +140,12 @@ class _BatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, eta, mean, inverse_sigma = ctx.saved_tensors
-        image, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            _as_image(grad.to(x.dtype)),
-            _as_image(x),
-            weight,
-            None,
-            None,
-            mean,
-            inverse_sigma,
-            True,
-            ctx.eps,
-            [True] * 3,
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad.to(x.dtype), x, weight, None, None, mean, inverse_sigma, True, ctx.eps, [True] * 3
         )
-        grad_x, grad_eta = _as_tokens(image, x), None
+        grad_eta = None
         if eta is not None:
             grad_x = grad_x.addcmul(grad, eta).to(x.dtype)
             # grad_weight sums g (x - mean) / sigma over the tokens, grad_bias g, and this g x.
             grad_eta = torch.addcmul(grad_weight / inverse_sigma, grad_bias, mean).sum().to(eta.dtype).view(1)
         return grad_x, grad_weight, grad_bias, grad_eta, None
-
-
-def _as_image(x: Tensor) -> Tensor:
-    """(..., C) -> (1, C, 1, N), channels last: on a CPU the kernel is 7 times as fast as for (N, C)."""
-    return x.reshape(1, 1, -1, x.shape[-1]).permute(0, 3, 1, 2)
-
-
-def _as_tokens(image: Tensor, x: Tensor) -> Tensor:
-    return image.permute(0, 2, 3, 1).reshape(x.shape)
