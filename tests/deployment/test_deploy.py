@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import (
+    CONFIGS,
     SLA,
     SMALL_PVT,
     SMALL_PVT_V2,
@@ -19,6 +20,7 @@ from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
+from mmengine.config import Config
 from mmengine.logging import MMLogger
 from torch import nn
 
@@ -442,3 +444,12 @@ def test_each_shape_compiles_into_one_graph(small_detector, fused_backbone, monk
         with torch.set_grad_enabled(name == 'swin'):
             assert relative_difference(run(deployed, images), reference) < 1e-4
     assert len(compiled) == 2 * parts and len(ran) == 4 * parts
+
+
+def test_rounding_that_an_untrained_model_without_norms_amplifies_is_no_reason_to_refuse():
+    cfg = Config.fromfile(CONFIGS / 'mask_rcnn_slab_swin_t.py').model
+    cfg.backbone.init_cfg = None
+    model = MODELS.build(cfg).eval()
+    slab_det.set_gamma(model, 0.0)
+    check = slab_det.deploy(slab_det.fuse(model)).deployment_check
+    assert check.difference > 0.01 and check.num_values > 1e5
