@@ -84,6 +84,7 @@ def deploy(
             if check is not None:
                 deployed.deployment_check = check
     except Exception:
+        # With inplace, the caller's model: its modules have been replaced and cast by now.
         vars(deployed).update(vars(original))
         raise
     if compile:
