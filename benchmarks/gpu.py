@@ -2,11 +2,9 @@
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --scope backbone --rounds 40
-    python -m benchmarks.gpu --compile --rounds 40
 
 Weights are random, with heads made to find 32 objects. As built, float16 is autocast; deployed, the layers are float16.
-With ``--compile`` the rows are Swin-T with LayerNorm and without norms, deployed and compiled, each beside LayerNorm in
-the same form. The rows and forms of one dtype are timed in the same rounds, and written to benchmarks/results/gpu.json.
+The rows and forms of one dtype are timed in the same rounds, and written to benchmarks/results/gpu.json.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -44,30 +42,21 @@ ROWS = {
     **_family('PVT-T', 'pvt_t', PVT),
     **_family('PVT-S', 'pvt_s', PVT),
 }
-# The arguments of deploy.
-FORMS = {'as built': None, 'deployed': {}}
-COMPILED = ('Swin-T, LayerNorm', 'Swin-T-PRepBN')
-COMPILED_FORMS = {
-    'deployed': {},
-    'compile=True': dict(compile=True),
-    "compile='reduce-overhead'": dict(compile='reduce-overhead'),
-}
+FORMS = ('as built', 'deployed')
 
 
 def measure(models: Mapping[str, nn.Module], dtype: str, args: argparse.Namespace) -> dict[str, dict[str, dict]]:
-    """For each form and row milliseconds and a ratio, to mmdet's as built, or with --compile to LayerNorm there."""
-    forms = COMPILED_FORMS if args.compile else FORMS
+    """For each form and row milliseconds and a ratio to mmdet's as built."""
     variants = {
-        f'{name}, {form}': model if arguments is None else slab_det.deploy(model, DTYPES[dtype], **arguments)
-        for (name, model), (form, arguments) in product(models.items(), forms.items())
+        f'{name}, {form}': slab_det.deploy(model, DTYPES[dtype]) if form == 'deployed' else model
+        for (name, model), form in product(models.items(), FORMS)
     }
     options = dict(size=tuple(args.size), rounds=args.rounds, repeat=args.repeat, scope=args.scope, device=args.device)
     results = measure_latency(variants, dtype=dtype, warmup=5, progress=True, **options)
 
     def cell(name: str, form: str) -> dict:
         result: LatencyResult = results[f'{name}, {form}']
-        base = f'{ROWS[name].layer_norm}, {form}' if args.compile else f'{ROWS[name].stock}, as built'
-        ratios = repeat_ratios(result, results[base])
+        ratios = repeat_ratios(result, results[f'{ROWS[name].stock}, as built'])
         return dict(
             median_ms=round(result.median_ms, 3),
             p95_ms=round(result.p95_ms, 3),
@@ -75,7 +64,7 @@ def measure(models: Mapping[str, nn.Module], dtype: str, args: argparse.Namespac
             detections=result.detections,
         )
 
-    return {f'{form}, {dtype}': {name: cell(name, form) for name in models} for form in forms}
+    return {f'{form}, {dtype}': {name: cell(name, form) for name in models} for form in FORMS}
 
 
 def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
@@ -90,19 +79,18 @@ def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--scope', choices=list(SCOPES), default='detector')
-    parser.add_argument('--compile', action='store_true', help='compile the deployed forms of Swin-T')
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1333), metavar=('H', 'W'))
     parser.add_argument('--rounds', type=int, default=100)
     parser.add_argument('--repeat', type=int, default=1)
     parser.add_argument('--device', default='cuda')
     parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks/results/gpu.json')
     args = parser.parse_args()
-    models = {name: build(row).to(args.device) for name, row in ROWS.items() if name in COMPILED or not args.compile}
+    models = {name: build(row).to(args.device) for name, row in ROWS.items()}
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     environment, columns = describe_environment(args.device), {}
     for dtype in ('float32', 'float16'):
         columns |= measure(models, dtype, args)
-    results[f'{args.scope}, compiled' if args.compile else args.scope] = dict(
+    results[args.scope] = dict(
         size=args.size, batch=1, rounds=args.rounds, repeat=args.repeat, environment=environment, columns=columns
     )
     args.out.write_text(json.dumps(results, indent=1) + '\n')

@@ -18,13 +18,8 @@ from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
-# torch.compile's own names; its list would have to be loaded with all of inductor.
-COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
 
-
-def deploy(
-    model: nn.Module, dtype: torch.dtype | None = None, compile: bool | str = False, inplace: bool = False
-) -> nn.Module:
+def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool = False) -> nn.Module:
     """Gives a detector a faster form for inference, with the results of ``model``.
 
     Our blocks replace mmdet's: they compute nothing for padding tokens whose result is known before. Feature maps and
@@ -44,8 +39,6 @@ def deploy(
             fastest form.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None, or
             ``torch.float32``, keeps the dtype of the model.
-        compile: Apply torch.compile to backbone, neck and RPN head, once per input shape. A string is its mode, for
-            example ``'reduce-overhead'``, which records CUDA graphs.
         inplace: Change ``model`` itself instead of a copy; a copy runs beside it.
 
     Returns:
@@ -53,8 +46,7 @@ def deploy(
 
     Raises:
         DeploymentError: If the model is in training mode, has norms that await :func:`slab_det.fuse` or weights that
-            are not finite, cannot compute in this form or in ``dtype``, or ``compile`` is no mode of torch.compile.
-            The model is then unchanged.
+            are not finite, or cannot compute in this form or in ``dtype``. The model is then unchanged.
     """
     if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
         raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
@@ -67,8 +59,6 @@ def deploy(
         raise DeploymentError(
             f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before slab_det.deploy'
         )
-    if compile not in (False, True, *COMPILE_MODES):
-        raise DeploymentError(f'compile mode {compile!r} is not one of {", ".join(COMPILE_MODES)}')
     if dtype == torch.float32:
         dtype = None
     check_finite(model, DeploymentError)
@@ -78,7 +68,7 @@ def deploy(
     if not inplace:
         original, deployed = deployed, original
     try:
-        _change_form(deployed, dtype, winograd=dtype is None and not compile)
+        _change_form(deployed, dtype)
         if not next(deployed.parameters()).is_meta:
             check = try_deployed(original, deployed, dtype)
             if check is not None:
@@ -87,18 +77,12 @@ def deploy(
         # With inplace, the caller's model: its modules have been replaced and cast by now.
         vars(deployed).update(vars(original))
         raise
-    if compile:
-        backbone = getattr(deployed, 'backbone', deployed)
-        # CUDA graphs may reuse the memory of the image before, not that of this image's backbone.
-        backbone.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-        for part in filter(None, (backbone, getattr(deployed, 'neck', None), getattr(deployed, 'rpn_head', None))):
-            part.forward = torch.compile(part.forward, mode=None if compile is True else compile, dynamic=False)
     deployed.deployed = True
     return deployed
 
 
-def _change_form(model: nn.Module, dtype: torch.dtype | None, winograd: bool) -> None:
-    """Does to ``model`` what :func:`deploy` promises, but for compiling."""
+def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Does to ``model`` what :func:`deploy` promises."""
     model.requires_grad_(False)
     backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
     replace_stock_blocks(backbone)
@@ -111,7 +95,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None, winograd: bool) ->
         tile_blocks(backbone)
         replace_layers(model, deployed_linear)
         replace_layers(model, deployed_roi_align)
-        if winograd:
+        if dtype is None:
             replace_layers(model, winograd_conv)
     else:
         gather_windows(backbone)

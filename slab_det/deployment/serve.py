@@ -100,7 +100,7 @@ def load_detector(
         device: Of the runtime 'torch'; None takes a GPU where PyTorch finds one. The others run on the CPU.
         fetch_timeout: Seconds for the download of an image whose name begins with http:// or https://; 0 refuses such
             names.
-        **options: Those of :func:`slab_det.deploy` (``dtype``, ``compile``) or of
+        **options: Those of :func:`slab_det.deploy` (``dtype``) or of
             :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
 
     Raises:
@@ -110,7 +110,7 @@ def load_detector(
         ExportError: If there is no such runtime, it cannot run the file, the file is for images of another resize, or
             an option or a ``device`` is not for this runtime.
     """
-    known = ('dtype', 'compile') if runtime == 'torch' else ('threads', 'precision')
+    known = ('dtype',) if runtime == 'torch' else ('threads', 'precision')
     for name in options:
         if name not in known:
             raise ExportError(f'{name}= is no option of the runtime {runtime}, which takes {" and ".join(known)}')

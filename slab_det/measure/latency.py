@@ -22,13 +22,15 @@ from mmdet.structures import DetDataSample
 from torch import nn
 
 from slab_det.checkpoints import is_fused
-from slab_det.deployment import COMPILE_MODES, is_deployed
+from slab_det.deployment import is_deployed
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.runtime.errors import LatencyError
 from slab_det.runtime.progress import Progress
 
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
+# torch.compile's own names; its list would have to be loaded with all of inductor.
+COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
 # glibc reads these when a process starts; keep_freed_memory sets them for child processes, and as its mark.
 MALLOC_SETTINGS = {'MALLOC_MMAP_MAX_': '0', 'MALLOC_TRIM_THRESHOLD_': '16000000000'}
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import slab_det_arguments
 from slab_det.cli import LAUNCHERS
-from slab_det.deployment import COMPILE_MODES, export
+from slab_det.deployment import export
 from slab_det.fusion.affine import fold_into_output
 from slab_det.measure import latency
 from slab_det.recalibration import PIPELINES
@@ -66,7 +66,7 @@ def test_options_that_cannot_be_read_are_usage_errors(tool: str, option: str, ca
 
 
 def test_modes_of_compilation_are_those_of_the_package() -> None:
-    assert slab_det_arguments.COMPILE_MODES == COMPILE_MODES
+    assert slab_det_arguments.COMPILE_MODES == latency.COMPILE_MODES
 
 
 @pytest.fixture
