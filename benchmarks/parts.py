@@ -28,7 +28,7 @@ from torch import nn
 
 from benchmarks.runtimes import FORMS, ROOT, ROWS, SWIN, Call, build, measure, runtime_call, torch_call
 from slab_det.deployment.export import runtime as exported
-from slab_det.deployment.linear import linear
+from slab_det.deployment.cpu.linear import linear
 from slab_det.measure.cost import count_multiply_adds
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.latency import keep_freed_memory

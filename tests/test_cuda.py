@@ -10,7 +10,7 @@ from conftest import SLA, SMALL_PVT, SMALL_PVT_V2, SMALL_SWIN, as_trained, pictu
 from mmdet.registry import MODELS
 
 import slab_det
-from slab_det.deployment.blocks import TiledAttention, TiledFFN
+from slab_det.deployment.cpu.blocks import TiledAttention, TiledFFN
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 
 if not torch.cuda.is_available():

@@ -7,13 +7,15 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from slab_det.backbones.base import Backbone
-from slab_det.deployment.blocks import gather_windows, replace_stock_blocks, tile_blocks
-from slab_det.deployment.linear import deployed_linear, replace_layers
+from slab_det.deployment.blocks import replace_stock_blocks
+from slab_det.deployment.cpu.blocks import tile_blocks
+from slab_det.deployment.cpu.linear import deployed_linear, replace_layers
+from slab_det.deployment.cpu.roi_align import deployed_roi_align
+from slab_det.deployment.cpu.winograd import winograd_conv
+from slab_det.deployment.gpu.gather import gather_windows
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import check_precision, lower_precision
-from slab_det.deployment.roi_align import deployed_roi_align
 from slab_det.deployment.trial import try_deployed
-from slab_det.deployment.winograd import winograd_conv
 from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import DeploymentError
@@ -28,8 +30,8 @@ def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool 
     they are. On a GPU, which waits for launches, blocks run on whole maps, and one gather cuts all windows.
 
     In float32 results differ by rounding: by other orders of sums, and on a CPU by 3x3 convolutions with fewer
-    multiplications (:class:`~slab_det.deployment.winograd.WinogradConv`). A deployed model has no gradients, and its
-    state dict keys of its own: save the model that it was made of.
+    multiplications (:class:`~slab_det.deployment.cpu.winograd.WinogradConv`). A deployed model has no gradients, and
+    its state dict has keys of its own: save the model that it was made of.
 
     Both models run on a small image of noise (:func:`~slab_det.deployment.trial.try_deployed`). What the deployed one
     cannot run, or computes otherwise, is refused; its ``deployment_check`` says how far the two are apart.

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
-from slab_det.deployment import tiles
-from slab_det.deployment.blocks import TiledMapAttention, TiledWindowAttention
-from slab_det.deployment.gather import WindowGatherer
+from slab_det.deployment.cpu import tiles
+from slab_det.deployment.cpu.blocks import TiledMapAttention, TiledWindowAttention
+from slab_det.deployment.gpu.gather import WindowGatherer
 from slab_det.deployment.window_index import WindowIndex
 
 HEADS, DIMS = 2, 6

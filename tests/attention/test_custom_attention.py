@@ -9,8 +9,8 @@ from torch import nn
 
 import slab_det
 from slab_det.attention import WINDOW_ATTENTIONS, WindowAttention, repeat_windows
-from slab_det.deployment import tiles
-from slab_det.deployment.blocks import TiledWindowAttention
+from slab_det.deployment.cpu import tiles
+from slab_det.deployment.cpu.blocks import TiledWindowAttention
 from slab_det.deployment.export import build_graph, check_parity, export_onnx, load_runtime, random_images
 from slab_det.norms import OfflineNorm
 

@@ -16,8 +16,7 @@ from conftest import (
     relative_difference,
 )
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models.backbones.swin import SwinBlock, SwinBlockSequence
-from mmdet.models.layers import PatchEmbed
+from mmdet.models.backbones.swin import SwinBlock
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
@@ -26,11 +25,11 @@ from torch import nn
 import slab_det
 from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, LinearFFN
-from slab_det.deployment import linear, tiles, winograd
-from slab_det.deployment.blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
-from slab_det.deployment.gather import WindowGatherer
-from slab_det.deployment.linear import DeployedLinear
-from slab_det.deployment.roi_align import DeployedRoIAlign
+from slab_det.deployment.cpu import linear, tiles, winograd
+from slab_det.deployment.cpu.blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
+from slab_det.deployment.cpu.linear import DeployedLinear
+from slab_det.deployment.cpu.roi_align import DeployedRoIAlign
+from slab_det.deployment.gpu.gather import WindowGatherer
 from slab_det.runtime.errors import DeploymentError
 
 PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
@@ -235,40 +234,6 @@ def test_a_block_of_mmdet_that_computes_in_another_way_stays():
     assert kinds == [SwinBlock, SwinBlock, SwinBlock, Block]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize('kind', ['SwinTransformer', 'SLABSwin'])
-def test_what_hooks_keep_is_not_overwritten(kind):
-    model = MODELS.build(dict(SWIN, type=kind))
-    model.eval()
-    kept, images = [], torch.randn(1, 3, 64, 64)
-    for module in (model.patch_embed, model.stages[0].blocks[0]):
-        module.register_forward_hook(lambda module, inputs, output: kept.append(output))
-    model(images)
-    expected, deployed = list(kept), slab_det.deploy(model)
-    # Both models have run on an image of deploy's own.
-    kept.clear()
-    deployed(images)
-    for mine, theirs in zip(kept, expected, strict=True):
-        mine, theirs = (out[0] if isinstance(out, tuple) else out for out in (mine, theirs))
-        assert relative_difference([mine], [theirs]) < 1e-4
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('kind', ['SwinTransformer', 'SLABSwin'])
-def test_what_a_module_of_the_user_keeps_is_not_overwritten(kind):
-    class OwnPatchEmbed(PatchEmbed):
-        def forward(self, x):
-            self.kept, hw_shape = super().forward(x)
-            return self.kept, hw_shape
-
-    model = MODELS.build(dict(SWIN, type=kind))
-    model.eval()
-    model.patch_embed.__class__ = OwnPatchEmbed
-    deployed, images = slab_det.deploy(model), torch.randn(1, 3, 64, 64)
-    assert relative_difference(deployed(images), model(images)) < 1e-4
-    assert relative_difference([deployed.patch_embed.kept], [model.patch_embed.kept]) < 1e-6
-
-
 @pytest.mark.parametrize('name', ['swin', 'pvt, no bias'])
 @torch.no_grad()
 def test_it_is_saved_as_it_is(fused_backbone, tmp_path, name, form):
@@ -285,33 +250,6 @@ def test_a_detector_in_bfloat16_is_saved(small_detector, tmp_path):
     loaded = torch.load(tmp_path / 'model.pth', weights_only=False)
     with torch.no_grad():
         assert all(map(torch.equal, raw_outputs(loaded, images)[1:], raw_outputs(model, images)[1:]))
-
-
-class OwnStage(SwinBlockSequence):
-    """Adds up what its blocks return, as dense predictors do."""
-
-    def forward(self, x, hw_shape):
-        kept = [x]
-        for block in self.blocks:
-            kept.append(block(kept[-1], hw_shape))
-        x = sum(kept)
-        return *(self.downsample(x, hw_shape) if self.downsample else (x, hw_shape)), x, hw_shape
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('owner', ['stage', 'backbone'])
-def test_what_a_subclass_keeps_is_not_overwritten(owner):
-    model = MODELS.build(dict(SWIN, type='SwinTransformer'))
-    model.eval()
-    if owner == 'stage':
-        model.stages[0].__class__ = OwnStage
-    else:
-        model.__class__ = type('OwnBackbone', (type(model),), {'__module__': 'mine'})
-    images = torch.randn(1, 3, 64, 64)
-    deployed = slab_det.deploy(model)
-    assert relative_difference(deployed(images), model(images)) < 1e-4
-    kinds = [{type(block) for block in stage.blocks} for stage in deployed.stages]
-    assert kinds == [{SwinBlock}, {Block if owner == 'stage' else SwinBlock}]
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@ import pytest
 import torch
 from conftest import relative_difference
 
-from slab_det.deployment import linear as linear_module
-from slab_det.deployment.linear import linear, linear_add, takes_onednn
+from slab_det.deployment.cpu import linear as linear_module
+from slab_det.deployment.cpu.linear import linear, linear_add, takes_onednn
 
 ERF = {'none': lambda x: x, 'relu': lambda x: x.clamp(min=0), 'gelu': lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2}
 

@@ -5,7 +5,7 @@ from conftest import SLA
 from mmcv.ops import RoIAlign
 
 import slab_det
-from slab_det.deployment.roi_align import DeployedRoIAlign
+from slab_det.deployment.cpu.roi_align import DeployedRoIAlign
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from scipy.optimize import linear_sum_assignment
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.deployment import ImageListError, ServedDetector, tiles
+from slab_det.deployment import ImageListError, ServedDetector
+from slab_det.deployment.cpu import tiles
 from slab_det.deployment.export import export_onnx
 from slab_det.deployment.export.runtime import import_extra
 from slab_det.fusion import FusionError, save_fused

@@ -4,8 +4,8 @@ from conftest import SLA, relative_difference
 from torch import nn
 
 import slab_det
-from slab_det.deployment import winograd
-from slab_det.deployment.winograd import WinogradConv, winograd_conv
+from slab_det.deployment.cpu import winograd
+from slab_det.deployment.cpu.winograd import WinogradConv, winograd_conv
 
 SIZES = [(1, 5, 8, 8), (3, 5, 13, 19), (2, 4, 1, 1), (1, 3, 2, 30), (5, 4, 14, 14)]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slab_det.attention import WindowGeometry
+from slab_det.attention import ShiftedWindowAttention, WindowGeometry
 from slab_det.attention.geometry import Windows, join_groups, mask_regions, split_qkv
 from slab_det.deployment.window_index import WindowIndex
 
@@ -72,3 +72,10 @@ class WindowGatherer:
     def __reduce__(self) -> tuple:
         # Copies and files make the tensors again.
         return WindowGatherer, ()
+
+
+def gather_windows(backbone: nn.Module) -> None:
+    """Has window attentions cut q, k and v with one gather."""
+    for module in backbone.modules():
+        if isinstance(module, ShiftedWindowAttention) and module.make_windows is WindowGeometry:
+            module.make_windows = WindowGatherer()

@@ -1,0 +1,135 @@
+"""Blocks of a deployed backbone on a CPU: they run tile by tile and write into their tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
+from slab_det.attention.geometry import join_groups, split_groups
+from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
+from slab_det.deployment.blocks import known_blocks
+from slab_det.deployment.cpu import tiles
+from slab_det.deployment.cpu.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
+from slab_det.norms import ChannelAffine
+
+
+class TiledAttention(nn.Module):
+    """``x + attention(norm(x))``, tile by tile, written into x.
+
+    Args:
+        norm: The norm before the attention; an identity once it is fused.
+        attention: The attention to deploy; its parameters are shared.
+
+    Shape:
+        (B, H * W, C); changed in place, where it is contiguous, and returned contiguous.
+    """
+
+    def __init__(self, norm: nn.Module, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attention = norm, attention
+
+
+class TiledWindowAttention(TiledAttention):
+    """The tiled form of a :class:`~slab_det.attention.ShiftedWindowAttention`."""
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        # Tokens of mmdet's patch embedding lie one channel after the other.
+        x = x.contiguous()
+        w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
+        geometry = *hw_shape, w_msa.window_size, self.attention.shift_size
+        parts = tiles.window_tiles(*geometry, tiles.TILE_TOKENS, x.device)
+        for image in x:
+            for tile in parts:
+                rows = image.index_select(0, tile.tokens)
+                mixed = w_msa.attend(self.norm(rows), tile)
+                # Every token is in one tile: nothing reads it after this.
+                image.index_copy_(0, tile.tokens, linear_add(mixed, proj.weight, proj.bias, rows))
+        return x
+
+
+class TiledMapAttention(TiledAttention):
+    """The tiled form of a :class:`~slab_det.attention.MapAttention`."""
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        # Tokens of mmdet's patch embedding lie one channel after the other.
+        x = x.contiguous()
+        attention, out_proj = self.attention, self.attention.attn.out_proj
+        normed = self.norm(x)
+        source, source_shape = attention.reduce(normed, hw_shape)
+        to_q, to_kv = attention.projections()
+        k, v = (split_groups(part, attention.groups) for part in linear(source, *to_kv).chunk(2, dim=-1))
+        shared = {}
+        max_rows = tiles.TILE_TOKENS if attention.queries_apart else x.shape[1]
+        for rows in tiles.row_tiles(x.shape[1], max_rows):
+            tile = tiles.MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
+            q = split_groups(linear(normed[:, rows], *to_q), attention.groups)
+            mixed = join_groups(attention.mix(q, k, v, tile))
+            # Keys and values are there already: nothing reads these rows after this.
+            x[:, rows] = linear_add(mixed, out_proj.weight, out_proj.bias, x[:, rows])
+        return x
+
+
+class TiledFFN(nn.Module):
+    """``x + fc2(act(fc1(norm(x))))``, tile by tile, written into x.
+
+    Args:
+        norm: The norm before the FFN; an identity once it is fused.
+        fc1: First layer, linear or a 1x1 convolution; its parameters are shared.
+        activation: 'gelu' or 'relu'.
+        fc2: Second layer.
+
+    Shape:
+        (B, L, C), contiguous; changed in place and returned.
+    """
+
+    def __init__(self, norm: nn.Module, fc1: nn.Module, activation: str, fc2: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.activation, self.fc2 = norm, fc1, activation, fc2
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
+        tokens = x.view(-1, x.shape[-1])
+        # A 1x1 convolution's weight has two more dimensions.
+        weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
+        for rows in tiles.row_tiles(tokens.shape[0], tiles.TILE_TOKENS):
+            tile = tokens[rows]
+            hidden = linear(self.norm(tile), weight1, self.fc1.bias, self.activation)
+            tile.copy_(linear_add(hidden, weight2, self.fc2.bias, tile))
+        return x
+
+
+def tile_blocks(backbone: nn.Module) -> None:
+    """Gives our blocks attention and FFNs that work tile by tile, in place; one that computes in another way stays."""
+    for _, block in known_blocks(backbone, {Block}):
+        # Others may need more than the tokens of a tile.
+        if not {type(block.norm1), type(block.norm2)} <= {nn.LayerNorm, ChannelAffine, nn.Identity}:
+            continue
+        attention = _tile_attention(block.norm1, block.attn)
+        if attention is None:
+            continue
+        block.norm1, block.attn = nn.Identity(), attention
+        ffn = _tile_ffn(block.norm2, block.ffn)
+        if ffn is not None:
+            block.norm2, block.ffn = nn.Identity(), ffn
+
+
+def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | None:
+    """The tiled form of an attention; None where a subclass or another projection computes something else."""
+    if type(attention) is ShiftedWindowAttention:
+        w_msa = attention.w_msa
+        is_known = type(w_msa).attend is WindowAttention.attend and is_plain_linear(w_msa.proj)
+        return TiledWindowAttention(norm, attention) if is_known else None
+    if isinstance(attention, MapAttention) and type(attention).forward is MapAttention.forward:
+        return TiledMapAttention(norm, attention)
+    return None
+
+
+def _tile_ffn(norm: nn.Module, ffn: nn.Module) -> TiledFFN | None:
+    """The tiled form of an FFN; None where something else is computed, such as a convolution or a norm in between."""
+    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
+        return None
+    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
+    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
+        return None
+    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+        return None
+    return TiledFFN(norm, fc1, ACTIVATIONS[type(activation)], fc2)

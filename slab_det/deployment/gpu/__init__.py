@@ -1,0 +1,1 @@
+"""A deployed detector on a GPU."""
