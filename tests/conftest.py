@@ -4,6 +4,9 @@ import os
 
 # Small tensors: more threads only wait for each other. Set before torch is loaded, for child processes too.
 os.environ['OMP_NUM_THREADS'] = '1'
+# Without a GPU Triton's kernels run in its interpreter; it asks when they are defined.
+if not os.path.exists('/dev/nvidia0'):
+    os.environ['TRITON_INTERPRET'] = '1'
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 

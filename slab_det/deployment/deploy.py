@@ -13,6 +13,9 @@ from slab_det.deployment.cpu.linear import deployed_linear, replace_layers
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.winograd import winograd_conv
 from slab_det.deployment.gpu.gather import gather_windows
+from slab_det.deployment.gpu.graph import use_graphs
+from slab_det.deployment.gpu.layers import fuse_fpn, fused_conv
+from slab_det.deployment.gpu.windows import fused_windows
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import check_precision, lower_precision
 from slab_det.deployment.trial import try_deployed
@@ -80,6 +83,8 @@ def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool 
         vars(deployed).update(vars(original))
         raise
     deployed.deployed = True
+    if hasattr(deployed, 'data_preprocessor') and not _is_on_cpu(deployed):
+        use_graphs(deployed)
     return deployed
 
 
@@ -100,7 +105,10 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         if dtype is None:
             replace_layers(model, winograd_conv)
     else:
+        replace_layers(backbone, fused_windows)
         gather_windows(backbone)
+        replace_layers(model, fused_conv)
+        fuse_fpn(model)
     for module in model.modules():
         # A subclass may compute with a view of its weight.
         if type(module) in (nn.Conv2d, nn.ConvTranspose2d):

@@ -1,0 +1,119 @@
+"""Boxes whose number stays on the device: tensors have the shapes of the most that there could be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
+from torch import Tensor
+
+from slab_det.deployment.constants import constant
+from slab_det.deployment.detection import EMPTY, Boxes, map_levels, numbers
+from slab_det.deployment.gpu import kernels
+
+# So many objects of all classes are suppressed; a CUDA graph says when they were not enough.
+CANDIDATES = 4096
+
+
+class FixedBoxes(Boxes):
+    """Operators on boxes of fixed shapes, without a question to the host on a GPU.
+
+    On a CPU, PyTorch's and torchvision's own operators compute the same as mmdet does, to the last bit.
+    """
+
+    def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
+        sizes, device = tuple(tuple(x.shape[-2:]) for x in maps), maps[0].device
+        generator = head.prior_generator
+        return constant(
+            (generator, sizes, device), lambda: torch.cat(generator.grid_priors(sizes, torch.float32, device))
+        )
+
+    def best(
+        self, levels: Sequence[Tensor], count: int, activation: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [len(level) for level in levels]
+        width, device = max(sizes), levels[0].device
+        count = min(count, width) if count > 0 else width
+        if not kernels.take(levels[0]):
+            scores, place = zip(*(_rank(activation(level), count, like_head=True) for level in levels), strict=True)
+            scores, place = torch.stack(scores), torch.stack(place)
+        else:
+            # One kernel for all levels.
+            rows = levels[0].new_full((len(levels), width), -torch.inf)
+            for row, level in zip(rows, levels, strict=True):
+                row[: len(level)] = level
+            scores, place = rows.topk(count)
+            there = torch.arange(count, device=device) < numbers(sizes, device)[:, None]
+            scores, place = torch.where(there, activation(scores), EMPTY), torch.where(there, place, 0)
+        starts = numbers([sum(sizes[:i]) for i in range(len(sizes))], device, torch.int64)
+        level = numbers(range(len(sizes)), device)[:, None].expand_as(scores)
+        return scores, place + starts[:, None], level
+
+    def candidates(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        count = min(CANDIDATES, len(scores))
+        if kernels.take(scores):
+            best, place = scores.topk(count)
+        else:
+            best, place = _rank(scores, count)
+        return best, place, (scores > EMPTY).sum() <= count
+
+    def suppress(self, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> tuple[Tensor, Tensor]:
+        kept = torch.where(greedy_nms(boxes, scores, iou_threshold), scores, EMPTY).flatten()
+        limit = min(limit, len(kept)) if limit > 0 else len(kept)
+        if kernels.take(kept):
+            return kept.topk(limit)
+        return _rank(kept, limit)
+
+    def pool(
+        self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
+    ) -> tuple[Tensor, None]:
+        features = features[: len(extractor.roi_layers)]
+        # A box without area has no samples on a GPU.
+        boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
+        levels = map_levels(extractor, boxes)
+        if kernels.take(boxes) and kernels.can_roi_align(extractor, features):
+            return kernels.roi_align(extractor, features, boxes, levels), None
+        regions = None
+        batch = boxes.new_zeros(len(boxes), 1)
+        for i, (layer, feature) in enumerate(zip(extractor.roi_layers, features, strict=True)):
+            here = levels == i
+            pooled = layer(feature, torch.cat([batch, torch.where(here[:, None], boxes, 0.0)], 1))
+            regions = pooled if regions is None else torch.where(here[:, None, None, None], pooled, regions)
+        return regions, None
+
+
+def _rank(scores: Tensor, count: int, like_head: bool = False) -> tuple[Tensor, Tensor]:
+    """The ``count`` best scores, and their places; behind them ``EMPTY``.
+
+    Equal scores are in the order of places, as in NMS, or, where more than ``count`` are found, as in mmdet's heads.
+    """
+    found = (scores != EMPTY).nonzero()[:, 0]
+    scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)
+    missing = max(count - len(found), 0)
+    return F.pad(scores[:count], (0, missing), value=EMPTY), F.pad(found[order[:count]], (0, missing))
+
+
+def greedy_nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Which boxes greedy NMS keeps in each group.
+
+    Args:
+        boxes: Corners (G, K, 4), the best first; those without a score have no area.
+        scores: (G, K), ``EMPTY`` for places without a box.
+        iou_threshold: A box goes if it overlaps a better one by more.
+
+    Returns:
+        (G, K), true for boxes that stay.
+    """
+    if kernels.take(boxes):
+        return kernels.greedy_nms(boxes, scores, iou_threshold)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for group in range(len(boxes)):
+        place = (scores[group] != EMPTY).nonzero()[:, 0]
+        # The boxes are in order: stable sorting keeps it.
+        index = torchvision.ops.nms(boxes[group, place], scores[group, place], iou_threshold)
+        kept[group, place[index]] = True
+    return kept

@@ -1,0 +1,316 @@
+"""Kernels in Triton, which comes with PyTorch for CUDA; nothing is compiled before a kernel runs.
+
+Each computes what a function of PyTorch computes: its tests compare the two on a CPU, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
+from torch import Tensor
+
+from slab_det.attention.geometry import MASKED_LOGIT
+from slab_det.deployment.detection import EMPTY
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch for CPUs
+    triton = None
+
+# Slots of a window without a token of the map: padding has q, k and v, what fills up a power of 2 has none.
+PADDING, NOTHING = -1, -2
+
+
+def take(x: Tensor) -> bool:
+    """Whether kernels run where ``x`` is."""
+    return triton is not None and x.is_cuda
+
+
+if triton is not None:
+
+    @triton.jit
+    def _or(a, b):
+        return a | b
+
+    @triton.jit
+    def _overlap_kernel(boxes, counts, words, threshold, K: tl.constexpr, W: tl.constexpr):
+        # One tile of 64x64 pairs: bit j of the word of row i says that box i suppresses box j.
+        group, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        count = tl.load(counts + group)
+        if (column_block >= row_block) & (column_block * 64 < count):
+            row, column = row_block * 64 + tl.arange(0, 64), column_block * 64 + tl.arange(0, 64)
+            a, b = boxes + (group * K + row) * 4, boxes + (group * K + column) * 4
+            ax1, ay1, ax2, ay2 = tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3)
+            bx1, by1, bx2, by2 = tl.load(b), tl.load(b + 1), tl.load(b + 2), tl.load(b + 3)
+            width = tl.minimum(ax2[:, None], bx2[None, :]) - tl.maximum(ax1[:, None], bx1[None, :])
+            height = tl.minimum(ay2[:, None], by2[None, :]) - tl.maximum(ay1[:, None], by1[None, :])
+            common = tl.maximum(width, 0.0) * tl.maximum(height, 0.0)
+            area_a, area_b = (ax2 - ax1) * (ay2 - ay1), (bx2 - bx1) * (by2 - by1)
+            union = area_a[:, None] + area_b[None, :] - common
+            suppressed = (tl.math.div_rn(common, union) > threshold) & (column[None, :] > row[:, None])
+            bit = tl.full([64, 64], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
+            # Bits of their own: the sum is their union.
+            tl.store(words + (group * K + row) * W + column_block, tl.sum(tl.where(suppressed, bit, 0), 1))
+
+    @triton.jit
+    def _scan_kernel(words, counts, kept, K: tl.constexpr, W: tl.constexpr):
+        # Greedy NMS of a group, 64 boxes at a time: their own suppressions, then all that they suppress behind them.
+        group = tl.program_id(0)
+        count = tl.load(counts + group)
+        lane, bits = tl.arange(0, W), tl.arange(0, 64).to(tl.int64)
+        removed = tl.zeros([W], tl.int64)
+        one = tl.full([], 1, tl.int64)
+        for block in range(0, tl.cdiv(count, 64)):
+            gone = tl.sum(tl.where(lane == block, removed, 0), 0)
+            keep = one * 0
+            for i in tl.static_range(64):
+                row = block * 64 + i
+                own = tl.load(words + (group * K + row) * W + block)
+                free = (((gone >> i) & 1) == 0) & (row < count)
+                keep = tl.where(free, keep | (one << i), keep)
+                gone = tl.where(free, gone | own, gone)
+            tl.store(kept + group * W + block, keep)
+            rows = block * 64 + tl.arange(0, 64)
+            alive = ((keep >> bits) & 1) == 1
+            behind = alive[:, None] & (lane[None, :] > block) & (lane[None, :] * 64 < count)
+            tile = tl.load(words + (group * K + rows)[:, None] * W + lane[None, :], mask=behind, other=0)
+            removed = removed | tl.reduce(tile, 0, _or)
+
+    @triton.jit
+    def _bilinear(feature, top, bottom, left, right, W, channel, C: tl.constexpr, w00, w01, w10, w11):
+        known = channel < C
+        a = tl.load(feature + (top * W + left) * C + channel, mask=known, other=0.0).to(tl.float32)
+        b = tl.load(feature + (top * W + right) * C + channel, mask=known, other=0.0).to(tl.float32)
+        c = tl.load(feature + (bottom * W + left) * C + channel, mask=known, other=0.0).to(tl.float32)
+        d = tl.load(feature + (bottom * W + right) * C + channel, mask=known, other=0.0).to(tl.float32)
+        return a * w00 + b * w01 + c * w10 + d * w11
+
+    @triton.jit
+    def _roi_align_kernel(
+        f0, f1, f2, f3, boxes, levels, out,
+        H0, W0, H1, W1, H2, W2, H3, W3, s0, s1, s2, s3, offset,
+        RATIO: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, BINS: tl.constexpr,
+    ):  # fmt: skip
+        # One bin of one box, all channels; coordinates are float32 whatever the maps are.
+        box, bin = tl.program_id(0), tl.program_id(1)
+        level = tl.load(levels + box)
+        H = tl.where(level == 0, H0, tl.where(level == 1, H1, tl.where(level == 2, H2, H3)))
+        W = tl.where(level == 0, W0, tl.where(level == 1, W1, tl.where(level == 2, W2, W3)))
+        scale = tl.where(level == 0, s0, tl.where(level == 1, s1, tl.where(level == 2, s2, s3)))
+        x1 = tl.load(boxes + box * 4) * scale - offset
+        y1 = tl.load(boxes + box * 4 + 1) * scale - offset
+        width = tl.load(boxes + box * 4 + 2) * scale - offset - x1
+        height = tl.load(boxes + box * 4 + 3) * scale - offset - y1
+        if offset == 0.0:
+            width = tl.maximum(width, 1.0)
+            height = tl.maximum(height, 1.0)
+        step_x, step_y = width / BINS, height / BINS
+        if RATIO > 0:
+            columns, rows = RATIO, RATIO
+        else:
+            columns, rows = tl.ceil(step_x).to(tl.int32), tl.ceil(step_y).to(tl.int32)
+        channel = tl.arange(0, CHANNELS)
+        sum = tl.zeros([CHANNELS], tl.float32)
+        for row in range(0, rows):
+            y = y1 + (bin // BINS) * step_y + (row + 0.5) * step_y / rows
+            seen_y = (y >= -1.0) & (y <= H)
+            y = tl.minimum(tl.maximum(y, 0.0), (H - 1) * 1.0)
+            top = tl.floor(y).to(tl.int32)
+            bottom = tl.minimum(top + 1, H - 1)
+            dy = y - top
+            for column in range(0, columns):
+                x = x1 + (bin % BINS) * step_x + (column + 0.5) * step_x / columns
+                seen = tl.where(seen_y & (x >= -1.0) & (x <= W), 1.0, 0.0)
+                x = tl.minimum(tl.maximum(x, 0.0), (W - 1) * 1.0)
+                left = tl.floor(x).to(tl.int32)
+                right = tl.minimum(left + 1, W - 1)
+                dx = x - left
+                w00, w01 = seen * (1 - dy) * (1 - dx), seen * (1 - dy) * dx
+                w10, w11 = seen * dy * (1 - dx), seen * dy * dx
+                if level == 0:
+                    value = _bilinear(f0, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                elif level == 1:
+                    value = _bilinear(f1, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                elif level == 2:
+                    value = _bilinear(f2, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                else:
+                    value = _bilinear(f3, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                sum += value
+        mean = sum / tl.maximum(rows * columns, 1)
+        tl.store(out + (box * BINS * BINS + bin) * C + channel, mean.to(out.dtype.element_ty), mask=channel < C)
+
+    @triton.jit
+    def _window_kernel(
+        qkv, padding, slots, regions, bias, out, scale, masked, L, NW,
+        C: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SHIFTED: tl.constexpr,
+    ):  # fmt: skip
+        # One head of one window: reads q, k and v where the map has them, and writes tokens back.
+        window, head = tl.program_id(0), tl.program_id(1)
+        image = (window // NW).to(tl.int64) * L
+        slot, d = tl.arange(0, N), tl.arange(0, D)
+        token = tl.load(slots + (window % NW) * N + slot)
+        inside, padded = (token >= 0)[:, None], (token == -1)[:, None]
+        row = image + tl.where(token >= 0, token, 0)
+        channel = head * D + d
+        at = qkv + row[:, None] * (3 * C) + channel[None, :]
+        pad = padding + channel[None, :]
+        q = tl.where(inside, tl.load(at, mask=inside, other=0.0), tl.where(padded, tl.load(pad), 0.0))
+        k = tl.where(inside, tl.load(at + C, mask=inside, other=0.0), tl.where(padded, tl.load(pad + C), 0.0))
+        v = tl.where(inside, tl.load(at + 2 * C, mask=inside, other=0.0), tl.where(padded, tl.load(pad + 2 * C), 0.0))
+        logits = tl.dot(q, tl.trans(k), input_precision='tf32x3') * scale
+        logits += tl.load(bias + head * N * N + slot[:, None] * N + slot[None, :]).to(tl.float32)
+        if SHIFTED:
+            region = tl.load(regions + (window % NW) * N + slot)
+            logits = tl.where(region[:, None] != region[None, :], logits + masked, logits)
+        weights = tl.exp(logits - tl.max(logits, 1)[:, None])
+        weights = weights / tl.sum(weights, 1)[:, None]
+        mixed = tl.dot(weights.to(q.dtype), v, input_precision='tf32x3')
+        tl.store(out + row[:, None] * C + channel[None, :], mixed.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _add_upsampled_kernel(x, coarse, H, W, h, w, scale_y, scale_x, C: tl.constexpr, CHANNELS: tl.constexpr):
+        # One pixel: adds the nearest one of the coarser map, as F.interpolate finds it.
+        pixel = tl.program_id(0)
+        image, place = pixel // (H * W), pixel % (H * W)
+        row = tl.minimum(tl.floor((place // W).to(tl.float32) * scale_y).to(tl.int32), h - 1)
+        column = tl.minimum(tl.floor((place % W).to(tl.float32) * scale_x).to(tl.int32), w - 1)
+        channel = tl.arange(0, CHANNELS)
+        known = channel < C
+        at = x + pixel.to(tl.int64) * C + channel
+        added = tl.load(coarse + ((image * h + row) * w + column).to(tl.int64) * C + channel, mask=known, other=0.0)
+        tl.store(at, tl.load(at, mask=known, other=0.0) + added, mask=known)
+
+    @triton.jit
+    def _paste_kernel(masks, boxes, out, H, W, threshold, M: tl.constexpr, BLOCK: tl.constexpr):
+        # A piece of one row of one mask.
+        mask, row = tl.program_id(0), tl.program_id(1)
+        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        x1, y1 = tl.load(boxes + mask * 4), tl.load(boxes + mask * 4 + 1)
+        x2, y2 = tl.load(boxes + mask * 4 + 2), tl.load(boxes + mask * 4 + 3)
+        y = (row + 0.5 - y1) / (y2 - y1) * M - 0.5
+        x = (column + 0.5 - x1) / (x2 - x1) * M - 0.5
+        top, left = tl.floor(y), tl.floor(x)
+        dy, dx = y - top, x - left
+        # Far outside, the number would not fit into an integer.
+        top = tl.minimum(tl.maximum(top, -2.0), M + 1.0).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
+        left = tl.minimum(tl.maximum(left, -2.0), M + 1.0).to(tl.int32)
+        value = tl.zeros([BLOCK], tl.float32)
+        for j in tl.static_range(2):
+            for i in tl.static_range(2):
+                inside = (top + j >= 0) & (top + j < M) & (left + i >= 0) & (left + i < M)
+                place = masks + mask * M * M + (top + j) * M + left + i
+                weight_y = dy if j == 1 else 1 - dy
+                weight_x = dx if i == 1 else 1 - dx
+                value += tl.load(place, mask=inside, other=0.0) * weight_y * weight_x
+        tl.store(out + (mask.to(tl.int64) * H + row) * W + column, (value >= threshold).to(tl.int8), mask=column < W)
+
+
+def greedy_nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """See :func:`slab_det.deployment.gpu.boxes.greedy_nms`."""
+    groups, given = scores.shape
+    size = max(64, triton.next_power_of_2(given))
+    words_per_row = size // 64
+    # Empty places at the end need no tiles; those in between are boxes without area.
+    rank = torch.arange(1, given + 1, device=boxes.device, dtype=torch.int32)
+    counts = torch.where(scores != EMPTY, rank, 0).amax(1)
+    boxes = F.pad(boxes.float(), (0, 0, 0, size - given)).contiguous()
+    words = torch.empty(groups, size, words_per_row, dtype=torch.int64, device=boxes.device)
+    kept = torch.zeros(groups, words_per_row, dtype=torch.int64, device=boxes.device)
+    shape = dict(K=size, W=words_per_row)
+    _overlap_kernel[(groups, words_per_row, words_per_row)](boxes, counts, words, iou_threshold, **shape)
+    _scan_kernel[(groups,)](words, counts, kept, **shape, num_warps=1)
+    bits = (kept[..., None] >> torch.arange(64, device=boxes.device)) & 1
+    return bits.flatten(1)[:, :given].bool() & (scores != EMPTY)
+
+
+def can_roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor]) -> bool:
+    """Whether :func:`roi_align` computes what the layers of an extractor compute."""
+    layers = extractor.roi_layers
+    same = {(layer.output_size, layer.sampling_ratio, layer.aligned) for layer in layers}
+    bins = layers[0].output_size
+    return len(layers) <= 4 and len(same) == 1 and bins[0] == bins[1] and {len(x) for x in features} == {1}
+
+
+def roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, levels: Tensor) -> Tensor:
+    """RoIAlign (He et al., ICCV 2017) of boxes (n, 4) on their level of the pyramid.
+
+    Args:
+        extractor: Its layers average.
+        features: Up to four maps (1, C, H, W).
+        boxes: Corners, float32; those without area have no samples, unless their number is fixed.
+        levels: The map of each box, (n,).
+
+    Returns:
+        (n, C, bins, bins), channels last, in the dtype of the maps.
+    """
+    layer, channels = extractor.roi_layers[0], features[0].shape[1]
+    bins, scales = layer.output_size[0], [layer.spatial_scale for layer in extractor.roi_layers]
+    maps = [x.permute(0, 2, 3, 1).contiguous() for x in features]
+    missing = 4 - len(maps)
+    sizes = [side for x in [*features, *[features[-1]] * missing] for side in x.shape[-2:]]
+    out = torch.empty(len(boxes), bins, bins, channels, device=boxes.device, dtype=features[0].dtype)
+    _roi_align_kernel[(len(boxes), bins * bins)](
+        *maps, *[maps[-1]] * missing, boxes.contiguous(), levels.int(), out, *sizes, *scales, *[scales[-1]] * missing,
+        0.5 * layer.aligned,
+        RATIO=layer.sampling_ratio, C=channels, CHANNELS=triton.next_power_of_2(channels), BINS=bins,
+    )  # fmt: skip
+    return out.permute(0, 3, 1, 2)
+
+
+def window_attention(
+    qkv: Tensor, padding: Tensor, slots: Tensor, regions: Tensor | None, bias: Tensor, scale: float
+) -> Tensor:
+    """``softmax(q k^T scale + B) v`` in the windows of a map, for each head.
+
+    Args:
+        qkv: (B, H * W, 3C).
+        padding: q, k and v of slots of padding, (3C,).
+        slots: The token in each slot, (nW, N), or ``PADDING`` or ``NOTHING``; N is a power of 2.
+        regions: The region of each slot of a shifted map, (nW, N); pairs of two regions get ``MASKED_LOGIT``.
+        bias: B, (h, N, N).
+        scale: Factor of the logits.
+
+    Returns:
+        (B, H * W, C).
+    """
+    images, tokens, channels = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    out = torch.empty(images, tokens, channels, dtype=qkv.dtype, device=qkv.device)
+    _window_kernel[(images * len(slots), len(bias))](
+        qkv, padding, slots, slots if regions is None else regions, bias, out, scale, MASKED_LOGIT, tokens, len(slots),
+        C=channels, D=channels // len(bias), N=slots.shape[1], SHIFTED=regions is not None,
+    )  # fmt: skip
+    return out
+
+
+def add_upsampled(x: Tensor, coarse: Tensor) -> Tensor:
+    """``x + F.interpolate(coarse, x.shape[2:])`` of maps (N, C, H, W), channels last; written into ``x``."""
+    x, coarse = (level.contiguous(memory_format=torch.channels_last) for level in (x, coarse))
+    images, channels, height, width = x.shape
+    h, w = coarse.shape[2:]
+    _add_upsampled_kernel[(images * height * width,)](
+        x, coarse, height, width, h, w, h / height, w / width,
+        C=channels, CHANNELS=triton.next_power_of_2(channels), num_warps=1,
+    )  # fmt: skip
+    return x
+
+
+def paste_masks(masks: Tensor, boxes: Tensor, height: int, width: int, threshold: float) -> Tensor:
+    """Masks at full size, (n, height, width), bool.
+
+    Args:
+        masks: Probabilities, (n, M, M), float32.
+        boxes: Corners in the image, (n, 4), float32.
+        height: Rows of the image.
+        width: Columns of the image.
+        threshold: Smallest probability of a pixel inside the mask.
+    """
+    out = torch.empty(len(boxes), height, width, dtype=torch.int8, device=boxes.device)
+    if out.numel():
+        _paste_kernel[(len(boxes), height, triton.cdiv(width, 512))](
+            masks.contiguous(), boxes.contiguous(), out, height, width, threshold, M=masks.shape[-1], BLOCK=512
+        )
+    return out.view(torch.bool)

@@ -1,0 +1,197 @@
+"""Necks and heads with fewer kernels: bias and activation in the product, no copies between layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from mmcv.cnn import ConvModule
+from mmdet.models.dense_heads import RPNHead
+from mmdet.models.necks import FPN
+from mmdet.models.roi_heads.bbox_heads import ConvFCBBoxHead
+from mmdet.models.roi_heads.mask_heads import FCNMaskHead
+from torch import Tensor, nn
+
+from slab_det.deployment.detection import flat
+from slab_det.deployment.gpu import kernels
+from slab_det.fusion.folds import find_hooks
+
+
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``ReLU(x weight^T + bias)`` of x (n, C) and a weight (C_out, C)."""
+    return torch._addmm_activation(bias, x, weight.t())
+
+
+def rows(x: Tensor) -> Tensor:
+    """A map (n, C, H, W), channels last, as its pixels, (n * H * W, C); a view."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+class FusedConv(nn.Module):
+    """A convolution with its bias and perhaps a ReLU in one kernel; shares the parameters of ``conv``.
+
+    Shape:
+        (N, C, H, W) -> (N, C_out, H', W'), channels last.
+    """
+
+    def __init__(self, conv: nn.Conv2d, relu: bool) -> None:
+        super().__init__()
+        self.conv, self.relu = conv, relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        conv = self.conv
+        if conv.kernel_size == conv.stride == (1, 1) and conv.groups == 1:
+            # cuDNN adds the bias in a kernel of its own.
+            product = linear_relu if self.relu else F.linear
+            out = product(rows(x), conv.weight.flatten(1), conv.bias)
+            return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+        if self.relu and x.is_cuda and x.dtype.itemsize <= 4:
+            options = conv.stride, conv.padding, conv.dilation, conv.groups
+            return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *options)
+        return conv(x).relu_() if self.relu else conv(x)
+
+
+def fused_conv(layer: nn.Module) -> FusedConv | None:
+    """The fused form of a convolution without norm, alone or followed by a ReLU; None for every other layer."""
+    if type(layer) is not ConvModule or layer.with_norm or layer.with_spectral_norm:
+        return None
+    is_plain = type(layer.conv) is nn.Conv2d and layer.conv.bias is not None and layer.conv.padding_mode == 'zeros'
+    known = not layer.with_activation or type(layer.activate) is nn.ReLU
+    if not is_plain or not known or layer.with_explicit_padding or any(map(find_hooks, layer.modules())):
+        return None
+    return FusedConv(layer.conv, layer.with_activation)
+
+
+class FusedFPN(FPN):
+    """mmdet's FPN with the upsampling of a level and the sum in one kernel."""
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if not kernels.take(inputs[0]):
+            return super().forward(inputs)
+        laterals = [conv(inputs[i + self.start_level]) for i, conv in enumerate(self.lateral_convs)]
+        for i in range(len(laterals) - 1, 0, -1):
+            laterals[i - 1] = kernels.add_upsampled(laterals[i - 1], laterals[i])
+        outs = [conv(x) for conv, x in zip(self.fpn_convs, laterals, strict=False)]
+        if not self.add_extra_convs:
+            while len(outs) < self.num_outs:
+                outs.append(outs[-1][:, :, ::2, ::2].contiguous(memory_format=torch.channels_last))
+            return tuple(outs)
+        sources = dict(on_input=inputs[self.backbone_end_level - 1], on_lateral=laterals[-1], on_output=outs[-1])
+        x = sources[self.add_extra_convs]
+        for conv in self.fpn_convs[len(laterals) :]:
+            outs.append(conv(x))
+            x = outs[-1].relu() if self.relu_before_extra_convs else outs[-1]
+        return tuple(outs)
+
+
+def fuse_fpn(model: nn.Module) -> None:
+    """Gives the FPN of a detector its fused form, in place."""
+    neck = getattr(model, 'neck', None)
+    if type(neck) is FPN and neck.upsample_cfg == dict(mode='nearest'):
+        neck.__class__ = FusedFPN
+
+
+class RPN:
+    """What an RPN says of every anchor.
+
+    Args:
+        head: The RPN.
+        fused: Whether logits and deltas are one product, if the head has one convolution; it copies their weights.
+    """
+
+    def __init__(self, head: RPNHead, fused: bool) -> None:
+        self.head = head
+        self.fused = fused and type(head).forward_single is RPNHead.forward_single and type(head.rpn_conv) is nn.Conv2d
+        if self.fused:
+            self.conv, self.anchors = FusedConv(head.rpn_conv, relu=True), head.rpn_cls.out_channels
+            layers = head.rpn_cls, head.rpn_reg
+            # Rows of a multiple of 16 bytes.
+            missing = -sum(layer.out_channels for layer in layers) % 8
+            self.weight = F.pad(torch.cat([layer.weight.flatten(1) for layer in layers]), (0, 0, 0, missing)).detach()
+            self.bias = F.pad(torch.cat([layer.bias for layer in layers]), (0, missing)).detach()
+
+    def __call__(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The logits (n_i,) of the anchors of each level, and the deltas (A, 4) of all."""
+        if not self.fused:
+            logits, deltas = self.head(features)
+            return [flat(x, 1)[:, 0] for x in logits], torch.cat([flat(x, 4) for x in deltas])
+        sizes = [len(x) * x.shape[2] * x.shape[3] for x in features]
+        outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
+        for part, x in zip(outputs.split(sizes), features, strict=True):
+            torch.addmm(self.bias, rows(self.conv(x.to(self.weight.dtype))), self.weight.t(), out=part)
+        logits, deltas = outputs[:, : self.anchors].float(), outputs[:, self.anchors : 5 * self.anchors]
+        return list(logits.flatten().split([self.anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
+
+
+class BoxHead:
+    """Class logits (n, classes + 1) and deltas (n, 4 classes) of regions (n, C, h, w).
+
+    Args:
+        head: The head.
+        fused: Whether regions may be channels last; for heads of linear layers alone. It copies their weights.
+    """
+
+    def __init__(self, head: nn.Module, fused: bool) -> None:
+        self.head = head
+        own = type(head).forward is ConvFCBBoxHead.forward
+        if not (fused and own and not head.with_avg_pool and head.num_shared_fcs and not head.num_shared_convs):
+            self.shared = None
+            return
+        branches = *head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs
+        layers = *head.shared_fcs, head.fc_cls, head.fc_reg
+        if branches or any(type(layer) is not nn.Linear for layer in layers):
+            self.shared = None
+            return
+        first, *others = head.shared_fcs
+        by_place = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
+        self.shared = [(by_place.permute(0, 2, 3, 1).flatten(1), first.bias)]
+        self.shared += [(layer.weight, layer.bias) for layer in others]
+        self.weight = torch.cat([head.fc_cls.weight, head.fc_reg.weight]).detach()
+        self.bias = torch.cat([head.fc_cls.bias, head.fc_reg.bias]).detach()
+
+    def __call__(self, regions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shared is None:
+            return self.head(regions)
+        x = regions.permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
+        for weight, bias in self.shared:
+            x = linear_relu(x, weight, bias)
+        return (
+            F.linear(x, self.weight, self.bias)
+            .float()
+            .split([self.head.fc_cls.out_features, self.head.fc_reg.out_features], 1)
+        )
+
+
+class MaskHead:
+    """Mask logits (n, 28, 28) of regions (n, C, 14, 14) for a label each.
+
+    Args:
+        head: The head.
+        fused: Whether only the mask of the label is computed, if the head upsamples by a transposed convolution.
+    """
+
+    def __init__(self, head: FCNMaskHead, fused: bool) -> None:
+        self.head = head
+        up, last = head.upsample, head.conv_logits
+        self.fused = fused and type(head).forward is FCNMaskHead.forward and type(up) is nn.ConvTranspose2d
+        self.fused = self.fused and up.kernel_size == up.stride == (2, 2) and type(last) is nn.Conv2d
+        if self.fused:
+            # One product, of whose columns each four places of a pixel have a quarter.
+            self.up_weight = up.weight.detach().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
+            self.up_bias = up.bias.detach().repeat(4)
+
+    def __call__(self, regions: Tensor, labels: Tensor) -> Tensor:
+        head = self.head
+        if head.class_agnostic:
+            labels = torch.zeros_like(labels)
+        if not self.fused:
+            return head(regions)[torch.arange(len(labels), device=labels.device), labels]
+        x = regions.to(self.up_weight.dtype)
+        for conv in head.convs:
+            x = conv(x)
+        count, _, height, width = x.shape
+        x = linear_relu(rows(x), self.up_weight, self.up_bias).view(count, height * width * 4, -1)
+        weight, bias = head.conv_logits.weight.flatten(1)[labels], head.conv_logits.bias[labels]
+        logits = torch.bmm(x, weight[:, :, None])[..., 0].float() + bias[:, None].float()
+        return logits.view(count, height, width, 2, 2).transpose(2, 3).reshape(count, 2 * height, 2 * width)

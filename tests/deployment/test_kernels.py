@@ -1,0 +1,132 @@
+"""Triton's kernels compute what PyTorch's operators compute; without a GPU in Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import relative_difference
+from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
+from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
+from mmdet.registry import MODELS
+
+from slab_det.deployment.cpu.linear import replace_layers
+from slab_det.deployment.detection import EMPTY, map_levels
+from slab_det.deployment.gpu import kernels
+from slab_det.deployment.gpu.boxes import FixedBoxes, greedy_nms
+from slab_det.deployment.gpu.windows import FusedWindowAttention, fused_windows
+
+pytestmark = [
+    pytest.mark.skipif(kernels.triton is None, reason='this PyTorch comes without Triton'),
+    pytest.mark.filterwarnings('ignore:invalid value encountered'),
+]
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """A function: what another function returns where there are no kernels."""
+
+    def run(function, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, 'take', lambda x: False)
+            return function(*arguments)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def everywhere(monkeypatch):
+    monkeypatch.setattr(kernels, 'take', lambda x: True)
+
+
+def some_boxes(groups, count, spread=60.0):
+    low, size = torch.rand(groups, count, 2) * spread, torch.rand(groups, count, 2) * 40 + 1
+    # Halves: many overlaps are equal, and some are the threshold.
+    return (torch.cat([low, low + size], -1) * 2).round().div(2).to(DEVICE)
+
+
+@pytest.mark.parametrize(('groups', 'count'), [(1, 1), (3, 64), (2, 65), (1, 130)])
+@pytest.mark.parametrize('fill', ['all', 'some', 'none', 'NaN', 'equal'])
+def test_nms(groups, count, fill, without_kernels):
+    torch.manual_seed(0)
+    boxes, scores = some_boxes(groups, count), torch.rand(groups, count, device=DEVICE).sort(1, True).values
+    if fill == 'some':
+        scores = torch.where(torch.rand_like(scores) < 0.3, EMPTY, scores)
+        scores[:, count // 2 + 1 :] = EMPTY
+    elif fill == 'none':
+        scores.fill_(EMPTY)
+    elif fill == 'NaN':
+        boxes[:, ::3, 2] = torch.nan
+    elif fill == 'equal':
+        boxes[:] = boxes[:, :1]
+    boxes = torch.where((scores > EMPTY)[..., None], boxes, 0.0)
+    found = greedy_nms(boxes, scores, 0.5)
+    assert torch.equal(found, without_kernels(greedy_nms, boxes, scores, 0.5))
+    if fill == 'equal':
+        assert found.sum() == groups
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ('ratio', 'aligned', 'channels', 'bins'), [(0, True, 5, 3), (2, True, 16, 2), (0, False, 3, 1)]
+)
+def test_roi_align(ratio, aligned, channels, bins, dtype, without_kernels):
+    torch.manual_seed(0)
+    layer = dict(type='RoIAlign', output_size=bins, sampling_ratio=ratio, aligned=aligned)
+    extractor = SingleRoIExtractor(layer, channels, [4, 8, 16, 32], finest_scale=28)
+    features = [torch.randn(1, channels, max(1, 20 // s), max(1, 29 // s), device=DEVICE) for s in (1, 2, 4, 8)]
+    features = [level.to(dtype) for level in features]
+    inside = [[3.2, 4.5, 80.1, 50.7], [0, 0, 116, 80], [10.3, 5.5, 11.2, 36]]
+    outside = [[-20, -30, 150, 100], [500, 500, 600, 700]]
+    corners = torch.tensor([*inside, *outside, [1, 1, 1, 1], [5, 5, 2, 2]], device=DEVICE)
+    scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, EMPTY], device=DEVICE)
+    found, _ = FixedBoxes().pool(extractor, features, corners, scores)
+    expected, _ = without_kernels(FixedBoxes().pool, extractor, features, corners, scores)
+    assert found.dtype == dtype and {*map_levels(extractor, corners).tolist()} >= {0, 1}
+    bound = 1e-5 if dtype == torch.float32 else 2e-3
+    assert (found - expected)[:6].abs().max() <= bound
+
+
+def test_roi_align_of_nothing():
+    extractor = SingleRoIExtractor(dict(type='RoIAlign', output_size=7, sampling_ratio=0), 4, [4])
+    features = [torch.randn(1, 4, 9, 9, device=DEVICE)]
+    found, _ = FixedBoxes().pool(extractor, features, torch.zeros(0, 4, device=DEVICE), torch.zeros(0, device=DEVICE))
+    assert found.shape == (0, 4, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ('window', 'heads', 'size'), [(7, 1, (50, 67)), (7, 2, (64, 64)), (4, 1, (30, 33)), (9, 1, (40, 40))]
+)
+@torch.no_grad()
+def test_windows(window, heads, size, without_kernels):
+    torch.manual_seed(0)
+    arguments = dict(embed_dims=16 * heads, depths=(2, 2), num_heads=(heads, 2 * heads), window_size=window)
+    model = MODELS.build(dict(type='SLABSwin', strides=(4, 2), out_indices=(0, 1), **arguments)).eval().to(DEVICE)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    images = torch.randn(2, 3, *size, device=DEVICE)
+    expected = model(images)
+    replace_layers(model, fused_windows)
+    assert sum(isinstance(module, FusedWindowAttention) for module in model.modules()) == 4
+    assert relative_difference(without_kernels(model, images), expected) <= 1e-6
+    assert relative_difference(model(images), expected) <= 1e-5
+
+
+@pytest.mark.parametrize('size', [(37, 53), (1, 1), (8, 600)])
+def test_paste(size):
+    torch.manual_seed(0)
+    masks = torch.rand(5, 28, 28, device=DEVICE)
+    corners = [[3.2, 4.5, 20.1, 30.7], [0, 0, 40, 37], [10.3, 5.5, 11.2, 36], [-30, -30, 100, 10], [900, 5, 990, 9]]
+    corners = torch.tensor(corners, device=DEVICE)
+    expected, _ = _do_paste_mask(masks[:, None], corners, *size, skip_empty=False)
+    found = kernels.paste_masks(masks, corners, *size, 0.5)
+    assert found.dtype == torch.bool and (found != (expected >= 0.5)).sum() <= (0 if DEVICE == 'cpu' else 2)
+    assert kernels.paste_masks(masks[:0], corners[:0], *size, 0.5).shape == (0, *size)
+
+
+@pytest.mark.parametrize(
+    ('fine', 'coarse'), [((8, 12), (4, 6)), ((25, 42), (13, 21)), ((5, 7), (1, 1)), ((3, 3), (5, 5))]
+)
+def test_upsampling(fine, coarse):
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, 5, *size, device=DEVICE) for size in (fine, coarse))
+    assert torch.equal(kernels.add_upsampled(x.clone(), y), x + F.interpolate(y, fine))
