@@ -16,6 +16,7 @@ from slab_det.deployment.gpu.gather import gather_windows
 from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import fuse_fpn, fused_conv
 from slab_det.deployment.gpu.windows import fused_windows
+from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import check_precision, lower_precision
 from slab_det.deployment.trial import try_deployed
@@ -24,7 +25,9 @@ from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import DeploymentError
 
 
-def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool = False) -> nn.Module:
+def deploy(
+    model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool = False, masks: str = 'full'
+) -> nn.Module:
     """Gives a detector a faster form for inference, with the results of ``model``.
 
     Our blocks replace mmdet's: they compute nothing for padding tokens whose result is known before. Feature maps and
@@ -45,13 +48,15 @@ def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool 
         dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None, or
             ``torch.float32``, keeps the dtype of the model.
         inplace: Change ``model`` itself instead of a copy; a copy runs beside it.
+        masks: 'full', or 'rle' for a list of COCO RLE in ``pred_instances.masks``, see :func:`slab_det.load_detector`.
 
     Returns:
         The deployed model, with the same methods.
 
     Raises:
         DeploymentError: If the model is in training mode, has norms that await :func:`slab_det.fuse` or weights that
-            are not finite, or cannot compute in this form or in ``dtype``. The model is then unchanged.
+            are not finite, or cannot compute in this form or in ``dtype``, or encode masks. The model is then
+            unchanged.
     """
     if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
         raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
@@ -64,6 +69,7 @@ def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool 
         raise DeploymentError(
             f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before slab_det.deploy'
         )
+    check_form(masks, DeploymentError)
     if dtype == torch.float32:
         dtype = None
     check_finite(model, DeploymentError)
@@ -73,6 +79,8 @@ def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool 
     if not inplace:
         original, deployed = deployed, original
     try:
+        if masks == 'rle':
+            encode_masks(deployed)
         _change_form(deployed, dtype)
         if not next(deployed.parameters()).is_meta:
             check = try_deployed(original, deployed, dtype)
@@ -84,7 +92,7 @@ def deploy(model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool 
         raise
     deployed.deployed = True
     if hasattr(deployed, 'data_preprocessor') and not _is_on_cpu(deployed):
-        use_graphs(deployed)
+        use_graphs(deployed, masks)
     return deployed
 
 

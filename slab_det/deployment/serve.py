@@ -83,6 +83,7 @@ def load_detector(
     runtime: str = 'torch',
     device: str | torch.device | None = None,
     fetch_timeout: float = 10.0,
+    masks: str = 'full',
     **options: object,
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
@@ -100,6 +101,8 @@ def load_detector(
         device: Of the runtime 'torch'; None takes a GPU where PyTorch finds one. The others run on the CPU.
         fetch_timeout: Seconds for the download of an image whose name begins with http:// or https://; 0 refuses such
             names.
+        masks: 'full', as mmdet gives them, (n, H, W): 100 masks of 4000x8000 are 3.2 GB. Or 'rle': a list of n dicts,
+            as ``pycocotools.mask.encode`` gives them; one mask at a time is in memory. mmdet's evaluators take both.
         **options: Those of :func:`slab_det.deploy` (``dtype``) or of
             :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
 
@@ -121,7 +124,7 @@ def load_detector(
         model = build_detector(cfg, str(weights)).to(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         check_statistics(model, str(weights))
         model = fuse(model, inplace=True) if any(named_offline_norms(model)) else model
-        model = deploy(model, inplace=True, **options)
+        model = deploy(model, inplace=True, masks=masks, **options)
         meta = model.dataset_meta
     else:
         if device is not None:
@@ -130,6 +133,6 @@ def load_detector(
         from slab_det.deployment.export import ExportedDetector
 
         enter_scope(cfg)
-        model = ExportedDetector(str(weights), pipeline=inference_steps(cfg), runtime=runtime, **options).eval()
+        model = ExportedDetector(str(weights), inference_steps(cfg), masks, runtime=runtime, **options).eval()
         meta = model.runtime.metadata.get('dataset_meta')
     return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()), fetch_timeout=fetch_timeout)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from mmdet.structures import DetDataSample
+from mmdet.structures.mask import encode_mask_results
 from pycocotools import mask as coco_mask
 from torch import nn
 
@@ -77,11 +78,12 @@ def _as_detections(sample: DetDataSample) -> Detections:
         raise AgreementError('the model finds no instances (pred_instances): there are no detections to compare')
     scores = instances.scores.double().cpu().numpy()
     if 'masks' in instances:
-        # pycocotools reads (H, W, N) in Fortran's order.
-        masks = np.asarray(torch.as_tensor(instances.masks).cpu(), np.uint8)
-        regions = coco_mask.encode(np.asfortranarray(masks.transpose(1, 2, 0)))
-        # Not by coco_mask.area, which takes 255 masks at most.
-        has_area = masks.any((1, 2))
+        regions = instances.masks
+        # Else they are encoded already, see slab_det.deploy.
+        if not isinstance(regions, list):
+            regions = encode_mask_results(np.asarray(torch.as_tensor(regions).cpu()))
+        # One by one: it takes 255 masks at most.
+        has_area = np.array([coco_mask.area(mask) > 0 for mask in regions], bool)
     else:
         corners = instances.bboxes.double().cpu().numpy()
         regions = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1)

@@ -118,9 +118,9 @@ def test_paste(size):
     corners = [[3.2, 4.5, 20.1, 30.7], [0, 0, 40, 37], [10.3, 5.5, 11.2, 36], [-30, -30, 100, 10], [900, 5, 990, 9]]
     corners = torch.tensor(corners, device=DEVICE)
     expected, _ = _do_paste_mask(masks[:, None], corners, *size, skip_empty=False)
-    found = kernels.paste_masks(masks, corners, *size, 0.5)
+    found = kernels.paste_masks(masks, corners, size, 0.5)
     assert found.dtype == torch.bool and (found != (expected >= 0.5)).sum() <= (0 if DEVICE == 'cpu' else 2)
-    assert kernels.paste_masks(masks[:0], corners[:0], *size, 0.5).shape == (0, *size)
+    assert kernels.paste_masks(masks[:0], corners[:0], size, 0.5).shape == (0, *size)
 
 
 @pytest.mark.parametrize(

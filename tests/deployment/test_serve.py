@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,10 @@ from conftest import CONFIGS, SMALL_SWIN, as_trained
 from mmdet.apis import inference_detector, init_detector
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
+from mmdet.structures.mask import encode_mask_results
 from mmengine.config import Config
+from mmengine.evaluator import Evaluator
+from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 from scipy.optimize import linear_sum_assignment
 
@@ -130,6 +134,29 @@ def test_threads_share_a_detector(runtime, served):
             assert_same(found, expected, exact=True)
 
 
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_encoded_masks_are_those_at_full_size_and_mmdets_evaluator_takes_them(runtime, files, served, tmp_path):
+    options = dict(device='cpu') if runtime == 'torch' else dict(threads=1)
+    full = served(runtime)
+    encoded = slab_det.load_detector(files[0], files[1 if runtime == 'torch' else 2], runtime, masks='rle', **options)
+    for found, wanted in zip(encoded(IMAGES), full(IMAGES), strict=True):
+        found, wanted = found.pred_instances, wanted.pred_instances
+        assert len(found) > 5 and all(found[key].equal(wanted[key]) for key in ('bboxes', 'scores', 'labels'))
+        assert found.masks == encode_mask_results(wanted.masks.numpy())
+    cfg = Config.fromfile(files[0])
+    loader = Runner.build_dataloader(cfg.test_dataloader)
+    metrics, results = [], []
+    for name, model in (('full', full.model), ('encoded', encoded.model)):
+        evaluator = Evaluator({**cfg.test_evaluator, 'outfile_prefix': str(tmp_path / name)})
+        evaluator.dataset_meta = loader.dataset.metainfo
+        for batch in loader:
+            evaluator.process(model.test_step(batch), batch)
+        metrics.append(evaluator.evaluate(len(loader.dataset)))
+        results.append((tmp_path / f'{name}.segm.json').read_text())
+    assert metrics[0] == metrics[1] and 'coco/segm_mAP' in metrics[0]
+    assert results[0] == results[1] and len(json.loads(results[0])) > 20
+
+
 def test_what_is_kept_for_a_size_is_made_once(served, monkeypatch):
     detector = served('torch')
     detector(IMAGES[0])
@@ -227,6 +254,12 @@ def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg,
             dict(weights=files[2], runtime='onnxruntime', device='cpu'),
             ExportError,
             "device='cpu' is for",
+        ),
+        (dict(weights=files[1], masks='RLE'), DeploymentError, "masks='RLE' is not one of"),
+        (
+            dict(weights=files[2], runtime='onnxruntime', masks='RLE'),
+            ExportError,
+            "masks='RLE' is not one of",
         ),
         (
             dict(weights=files[1], threads=2),

@@ -13,6 +13,7 @@ from zoo import shrunk
 
 from slab_det.deployment.detection import EMPTY
 from slab_det.deployment.gpu.static import Frame, static_form
+from slab_det.deployment.masks import paste_masks
 
 CONFIGS = {
     'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',

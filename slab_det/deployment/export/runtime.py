@@ -12,13 +12,13 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from slab_det.deployment.masks import check_form, paste_masks
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
@@ -149,16 +149,18 @@ class ExportedDetector(BaseModel):
     Args:
         file: The ONNX file, of scope 'detector'.
         pipeline: Configs of the transforms that its images will pass; None does not check them.
+        masks: 'full' or 'rle', see :func:`slab_det.load_detector`.
         **options: As :func:`load_runtime` takes them.
 
     Raises:
-        ExportError: If the file has another scope, was exported for images of another resize, or the runtime is not
-            installed.
+        ExportError: If the file has another scope or no masks to encode, was exported for images of another resize, or
+            the runtime is not installed.
     """
 
-    def __init__(self, file: str, pipeline: Sequence[dict] | None = None, **options) -> None:
+    def __init__(self, file: str, pipeline: Sequence[dict] | None = None, masks: str = 'full', **options) -> None:
+        check_form(masks, ExportError)
         super().__init__()
-        self.runtime = load_runtime(file, **options)
+        self.runtime, self.masks = load_runtime(file, **options), masks
         if self.runtime.metadata['scope'] != 'detector':
             raise ExportError(f'{file} has scope {self.runtime.metadata["scope"]}: export it with --scope detector')
         expected, resize = self.runtime.metadata['image']['resize'], find_resize(pipeline or ())
@@ -167,6 +169,8 @@ class ExportedDetector(BaseModel):
                 f'{file} was exported for images after {expected}, and this config has {resize or "no resize"}: it '
                 'would find other objects; give the config that it was exported with, or export it with this one'
             )
+        if masks == 'rle' and 'mask_threshold' not in self.runtime.metadata:
+            raise ExportError(f"masks='rle' encodes masks, and the detector of {file} finds none; leave masks= out")
         # The runner asks a model for its device.
         self.register_buffer('_device', torch.zeros(()), persistent=False)
 
@@ -180,23 +184,7 @@ class ExportedDetector(BaseModel):
             boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)
             instances = InstanceData(bboxes=boxes, scores=found['scores'], labels=found['labels'])
             if 'mask_logits' in found:
-                threshold = self.runtime.metadata['mask_threshold']
-                instances.masks = paste_masks(found['mask_logits'], boxes, sample.ori_shape[:2], threshold)
+                probabilities, threshold = found['mask_logits'].sigmoid(), self.runtime.metadata['mask_threshold']
+                instances.masks = paste_masks(probabilities, boxes, sample.ori_shape[:2], threshold, self.masks)
             sample.pred_instances = instances
         return data_samples
-
-
-def paste_masks(logits: Tensor, boxes: Tensor, shape: tuple[int, int], threshold: float) -> Tensor:
-    """Masks at full size, (n, H, W), as mmdet pastes them; the one step that is not in the graph.
-
-    Args:
-        logits: (n, 28, 28).
-        boxes: Corners in the image of ``shape``, (n, 4).
-        shape: (H, W).
-        threshold: Smallest probability of a pixel inside the mask.
-    """
-    masks = torch.zeros(len(boxes), *shape, dtype=torch.bool)
-    for mask, logit, box in zip(masks, logits, boxes, strict=True):
-        pasted, window = _do_paste_mask(logit[None, None].sigmoid(), box[None], *shape)
-        mask[window] = pasted[0] >= threshold
-    return masks

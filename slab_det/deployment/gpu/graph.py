@@ -19,6 +19,7 @@ from slab_det.deployment.constants import used_constants
 from slab_det.deployment.detection import EMPTY, Unsupported
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.gpu.static import Frame, static_form
+from slab_det.deployment.masks import paste_masks
 
 # The graphs of a model share one pool of memory: they never run at the same time.
 MAX_GRAPHS = 64
@@ -123,18 +124,19 @@ class GraphedPrediction:
 
     Args:
         model: The detector, of whose class ``predict`` is called for what a graph does not hold.
+        masks: The form of masks, 'full' or 'rle'.
 
     Raises:
         Unsupported: If a part of the detector has no static form.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, masks: str) -> None:
+        self._model, self._masks = model, masks
         self._graphs: GraphCache | None = None
 
     def __reduce__(self) -> tuple:
         # Copies and files capture their own graphs.
-        return GraphedPrediction, (self._model,)
+        return GraphedPrediction, (self._model, self._masks)
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -175,7 +177,8 @@ class GraphedPrediction:
         found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
         if masks:
             threshold = self._model.roi_head.test_cfg.mask_thr_binary
-            found.masks = kernels.paste_masks(masks[0][:count], found.bboxes, *meta['ori_shape'][:2], threshold)
+            paste = kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
+            found.masks = paste(masks[0][:count], found.bboxes, meta['ori_shape'][:2], threshold)
         return found
 
 
@@ -202,11 +205,11 @@ class GraphedFeatures:
         return type(self._model).extract_feat(self._model, batch_inputs) if features is None else features
 
 
-def use_graphs(model: nn.Module) -> None:
+def use_graphs(model: nn.Module, masks: str) -> None:
     """Gives a deployed detector on a GPU predictions from CUDA graphs, of as much of it as a graph can hold."""
     try:
         static_form(model)
-        model.predict = GraphedPrediction(model)
+        model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:
         MMLogger.get_current_instance().info(
             f'deployed {type(model).__name__}: backbone and neck run as a CUDA graph, the heads after them, as {reason}'

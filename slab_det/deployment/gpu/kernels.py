@@ -298,16 +298,16 @@ def add_upsampled(x: Tensor, coarse: Tensor) -> Tensor:
     return x
 
 
-def paste_masks(masks: Tensor, boxes: Tensor, height: int, width: int, threshold: float) -> Tensor:
-    """Masks at full size, (n, height, width), bool.
+def paste_masks(masks: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float) -> Tensor:
+    """Masks at full size, (n, H, W), bool; see :func:`slab_det.deployment.masks.paste_masks`.
 
     Args:
         masks: Probabilities, (n, M, M), float32.
         boxes: Corners in the image, (n, 4), float32.
-        height: Rows of the image.
-        width: Columns of the image.
+        shape: (H, W).
         threshold: Smallest probability of a pixel inside the mask.
     """
+    height, width = shape
     out = torch.empty(len(boxes), height, width, dtype=torch.int8, device=boxes.device)
     if out.numel():
         _paste_kernel[(len(boxes), height, triton.cdiv(width, 512))](

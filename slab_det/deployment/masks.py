@@ -1,0 +1,142 @@
+"""Masks at full size, or as COCO's run-length encoding (RLE): one mask in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmdet.models.roi_heads.mask_heads import FCNMaskHead
+from mmengine.structures import InstanceData
+from pycocotools import mask as coco_mask
+from torch import Tensor, nn
+
+from slab_det.runtime.errors import DeploymentError, SlabDetError
+
+MASK_FORMS = ('full', 'rle')
+# Pixels that are sampled at once, with 13 bytes for each.
+BAND = 2**20
+# Some columns of the window of a box: x and y of its first pixel, and its pixels (w, h), in the order of RLE.
+Band = tuple[int, int, Tensor]
+
+
+def check_form(form: str, error: type[SlabDetError]) -> None:
+    """Raises ``error`` unless :func:`paste_masks` knows the form."""
+    if form not in MASK_FORMS:
+        raise error(f'masks={form!r} is not one of {", ".join(MASK_FORMS)}')
+
+
+def paste_masks(
+    probabilities: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float, form: str = 'full'
+) -> Tensor | list[dict]:
+    """Pastes masks into their image as mmdet does on a CPU, to the last bit.
+
+    Args:
+        probabilities: Sigmoids of the mask logits, (n, 28, 28).
+        boxes: Corners in the image of ``shape``, (n, 4), float32.
+        shape: (H, W).
+        threshold: Smallest probability of a pixel inside the mask.
+        form: 'full' or 'rle'.
+
+    Returns:
+        'full': (n, H, W), bool, on the device of the boxes. 'rle': what ``pycocotools.mask.encode`` makes of each.
+    """
+    if form == 'rle':
+        probabilities, boxes = probabilities.cpu(), boxes.cpu()
+    pasted = (_paste_bands(*pair, shape, threshold) for pair in zip(probabilities, boxes, strict=True))
+    if form == 'rle':
+        return [_encode_bands(bands, *shape) for bands in pasted]
+    masks = torch.zeros(len(boxes), *shape, dtype=torch.bool, device=boxes.device)
+    for mask, bands in zip(masks, pasted, strict=True):
+        for x, y, pixels in bands:
+            mask.T[x : x + len(pixels), y : y + pixels.shape[1]] = pixels
+    return masks
+
+
+def _paste_bands(probability: Tensor, box: Tensor, shape: Sequence[int], threshold: float) -> Iterator[Band]:
+    """Pastes one mask into the window of its box, outside of which it has no pixel, some columns at a time."""
+    left, top = (max(0, math.floor(low) - 1) for low in box[:2].tolist())
+    right, bottom = (min(side, math.ceil(high) + 1) for side, high in zip(shape[::-1], box[2:].tolist(), strict=True))
+    bottom = max(top, bottom)
+    step = BAND // (bottom - top + 1) + 1
+    y = _sample_points(top, bottom, box[1], box[3])
+    for x in range(left, right, step):
+        columns = _sample_points(x, min(x + step, right), box[0], box[2])
+        grid = torch.stack(torch.meshgrid(columns, y, indexing='ij'), -1)
+        pixels = F.grid_sample(probability[None, None].float(), grid[None], align_corners=False)[0, 0]
+        yield x, top, pixels >= threshold
+
+
+def _sample_points(start: int, end: int, low: Tensor, high: Tensor) -> Tensor:
+    """Centres of pixels on an axis where the box is -1 to 1; mmdet's order of operations decides the last bit."""
+    points = (torch.arange(start, end, device=low.device).float() + 0.5 - low) / (high - low) * 2 - 1
+    return points.masked_fill(points.isinf(), 0)
+
+
+def _encode_bands(bands: Iterable[Band], height: int, width: int) -> dict:
+    """The RLE of an image (H, W) that is empty but for its bands: runs of 0 and 1 in turns, column by column."""
+    edges = [np.empty(0, int)]
+    for x, y, pixels in bands:
+        # A 0 above each column: no run goes on into the next.
+        flat = np.pad(pixels.numpy(), ((0, 1), (1, 0))).ravel()
+        column, row = divmod(np.flatnonzero(flat[1:] != flat[:-1]), pixels.shape[1] + 1)
+        edges.append((x + column) * height + y + row)
+    # Two runs that meet, at the border of two columns, are one.
+    places, times = np.unique(np.concatenate(edges), return_counts=True)
+    places = places[(times == 1) & (places < height * width)]
+    counts = np.diff(places, prepend=0, append=height * width)
+    return coco_mask.frPyObjects(dict(size=[height, width], counts=counts), height, width)
+
+
+def encode_masks(detector: nn.Module) -> None:
+    """Has a detector find masks as RLE, in place: ``pred_instances.masks`` is then a list of dicts.
+
+    Raises:
+        DeploymentError: If it has no masks that mmdet's FCNMaskHead pastes.
+    """
+    roi_head = getattr(detector, 'roi_head', None)
+    heads = getattr(roi_head, 'mask_head', None)
+    heads = [*heads] if isinstance(heads, nn.ModuleList) else [heads]
+    pastes = FCNMaskHead._predict_by_feat_single
+    if any(getattr(type(head), '_predict_by_feat_single', None) is not pastes for head in heads):
+        found = 'no RoI head with masks' if None in heads else type(heads[-1]).__name__
+        raise DeploymentError(
+            f"masks='rle' encodes what FCNMaskHead pastes, and {type(detector).__name__} has {found}; leave masks= out"
+        )
+    for head in heads:
+        head._predict_by_feat_single = partial(_predict_encoded, head)
+    roi_head.predict_mask = partial(_predict_lists, roi_head.predict_mask)
+
+
+def _predict_encoded(
+    head: FCNMaskHead,
+    mask_preds: Tensor,
+    bboxes: Tensor,
+    labels: Tensor,
+    img_meta: dict,
+    rcnn_test_cfg: dict,
+    rescale: bool = False,
+    activate_map: bool = False,
+) -> list[dict]:
+    """In the place of the method of FCNMaskHead that pastes all masks of an image."""
+    scale, shape = bboxes.new_tensor(img_meta['scale_factor']), img_meta['ori_shape'][:2]
+    if rescale:
+        # In place, as mmdet does: they are the boxes of the results.
+        bboxes /= scale.repeat(2)
+    else:
+        shape = [round(side * factor) for side, factor in zip(shape, scale.flip(0).tolist(), strict=True)]
+    probabilities = mask_preds if activate_map else mask_preds.sigmoid()
+    probabilities = probabilities[range(len(bboxes)), 0 if head.class_agnostic else labels]
+    return paste_masks(probabilities, bboxes, shape, rcnn_test_cfg.mask_thr_binary, 'rle')
+
+
+def _predict_lists(predict_mask: Callable[..., list[InstanceData]], *args: Any, **options: Any) -> list[InstanceData]:
+    """Calls ``predict_mask`` of a RoI head, which makes an empty tensor of masks without the mask head."""
+    results = predict_mask(*args, **options)
+    for found in results:
+        found.masks = found.masks if len(found) else []
+    return results
