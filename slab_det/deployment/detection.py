@@ -68,12 +68,16 @@ class Boxes(ABC):
         """
 
     @abstractmethod
-    def suppress(self, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> tuple[Tensor, Tensor]:
-        """Greedy NMS in each group.
+    def suppress(
+        self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
+    ) -> tuple[Tensor, Tensor]:
+        """Greedy NMS of boxes of the same group.
 
         Args:
-            boxes: Corners, (G, K, 4).
+            corners: (G, K, 4).
             scores: (G, K), of the order of :meth:`best`.
+            groups: The level or the label of each box, (G, K).
+            stride: How far :func:`set_apart` moves the boxes of a group.
             iou_threshold: A box goes if it overlaps a better one of its group by more.
             limit: How many boxes stay, at most.
 
@@ -91,6 +95,36 @@ class Boxes(ABC):
             Regions (n, C, h, w), and the box that each belongs to, (n,); None where they are in the order of boxes.
         """
 
+    def class_scores(self, logits: Tensor, found: Tensor, score_thr: float | Tensor) -> Tensor:
+        """Scores (P, classes) of logits (P, classes + 1), ``EMPTY`` up to ``score_thr`` and in empty places."""
+        scores = logits.softmax(-1)[:, :-1]
+        return torch.where((scores > score_thr) & (found > EMPTY)[:, None], scores, EMPTY)
+
+    def decode(
+        self, coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None
+    ) -> Tensor:
+        """Decodes what a head says of priors; see :func:`decode`.
+
+        Args:
+            coder: The coder.
+            priors: (A, 4) or (A, 2).
+            values: (A, 4) with places, (A, n, 4) without.
+            limits: The image's (width, height, width, height).
+            place: Which of the A are decoded, (...); all without.
+
+        Returns:
+            (..., 4), or (A, n, 4).
+        """
+        if place is None:
+            return decode(coder, priors[:, None], values, limits)
+        return decode(coder, priors[place], values[place], limits)
+
+    def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
+        """How far mmcv's batched NMS moves the boxes of a group: one more than the largest coordinate of all."""
+        corners = torch.where((scores > EMPTY)[..., None], corners, 0.0)
+        # The zero is for no places at all.
+        return torch.cat([corners.reshape(-1), corners.new_zeros(1)]).max() + 1
+
 
 def propose(
     boxes: Boxes, head: RPNHead, levels: Sequence[Tensor], deltas: Tensor, priors: Tensor, limits: Tensor
@@ -107,9 +141,10 @@ def propose(
     """
     cfg = head.test_cfg
     scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1), torch.sigmoid)
-    corners = decode(head.bbox_coder, priors[place], deltas[place], limits)
+    corners = boxes.decode(head.bbox_coder, priors, deltas, limits, place)
     scores = drop_small(corners, scores, cfg)
-    kept, index = boxes.suppress(set_apart(corners, scores, level), scores, cfg.nms.iou_threshold, cfg.max_per_img)
+    stride = boxes.stride(corners, scores)
+    kept, index = boxes.suppress(corners, scores, level, stride, cfg.nms.iou_threshold, cfg.max_per_img)
     return corners.reshape(-1, 4)[index], kept
 
 
@@ -137,12 +172,12 @@ def detect_dense(
     scores, place, _ = boxes.best(levels, cfg.nms_pre, lambda x: x)
     scores, place = scores.reshape(-1), place.reshape(-1)
     prior, label = torch.div(place, classes, rounding_mode='floor'), place % classes
-    regressed = torch.cat([flat(x, 4) for x in outputs[1]])[prior]
-    corners = decode(head.bbox_coder, boxes.priors(head, outputs[0])[prior], regressed, limits) * rescale
+    regressed = torch.cat([flat(x, 4) for x in outputs[1]])
+    corners = boxes.decode(head.bbox_coder, boxes.priors(head, outputs[0]), regressed, limits, prior) * rescale
     if len(outputs) > 2:
-        factor = torch.cat([flat(x, 1)[:, 0] for x in outputs[2]])[prior].sigmoid()
+        factor = torch.cat([flat(x, 1)[:, 0].sigmoid() for x in outputs[2]])[prior]
         scores = torch.where(scores > EMPTY, scores * factor, EMPTY)
-    return _choose(boxes, corners, drop_small(corners, scores, cfg), label, cfg)
+    return _choose(boxes, corners, drop_small(corners, scores, cfg), lambda place: label[place], cfg)
 
 
 def detect_regions(
@@ -170,38 +205,36 @@ def detect_regions(
         score_thr: Smallest score of an object.
     """
     proposed, found = proposals
-    scores = logits.softmax(-1)[:, :-1]
-    scores = torch.where((scores > score_thr) & (found > EMPTY)[:, None], scores, EMPTY)
-    deltas = deltas.reshape(deltas.shape[0], -1, 4)
-    corners = decode(head.bbox_coder, proposed[:, None], deltas, limits)
+    scores = boxes.class_scores(logits, found, score_thr)
+    corners = boxes.decode(head.bbox_coder, proposed, deltas.reshape(deltas.shape[0], -1, 4), limits)
     if rescale is not None:
         corners = corners * rescale
     corners = corners.expand(-1, head.num_classes, 4).reshape(-1, 4)
-    label = torch.arange(head.num_classes, device=scores.device).expand_as(scores)
-    return _choose(boxes, corners, scores.reshape(-1), label.reshape(-1), cfg)
+    return _choose(boxes, corners, scores.reshape(-1), lambda place: place % head.num_classes, cfg)
 
 
 def _choose(
-    boxes: Boxes, corners: Tensor, scores: Tensor, label: Tensor, cfg: dict
+    boxes: Boxes, corners: Tensor, scores: Tensor, label_of: Callable[[Tensor], Tensor], cfg: dict
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The best objects of all classes, suppressed in each; cfg has ``nms`` and ``max_per_img``."""
-    moved, limit = set_apart(corners, scores, label), cfg['max_per_img']
+    stride, limit = boxes.stride(corners, scores), cfg['max_per_img']
     kept, place, enough = boxes.candidates(scores)
-    kept, index = boxes.suppress(moved[place][None], kept[None], cfg['nms']['iou_threshold'], limit)
+    corners, label = corners[place], label_of(place)
+    iou_threshold = cfg['nms']['iou_threshold']
+    kept, index = boxes.suppress(corners[None], kept[None], label[None], stride, iou_threshold, limit)
     if enough is not None and limit > 0:
         # The best candidates suppress each other in the same way, whether worse ones are there or not.
         enough = enough | (kept > EMPTY).all()
-    place = place[index]
-    return corners[place], kept, label[place], enough
+    return corners[index], kept, label[index], enough
 
 
-def refine(head: BBoxHead, logits: Tensor, deltas: Tensor, proposals: Tensor, limits: Tensor) -> Tensor:
+def refine(boxes: Boxes, head: BBoxHead, logits: Tensor, deltas: Tensor, proposals: Tensor, limits: Tensor) -> Tensor:
     """The proposals (P, 4) of the next stage (Cascade R-CNN, Cai and Vasconcelos, CVPR 2018)."""
     deltas = deltas.reshape(deltas.shape[0], -1, 4)
     if not head.reg_class_agnostic:
         label = logits[:, :-1].argmax(1)
         deltas = deltas.gather(1, label[:, None, None].expand(-1, 1, 4))
-    return decode(head.bbox_coder, proposals, deltas[:, 0], limits)
+    return boxes.decode(head.bbox_coder, proposals, deltas, limits)[:, 0]
 
 
 def settings(cfg: dict) -> tuple:
@@ -263,16 +296,13 @@ def drop_small(corners: Tensor, scores: Tensor, cfg: dict) -> Tensor:
     return torch.where((corners[..., 2:] - corners[..., :2]).amin(-1) > smallest, scores, EMPTY)
 
 
-def set_apart(corners: Tensor, scores: Tensor, groups: Tensor) -> Tensor:
-    """Boxes (..., 4), those of each group moved to a place of their own, as mmcv's batched NMS moves them.
+def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:
+    """Boxes (..., 4), those of each group moved to a place of their own, as mmcv moves them, rounding included.
 
     Places without a box get one without area, which suppresses nothing.
     """
-    found = (scores > EMPTY)[..., None]
-    corners = torch.where(found, corners, 0.0)
-    # mmcv's way, rounding included. The zero is for no places at all.
-    stride = torch.cat([corners.reshape(-1), corners.new_zeros(1)]).max() + 1
-    return torch.where(found, corners + (groups.to(corners.dtype) * stride)[..., None], 0.0)
+    moved = corners + (groups.to(corners.dtype) * stride)[..., None]
+    return torch.where((scores > EMPTY)[..., None], moved, 0.0)
 
 
 class Unsupported(ValueError):

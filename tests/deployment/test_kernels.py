@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from conftest import relative_difference
 from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.registry import MODELS
+from mmdet.registry import MODELS, TASK_UTILS
 
 from slab_det.deployment.cpu.linear import replace_layers
 from slab_det.deployment.detection import EMPTY, map_levels
 from slab_det.deployment.gpu import kernels
-from slab_det.deployment.gpu.boxes import FixedBoxes, greedy_nms
+from slab_det.deployment.gpu.boxes import FixedBoxes
 from slab_det.deployment.gpu.windows import FusedWindowAttention, fused_windows
 
 pytestmark = [
@@ -45,8 +45,9 @@ def some_boxes(groups, count, spread=60.0):
 
 
 @pytest.mark.parametrize(('groups', 'count'), [(1, 1), (3, 64), (2, 65), (1, 130)])
-@pytest.mark.parametrize('fill', ['all', 'some', 'none', 'NaN', 'equal'])
-def test_nms(groups, count, fill, without_kernels):
+@pytest.mark.parametrize('fill', ['all', 'some', 'none', 'NaN', 'equal', 'ties'])
+@pytest.mark.parametrize('limit', [3, 1000])
+def test_suppression(groups, count, fill, limit, without_kernels):
     torch.manual_seed(0)
     boxes, scores = some_boxes(groups, count), torch.rand(groups, count, device=DEVICE).sort(1, True).values
     if fill == 'some':
@@ -58,11 +59,46 @@ def test_nms(groups, count, fill, without_kernels):
         boxes[:, ::3, 2] = torch.nan
     elif fill == 'equal':
         boxes[:] = boxes[:, :1]
-    boxes = torch.where((scores > EMPTY)[..., None], boxes, 0.0)
-    found = greedy_nms(boxes, scores, 0.5)
-    assert torch.equal(found, without_kernels(greedy_nms, boxes, scores, 0.5))
+    elif fill == 'ties':
+        scores = (scores * 4).ceil() / 4
+    labels = torch.randint(0, 2, (groups, count), device=DEVICE) if fill == 'all' else torch.zeros_like(scores).long()
+    stride = FixedBoxes().stride(boxes, scores)
+    if fill != 'NaN':
+        assert torch.equal(stride, without_kernels(FixedBoxes().stride, boxes, scores))
+    arguments = boxes, scores, labels, stride, 0.5, limit
+    found, expected = FixedBoxes().suppress(*arguments), without_kernels(FixedBoxes().suppress, *arguments)
+    assert torch.equal(found[0], expected[0])
+    there = found[0] > EMPTY
+    assert torch.equal(found[1][there], expected[1][there])
     if fill == 'equal':
-        assert found.sum() == groups
+        assert there.sum() == min(groups, limit)
+
+
+@pytest.mark.parametrize('classes', [1, 5, 80])
+def test_scores_of_classes(classes, without_kernels):
+    torch.manual_seed(0)
+    logits, found = 3 * torch.randn(7, classes + 9, device=DEVICE), torch.rand(7, device=DEVICE)
+    logits[1], logits[2, 0], found[3] = 0, torch.nan, EMPTY
+    arguments = logits[:, : classes + 1], found, 0.05
+    expected = without_kernels(FixedBoxes().class_scores, *arguments)
+    torch.testing.assert_close(FixedBoxes().class_scores(*arguments), expected, rtol=1e-5, atol=1e-7)
+    assert (expected == EMPTY).any() and (expected > EMPTY).any()
+
+
+@pytest.mark.parametrize('clip', [True, False])
+@pytest.mark.parametrize('kind', ['DeltaXYWHBBoxCoder', 'DistancePointBBoxCoder'])
+def test_decoding(kind, clip, without_kernels):
+    torch.manual_seed(0)
+    options = dict(target_means=(0.1, 0, 0, 0.2), target_stds=(0.1, 0.1, 0.2, 0.3)) if kind.startswith('Delta') else {}
+    coder = TASK_UTILS.build(dict(type=kind, clip_border=clip, **options))
+    priors, values = some_boxes(1, 9)[0], 9 * torch.randn(9, 4, device=DEVICE)
+    priors = priors if options else priors[:, :2]
+    values[4, 1], limits = torch.nan, torch.tensor([50.0, 40, 50, 40], device=DEVICE)
+    place = torch.tensor([[8, 0, 0], [3, 4, 1]], device=DEVICE)
+    for arguments in ((values, limits, place), (9 * torch.randn(9, 3, 4, device=DEVICE), limits)):
+        found = FixedBoxes().decode(coder, priors, *arguments)
+        expected = without_kernels(FixedBoxes().decode, coder, priors, *arguments)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)

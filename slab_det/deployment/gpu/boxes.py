@@ -9,10 +9,10 @@ import torch.nn.functional as F
 import torchvision
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from torch import Tensor
+from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
-from slab_det.deployment.detection import EMPTY, Boxes, map_levels, numbers
+from slab_det.deployment.detection import EMPTY, Boxes, map_levels, numbers, set_apart
 from slab_det.deployment.gpu import kernels
 
 # So many objects of all classes are suppressed; a CUDA graph says when they were not enough.
@@ -22,7 +22,7 @@ CANDIDATES = 4096
 class FixedBoxes(Boxes):
     """Operators on boxes of fixed shapes, without a question to the host on a GPU.
 
-    On a CPU, PyTorch's and torchvision's own operators compute the same as mmdet does, to the last bit.
+    Without kernels, PyTorch's and torchvision's own operators compute what mmdet does on a CPU, to the last bit.
     """
 
     def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
@@ -61,12 +61,35 @@ class FixedBoxes(Boxes):
             best, place = _rank(scores, count)
         return best, place, (scores > EMPTY).sum() <= count
 
-    def suppress(self, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> tuple[Tensor, Tensor]:
-        kept = torch.where(greedy_nms(boxes, scores, iou_threshold), scores, EMPTY).flatten()
-        limit = min(limit, len(kept)) if limit > 0 else len(kept)
-        if kernels.take(kept):
-            return kept.topk(limit)
-        return _rank(kept, limit)
+    def suppress(
+        self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
+    ) -> tuple[Tensor, Tensor]:
+        count = scores.numel()
+        limit = min(limit, count) if limit > 0 else count
+        if kernels.take(scores):
+            return kernels.suppress(corners, scores, groups, stride, iou_threshold, limit)
+        moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
+        for group in range(len(scores)):
+            place = (scores[group] != EMPTY).nonzero()[:, 0]
+            # The boxes are in order, which stable sorting keeps.
+            index = place[torchvision.ops.nms(moved[group, place], scores[group, place], iou_threshold)]
+            kept[group, index] = scores[group, index]
+        return _rank(kept.flatten(), limit)
+
+    def class_scores(self, logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
+        if kernels.take(logits):
+            return kernels.class_scores(logits, found, score_thr)
+        return super().class_scores(logits, found, score_thr)
+
+    def decode(
+        self, coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None
+    ) -> Tensor:
+        if kernels.take(values):
+            return kernels.decode(coder, priors, values, limits, place)
+        return super().decode(coder, priors, values, limits, place)
+
+    def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
+        return kernels.stride(corners, scores) if kernels.take(scores) else super().stride(corners, scores)
 
     def pool(
         self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
@@ -95,25 +118,3 @@ def _rank(scores: Tensor, count: int, like_head: bool = False) -> tuple[Tensor, 
     scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)
     missing = max(count - len(found), 0)
     return F.pad(scores[:count], (0, missing), value=EMPTY), F.pad(found[order[:count]], (0, missing))
-
-
-def greedy_nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Which boxes greedy NMS keeps in each group.
-
-    Args:
-        boxes: Corners (G, K, 4), the best first; those without a score have no area.
-        scores: (G, K), ``EMPTY`` for places without a box.
-        iou_threshold: A box goes if it overlaps a better one by more.
-
-    Returns:
-        (G, K), true for boxes that stay.
-    """
-    if kernels.take(boxes):
-        return kernels.greedy_nms(boxes, scores, iou_threshold)
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    for group in range(len(boxes)):
-        place = (scores[group] != EMPTY).nonzero()[:, 0]
-        # The boxes are in order: stable sorting keeps it.
-        index = torchvision.ops.nms(boxes[group, place], scores[group, place], iou_threshold)
-        kept[group, place[index]] = True
-    return kept

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from torch import Tensor
+from mmdet.models.task_modules.coders import DistancePointBBoxCoder
+from torch import Tensor, nn
 
 from slab_det.attention.geometry import MASKED_LOGIT
-from slab_det.deployment.detection import EMPTY
+from slab_det.deployment.detection import MAX_LOG_RATIO
 
 try:
     import triton
@@ -37,48 +37,161 @@ if triton is not None:
         return a | b
 
     @triton.jit
-    def _overlap_kernel(boxes, counts, words, threshold, K: tl.constexpr, W: tl.constexpr):
-        # One tile of 64x64 pairs: bit j of the word of row i says that box i suppresses box j.
-        group, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        count = tl.load(counts + group)
-        if (column_block >= row_block) & (column_block * 64 < count):
-            row, column = row_block * 64 + tl.arange(0, 64), column_block * 64 + tl.arange(0, 64)
-            a, b = boxes + (group * K + row) * 4, boxes + (group * K + column) * 4
-            ax1, ay1, ax2, ay2 = tl.load(a), tl.load(a + 1), tl.load(a + 2), tl.load(a + 3)
-            bx1, by1, bx2, by2 = tl.load(b), tl.load(b + 1), tl.load(b + 2), tl.load(b + 3)
-            width = tl.minimum(ax2[:, None], bx2[None, :]) - tl.maximum(ax1[:, None], bx1[None, :])
-            height = tl.minimum(ay2[:, None], by2[None, :]) - tl.maximum(ay1[:, None], by1[None, :])
-            common = tl.maximum(width, 0.0) * tl.maximum(height, 0.0)
-            area_a, area_b = (ax2 - ax1) * (ay2 - ay1), (bx2 - bx1) * (by2 - by1)
-            union = area_a[:, None] + area_b[None, :] - common
-            suppressed = (tl.math.div_rn(common, union) > threshold) & (column[None, :] > row[:, None])
-            bit = tl.full([64, 64], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
-            # Bits of their own: the sum is their union.
-            tl.store(words + (group * K + row) * W + column_block, tl.sum(tl.where(suppressed, bit, 0), 1))
+    def _moved_boxes(corners, scores, groups, stride, place, known):
+        # Four corners (64,) each, in the place of their group; without area where there is no box.
+        known = known & (tl.load(scores + place, mask=known, other=-1.0) != -1.0)
+        move = tl.load(groups + place, mask=known, other=0).to(tl.float32) * tl.load(stride)
+        x1 = tl.where(known, tl.load(corners + place * 4, mask=known, other=0.0) + move, 0.0)
+        y1 = tl.where(known, tl.load(corners + place * 4 + 1, mask=known, other=0.0) + move, 0.0)
+        x2 = tl.where(known, tl.load(corners + place * 4 + 2, mask=known, other=0.0) + move, 0.0)
+        y2 = tl.where(known, tl.load(corners + place * 4 + 3, mask=known, other=0.0) + move, 0.0)
+        return x1, y1, x2, y2, tl.max(known.to(tl.int32), 0)
 
     @triton.jit
-    def _scan_kernel(words, counts, kept, K: tl.constexpr, W: tl.constexpr):
+    def _overlap_kernel(corners, scores, groups, stride, words, threshold, K, W):
+        # One tile of 64x64 pairs: bit j of the word of row i says that box i suppresses box j. Tiles without a box are
+        # left as they are: nobody asks for them.
+        group, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        if column_block >= row_block:
+            row, column = row_block * 64 + tl.arange(0, 64), column_block * 64 + tl.arange(0, 64)
+            ax1, ay1, ax2, ay2, some_a = _moved_boxes(corners, scores, groups, stride, group * K + row, row < K)
+            bx1, by1, bx2, by2, some_b = _moved_boxes(corners, scores, groups, stride, group * K + column, column < K)
+            if (some_a > 0) & (some_b > 0):
+                width = tl.minimum(ax2[:, None], bx2[None, :]) - tl.maximum(ax1[:, None], bx1[None, :])
+                height = tl.minimum(ay2[:, None], by2[None, :]) - tl.maximum(ay1[:, None], by1[None, :])
+                common = tl.maximum(width, 0.0) * tl.maximum(height, 0.0)
+                area_a, area_b = (ax2 - ax1) * (ay2 - ay1), (bx2 - bx1) * (by2 - by1)
+                union = area_a[:, None] + area_b[None, :] - common
+                suppressed = (tl.math.div_rn(common, union) > threshold) & (column[None, :] > row[:, None])
+                bit = tl.full([64, 64], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
+                # Bits of their own: the sum is their union.
+                word = tl.sum(tl.where(suppressed, bit, 0), 1)
+                tl.store(words + (group * K + row) * W + column_block, word, mask=row < K)
+
+    @triton.jit
+    def _scan_kernel(words, scores, kept, limit, K, W, LANES: tl.constexpr, SCORES: tl.constexpr):
         # Greedy NMS of a group, 64 boxes at a time: their own suppressions, then all that they suppress behind them.
         group = tl.program_id(0)
-        count = tl.load(counts + group)
-        lane, bits = tl.arange(0, W), tl.arange(0, 64).to(tl.int64)
-        removed = tl.zeros([W], tl.int64)
+        place, lane, bits = tl.arange(0, SCORES), tl.arange(0, LANES), tl.arange(0, 64).to(tl.int64)
+        given = tl.load(scores + group * K + place, mask=place < K, other=-1.0)
+        count = tl.max(tl.where(given != -1.0, place + 1, 0), 0)
+        removed = tl.zeros([LANES], tl.int64)
         one = tl.full([], 1, tl.int64)
-        for block in range(0, tl.cdiv(count, 64)):
-            gone = tl.sum(tl.where(lane == block, removed, 0), 0)
+        block, found = 0, one * 0
+        # More than the limit of all groups nobody takes from one.
+        while (block * 64 < count) & (found < limit):
+            rows = block * 64 + tl.arange(0, 64)
+            there = tl.load(scores + group * K + rows, mask=rows < K, other=-1.0) != -1.0
+            gone = tl.sum(tl.where(lane == block, removed, 0), 0) | ~tl.sum(tl.where(there, one << bits, 0), 0)
             keep = one * 0
             for i in tl.static_range(64):
-                row = block * 64 + i
+                row = tl.minimum(block * 64 + i, K - 1)
                 own = tl.load(words + (group * K + row) * W + block)
-                free = (((gone >> i) & 1) == 0) & (row < count)
+                free = ((gone >> i) & 1) == 0
                 keep = tl.where(free, keep | (one << i), keep)
                 gone = tl.where(free, gone | own, gone)
             tl.store(kept + group * W + block, keep)
-            rows = block * 64 + tl.arange(0, 64)
             alive = ((keep >> bits) & 1) == 1
+            found += tl.sum(tl.where(alive, one, 0), 0)
             behind = alive[:, None] & (lane[None, :] > block) & (lane[None, :] * 64 < count)
             tile = tl.load(words + (group * K + rows)[:, None] * W + lane[None, :], mask=behind, other=0)
             removed = removed | tl.reduce(tile, 0, _or)
+            block += 1
+        tl.store(kept + group * W + lane, tl.zeros([LANES], tl.int64), mask=(lane >= block) & (lane < W))
+
+    @triton.jit
+    def _kept_scores(scores, kept, place, K, W, N):
+        known = place < N
+        word = tl.load(kept + (place // K) * W + (place % K) // 64, mask=known, other=0)
+        stays = ((word >> (place % K % 64).to(tl.int64)) & 1) == 1
+        return tl.where(stays, tl.load(scores + place, mask=known, other=-1.0), -1.0)
+
+    @triton.jit
+    def _rank_kernel(scores, kept, out_scores, out_place, K, W, N, limit, OWN: tl.constexpr, OTHERS: tl.constexpr):
+        # The rank of a box is the number of better ones, or of equal ones before it.
+        place = tl.program_id(0) * OWN + tl.arange(0, OWN)
+        score = _kept_scores(scores, kept, place, K, W, N)
+        # What is not a number comes first.
+        key = tl.where(score == score, score, float('inf'))
+        rank = tl.zeros([OWN], tl.int32)
+        for start in range(0, N, OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            value = _kept_scores(scores, kept, other, K, W, N)
+            value = tl.where(value == value, value, float('inf'))
+            equal = (value[None, :] == key[:, None]) & (other[None, :] < place[:, None])
+            before = ((value[None, :] > key[:, None]) | equal) & (other[None, :] < N)
+            rank += tl.sum(before.to(tl.int32), 1)
+        chosen = (place < N) & (rank < limit)
+        tl.store(out_scores + rank, score, mask=chosen)
+        tl.store(out_place + rank, place.to(tl.int64), mask=chosen)
+
+    @triton.jit
+    def _stride_kernel(corners, scores, stride, N, BLOCK: tl.constexpr):
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        there = (place < N) & (tl.load(scores + place, mask=place < N, other=-1.0) > -1.0)
+        high = tl.maximum(
+            tl.load(corners + place * 4 + 2, mask=there, other=0.0),
+            tl.load(corners + place * 4 + 3, mask=there, other=0.0),
+        )
+        low = tl.maximum(
+            tl.load(corners + place * 4, mask=there, other=0.0), tl.load(corners + place * 4 + 1, mask=there, other=0.0)
+        )
+        largest = tl.max(tl.where(there, tl.maximum(high, low), 0.0), 0)
+        tl.atomic_max(stride, largest + 1.0)
+
+    @triton.jit
+    def _class_scores_kernel(logits, found, out, score_thr, ROW, C: tl.constexpr, CLASSES: tl.constexpr):
+        # A row of logits, the last of which is the background.
+        row, column = tl.program_id(0), tl.arange(0, CLASSES)
+        x = tl.load(logits + row * ROW + column, mask=column <= C, other=float('-inf'))
+        e = tl.exp(x - tl.max(x, 0))
+        score = e / tl.sum(e, 0)
+        threshold = tl.where(tl.load(found + row) > -1.0, score_thr, 2.0)
+        tl.store(out + row * C + column, tl.where(score > threshold, score, -1.0), mask=column < C)
+
+    @triton.jit
+    def _decode_kernel(
+        priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
+        PER: tl.constexpr, AT: tl.constexpr, POINTS: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        # Boxes of deltas, or of distances from points.
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        known = i < N
+        if AT:
+            prior = tl.load(place + i, mask=known, other=0)
+            value = values + prior * 4
+        else:
+            prior = i // PER
+            value = values + prior * ROW + (i % PER) * 4
+        a = tl.load(value, mask=known, other=0.0).to(tl.float32)
+        b = tl.load(value + 1, mask=known, other=0.0).to(tl.float32)
+        c = tl.load(value + 2, mask=known, other=0.0).to(tl.float32)
+        d = tl.load(value + 3, mask=known, other=0.0).to(tl.float32)
+        if POINTS:
+            x = tl.load(priors + prior * 2, mask=known, other=0.0)
+            y = tl.load(priors + prior * 2 + 1, mask=known, other=0.0)
+            x1, y1, x2, y2 = x - a, y - b, x + c, y + d
+        else:
+            px1 = tl.load(priors + prior * 4, mask=known, other=0.0)
+            py1 = tl.load(priors + prior * 4 + 1, mask=known, other=0.0)
+            px2 = tl.load(priors + prior * 4 + 2, mask=known, other=0.0)
+            py2 = tl.load(priors + prior * 4 + 3, mask=known, other=0.0)
+            a, b, c, d = a * s0 + m0, b * s1 + m1, c * s2 + m2, d * s3 + m3
+            c, d = tl.minimum(tl.maximum(c, -clamp), clamp), tl.minimum(tl.maximum(d, -clamp), clamp)
+            x, y = (px1 + px2) * 0.5 + (px2 - px1) * a, (py1 + py2) * 0.5 + (py2 - py1) * b
+            w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
+            x1, y1, x2, y2 = x - w, y - h, x + w, y + h
+        if CLIP:
+            # A number that is none stays none.
+            width, height = tl.load(limits), tl.load(limits + 1)
+            x1 = tl.where(x1 == x1, tl.minimum(tl.maximum(x1, 0.0), width), x1)
+            x2 = tl.where(x2 == x2, tl.minimum(tl.maximum(x2, 0.0), width), x2)
+            y1 = tl.where(y1 == y1, tl.minimum(tl.maximum(y1, 0.0), height), y1)
+            y2 = tl.where(y2 == y2, tl.minimum(tl.maximum(y2, 0.0), height), y2)
+        tl.store(out + i * 4, x1, mask=known)
+        tl.store(out + i * 4 + 1, y1, mask=known)
+        tl.store(out + i * 4 + 2, x2, mask=known)
+        tl.store(out + i * 4 + 3, y2, mask=known)
 
     @triton.jit
     def _bilinear(feature, top, bottom, left, right, W, channel, C: tl.constexpr, w00, w01, w10, w11):
@@ -209,22 +322,61 @@ if triton is not None:
         tl.store(out + (mask.to(tl.int64) * H + row) * W + column, (value >= threshold).to(tl.int8), mask=column < W)
 
 
-def greedy_nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """See :func:`slab_det.deployment.gpu.boxes.greedy_nms`."""
-    groups, given = scores.shape
-    size = max(64, triton.next_power_of_2(given))
-    words_per_row = size // 64
-    # Empty places at the end need no tiles; those in between are boxes without area.
-    rank = torch.arange(1, given + 1, device=boxes.device, dtype=torch.int32)
-    counts = torch.where(scores != EMPTY, rank, 0).amax(1)
-    boxes = F.pad(boxes.float(), (0, 0, 0, size - given)).contiguous()
-    words = torch.empty(groups, size, words_per_row, dtype=torch.int64, device=boxes.device)
-    kept = torch.zeros(groups, words_per_row, dtype=torch.int64, device=boxes.device)
-    shape = dict(K=size, W=words_per_row)
-    _overlap_kernel[(groups, words_per_row, words_per_row)](boxes, counts, words, iou_threshold, **shape)
-    _scan_kernel[(groups,)](words, counts, kept, **shape, num_warps=1)
-    bits = (kept[..., None] >> torch.arange(64, device=boxes.device)) & 1
-    return bits.flatten(1)[:, :given].bool() & (scores != EMPTY)
+def suppress(
+    corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
+) -> tuple[Tensor, Tensor]:
+    """See :meth:`slab_det.deployment.detection.Boxes.suppress`; boxes are float32."""
+    rows, size = scores.shape
+    corners, scores, groups = corners.contiguous(), scores.contiguous(), groups.contiguous()
+    num_words, device = triton.cdiv(size, 64), scores.device
+    words = torch.empty(rows, size, num_words, dtype=torch.int64, device=device)
+    kept = torch.empty(rows, num_words, dtype=torch.int64, device=device)
+    grid = rows, num_words, num_words
+    _overlap_kernel[grid](corners, scores, groups, stride, words, iou_threshold, size, num_words)
+    lanes, padded = triton.next_power_of_2(num_words), triton.next_power_of_2(size)
+    warps = 4 if lanes > 16 else 1
+    _scan_kernel[(rows,)](words, scores, kept, limit, size, num_words, LANES=lanes, SCORES=padded, num_warps=warps)
+    best = torch.empty(limit, dtype=scores.dtype, device=device)
+    place = torch.empty(limit, dtype=torch.int64, device=device)
+    total = rows * size
+    _rank_kernel[(triton.cdiv(total, 16),)](
+        scores, kept, best, place, size, num_words, total, limit, OWN=16, OTHERS=512
+    )
+    return best, place
+
+
+def stride(corners: Tensor, scores: Tensor) -> Tensor:
+    """See :meth:`slab_det.deployment.detection.Boxes.stride`, for corners that are not negative."""
+    out = torch.ones((), dtype=torch.float32, device=scores.device)
+    total = scores.numel()
+    _stride_kernel[(triton.cdiv(total, 1024),)](corners.contiguous(), scores.contiguous(), out, total, BLOCK=1024)
+    return out
+
+
+def class_scores(logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
+    """See :meth:`slab_det.deployment.detection.Boxes.class_scores`."""
+    rows, columns = logits.shape
+    out = torch.empty(rows, columns - 1, dtype=torch.float32, device=logits.device)
+    classes = triton.next_power_of_2(columns)
+    _class_scores_kernel[(rows,)](
+        logits, found, out, score_thr, logits.stride(0), C=columns - 1, CLASSES=classes, num_warps=1
+    )
+    return out
+
+
+def decode(coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None) -> Tensor:
+    """See :meth:`slab_det.deployment.detection.Boxes.decode`."""
+    values = values if values.stride()[-2:] == (4, 1) else values.contiguous()
+    shape = values.shape if place is None else (*place.shape, 4)
+    out = torch.empty(shape, dtype=torch.float32, device=values.device)
+    total, points = out.numel() // 4, isinstance(coder, DistancePointBBoxCoder)
+    deltas = (0.0,) * 4 + (1.0,) * 4 if points else (*map(float, coder.means), *map(float, coder.stds))
+    _decode_kernel[(triton.cdiv(total, 128),)](
+        priors.contiguous(), values, priors if place is None else place.contiguous(), limits, out, total, *deltas,
+        MAX_LOG_RATIO, values.stride(0), PER=1 if place is not None else shape[1], AT=place is not None, POINTS=points,
+        CLIP=bool(coder.clip_border), BLOCK=128, num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 def can_roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor]) -> bool:

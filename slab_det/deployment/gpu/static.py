@@ -113,7 +113,7 @@ class StaticTwoStage:
             logits, deltas = box_head(regions)
             all_logits.append(logits)
             if stage.bbox_head is not last:
-                corners = detection.refine(stage.bbox_head, logits, deltas, corners, frame.limits)
+                corners = detection.refine(boxes, stage.bbox_head, logits, deltas, corners, frame.limits)
         logits = all_logits[0] if len(all_logits) == 1 else sum(all_logits) / float(len(all_logits))
         # With masks, mmdet suppresses boxes before it brings them to the original image.
         rescale = None if detector.with_mask else frame.rescale
