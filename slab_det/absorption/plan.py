@@ -102,6 +102,7 @@ class AbsorptionPlan:
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
         runs_neck: Whether forwards go on to the neck, which has writers.
         last_uses: See :class:`slab_det.absorption.walk.Walk`.
+        own: For each norm that a student has measured :attr:`NormAbsorption.own`, which is the same for all students.
         folder: For temporary files.
     """
 
@@ -109,6 +110,7 @@ class AbsorptionPlan:
         self, model: nn.Module, batches: Iterable, folder: Path, fold_outputs: bool = False, int8: bool = False
     ) -> None:
         self.model, self.folder, self.int8 = model, folder, int8
+        self.own: dict[str, float] = {}
         self.images = Images(model, batches, folder)
         self.digest = self.images.digest.copy()
         check_fusible(model)

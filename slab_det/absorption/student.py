@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -71,7 +71,7 @@ class Absorption:
                 apply_fold(self.student, fate)
         self.state_file = work_dir and work_dir / f'absorb_{self._key()}.pth'
         first, last = self._resume(), len(plan.units)
-        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (0 < first < last)
+        steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (first < last)
         self.bar = Progress(
             desc=f'Absorption, {last - first} of {last} units',
             total=steps * len(self.batches),
@@ -85,8 +85,10 @@ class Absorption:
                     Walk(model, plan.forward(model), plan.units, plan.last_uses, images, store, name)
                     for name, model in (('teacher', plan.model), ('student', self.student))
                 )
-                if 0 < first < last:
-                    self._run_units(first - 1, (self.teacher_walk, self.student_walk), live_from=0)
+                if first < last:
+                    for batch in self._progress():
+                        for walk in (self.teacher_walk, self.student_walk):
+                            walk.advance(batch, first)
                 for unit in range(first, last):
                     self._fit_unit(unit)
                     self._save(unit + 1)
@@ -101,7 +103,8 @@ class Absorption:
 
     def _fit_unit(self, unit: int) -> None:
         # Whose outputs are not stored yet.
-        walks = [self.teacher_walk, self.student_walk] if unit + 1 < len(self.plan.units) else []
+        last = len(self.plan.units)
+        walks = [self.teacher_walk, self.student_walk] if unit + 1 < last else []
         for step in self.plan.steps[unit]:
             if not isinstance(step, Writer):
                 self.report.norms.append(self._absorb_norm(unit, step))
@@ -109,19 +112,12 @@ class Absorption:
                 stored = []
                 if step is self.plan.steps[unit][-1]:
                     # No fit changes an output of the teacher; of one that nothing reads only the shape is kept.
-                    stored = walks[:1] if self.plan.last_uses[unit] > unit else walks
+                    stored = walks[:1] if self.plan.last_uses.get(unit, last) > unit else walks
                 self.report.refits.append(self._fit_writer(unit, step, stored))
                 walks = walks[len(stored) :]
-        if walks:
-            self._run_units(unit, walks, live_from=unit)
-        else:
-            self.bar.update(len(self.batches))
-
-    def _run_units(self, unit: int, walks: Iterable[Walk], live_from: int) -> None:
-        """Stores what the units up to this one return."""
         for batch in self._progress():
             for walk in walks:
-                walk.run(batch, unit, (), live_from, store=True)
+                walk.run(batch, unit, (), store=True)
 
     def _progress(self) -> Iterator[int]:
         # eval() drops the biases that attentions keep for one size of image: in Swin-S, at 800x1333, 316 MB in all.
@@ -138,7 +134,8 @@ class Absorption:
         for batch in self._progress():
             part = self.plan.images.is_held_out(batch)
             source, target = self.teacher_walk.run(batch, unit, (Probe(name, 'input'), Probe(name, 'output')))
-            own[part].add(source, target)
+            if name not in self.plan.own:
+                own[part].add(source, target)
             (moments, held_out)[part].add(*self.student_walk.run(batch, unit, (Probe(name, 'input'),)), target)
             # The next forwards need the memory.
             del source, target
@@ -146,12 +143,14 @@ class Absorption:
         diagonal = diagonal_fit(moments)
         fit, ridge = choose_fit(moments, held_out, diagonal.matrix)
         judge = _judge(moments, held_out)
-        own_fit, _ = choose_fit(*own, diagonal_fit(own[0]).matrix)
+        if name not in self.plan.own:
+            own_fit, _ = choose_fit(*own, diagonal_fit(own[0]).matrix)
+            self.plan.own[name] = _judge(*own).unexplained(own_fit)
         result = NormAbsorption(
             name,
             'absorbed',
             self.plan.fates[name].into,
-            own=_judge(*own).unexplained(own_fit),
+            own=self.plan.own[name],
             diagonal=judge.unexplained(diagonal),
             left=judge.unexplained(fit),
             ridge=ridge,

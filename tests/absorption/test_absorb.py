@@ -349,16 +349,36 @@ def test_layers_that_two_blocks_share_are_not_fitted(teacher, tmp_path):
 @pytest.mark.parametrize('left', [0, 1000])
 def test_a_resumed_walk_stores_only_what_is_still_read_in_memory_or_files(tmp_path, left):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    images, store = (walk.TensorStore(tmp_path, torch.device('cpu'), count) for count in (1000, left))
+    cpu = torch.device('cpu')
+    images, store = (walk.TensorStore(tmp_path, cpu, {cpu: count}) for count in (1000, left))
     images.put('0', torch.ones(1, 3))
     uses = {-1: 0, 0: 1, 1: 2, 2: 2}
     resumed = walk.Walk(model, model, ['0', '1', '2'], uses, images, store)
-    resumed.run(0, 1, (), live_from=0, store=True)
-    assert [*store.values, *(path.name for path in tmp_path.iterdir())] == ['1_0' if left else '1_0.pt']
+    resumed.advance(0, 2)
+    assert [*store.values, *(path.name for path in tmp_path.iterdir())] == ['call_0' if left else 'call_0.pt']
     (output,) = resumed.run(0, 2, [walk.Probe('2', 'output')])
     torch.testing.assert_close(output, model(torch.ones(1, 3)))
-    store.drop('1_0')
-    assert store.left == left and not [*store.values, *tmp_path.iterdir()]
+    store.drop('call_0')
+    assert store.left == {cpu: left} and not [*store.values, *tmp_path.iterdir()]
+
+
+@torch.no_grad()
+def test_tensors_fill_one_device_after_the_other_then_files(tmp_path):
+    meta, cpu, value = torch.device('meta'), torch.device('cpu'), (torch.arange(4.0), dict(size=(2, 2)))
+    store = walk.TensorStore(tmp_path, cpu, {meta: 16, cpu: 32})
+    for name in 'abcd':
+        store.put(name, value)
+    assert {name: device.type for name, (device, _) in store.values.items()} == dict(a='meta', b='cpu', c='cpu')
+    assert [path.name for path in tmp_path.iterdir()] == ['d.pt']
+    for name in 'bcd':
+        (tensor, others) = store.get(name)
+        assert torch.equal(tensor, value[0]) and others == value[1]
+        tensor += 1
+        assert torch.equal(store.get(name)[0], value[0])
+    store.drop('a')
+    assert store.left == {meta: 16, cpu: 0}
+    store.put('e', value)
+    assert store.values['e'][0] == meta
 
 
 def test_a_forward_that_a_module_was_given_comes_back(teacher):
