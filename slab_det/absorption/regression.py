@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -163,17 +164,22 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
 
 
 def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[Affine, float]:
-    """The fit of the strongest ridge that leaves at most ``SLACK`` times the least of ``held_out``, and that ridge.
+    """The fit of the strongest ridge before what ``held_out`` leaves exceeds ``SLACK`` times the least, and that ridge.
 
     ``DEFAULT_RIDGE`` where nothing is held out.
     """
     if held_out.count == 0:
         return next(ridge_fits(moments, prior, (DEFAULT_RIDGE,))), DEFAULT_RIDGE
-    left = [held_out.unexplained(fit) for fit in ridge_fits(moments, prior)]
-    least = min(left)
-    # A share of nothing may be rounded below 0.
-    ridge = max(r for r, share in zip(RIDGES, left, strict=True) if share - least <= (SLACK - 1) * abs(least))
-    return next(ridge_fits(moments, prior, (ridge,))), ridge
+    least = math.inf
+    # From the weakest on: where what is left grows, every stronger one leaves more, and its factorisation is spared.
+    for ridge, fit in zip(RIDGES, ridge_fits(moments, prior), strict=True):
+        share = held_out.unexplained(fit)
+        least = min(least, share)
+        # A share of nothing may be rounded below 0.
+        if share - least > (SLACK - 1) * abs(least):
+            break
+        chosen = fit, ridge
+    return chosen
 
 
 def _with_shift(moments: CrossMoments, matrix: Tensor) -> Affine:
