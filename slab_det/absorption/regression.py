@@ -16,7 +16,8 @@ RIDGES = tuple(10.0**power for power in range(-4, 3))
 DEFAULT_RIDGE = 1e-2
 # How much more than the best ridge a stronger one may leave.
 SLACK = 1.05
-CHUNK = 4096
+# Tokens, on a CPU and on a GPU, where each piece costs some twenty launches.
+CHUNK, GPU_CHUNK = 4096, 32768
 # Rows of a matrix of products; what is below the diagonal need not be computed.
 BLOCK = 256
 
@@ -52,16 +53,18 @@ class CrossMoments:
 
         Of twice that step: what the layers before round arrives too.
         """
-        return (2 * (self.high - self.low) / 255) ** 2 / 12 if self.int8 else 0.0
+        return (2 * (float(self.high) - float(self.low)) / 255) ** 2 / 12 if self.int8 else 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Adds tokens, (..., C_x) and (..., C_y)."""
         if self.int8:
-            self.low, self.high = min(self.low, float(x.min())), max(self.high, float(x.max()))
+            # Tensors: a number would be read from the device for each batch.
+            self.low, self.high = x.min().clamp(max=self.low), x.max().clamp(min=self.high)
         # float64 takes twice the time of float32 on a CPU; on a GPU, float32 may be TF32.
         dtype = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
         # In pieces: whole maps would be larger than all that the model holds, and sums in float32 too long.
-        for x_part, y_part in zip(x.flatten(0, -2).split(CHUNK), y.flatten(0, -2).split(CHUNK), strict=True):
+        parts = (tokens.flatten(0, -2).split(GPU_CHUNK if x.is_cuda else CHUNK) for tokens in (x, y))
+        for x_part, y_part in zip(*parts, strict=True):
             self._add_chunk(x_part.to(dtype), y_part.to(dtype))
 
     def _add_chunk(self, x: Tensor, y: Tensor) -> None:
