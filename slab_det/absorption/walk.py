@@ -33,8 +33,8 @@ class TensorStore:
         free = {device: torch.cuda.mem_get_info(device)[0] // 2} if device.type == 'cuda' else {}
         self.left = dict(left or {**free, torch.device('cpu'): MEMORY})
         self.folder, self.device = folder, device
-        # Where each is, and what.
-        self.values: dict[str, tuple[torch.device, object]] = {}
+        # Where each is, and what; or None and its file.
+        self.values: dict[str, tuple[torch.device | None, object]] = {}
 
     def put(self, name: str, value: object) -> None:
         """Stores copies: a view would bring all of its memory along."""
@@ -44,22 +44,23 @@ class TensorStore:
                 self.values[name] = device, _copy_to(value, device)
                 self.left[device] -= size
                 return
-        torch.save(_copy_to(value, self.device), self.folder / f'{name}.pt')
+        self.values[name] = None, self.folder / f'{name}.pt'
+        torch.save(_copy_to(value, self.device), self.values[name][1])
 
     def get(self, name: str) -> object:
         """Copies: a forward may write into what it reads."""
-        if name in self.values:
-            return _copy_to(self.values[name][1], self.device)
-        path = self.folder / f'{name}.pt'
-        return torch.load(path, map_location=self.device, weights_only=True)  # noqa: TID251 (no file of another's)
+        device, value = self.values[name]
+        if device:
+            return _copy_to(value, self.device)
+        return torch.load(value, map_location=self.device, weights_only=True)  # noqa: TID251 (no file of another's)
 
     def drop(self, name: str) -> None:
         """Removes what may be there."""
-        if name in self.values:
-            device, value = self.values.pop(name)
+        device, value = self.values.pop(name, (None, None))
+        if device:
             self.left[device] += _count_bytes(value)
-        else:
-            (self.folder / f'{name}.pt').unlink(missing_ok=True)
+        elif value:
+            value.unlink()
 
 
 class Probe(NamedTuple):
