@@ -103,6 +103,7 @@ class AbsorptionPlan:
         runs_neck: Whether forwards go on to the neck, which has writers.
         last_uses: See :class:`slab_det.absorption.walk.Walk`.
         own: For each norm that a student has measured :attr:`NormAbsorption.own`, which is the same for all students.
+        states: What students had at the end of each unit, by :meth:`slab_det.absorption.student.Absorption._prefix`.
         folder: For temporary files.
     """
 
@@ -111,6 +112,7 @@ class AbsorptionPlan:
     ) -> None:
         self.model, self.folder, self.int8 = model, folder, int8
         self.own: dict[str, float] = {}
+        self.states: dict[tuple[int, frozenset[str]], dict] = {}
         self.images = Images(model, batches, folder)
         self.digest = self.images.digest.copy()
         check_fusible(model)

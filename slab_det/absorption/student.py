@@ -7,6 +7,7 @@ import io
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -189,18 +190,31 @@ class Absorption:
         digest.update(repr(sorted(self.names)).encode())
         return digest.hexdigest()[:16]
 
+    def _prefix(self, unit: int) -> tuple[int, frozenset[str]]:
+        """What students have in common that are alike up to a unit."""
+        return unit, frozenset(step for steps in self.plan.steps[:unit] for step in steps if step in self.names)
+
     def _save(self, unit: int) -> None:
+        state = dict(unit=unit, weights=self.student.state_dict(), report=self.report.to_dict())
         if self.state_file:
-            state = dict(unit=unit, weights=self.student.state_dict(), report=self.report.to_dict())
             buffer = io.BytesIO()
             torch.save(state, buffer)
             AtomicLocalBackend().put(buffer.getvalue(), self.state_file)
+        # The states of all units share what did not change between them.
+        old = self.plan.states.get(self._prefix(unit - 1), dict(weights={}))['weights']
+        for name, value in state['weights'].items():
+            same = name in old and torch.equal(old[name], value)
+            state['weights'][name] = old[name] if same else value.clone()
+        self.plan.states[self._prefix(unit)] = state
 
     def _resume(self) -> int:
-        """Loads what an earlier call finished; returns the unit to go on from."""
-        if not self.state_file or not self.state_file.exists():
+        """Loads what an earlier call or another student finished; returns the unit to go on from."""
+        prefixes = map(self._prefix, range(len(self.plan.units), 0, -1))
+        state = next((self.plan.states[prefix] for prefix in prefixes if prefix in self.plan.states), dict(unit=0))
+        if self.state_file and self.state_file.exists():
+            state = max(state, read_checkpoint(self.state_file), key=itemgetter('unit'))
+        if not state['unit']:
             return 0
-        state = read_checkpoint(self.state_file)
         self.report = AbsorptionReport.from_dict(state['report'])
         for norm in self.report.norms:
             if norm.fate == 'absorbed':

@@ -19,6 +19,7 @@ import slab_det
 from slab_det.absorption import absorb, walk
 from slab_det.absorption.curve import measure_curve
 from slab_det.absorption.plan import AbsorptionPlan, Images, Writer
+from slab_det.absorption.student import Absorption
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
@@ -327,6 +328,22 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
         calls.clear()
         absorb(*arguments, work_dir=tmp_path, keep=0, progress=False)
         assert len(calls) > spent
+
+
+def test_a_student_goes_on_from_another_that_kept_the_same_norms_so_far(teacher, tmp_path, monkeypatch):
+    model, run, calls, spent = teacher(), walk.Walk.run, [], []
+    monkeypatch.setattr(walk.Walk, 'run', lambda self, *args, **kwargs: calls.append(0) or run(self, *args, **kwargs))
+    names = ['backbone.stages.2.blocks.0.norm1']
+    alone, plan = (AbsorptionPlan(model, pictures(5), tmp_path / name) for name in ('one', 'other'))
+    for folder in (alone.folder, plan.folder):
+        folder.mkdir()
+    students = []
+    for of, kept in ((alone, names), (plan, ()), (plan, names)):
+        calls.clear()
+        students.append(Absorption(of, kept, progress=False))
+        spent.append(len(calls))
+    assert spent[2] < 0.6 * spent[0] == 0.6 * spent[1]
+    assert not differing(students[0].student, students[2].student) and students[0].report == students[2].report
 
 
 def test_layers_that_two_blocks_share_are_not_fitted(teacher, tmp_path):
