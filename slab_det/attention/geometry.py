@@ -32,7 +32,7 @@ class Geometry(ABC):
     """What the mathematics of an attention may ask about the tokens that it mixes.
 
     :class:`WindowGeometry` and :class:`MapGeometry` answer in training, :mod:`slab_det.deployment.cpu.tiles` on a CPU
-    in deployment, :mod:`slab_det.deployment.gpu.gather` on a GPU, :mod:`slab_det.deployment.window_index` in export.
+    in deployment, :mod:`slab_det.deployment.window_index` in export.
 
     Attributes:
         query_shape: (H, W) of the window or map of the queries.

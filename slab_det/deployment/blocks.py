@@ -10,6 +10,7 @@ from torch import nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
+from slab_det.deployment.cpu.linear import ACTIVATIONS, is_plain_linear
 from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
 
@@ -47,3 +48,15 @@ def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
         own = Block(attn, ffn, dict(type='LN'))
     ffn.layers, own.norm1, own.norm2 = block.ffn.layers, block.norm1, block.norm2
     return own.eval()
+
+
+def two_layers(ffn: nn.Module) -> tuple[nn.Module, str, nn.Module] | None:
+    """The layers of an FFN and its activation, 'gelu' or 'relu'; None if there is more, as a convolution or a norm."""
+    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
+        return None
+    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
+    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
+        return None
+    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
+        return None
+    return fc1, ACTIVATIONS[type(activation)], fc2

@@ -5,32 +5,43 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from threading import Lock, local
+from threading import RLock, local
 from typing import Any
 
 import torch
 
-# Of all models and sizes together, the most recently used.
-MAX_CONSTANTS = 1024
-
-_made: OrderedDict[Hashable, Any] = OrderedDict()
-_lock, _recording = Lock(), local()
+_recording = local()
 
 
-def constant(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What ``make`` returned for this key, tensors that nobody changes."""
-    with _lock:
-        if key not in _made:
-            # They outlive the mode they were made in.
-            with torch.inference_mode(False), torch.no_grad():
-                _made[key] = make()
-        _made.move_to_end(key)
-        if len(_made) > MAX_CONSTANTS:
-            _made.popitem(last=False)
-        value = _made[key]
-    for used in getattr(_recording, 'lists', ()):
-        used.append(value)
-    return value
+class Constants:
+    """Keeps what was made for a key; the least recently used goes beyond ``size``."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, RLock()
+        self._made: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def __call__(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned for this key: tensors that nobody changes."""
+        with self._lock:
+            if key not in self._made:
+                # They outlive the mode they were made in.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._made[key] = make()
+            self._made.move_to_end(key)
+            if len(self._made) > self._size:
+                self._made.popitem(last=False)
+            value = self._made[key]
+        for used in getattr(_recording, 'lists', ()):
+            used.append(value)
+        return value
+
+    def __reduce__(self) -> tuple:
+        # Copies and files make the tensors again.
+        return Constants, (self._size,)
+
+
+# Of all models and sizes of images together.
+constant = Constants(1024)
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from slab_det.deployment.cpu.blocks import tile_blocks
 from slab_det.deployment.cpu.linear import deployed_linear, replace_layers
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.winograd import winograd_conv
-from slab_det.deployment.gpu.gather import gather_windows
+from slab_det.deployment.gpu.blocks import fused_ffn, fused_position, fused_windows
 from slab_det.deployment.gpu.graph import use_graphs
-from slab_det.deployment.gpu.layers import fuse_fpn, fused_conv
-from slab_det.deployment.gpu.windows import fused_windows
+from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
 from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import check_precision, lower_precision
@@ -33,7 +32,8 @@ def deploy(
     Our blocks replace mmdet's: they compute nothing for padding tokens whose result is known before. Feature maps and
     convolutions are channels last. On a CPU, blocks run tile by tile and add residuals in place, so that intermediate
     results stay in the cache, linear layers run on oneDNN where it is faster, and RoIAlign reads channels-last maps as
-    they are. On a GPU, which waits for launches, blocks run on whole maps, and one gather cuts all windows.
+    they are. On a GPU, ``predict`` of single images replays a CUDA graph, one for each size of image
+    (:mod:`slab_det.deployment.gpu.graph`), and blocks run as kernels in Triton; other calls run without a graph.
 
     In float32 results differ by rounding: by other orders of sums, and on a CPU by 3x3 convolutions with fewer
     multiplications (:class:`~slab_det.deployment.cpu.winograd.WinogradConv`). A deployed model has no gradients, and
@@ -113,13 +113,13 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         if dtype is None:
             replace_layers(model, winograd_conv)
     else:
-        replace_layers(backbone, fused_windows)
-        gather_windows(backbone)
+        for fused in (fused_windows, fused_ffn, fused_position):
+            replace_layers(backbone, fused)
         replace_layers(model, fused_conv)
         fuse_fpn(model)
     for module in model.modules():
         # A subclass may compute with a view of its weight.
-        if type(module) in (nn.Conv2d, nn.ConvTranspose2d):
+        if type(module) in (nn.Conv2d, FusedConv, nn.ConvTranspose2d):
             module.to(memory_format=torch.channels_last)
     # New modules start in training mode.
     model.eval()

@@ -12,7 +12,6 @@ from torch import nn
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.deployment.cpu import tiles
 from slab_det.deployment.cpu.blocks import TiledMapAttention, TiledWindowAttention
-from slab_det.deployment.gpu.gather import WindowGatherer
 from slab_det.deployment.window_index import WindowIndex
 
 HEADS, DIMS = 2, 6
@@ -183,8 +182,6 @@ def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape:
     if geometry == 'tiles':
         # In place, with the residual.
         return TiledWindowAttention(nn.Identity(), block)(x.clone(), hw_shape) - x
-    if geometry == 'gathered':
-        block.make_windows = WindowGatherer()
     if geometry == 'symbolic':
         block.make_windows = WindowIndex
         return torch.cat([block(image[None], hw_shape) for image in x])
@@ -203,7 +200,7 @@ def test_windows_equal_the_formula_over_every_geometry(monkeypatch, word, height
     block = make_block(word, side, shift)
     x = torch.randn(2, height * width, CHANNELS, dtype=torch.double)
     expected = shifted_formula(block, x, height, width)
-    for geometry in ('rolled', 'gathered', 'tiles', 'symbolic'):
+    for geometry in ('rolled', 'tiles', 'symbolic'):
         out = run(geometry, block, x, (height, width))
         torch.testing.assert_close(
             out, expected, rtol=1e-9, atol=1e-9, msg=f'{geometry}: {(out - expected).abs().max()}'

@@ -29,7 +29,7 @@ from slab_det.deployment.cpu import linear, tiles, winograd
 from slab_det.deployment.cpu.blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.deployment.cpu.roi_align import DeployedRoIAlign
-from slab_det.deployment.gpu.gather import WindowGatherer
+from slab_det.deployment.gpu.layers import FusedConv, FusedFPN
 from slab_det.runtime.errors import DeploymentError
 
 PREPBN, LN = dict(norm_cfg=dict(type='PRepBN')), dict(norm_cfg=dict(type='LN'))
@@ -136,8 +136,8 @@ def test_the_device_chooses_the_form(small_detector, monkeypatch, device):
     kinds = {type(module) for module in deployed.modules()}
     for_cpus = {TiledWindowAttention, TiledFFN, DeployedLinear, DeployedRoIAlign, winograd.WinogradConv}
     assert kinds & for_cpus == (for_cpus if device == 'cpu' else set())
-    attentions = [module for module in deployed.modules() if isinstance(module, ShiftedWindowAttention)]
-    assert {isinstance(attention.make_windows, WindowGatherer) for attention in attentions} == {device != 'cpu'}
+    for_gpus = {FusedConv, FusedFPN}
+    assert kinds & for_gpus == (set() if device == 'cpu' else for_gpus)
 
 
 @pytest.mark.parametrize('name', ['swin', 'pvt, no bias', 'swin, sla', 'pvt, sla', 'cswin, sla'])

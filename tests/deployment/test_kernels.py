@@ -1,5 +1,7 @@
 """Triton's kernels compute what PyTorch's operators compute; without a GPU in Triton's interpreter."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,12 +9,14 @@ from conftest import relative_difference
 from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.registry import MODELS, TASK_UTILS
+from torch import nn
 
+from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.deployment.cpu.linear import replace_layers
 from slab_det.deployment.detection import EMPTY, map_levels
 from slab_det.deployment.gpu import kernels
+from slab_det.deployment.gpu.blocks import FusedFFN, FusedWindowAttention, fused_ffn, fused_windows
 from slab_det.deployment.gpu.boxes import FixedBoxes
-from slab_det.deployment.gpu.windows import FusedWindowAttention, fused_windows
 
 pytestmark = [
     pytest.mark.skipif(kernels.triton is None, reason='this PyTorch comes without Triton'),
@@ -129,13 +133,16 @@ def test_roi_align_of_nothing():
     assert found.shape == (0, 4, 7, 7)
 
 
+@pytest.mark.parametrize('attention', ['softmax', 'sla'])
 @pytest.mark.parametrize(
     ('window', 'heads', 'size'), [(7, 1, (50, 67)), (7, 2, (64, 64)), (4, 1, (30, 33)), (9, 1, (40, 40))]
 )
 @torch.no_grad()
-def test_windows(window, heads, size, without_kernels):
+def test_windows(attention, window, heads, size, without_kernels):
     torch.manual_seed(0)
-    arguments = dict(embed_dims=16 * heads, depths=(2, 2), num_heads=(heads, 2 * heads), window_size=window)
+    arguments = dict(
+        attention=attention, embed_dims=16 * heads, depths=(2, 2), num_heads=(heads, 2 * heads), window_size=window
+    )
     model = MODELS.build(dict(type='SLABSwin', strides=(4, 2), out_indices=(0, 1), **arguments)).eval().to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -160,9 +167,30 @@ def test_paste(size):
 
 
 @pytest.mark.parametrize(
-    ('fine', 'coarse'), [((8, 12), (4, 6)), ((25, 42), (13, 21)), ((5, 7), (1, 1)), ((3, 3), (5, 5))]
+    ('fine', 'coarse'), [((8, 12), (4, 6)), ((13, 10), (7, 5)), ((5, 7), (1, 1)), ((3, 3), (5, 5))]
 )
 def test_upsampling(fine, coarse):
     torch.manual_seed(0)
     x, y = (torch.randn(2, 5, *size, device=DEVICE) for size in (fine, coarse))
     assert torch.equal(kernels.add_upsampled(x.clone(), y), x + F.interpolate(y, fine))
+
+
+@pytest.mark.parametrize('activation', ['GELU', 'ReLU'])
+@pytest.mark.parametrize(('kind', 'channels', 'hidden'), [(LinearFFN, 16, 40), (LinearFFN, 48, 128), (ConvFFN, 64, 72)])
+@torch.no_grad()
+def test_ffn(kind, channels, hidden, activation):
+    torch.manual_seed(0)
+    ffn = fused_ffn(kind(channels, hidden, dict(type=activation)).eval()).to(DEVICE, torch.float16)
+    assert isinstance(ffn, FusedFFN)
+    x, identity = torch.randn(2, 2, 67, channels, device=DEVICE, dtype=torch.float16)
+    expected = copy.deepcopy(ffn.ffn).float()(x.float(), (1, 67), identity.float())
+    assert (ffn(x, (1, 67), identity).float() - expected).abs().max() <= 0.01
+    assert fused_ffn(LinearFFN(24, 40, dict(type='GELU'))) is None
+    assert fused_ffn(LinearFFN(40, 40, dict(type='GELU'))) is fused_ffn(nn.Linear(16, 16)) is None
+
+
+def test_bias():
+    torch.manual_seed(0)
+    x, bias = torch.randn(2, 5, 20, 33, device=DEVICE), torch.randn(5, device=DEVICE)
+    x = x.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(kernels.add_bias(x.clone(), bias), x + bias[:, None, None])

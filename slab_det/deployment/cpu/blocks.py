@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import join_groups, split_groups
-from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
-from slab_det.deployment.blocks import known_blocks
+from slab_det.backbones.blocks import Block
+from slab_det.deployment.blocks import known_blocks, two_layers
 from slab_det.deployment.cpu import tiles
-from slab_det.deployment.cpu.linear import ACTIVATIONS, is_plain_linear, linear, linear_add
+from slab_det.deployment.cpu.linear import is_plain_linear, linear, linear_add
 from slab_det.norms import ChannelAffine
 
 
@@ -125,11 +125,5 @@ def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | N
 
 def _tile_ffn(norm: nn.Module, ffn: nn.Module) -> TiledFFN | None:
     """The tiled form of an FFN; None where something else is computed, such as a convolution or a norm in between."""
-    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
-        return None
-    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
-    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
-        return None
-    if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
-        return None
-    return TiledFFN(norm, fc1, ACTIVATIONS[type(activation)], fc2)
+    layers = two_layers(ffn)
+    return None if layers is None else TiledFFN(norm, *layers)

@@ -5,6 +5,7 @@ Each computes what a function of PyTorch computes: its tests compare the two on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,8 +27,8 @@ PADDING, NOTHING = -1, -2
 
 
 def take(x: Tensor) -> bool:
-    """Whether kernels run where ``x`` is."""
-    return triton is not None and x.is_cuda
+    """Whether kernels run where ``x`` is; torch.compile makes its own."""
+    return triton is not None and x.is_cuda and not torch.compiler.is_compiling()
 
 
 if triton is not None:
@@ -285,17 +286,101 @@ if triton is not None:
         tl.store(out + row[:, None] * C + channel[None, :], mixed.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _add_upsampled_kernel(x, coarse, H, W, h, w, scale_y, scale_x, C: tl.constexpr, CHANNELS: tl.constexpr):
-        # One pixel: adds the nearest one of the coarser map, as F.interpolate finds it.
-        pixel = tl.program_id(0)
+    def _linear_window_kernel(
+        qkv, padding, slots, table, weight, bias, out, L, NW,
+        C: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIDE: tl.constexpr,
+    ):  # fmt: skip
+        # One head of one window: both sums over the keys, their quotient, and the convolution of the values.
+        window, head = tl.program_id(0), tl.program_id(1)
+        image = (window // NW).to(tl.int64) * L
+        slot, d = tl.arange(0, N), tl.arange(0, D)
+        channel = head * D + d
+        places = slots + (window % NW) * N
+        token = tl.load(places + slot)
+        inside, padded = (token >= 0)[:, None], (token == -1)[:, None]
+        row = image + tl.where(token >= 0, token, 0)
+        at, pad = qkv + row[:, None] * (3 * C) + channel[None, :], padding + channel[None, :]
+        q = tl.where(inside, tl.load(at, mask=inside, other=0.0), 0.0).to(tl.float32)
+        k = tl.where(inside, tl.load(at + C, mask=inside, other=0.0), tl.load(pad + C)).to(tl.float32)
+        v = tl.where(inside, tl.load(at + 2 * C, mask=inside, other=0.0), tl.load(pad + 2 * C)).to(tl.float32)
+        known = inside | padded
+        k += tl.load(table + slot[:, None] * C + channel[None, :], mask=known, other=0.0).to(tl.float32)
+        q, k = tl.maximum(q, 0.0), tl.where(known, tl.maximum(k, 0.0), 0.0)
+        v = tl.where(known, v, 0.0)
+        mixed = tl.dot(q, tl.dot(tl.trans(k), v, input_precision='tf32x3'), input_precision='tf32x3')
+        mixed = mixed / (tl.sum(q * tl.sum(k, 0)[None, :], 1) + 1e-6)[:, None]
+        mixed += tl.load(bias + d)[None, :].to(tl.float32)
+        for i in range(0, 25):
+            y, x = slot // SIDE + i // 5 - 2, slot % SIDE + i % 5 - 2
+            there = (y >= 0) & (y < SIDE) & (x >= 0) & (x < SIDE) & (slot < SIDE * SIDE)
+            token = tl.load(places + y * SIDE + x, mask=there, other=-2)
+            seen, padded = (token >= 0)[:, None], (token == -1)[:, None]
+            row = image + tl.where(token >= 0, token, 0)
+            at = qkv + row[:, None] * (3 * C) + (2 * C + channel)[None, :]
+            v = tl.where(padded, tl.load(pad + 2 * C), tl.load(at, mask=seen, other=0.0)).to(tl.float32)
+            mixed += v * tl.load(weight + d * 25 + i)[None, :].to(tl.float32)
+        row = image + tl.where(tl.load(places + slot) >= 0, tl.load(places + slot), 0)
+        tl.store(out + row[:, None] * C + channel[None, :], mixed.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _ffn_kernel(
+        x, identity, w1, b1, w2, b2, out, R, H,
+        C: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
+    ):  # fmt: skip
+        # Some tokens and all hidden channels, some at a time: they never leave the chip. C is A + B, powers of 2 or 0.
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        known = (row < R)[:, None]
+        a = tl.arange(0, A)
+        xa = tl.load(x + row[:, None] * C + a[None, :], mask=known, other=0.0)
+        sum_a = tl.zeros([ROWS, A], tl.float32)
+        if B > 0:
+            b = A + tl.arange(0, B)
+            xb = tl.load(x + row[:, None] * C + b[None, :], mask=known, other=0.0)
+            sum_b = tl.zeros([ROWS, B], tl.float32)
+        for start in range(0, H, HIDDEN):
+            h = start + tl.arange(0, HIDDEN)
+            there = h < H
+            hidden = tl.dot(xa, tl.load(w1 + h[None, :] * C + a[:, None], mask=there[None, :], other=0.0))
+            if B > 0:
+                hidden = tl.dot(xb, tl.load(w1 + h[None, :] * C + b[:, None], mask=there[None, :], other=0.0), hidden)
+            hidden += tl.load(b1 + h, mask=there, other=0.0)[None, :].to(tl.float32)
+            if GELU:
+                hidden = 0.5 * hidden * (1 + tl.erf(hidden * 0.7071067811865476))
+            else:
+                hidden = tl.where(hidden > 0, hidden, 0.0)
+            hidden = hidden.to(x.dtype.element_ty)
+            sum_a = tl.dot(hidden, tl.load(w2 + a[None, :] * H + h[:, None], mask=there[:, None], other=0.0), sum_a)
+            if B > 0:
+                sum_b = tl.dot(hidden, tl.load(w2 + b[None, :] * H + h[:, None], mask=there[:, None], other=0.0), sum_b)
+        at = row[:, None] * C + a[None, :]
+        sum_a += tl.load(b2 + a)[None, :].to(tl.float32) + tl.load(identity + at, mask=known, other=0.0).to(tl.float32)
+        tl.store(out + at, sum_a.to(out.dtype.element_ty), mask=known)
+        if B > 0:
+            at = row[:, None] * C + b[None, :]
+            sum_b += tl.load(b2 + b)[None, :].to(tl.float32)
+            sum_b += tl.load(identity + at, mask=known, other=0.0).to(tl.float32)
+            tl.store(out + at, sum_b.to(out.dtype.element_ty), mask=known)
+
+    @triton.jit
+    def _add_bias_kernel(x, bias, N, C, BLOCK: tl.constexpr):
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        known = i < N
+        tl.store(x + i, tl.load(x + i, mask=known) + tl.load(bias + i % C, mask=known), mask=known)
+
+    @triton.jit
+    def _add_upsampled_kernel(
+        x, coarse, N, H, W, h, w, scale_y, scale_x, C: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
+    ):
+        # Adds to some pixels the nearest ones of the coarser map, as F.interpolate finds them.
+        pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
         image, place = pixel // (H * W), pixel % (H * W)
         row = tl.minimum(tl.floor((place // W).to(tl.float32) * scale_y).to(tl.int32), h - 1)
         column = tl.minimum(tl.floor((place % W).to(tl.float32) * scale_x).to(tl.int32), w - 1)
         channel = tl.arange(0, CHANNELS)
-        known = channel < C
-        at = x + pixel.to(tl.int64) * C + channel
-        added = tl.load(coarse + ((image * h + row) * w + column).to(tl.int64) * C + channel, mask=known, other=0.0)
-        tl.store(at, tl.load(at, mask=known, other=0.0) + added, mask=known)
+        known = (pixel < N)[:, None] & (channel < C)[None, :]
+        at = x + pixel.to(tl.int64)[:, None] * C + channel[None, :]
+        source = coarse + ((image * h + row) * w + column).to(tl.int64)[:, None] * C + channel[None, :]
+        tl.store(at, tl.load(at, mask=known) + tl.load(source, mask=known), mask=known)
 
     @triton.jit
     def _paste_kernel(masks, boxes, out, H, W, threshold, M: tl.constexpr, BLOCK: tl.constexpr):
@@ -312,13 +397,14 @@ if triton is not None:
         top = tl.minimum(tl.maximum(top, -2.0), M + 1.0).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
         left = tl.minimum(tl.maximum(left, -2.0), M + 1.0).to(tl.int32)
         value = tl.zeros([BLOCK], tl.float32)
-        for j in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = (top + j >= 0) & (top + j < M) & (left + i >= 0) & (left + i < M)
-                place = masks + mask * M * M + (top + j) * M + left + i
-                weight_y = dy if j == 1 else 1 - dy
-                weight_x = dx if i == 1 else 1 - dx
-                value += tl.load(place, mask=inside, other=0.0) * weight_y * weight_x
+        if (tl.max(top, 0) >= -1) & (tl.min(top, 0) < M) & (tl.max(left, 0) >= -1) & (tl.min(left, 0) < M):
+            for j in tl.static_range(2):
+                for i in tl.static_range(2):
+                    inside = (top + j >= 0) & (top + j < M) & (left + i >= 0) & (left + i < M)
+                    place = masks + mask * M * M + (top + j) * M + left + i
+                    weight_y = dy if j == 1 else 1 - dy
+                    weight_x = dx if i == 1 else 1 - dx
+                    value += tl.load(place, mask=inside, other=0.0) * weight_y * weight_x
         tl.store(out + (mask.to(tl.int64) * H + row) * W + column, (value >= threshold).to(tl.int8), mask=column < W)
 
 
@@ -438,14 +524,75 @@ def window_attention(
     return out
 
 
+def linear_window_attention(
+    qkv: Tensor, padding: Tensor, slots: Tensor, table: Tensor, weight: Tensor, bias: Tensor, heads: int
+) -> Tensor:
+    """Simplified linear attention in the windows of a map (SLAB, eq. 5-7), before the output projection.
+
+    Args:
+        qkv: (B, H * W, 3C).
+        padding: q, k and v of slots of padding, (3C,).
+        slots: The token in each slot, (nW, N), or ``PADDING`` or ``NOTHING``; N is a power of 2.
+        table: The positional encoding of the keys, (w * w, C).
+        weight: Of the depthwise convolution of the values, (C / h, 1, 5, 5).
+        bias: The same, (C / h,).
+        heads: Heads h.
+
+    Returns:
+        (B, H * W, C).
+    """
+    images, tokens, channels = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    out = torch.empty(images, tokens, channels, dtype=qkv.dtype, device=qkv.device)
+    side = math.isqrt(len(table))
+    _linear_window_kernel[(images * len(slots), heads)](
+        qkv, padding, slots, table, weight, bias, out, tokens, len(slots),
+        C=channels, D=channels // heads, N=slots.shape[1], SIDE=side,
+    )  # fmt: skip
+    return out
+
+
+# Tokens and hidden channels of a program, its warps and stages, by whether a token has more than 128 channels.
+FFN_TILES = {False: (128, 64, 8, 2), True: (128, 64, 8, 2)}
+
+
+def ffn(x: Tensor, identity: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, activation: str) -> Tensor:
+    """``identity + fc2(act(fc1(x)))`` of tokens (B, L, C) in half precision.
+
+    Args:
+        x: The tokens.
+        identity: The same shape.
+        w1: (H, C).
+        b1: (H,).
+        w2: (C, H).
+        b2: (C,).
+        activation: 'gelu' (by erf) or 'relu'.
+    """
+    x, identity, out = x.contiguous(), identity.contiguous(), torch.empty_like(identity)
+    channels = x.shape[-1]
+    first = 1 << (channels.bit_length() - 1)
+    count, (size, hidden, warps, stages) = x.numel() // channels, FFN_TILES[channels > 128]
+    _ffn_kernel[(triton.cdiv(count, size),)](
+        x, identity, w1, b1, w2, b2, out, count, len(w1), C=channels, A=first, B=channels - first,
+        GELU=activation == 'gelu', ROWS=size, HIDDEN=hidden, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Adds a bias (C,) to a map (N, C, H, W), channels last, in place."""
+    _add_bias_kernel[(triton.cdiv(x.numel(), 1024),)](x, bias, x.numel(), len(bias), BLOCK=1024)
+    return x
+
+
 def add_upsampled(x: Tensor, coarse: Tensor) -> Tensor:
     """``x + F.interpolate(coarse, x.shape[2:])`` of maps (N, C, H, W), channels last; written into ``x``."""
     x, coarse = (level.contiguous(memory_format=torch.channels_last) for level in (x, coarse))
     images, channels, height, width = x.shape
     h, w = coarse.shape[2:]
-    _add_upsampled_kernel[(images * height * width,)](
-        x, coarse, height, width, h, w, h / height, w / width,
-        C=channels, CHANNELS=triton.next_power_of_2(channels), num_warps=1,
+    pixels = images * height * width
+    _add_upsampled_kernel[(triton.cdiv(pixels, 8),)](
+        x, coarse, pixels, height, width, h, w, h / height, w / width,
+        C=channels, CHANNELS=triton.next_power_of_2(channels), PIXELS=8,
     )  # fmt: skip
     return x
 

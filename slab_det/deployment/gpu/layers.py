@@ -28,39 +28,53 @@ def rows(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
-class FusedConv(nn.Module):
-    """A convolution with its bias and perhaps a ReLU in one kernel; shares the parameters of ``conv``.
+def convolve(conv: nn.Conv2d, x: Tensor, relu: bool) -> Tensor:
+    """A convolution of maps (N, C, H, W), channels last, with its bias and perhaps a ReLU in the same kernel.
 
-    Shape:
-        (N, C, H, W) -> (N, C_out, H', W'), channels last.
+    cuDNN adds a bias alone in a kernel of its own, of a kind that reads and writes slowly.
+    """
+    if conv.kernel_size == conv.stride == (1, 1) and conv.groups == 1:
+        product = linear_relu if relu else F.linear
+        out = product(rows(x), conv.weight.flatten(1), conv.bias)
+        return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+    options = conv.stride, conv.padding, conv.dilation, conv.groups
+    if not kernels.take(x) or x.dtype.itemsize > 4:
+        out = F.conv2d(x, conv.weight, conv.bias, *options)
+        return out.relu_() if relu else out
+    if relu:
+        return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *options)
+    out = F.conv2d(x, conv.weight, None, *options).contiguous(memory_format=torch.channels_last)
+    return kernels.add_bias(out, conv.bias)
+
+
+class FusedConv(nn.Conv2d):
+    """A convolution that computes with :func:`convolve`.
+
+    Attributes:
+        relu: Whether a ReLU follows.
     """
 
-    def __init__(self, conv: nn.Conv2d, relu: bool) -> None:
-        super().__init__()
-        self.conv, self.relu = conv, relu
+    relu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        conv = self.conv
-        if conv.kernel_size == conv.stride == (1, 1) and conv.groups == 1:
-            # cuDNN adds the bias in a kernel of its own.
-            product = linear_relu if self.relu else F.linear
-            out = product(rows(x), conv.weight.flatten(1), conv.bias)
-            return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
-        if self.relu and x.is_cuda and x.dtype.itemsize <= 4:
-            options = conv.stride, conv.padding, conv.dilation, conv.groups
-            return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *options)
-        return conv(x).relu_() if self.relu else conv(x)
+        return convolve(self, x, self.relu)
 
 
 def fused_conv(layer: nn.Module) -> FusedConv | None:
-    """The fused form of a convolution without norm, alone or followed by a ReLU; None for every other layer."""
-    if type(layer) is not ConvModule or layer.with_norm or layer.with_spectral_norm:
+    """The fused form of a convolution, alone or with a ReLU and without norm; None for every other layer."""
+    conv, relu = layer, False
+    if type(layer) is ConvModule:
+        if layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding or find_hooks(layer):
+            return None
+        if layer.with_activation and type(layer.activate) is not nn.ReLU:
+            return None
+        conv, relu = layer.conv, layer.with_activation
+    if type(conv) is not nn.Conv2d or conv.bias is None or conv.padding_mode != 'zeros' or find_hooks(conv):
         return None
-    is_plain = type(layer.conv) is nn.Conv2d and layer.conv.bias is not None and layer.conv.padding_mode == 'zeros'
-    known = not layer.with_activation or type(layer.activate) is nn.ReLU
-    if not is_plain or not known or layer.with_explicit_padding or any(map(find_hooks, layer.modules())):
+    if isinstance(conv.padding, str):
         return None
-    return FusedConv(layer.conv, layer.with_activation)
+    conv.__class__, conv.relu = FusedConv, relu
+    return conv
 
 
 class FusedFPN(FPN):
@@ -102,9 +116,9 @@ class RPN:
 
     def __init__(self, head: RPNHead, fused: bool) -> None:
         self.head = head
-        self.fused = fused and type(head).forward_single is RPNHead.forward_single and type(head.rpn_conv) is nn.Conv2d
+        self.fused = fused and type(head).forward_single is RPNHead.forward_single and type(head.rpn_conv) is FusedConv
         if self.fused:
-            self.conv, self.anchors = FusedConv(head.rpn_conv, relu=True), head.rpn_cls.out_channels
+            self.anchors = head.rpn_cls.out_channels
             layers = head.rpn_cls, head.rpn_reg
             # Rows of a multiple of 16 bytes.
             missing = -sum(layer.out_channels for layer in layers) % 8
@@ -119,7 +133,12 @@ class RPN:
         sizes = [len(x) * x.shape[2] * x.shape[3] for x in features]
         outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
         for part, x in zip(outputs.split(sizes), features, strict=True):
-            torch.addmm(self.bias, rows(self.conv(x.to(self.weight.dtype))), self.weight.t(), out=part)
+            torch.addmm(
+                self.bias,
+                rows(convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)),
+                self.weight.t(),
+                out=part,
+            )
         logits, deltas = outputs[:, : self.anchors].float(), outputs[:, self.anchors : 5 * self.anchors]
         return list(logits.flatten().split([self.anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
 
@@ -175,7 +194,7 @@ class MaskHead:
         self.head = head
         up, last = head.upsample, head.conv_logits
         self.fused = fused and type(head).forward is FCNMaskHead.forward and type(up) is nn.ConvTranspose2d
-        self.fused = self.fused and up.kernel_size == up.stride == (2, 2) and type(last) is nn.Conv2d
+        self.fused = self.fused and up.kernel_size == up.stride == (2, 2) and isinstance(last, nn.Conv2d)
         if self.fused:
             # One product, of whose columns each four places of a pixel have a quarter.
             self.up_weight = up.weight.detach().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
