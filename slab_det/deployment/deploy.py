@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from mmdet.structures import DetDataSample
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -143,6 +144,20 @@ def _refuse_other_uses(backbone: nn.Module, inputs: tuple) -> None:
         )
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         raise DeploymentError('a deployed model has no gradients: take those of the model that it was made of')
+
+
+@torch.no_grad()
+def warm(model: nn.Module, *sizes: tuple[int, int]) -> None:
+    """Runs a deployed detector on a black image of each size, so that the first real one takes no longer than others.
+
+    Args:
+        model: The detector; of one that :func:`slab_det.load_detector` returned, its ``model``.
+        *sizes: (height, width) of images after the resize of the test pipeline.
+    """
+    for size in sizes:
+        metainfo = dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0), img_id=0, img_path='')
+        image = torch.zeros(3, *size, dtype=torch.uint8)
+        model.test_step(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]))
 
 
 def is_deployed(model: nn.Module) -> bool:

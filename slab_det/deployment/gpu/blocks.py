@@ -43,10 +43,9 @@ class FusedWindowAttention(nn.Module):
         self.attention = attention
         bias, w_msa = None, attention.w_msa
         if isinstance(w_msa, SoftmaxWindowAttention):
-            slots = w_msa.window_size**2
             bias = w_msa.relative_position_bias_table.detach()[w_msa.relative_position_index.flatten()]
-            bias = bias.view(slots, slots, -1).permute(2, 0, 1)
-            missing = _round_up(slots) - slots
+            bias = bias.view(w_msa.window_size**2, w_msa.window_size**2, -1).permute(2, 0, 1)
+            missing = _round_up(w_msa.window_size**2) - w_msa.window_size**2
             bias = F.pad(F.pad(bias, (0, missing), value=EXCLUDED_LOGIT), (0, 0, 0, missing)).contiguous()
         self.register_buffer('bias', bias, persistent=False)
 
@@ -88,7 +87,8 @@ def fused_windows(layer: nn.Module) -> FusedWindowAttention | None:
         return None
     w_msa = layer.w_msa
     fits = MIN_SIDE <= w_msa.head_dims <= MAX_HEAD_DIMS and w_msa.head_dims & (w_msa.head_dims - 1) == 0
-    fits = fits and _round_up(w_msa.window_size**2) <= MAX_SLOTS
+    # Of the softmax, a program holds all pairs of slots; SLAB's windows are of 56x56.
+    fits = fits and (type(w_msa) is SimplifiedWindowAttention or _round_up(w_msa.window_size**2) <= MAX_SLOTS)
     return FusedWindowAttention(layer) if fits and not any(map(find_hooks, layer.modules())) else None
 
 

@@ -208,10 +208,12 @@ class GraphedFeatures:
 def use_graphs(model: nn.Module, masks: str) -> None:
     """Gives a deployed detector on a GPU predictions from CUDA graphs, of as much of it as a graph can hold."""
     try:
+        if kernels.triton is None:
+            raise Unsupported('this PyTorch comes without Triton')
         static_form(model)
         model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:
         MMLogger.get_current_instance().info(
-            f'deployed {type(model).__name__}: backbone and neck run as a CUDA graph, the heads after them, as {reason}'
+            f'deployed {type(model).__name__}: a CUDA graph has backbone and neck, not the heads: {reason}'
         )
         model.extract_feat = GraphedFeatures(model)
