@@ -222,7 +222,7 @@ def _choose(
     corners, label = corners[place], label_of(place)
     iou_threshold = cfg['nms']['iou_threshold']
     kept, index = boxes.suppress(corners[None], kept[None], label[None], stride, iou_threshold, limit)
-    if enough is not None and limit > 0:
+    if enough is not None and limit == len(kept):
         # The best candidates suppress each other in the same way, whether worse ones are there or not.
         enough = enough | (kept > EMPTY).all()
     return corners[index], kept, label[index], enough

@@ -1,0 +1,173 @@
+"""A deployed detector asks CUDA graphs, or the detector itself; here graphs are calls of their functions on a CPU."""
+
+import copy
+import io
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from graph_cases import CONFIGS, build, eager, graphed, is_answered, noise, unmatched
+from mmengine.logging import MMLogger
+from mmengine.structures import InstanceData
+from pycocotools import mask as coco_mask
+
+import slab_det
+from slab_det.deployment.gpu import boxes, graph
+from slab_det.deployment.gpu.graph import GraphCache, GraphedPrediction
+
+SIZES = {kind: ((75, 102), (130, 66)) for kind in CONFIGS}
+SIZES |= {'RTMDet': ((64, 96), (96, 128)), 'ATSS': ((256, 192), (224, 320)), 'FCOS': ((256, 192), (224, 320))}
+ORI_SHAPE = 90, 120
+
+
+class OnGpu(list):
+    is_cuda = True
+
+
+class CallAsGraph:
+    """A CUDA graph whose replay calls a function again."""
+
+    def __init__(self, function, inputs, outputs):
+        self.arguments = function, inputs, outputs
+
+    def replay(self):
+        function, inputs, outputs = self.arguments
+        for output, value in zip(outputs, function(*inputs), strict=True):
+            output.copy_(value)
+            time.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    """Captures and replays without a GPU, of whose memory of 1000 bytes a graph takes 100."""
+
+    def capture(self, inputs):
+        self._make_room()
+        held = tuple(x.clone() for x in inputs)
+        outputs = self._function(*held)
+        return graph._Graph(CallAsGraph(self._function, held, outputs), held, outputs, [], 100)
+
+    is_for_graph = GraphedPrediction._is_for_graph
+    monkeypatch.setattr(GraphCache, '_capture', capture)
+    monkeypatch.setattr(GraphedPrediction, '_is_for_graph', lambda self, x, *more: is_for_graph(self, OnGpu(x), *more))
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: self)
+    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(graph.kernels, 'paste_masks', graph.paste_masks)
+    monkeypatch.setattr(import_module('slab_det.deployment.deploy'), '_is_on_cpu', lambda model: False)
+
+
+def deployed(kind='Mask R-CNN', **options):
+    return slab_det.deploy(build(kind, random.Random(0)), **options)
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_it_finds_what_the_detector_finds(kind):
+    model, answered = deployed(kind), 0
+    for size in (*SIZES[kind], *SIZES[kind]):
+        data = noise(size, ORI_SHAPE)
+        (found,), (expected,) = graphed(model, data), eager(model, data)
+        assert len(expected) and unmatched(found, expected) <= 0.02, (size, unmatched(found, expected))
+        answered += is_answered(model, data)
+    assert answered and len(model.predict._graphs._graphs) == 2
+
+
+def test_what_a_graph_cannot_answer_is_answered_without(monkeypatch):
+    monkeypatch.setattr(boxes, 'CANDIDATES', 8)
+    model, data = deployed(), noise((75, 102), ORI_SHAPE)
+    assert not is_answered(model, data)
+    (found,), (expected,) = graphed(model, data), eager(model, data)
+    assert all(torch.equal(found[key], expected[key]) for key in ('bboxes', 'scores', 'labels', 'masks'))
+
+
+def test_calls_that_ask_for_something_else_go_to_the_detector(monkeypatch):
+    model = deployed()
+    (sample,) = noise((64, 96), ORI_SHAPE)['data_samples']
+    image, predict = torch.zeros(1, 3, 64, 96), model.predict
+    proposed = copy.deepcopy(sample)
+    proposed.proposals = InstanceData(bboxes=torch.zeros(1, 4))
+    with torch.no_grad():
+        assert predict._is_for_graph(image, [sample], True)
+        assert not predict._is_for_graph(image, [sample], False)
+        assert not predict._is_for_graph(image, [proposed], True)
+        assert not predict._is_for_graph(image.expand(2, -1, -1, -1), [sample, sample], True)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, 'is_autocast_enabled', lambda device: device == 'cuda')
+            assert not predict._is_for_graph(image, [sample], True)
+        model.train()
+        assert not predict._is_for_graph(image, [sample], True)
+    model.eval()
+    assert not predict._is_for_graph(image, [sample], True), 'gradients'
+
+
+def test_a_changed_threshold_is_seen():
+    model, data = deployed(), noise((75, 102), ORI_SHAPE)
+    (before,) = graphed(model, data)
+    threshold = before.scores.median().item()
+    model.roi_head.test_cfg.score_thr = threshold
+    (found,), (expected,) = graphed(model, data), eager(model, data)
+    assert found.scores.min() > threshold and unmatched(found, expected) <= 0.02
+
+
+@pytest.mark.parametrize('way', ['deepcopy', 'file'])
+def test_copies_and_files_predict_the_same(way):
+    model, data = deployed(), noise((75, 102), ORI_SHAPE)
+    (expected,) = graphed(model, data)
+    if way == 'deepcopy':
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert other.predict._model is other and other.predict._graphs is None
+    (found,) = graphed(other, data)
+    assert len(found) and torch.equal(found.bboxes, expected.bboxes) and torch.equal(found.masks, expected.masks)
+
+
+def test_masks_as_rle_are_the_full_masks_encoded():
+    model, data = build('Mask R-CNN', random.Random(0)), noise((75, 102), ORI_SHAPE)
+    (full,), (rle,) = (graphed(slab_det.deploy(model, masks=form), data) for form in ('full', 'rle'))
+    assert len(full) and rle.masks == [coco_mask.encode(np.asfortranarray(mask.numpy())) for mask in full.masks]
+
+
+def test_a_capture_that_fails_is_one_warning(monkeypatch, caplog):
+    def fail(self, inputs):
+        raise RuntimeError('no memory')
+
+    MMLogger.get_current_instance().addHandler(caplog.handler)
+    monkeypatch.setattr(GraphCache, '_capture', fail)
+    model, data = deployed(), noise((64, 96), ORI_SHAPE)
+    (expected,) = eager(model, data)
+    for _ in range(2):
+        (found,) = graphed(model, data)
+        assert torch.equal(found.bboxes, expected.bboxes)
+    assert caplog.text.count('no CUDA graph of inputs of 1x3x64x96') == caplog.text.count('no memory') == 1
+
+
+@pytest.mark.parametrize(
+    ('graphs', 'share', 'left'), [(2, 0.25, [1, 3]), (64, 0.15, [1, 3]), (64, 1.0, [2, 1, 3])], ids=str
+)
+def test_the_least_recently_used_graphs_go(monkeypatch, graphs, share, left):
+    monkeypatch.setattr(graph, 'MAX_GRAPHS', graphs)
+    monkeypatch.setattr(graph, 'MAX_SHARE', share)
+    cache = GraphCache(lambda x: (2 * x,))
+    for size in (1, 2, 1, 3):
+        assert torch.equal(cache(torch.full((size,), 1.0))[0], torch.full((size,), 2.0))
+    assert [shape[0] for _, ((shape, *_),) in cache._graphs] == left
+
+
+def test_threads_get_what_they_asked_for():
+    cache = GraphCache(lambda x: (2 * x, 3 * x))
+
+    def ask(i):
+        return [x.tolist() for x in cache(torch.full((4,), float(i)))]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(200))) == [[[2.0 * i] * 4, [3.0 * i] * 4] for i in range(200)]

@@ -1,0 +1,78 @@
+"""Detectors and images for the tests of the form that CUDA graphs hold."""
+
+import torch
+from conftest import SMALL_SWIN
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from zoo import shrunk
+
+CONFIGS = {
+    'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',
+    'Faster R-CNN': 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco',
+    'Cascade Mask R-CNN': 'cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco',
+    'Cascade R-CNN': 'cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco',
+    'RetinaNet': 'retinanet/retinanet_r50_fpn_1x_coco',
+    'RTMDet': 'rtmdet/rtmdet_l_swin_b_4xb32-100e_coco',
+    'ATSS': 'atss/atss_r50_fpn_1x_coco',
+    'FCOS': 'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco',
+}
+
+
+def build(kind, rng):
+    """A small detector with random weights, whose scores spread over all of their range."""
+    cfg = Config.fromstring(f"_base_ = ['mmdet::{CONFIGS[kind]}.py']", '.py').model
+    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
+    of_backbone = cfg.neck.in_channels
+    cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
+    cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
+    cfg.neck.in_channels = [8, 16, 32, 64][-len(of_backbone) :]
+    if len(of_backbone) == 3:
+        cfg.backbone['out_indices'] = (1, 2, 3)
+    model = MODELS.build(cfg)
+    # Of eval() mmdet's Swin returns None.
+    model.eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=rng.uniform(0.5, 2) * parameter[0].numel() ** -0.5)
+            if name.endswith(('cls.weight', 'fc_cls.weight')):
+                parameter.data *= rng.uniform(0.1, 4)
+    return model
+
+
+def noise(size, ori_shape, count=1):
+    """What a test pipeline puts out for images of noise."""
+    scale = (size[1] / ori_shape[1], size[0] / ori_shape[0])
+    meta = dict(img_shape=size, ori_shape=ori_shape, scale_factor=scale, img_id=0, img_path='')
+    images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for _ in range(count)]
+    return dict(inputs=images, data_samples=[DetDataSample(metainfo=meta) for _ in range(count)])
+
+
+@torch.no_grad()
+def eager(model, data):
+    """What the detector finds without graphs."""
+    data = model.data_preprocessor(data, False)
+    samples = type(model).predict(model, data['inputs'], data['data_samples'])
+    return [sample.pred_instances.clone() for sample in samples]
+
+
+@torch.no_grad()
+def graphed(model, data):
+    """What the detector finds, in a graph where it can."""
+    return [sample.pred_instances.clone() for sample in model.test_step(data)]
+
+
+@torch.no_grad()
+def is_answered(model, data):
+    """Whether the graph answers for an image."""
+    data = model.data_preprocessor(data, False)
+    return model.predict._detect(data['inputs'], data['data_samples']) is not None
+
+
+def unmatched(found, expected, boxes=1e-2, scores=1e-4):
+    """The share of objects with no object of their label near them, in boxes (pixels) and in scores, in the other."""
+    same = found.labels[:, None] == expected.labels
+    same &= (found.scores[:, None] - expected.scores).abs() <= scores
+    same &= (found.bboxes[:, None] - expected.bboxes).abs().amax(-1) <= boxes
+    alone = (~same.any(1)).sum() + (~same.any(0)).sum()
+    return alone.item() / max(len(found) + len(expected), 1)
