@@ -1,17 +1,26 @@
 """What training, recalibration, absorption, fusion and deployment compute on a GPU, beside a CPU."""
 
 import copy
+import io
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from conftest import SLA, SMALL_PVT, SMALL_PVT_V2, SMALL_SWIN, as_trained, pictures, randomize, relative_difference
+from graph_cases import CONFIGS, eager, graphed, is_answered, noise, unmatched
+from graph_cases import build as build_spread
 from mmdet.registry import MODELS
+from mmengine.logging import MMLogger
+from pycocotools import mask as coco_mask
 
 import slab_det
 from slab_det.deployment.cpu.blocks import TiledAttention, TiledFFN
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
+from slab_det.deployment.gpu import boxes
+from slab_det.deployment.gpu.graph import GraphCache
 
 if not torch.cuda.is_available():
     pytest.skip('torch sees no GPU', allow_module_level=True)
@@ -34,6 +43,8 @@ BACKBONES = {
 }
 # No multiples of a window, a stride or a reduction.
 SIZES = ((75, 102), (129, 66))
+GRAPH_SIZES = {'RTMDet': ((64, 96), (96, 128)), 'ATSS': ((256, 192), (224, 320)), 'FCOS': ((256, 192), (224, 320))}
+ORI_SHAPE = 90, 120
 
 
 def build(name):
@@ -122,21 +133,118 @@ def test_absorption_computes_the_same(small_detector, kind):
         assert relative_rms(absorbed[1].extract_feat(images[0].cuda()), references) <= 0.05
 
 
-@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16], ids=str)
+@pytest.fixture
+def without_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
+
+
+def deploy(kind='Mask R-CNN', dtype=None, **options):
+    return slab_det.deploy(build_spread(kind, random.Random(0)).cuda(), dtype, **options)
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_a_graph_finds_what_the_detector_finds(kind, without_tf32):
+    """At two sizes in turns."""
+    model, answered = deploy(kind), 0
+    for size in GRAPH_SIZES.get(kind, SIZES) * 2:
+        data = noise(size, ORI_SHAPE)
+        (found,), (expected,) = graphed(model, data), eager(model, data)
+        assert len(expected) and unmatched(found, expected) <= 0.02, (size, unmatched(found, expected))
+        answered += is_answered(model, data)
+        if 'masks' in expected and len(found) == len(expected):
+            assert (found.masks != expected.masks).float().mean() <= 1e-3, size
+    graphs = model.predict._graphs._graphs
+    assert answered and len(graphs) == 2 and all(graphs.values())
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_a_graph_in_half_precision_is_near_the_detector(dtype):
+    model, data = build_spread('Mask R-CNN', random.Random(0)).cuda(), noise(SIZES[0], ORI_SHAPE)
+    deployed = slab_det.deploy(model, dtype)
+    (found,), (alone,), (exact,) = graphed(deployed, data), eager(deployed, data), eager(model, data)
+    assert is_answered(deployed, data) and found.bboxes.dtype == torch.float32
+    # Random detectors make much of rounding: the graph may be as far from float32 as half precision is.
+    assert unmatched(found, exact, 2, 0.05) <= unmatched(alone, exact, 2, 0.05) + 0.2
+
+
+def test_what_a_graph_cannot_answer_is_answered_without(monkeypatch, without_tf32):
+    monkeypatch.setattr(boxes, 'CANDIDATES', 8)
+    model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
+    (found,), (expected,) = graphed(model, data), eager(model, data)
+    assert not is_answered(model, data) and len(expected) > 8 and unmatched(found, expected) <= 0.02
+
+
 @torch.no_grad()
-def test_compiled_detector_computes_the_same(small_detector, dtype, mode):
-    """Twice at each size, in turns: CUDA graphs use the memory of the image before."""
+def test_two_images_and_autocast_are_answered_without(without_tf32):
+    model, data = deploy(), noise(SIZES[0], ORI_SHAPE, count=2)
+    for found, expected in zip(graphed(model, data), eager(model, data), strict=True):
+        assert len(expected) and unmatched(found, expected) <= 0.02
+    with torch.autocast('cuda', torch.float16):
+        assert len(graphed(model, noise(SIZES[0], ORI_SHAPE))) == 1
+    assert model.predict._graphs is None
+
+
+def test_a_changed_threshold_is_seen(without_tf32):
+    model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
+    (before,) = graphed(model, data)
+    threshold = before.scores.median().item()
+    model.roi_head.test_cfg.score_thr = threshold
+    (found,), (expected,) = graphed(model, data), eager(model, data)
+    assert found.scores.min() > threshold and unmatched(found, expected) <= 0.02
+
+
+def test_threads_get_what_one_gets():
+    model, data = deploy(), [noise(size, ORI_SHAPE) for size in SIZES * 8]
+    expected = [graphed(model, one) for one in data]
+    with ThreadPoolExecutor(2) as pool:
+        for (found,), (alone,) in zip(pool.map(partial(graphed, model), data), expected, strict=True):
+            torch.testing.assert_close(found.bboxes, alone.bboxes)
+            torch.testing.assert_close(found.scores, alone.scores)
+
+
+def test_copies_and_files_predict_the_same():
+    model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
+    (expected,) = graphed(model, data)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        (found,) = graphed(other, data)
+        assert all(other.predict._graphs._graphs.values()) and unmatched(found, expected) <= 0.02
+
+
+def test_masks_as_rle_are_the_full_masks_encoded():
+    model, data = build_spread('Mask R-CNN', random.Random(0)).cuda(), noise(SIZES[0], ORI_SHAPE)
+    (full,), (rle,) = (graphed(slab_det.deploy(model, masks=form), data) for form in ('full', 'rle'))
+    decoded = coco_mask.decode(rle.masks).transpose(2, 0, 1).astype(bool)
+    # A pixel on the edge may round otherwise.
+    assert len(full) and (full.masks.cpu().numpy() != decoded).mean() <= 1e-4
+
+
+def test_a_capture_that_asks_the_host_is_one_warning(caplog):
+    MMLogger.get_current_instance().addHandler(caplog.handler)
+    model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
+    features = GraphCache(lambda image: (image.sum()[None] * image.sum().item(),))
+    image = torch.ones(1, 3, 8, 8).cuda()
+    assert features(image) is None and features(image) is None
+    assert caplog.text.count('no CUDA graph of inputs of 1x3x8x8') == 1
+    # The device goes on.
+    (found,), (expected,) = graphed(model, data), eager(model, data)
+    assert len(found) == len(expected)
+
+
+@torch.no_grad()
+def test_a_detector_with_other_heads_has_graphs_of_its_features(small_detector, without_tf32):
     model = slab_det.fuse(small_detector(**SLA).cuda())
-    plain, compiled = slab_det.deploy(model, dtype), slab_det.deploy(model, dtype)
-    for part in (compiled.backbone, compiled.neck):
-        part.compile(mode=mode, dynamic=False)
-    for size in (*SIZES, *SIZES):
+    model.roi_head.test_cfg.nms.type = 'soft_nms'
+    model = slab_det.deploy(model)
+    for size in SIZES * 2:
         images = torch.randn(1, 3, *size).cuda()
-        reference = [level.cpu().double() for level in plain.extract_feat(images)]
-        torch.compiler.cudagraph_mark_step_begin()
-        found = relative_rms(compiled.extract_feat(images), reference)
-        assert found <= {torch.float32: 1e-3, torch.float16: 0.02}[dtype], size
+        reference = [level.cpu().double() for level in type(model).extract_feat(model, images)]
+        assert relative_rms(model.extract_feat(images), reference) <= 1e-5, size
+    graphs = model.extract_feat._graphs._graphs
+    assert len(graphs) == 2 and all(graphs.values())
+    assert len(graphed(model, noise(SIZES[0], ORI_SHAPE))) == 1
 
 
 def test_a_detector_is_trained_fused_tested_and_served(call, small_run_cfg, tmp_path):
