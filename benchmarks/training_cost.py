@@ -3,7 +3,8 @@
     python -m benchmarks.training_cost --threads 2
     python -m benchmarks.training_cost --device cuda --size 800 1333
 
-The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone.
+The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone. Whole
+Mask R-CNNs with Swin-T are in `python -m benchmarks.gpu`.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
@@ -15,12 +16,18 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmdet.structures.mask import BitmapMasks
+from mmengine.config import Config
 from mmengine.registry import init_default_scope
+from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from slab_det.checkpoints.build import build_detector
 from slab_det.measure.environment import describe_environment
 from slab_det.norms import set_gamma
 from slab_det.runtime.progress import Progress
@@ -30,6 +37,7 @@ BACKBONES = {
     'Swin-T': dict(type='SLABSwin'),
     'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
 }
+CONFIG = 'mask_rcnn_swin_t.py'
 LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)}
 
 
@@ -86,7 +94,42 @@ def backbone_steps(backbone: dict, images: Tensor) -> dict[str, Step]:
         set_gamma(model, gamma)
         return Step(model, lambda model: sum(out.square().mean() for out in model(images)))
 
-    layer_norm = LAYER_NORMS[backbone['type']]
+    return _with_each_norm(step, LAYER_NORMS[backbone['type']])
+
+
+def detector_steps(size: tuple[int, int], batch_size: int, device: str, config: str = CONFIG) -> dict[str, Step]:
+    """A step of the whole detector of a config with each norm, on images of random pixels with seven objects each."""
+    generator = np.random.default_rng(0)
+    images = torch.randn(batch_size, 3, *size, device=device)
+    samples = [_random_sample(size, generator).to(device) for _ in images]
+
+    def step(norm_cfg: dict, gamma: float = 0.0) -> Step:
+        cfg = Config.fromfile(ROOT / 'configs' / config)
+        cfg.merge_from_dict({'model.backbone': dict(init_cfg=None, drop_path_rate=0.0)})
+        cfg.model.backbone.norm_cfg = norm_cfg
+        torch.manual_seed(0)
+        model = build_detector(cfg).to(device)
+        set_gamma(model, gamma)
+        return Step(model, lambda model: model.parse_losses(model.loss(images, samples))[0])
+
+    return _with_each_norm(step, dict(type='LN'))
+
+
+def _random_sample(size: tuple[int, int], generator: np.random.Generator, objects: int = 7) -> DetDataSample:
+    """What is known of an image in training; COCO has seven objects in an image."""
+    shape = dict(img_shape=size, pad_shape=size, batch_input_shape=size, ori_shape=size, scale_factor=(1.0, 1.0))
+    corner = generator.random((objects, 2)) * 0.6
+    extent = 0.05 + generator.random((objects, 2)) * 0.35
+    boxes = np.concatenate([corner, corner + extent], 1) * [*size[::-1], *size[::-1]]
+    masks = np.zeros((objects, *size), np.uint8)
+    for mask, (left, top, right, bottom) in zip(masks, boxes.astype(int), strict=True):
+        mask[top:bottom, left:right] = 1
+    found = InstanceData(bboxes=torch.tensor(boxes, dtype=torch.float32), masks=BitmapMasks(masks, *size))
+    found.labels = torch.arange(objects)
+    return DetDataSample(metainfo=shape, gt_instances=found)
+
+
+def _with_each_norm(step: Callable[..., Step], layer_norm: dict) -> dict[str, Step]:
     progressive = dict(type='PRepBN', ln_eps=layer_norm.get('eps', 1e-5))
     return {
         'LayerNorm': step(layer_norm),

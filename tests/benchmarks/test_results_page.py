@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.absorb.size import table as size_table
 from benchmarks.absorb.table import absorption_table
-from benchmarks.gpu import table as gpu_table
+from benchmarks.gpu import tables as gpu_tables
 from benchmarks.int8 import table as int8_table
 from benchmarks.norms.run import ROOT, publish
 from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
@@ -134,20 +134,8 @@ def test_tables_of_runtimes_are_the_stored_results():
 
 def test_tables_of_the_gpu_are_the_stored_results():
     page = (ROOT / 'docs/gpu.md').read_text()
-    for scope in load('gpu').values():
-        assert gpu_table(scope['columns']) in page
-    rows, stored = table(page, '| | as built | deployed before |'), load('gpu_deployed')['rows']
-    assert [name for name, *_ in rows] == [*stored]
-    for name, *shown in rows:
-        cells = stored[name].values()
-        assert shown == [f'{cell["median_ms"]:.1f} ({cell["kernels_ms"]:.1f}, {cell["kernels"]})' for cell in cells]
-    detectors, backbones = load('gpu_compiled')['scopes'].values()
-    rows = table(page, '| | deployed | CUDA graph |')
-    assert sorted(row[0] for row in rows) == sorted(detectors)
-    for name, *cells in rows:
-        forms = ('deployed', 'CUDA graph', 'compile=True', "compile='reduce-overhead'")
-        alone = [f' ({backbones[name][form]:.1f})' if form in backbones[name] else '' for form in forms]
-        assert cells == [f'{detectors[name][form]:.1f}{more}' for form, more in zip(forms, alone, strict=True)]
+    for title, table in gpu_tables(load('gpu')).items():
+        assert table in page, title
 
 
 def test_latency_of_classifiers_is_the_stored_result():
