@@ -202,6 +202,14 @@ def test_threads_get_what_one_gets():
             torch.testing.assert_close(found.scores, alone.scores)
 
 
+def test_threads_capture_graphs_of_two_models():
+    models, data = [deploy(), deploy('RetinaNet')], noise(SIZES[0], ORI_SHAPE)
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(graphed, models, (data, copy.deepcopy(data)))]
+    for model, (one,) in zip(models, found, strict=True):
+        assert all(model.predict._graphs._graphs.values()) and len(one) == len(graphed(model, data)[0])
+
+
 def test_copies_and_files_predict_the_same():
     model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
     (expected,) = graphed(model, data)
@@ -225,8 +233,9 @@ def test_a_capture_that_asks_the_host_is_one_warning(caplog):
     MMLogger.get_current_instance().addHandler(caplog.handler)
     model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
     features = GraphCache(lambda image: (image.sum()[None] * image.sum().item(),))
-    image = torch.ones(1, 3, 8, 8).cuda()
+    image, stream = torch.ones(1, 3, 8, 8).cuda(), torch.cuda.current_stream()
     assert features(image) is None and features(image) is None
+    assert torch.cuda.current_stream() == stream
     assert caplog.text.count('no CUDA graph of inputs of 1x3x8x8') == 1
     # The device goes on.
     (found,), (expected,) = graphed(model, data), eager(model, data)

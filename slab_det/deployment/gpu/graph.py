@@ -25,6 +25,8 @@ from slab_det.deployment.masks import paste_masks
 MAX_GRAPHS = 64
 # Of the memory of the device.
 MAX_SHARE = 0.25
+# PyTorch captures one graph at a time, on one stream of the process.
+_capturing = Lock()
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ class GraphCache:
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
         device = next(x.device for x in inputs if x.is_cuda)
-        with torch.cuda.device(device), used_constants() as used:
+        # A capture that fails leaves its stream as the current one in some versions of PyTorch.
+        here = torch.cuda.stream(torch.cuda.current_stream(device))
+        with _capturing, torch.cuda.device(device), here, used_constants() as used:
             inputs = tuple(torch.empty_like(x, device=device).copy_(x) for x in inputs)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
