@@ -11,6 +11,7 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import copy
+import gc
 import importlib.util
 import json
 import subprocess
@@ -310,8 +311,8 @@ def main() -> None:
     report.add('parts', 'float16', 20, partial(measure_parts, chosen))
     for family in ('Swin-S', 'PVT-T'):
         report.add('detectors', family, 60, partial(measure_family, FAMILIES[family], models, args))
-    del chosen, model
-    models.clear()
+    models = chosen = model = None
+    gc.collect()
     torch.cuda.empty_cache()
     report.add('training', 'Swin-T', 40, lambda: measure_steps(detector_steps(PADDED, 2, 'cuda'), 6))
     if importlib.util.find_spec(ABSORPTION):
