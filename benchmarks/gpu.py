@@ -127,7 +127,7 @@ def capture_parts(model: nn.Module) -> dict[str, torch.cuda.CUDAGraph]:
     static, graphs = static_form(model, fused=True), {}
     stage, head, cfg = static.stages[0], model.rpn_head, model.roi_head.test_cfg
     meta = dict(img_shape=SIZE, scale_factor=(1.0, 1.0))
-    frame = [torch.tensor(numbers, device='cuda') for numbers in Frame.numbers(meta)]
+    frame = torch.tensor(Frame.numbers(meta), device='cuda').unbind()
 
     def run(part: str, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
         cache = GraphCache(lambda *tensors: tuple(function(*tensors)))
