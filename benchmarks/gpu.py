@@ -111,29 +111,28 @@ def measure_family(
     return {name: {form: cell(rows[name], name, form) for form in models[name]} for name in rows if name in models}
 
 
-def replay(graph: torch.cuda.CUDAGraph, times: int = 20) -> float:
-    """Milliseconds of a graph on the device."""
+def replay(cache: GraphCache, times: int = 20) -> float:
+    """Milliseconds of a captured graph on the device."""
+    (captured,) = cache._graphs.values()
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(times):
-        graph.replay()
+        captured.graph.replay()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / times * 1e3
 
 
 @torch.no_grad()
-def capture_parts(model: nn.Module) -> dict[str, torch.cuda.CUDAGraph]:
-    """A graph of each part of a deployed Mask R-CNN, and of the whole."""
-    static, graphs = static_form(model, fused=True), {}
+def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
+    """A graph of each part of a deployed Mask R-CNN, and of the whole; the caches keep what graphs read."""
+    static, caches = static_form(model, fused=True), {}
     stage, head, cfg = static.stages[0], model.rpn_head, model.roi_head.test_cfg
     meta = dict(img_shape=SIZE, scale_factor=(1.0, 1.0))
     frame = torch.tensor(Frame.numbers(meta), device='cuda').unbind()
 
     def run(part: str, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        cache = GraphCache(lambda *tensors: tuple(function(*tensors)))
-        outputs = cache(*inputs)
-        graphs[part] = (*cache._graphs.values(),)[0]
-        return outputs
+        caches[part] = GraphCache(lambda *tensors: tuple(function(*tensors)))
+        return caches[part](*inputs)
 
     def propose(limits: Tensor, *features: Tensor) -> Sequence[Tensor]:
         priors = static.boxes.priors(head, features)
@@ -155,19 +154,19 @@ def capture_parts(model: nn.Module) -> dict[str, torch.cuda.CUDAGraph]:
     corners, scores, labels, _ = run('boxes', detect, *proposals, frame[0], *features)
     run('masks', mask, corners, scores, labels, *features)
     run('whole graph', lambda image, *frame: static(image, Frame(*frame)), image, *frame)
-    return graphs
+    return caches
 
 
 def measure_parts(models: Mapping[str, nn.Module]) -> dict[str, dict[str, float]]:
     """Milliseconds of each part, in rounds of all rows and parts."""
     captured = {name: capture_parts(model) for name, model in models.items()}
     rounds = [
-        {name: {part: replay(held.graph) for part, held in graphs.items()} for name, graphs in captured.items()}
+        {name: {part: replay(cache) for part, cache in caches.items()} for name, caches in captured.items()}
         for _ in range(8)
     ]
     return {
-        name: {part: round(median(one[name][part] for one in rounds), 3) for part in graphs}
-        for name, graphs in captured.items()
+        name: {part: round(median(one[name][part] for one in rounds), 3) for part in caches}
+        for name, caches in captured.items()
     }
 
 
