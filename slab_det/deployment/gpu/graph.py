@@ -170,7 +170,7 @@ class GraphedPrediction:
             static = static_form(self._model, fused=True)
             self._graphs, self._settings = GraphCache(partial(_run_static, static)), static.settings
         meta = samples[0].metainfo
-        frame = torch.tensor(Frame.numbers(meta), pin_memory=True)
+        frame = torch.tensor(Frame.numbers(meta)).pin_memory()
         outputs = self._graphs(image, frame, settings=self._settings())
         if outputs is None:
             return None

@@ -31,8 +31,9 @@ PADDING, NOTHING = -1, -2
 
 
 def take(x: Tensor) -> bool:
-    """Whether kernels run where ``x`` is; torch.compile makes its own."""
-    return triton is not None and x.is_cuda and not torch.compiler.is_compiling()
+    """Whether kernels run where ``x`` is: torch.compile makes its own, and autocast knows none."""
+    is_plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled('cuda'))
+    return triton is not None and x.is_cuda and is_plain
 
 
 if triton is not None:
