@@ -60,11 +60,18 @@ class Boxes(ABC):
         """
 
     @abstractmethod
-    def candidates(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The scores (N,) that are not ``EMPTY``.
+    def candidates(
+        self, scores: Tensor, corners_of: Callable[[Tensor | None], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The boxes whose scores (N,) are not ``EMPTY``.
+
+        Args:
+            scores: (N,).
+            corners_of: A function: the corners at some places, or all (N, 4) for None.
 
         Returns:
-            The scores (K,); their places (K,); and whether K sufficed for all, or None where it always does.
+            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether K sufficed for all,
+            or None where it always does.
         """
 
     @abstractmethod
@@ -177,7 +184,12 @@ def detect_dense(
     if len(outputs) > 2:
         factor = torch.cat([flat(x, 1)[:, 0].sigmoid() for x in outputs[2]])[prior]
         scores = torch.where(scores > EMPTY, scores * factor, EMPTY)
-    return _choose(boxes, corners, drop_small(corners, scores, cfg), lambda place: label[place], cfg)
+    scores = drop_small(corners, scores, cfg)
+
+    def corners_of(place: Tensor | None) -> Tensor:
+        return corners if place is None else corners[place]
+
+    return _choose(boxes, corners_of, scores, lambda place: label[place], cfg)
 
 
 def detect_regions(
@@ -206,21 +218,28 @@ def detect_regions(
     """
     proposed, found = proposals
     scores = boxes.class_scores(logits, found, score_thr)
-    corners = boxes.decode(head.bbox_coder, proposed, deltas.reshape(deltas.shape[0], -1, 4), limits)
-    if rescale is not None:
-        corners = corners * rescale
-    corners = corners.expand(-1, head.num_classes, 4).reshape(-1, 4)
-    return _choose(boxes, corners, scores.reshape(-1), lambda place: place % head.num_classes, cfg)
+    classes = head.num_classes
+    deltas = deltas.reshape(-1, 1 if head.reg_class_agnostic else classes, 4)
+
+    def corners_of(place: Tensor | None) -> Tensor:
+        if place is None:
+            corners = boxes.decode(head.bbox_coder, proposed, deltas, limits)
+            corners = corners if rescale is None else corners * rescale
+            return corners.expand(-1, classes, 4).reshape(-1, 4)
+        box = torch.div(place, classes, rounding_mode='floor')
+        values = deltas[box, torch.zeros_like(box) if head.reg_class_agnostic else place % classes]
+        corners = decode(head.bbox_coder, proposed[box], values, limits)
+        return corners if rescale is None else corners * rescale
+
+    return _choose(boxes, corners_of, scores.reshape(-1), lambda place: place % classes, cfg)
 
 
 def _choose(
-    boxes: Boxes, corners: Tensor, scores: Tensor, label_of: Callable[[Tensor], Tensor], cfg: dict
+    boxes: Boxes, corners_of: Callable, scores: Tensor, label_of: Callable[[Tensor], Tensor], cfg: dict
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The best objects of all classes, suppressed in each; cfg has ``nms`` and ``max_per_img``."""
-    stride, limit = boxes.stride(corners, scores), cfg['max_per_img']
-    kept, place, enough = boxes.candidates(scores)
-    corners, label = corners[place], label_of(place)
-    iou_threshold = cfg['nms']['iou_threshold']
+    corners, kept, place, stride, enough = boxes.candidates(scores, corners_of)
+    label, iou_threshold, limit = label_of(place), cfg['nms']['iou_threshold'], cfg['max_per_img']
     kept, index = boxes.suppress(corners[None], kept[None], label[None], stride, iou_threshold, limit)
     if enough is not None and limit == len(kept):
         # The best candidates suppress each other in the same way, whether worse ones are there or not.
@@ -311,6 +330,7 @@ class Unsupported(ValueError):
 
 # What a subclass may have changed.
 PREDICTION = ('predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')
+BOX_PREDICTION = ('predict_by_feat', '_predict_by_feat_single')
 ROI_PREDICTION = ('predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward')
 
 
@@ -342,9 +362,9 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
         Unsupported: If a part computes something else.
     """
     kinds = (StandardRoIHead, CascadeRoIHead) if cascade else (StandardRoIHead,)
-    _check_kind('roi_head', getattr(detector, 'roi_head', None), *kinds)
+    check_kind('roi_head', getattr(detector, 'roi_head', None), *kinds)
     rpn_head, roi_head = detector.rpn_head, detector.roi_head
-    _check_kind('rpn_head', rpn_head, RPNHead)
+    check_kind('rpn_head', rpn_head, RPNHead)
     base = CascadeRoIHead if isinstance(roi_head, CascadeRoIHead) else StandardRoIHead
     needed = {
         'a detector that predicts as TwoStageDetector does': type(detector).predict is TwoStageDetector.predict,
@@ -358,15 +378,17 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
     _check_box_head('rpn_head', rpn_head, rpn_head.test_cfg)
     for stage in find_stages(roi_head):
         _check_box_head('roi_head.bbox_head', stage.bbox_head, roi_head.test_cfg)
-        _check_kind('roi_head.bbox_roi_extractor', stage.bbox_roi_extractor, SingleRoIExtractor)
+        check_kind('roi_head.bbox_roi_extractor', stage.bbox_roi_extractor, SingleRoIExtractor)
         extractors = [stage.bbox_roi_extractor]
+        check_kind('roi_head.bbox_head', stage.bbox_head, BBoxHead)
         needed = {
+            'a bbox_head that predicts as BBoxHead does': _predicts_as(stage.bbox_head, BBoxHead, BOX_PREDICTION),
             'a bbox_head with softmax scores and boxes': not stage.bbox_head.custom_cls_channels
-            and stage.bbox_head.with_reg
+            and stage.bbox_head.with_reg,
         }
         if detector.with_mask:
-            _check_kind('roi_head.mask_head', stage.mask_head, FCNMaskHead)
-            _check_kind('roi_head.mask_roi_extractor', stage.mask_roi_extractor, SingleRoIExtractor)
+            check_kind('roi_head.mask_head', stage.mask_head, FCNMaskHead)
+            check_kind('roi_head.mask_roi_extractor', stage.mask_roi_extractor, SingleRoIExtractor)
             extractors.append(stage.mask_roi_extractor)
         layers = [layer for extractor in extractors for layer in extractor.roi_layers]
         needed["roi_layers of pool_mode='avg'"] = all(getattr(layer, 'pool_mode', '') == 'avg' for layer in layers)
@@ -376,7 +398,7 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
 def check_single_stage(detector: nn.Module) -> None:
     """Raises unless this module computes what ``detector.predict`` computes; see :func:`check_two_stage`."""
     head = getattr(detector, 'bbox_head', None)
-    _check_kind('bbox_head', head, BaseDenseHead)
+    check_kind('bbox_head', head, BaseDenseHead)
     cfg = head.test_cfg
     _check_box_head('bbox_head', head, cfg)
     needed = {
@@ -390,9 +412,9 @@ def check_single_stage(detector: nn.Module) -> None:
 
 def _check_box_head(name: str, head: nn.Module, cfg: dict) -> None:
     coder, nms = head.bbox_coder, cfg.get('nms') or {}
-    _check_kind(f'{name}.bbox_coder', coder, DeltaXYWHBBoxCoder, DistancePointBBoxCoder)
+    check_kind(f'{name}.bbox_coder', coder, DeltaXYWHBBoxCoder, DistancePointBBoxCoder)
     if isinstance(head, BaseDenseHead):
-        _check_kind(f'{name}.prior_generator', head.prior_generator, AnchorGenerator, MlvlPointGenerator)
+        check_kind(f'{name}.prior_generator', head.prior_generator, AnchorGenerator, MlvlPointGenerator)
     plain = type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
     _check(
         {
@@ -406,7 +428,8 @@ def _predicts_as(part: nn.Module, base: type, methods: Iterable[str]) -> bool:
     return all(getattr(type(part), name) is getattr(base, name) for name in methods)
 
 
-def _check_kind(name: str, part: object, *kinds: type) -> None:
+def check_kind(name: str, part: object, *kinds: type) -> None:
+    """Raises :class:`Unsupported` if a part is of no known kind."""
     if not isinstance(part, kinds):
         names = ' or '.join(kind.__name__ for kind in kinds)
         raise Unsupported(f'{name} is a {type(part).__name__}, not a {names}')

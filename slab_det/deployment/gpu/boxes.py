@@ -53,13 +53,16 @@ class FixedBoxes(Boxes):
         level = numbers(range(len(sizes)), device)[:, None].expand_as(scores)
         return scores, place + starts[:, None], level
 
-    def candidates(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        count = min(CANDIDATES, len(scores))
+    def candidates(
+        self, scores: Tensor, corners_of: Callable[[Tensor | None], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        corners, count = corners_of(None), min(CANDIDATES, len(scores))
+        stride = self.stride(corners, scores)
         if kernels.take(scores):
             best, place = scores.topk(count)
         else:
             best, place = _rank(scores, count)
-        return best, place, (scores > EMPTY).sum() <= count
+        return corners[place], best, place, stride, (scores > EMPTY).sum() <= count
 
     def suppress(
         self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int

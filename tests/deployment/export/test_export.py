@@ -62,13 +62,15 @@ SIZES = [(64, 96), (131, 75), (101, 160)]
 def detector(small_detector_cfg):
     """A function: a small detector, everything in it random, that finds objects in noise."""
 
-    def build(row='Swin', kind='mask_rcnn', divisor=32):
+    def build(row='Swin', kind='mask_rcnn', divisor=32, agnostic=False):
         if 'PVT' in row:
             cfg = small_detector_cfg(kind)
             cfg.backbone, cfg.neck.in_channels = BACKBONES[row], [8, 16, 24, 32]
         else:
             cfg = small_detector_cfg(kind, **BACKBONES[row])
         cfg.data_preprocessor.pad_size_divisor = divisor
+        if agnostic:
+            cfg.roi_head.bbox_head.reg_class_agnostic = cfg.roi_head.mask_head.class_agnostic = True
         cfg.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
         for extractor in filter(None, (cfg.roi_head.bbox_roi_extractor, cfg.roi_head.mask_roi_extractor)):
             extractor.finest_scale = 8  # small images have small boxes, which should still lie on several levels
@@ -112,14 +114,14 @@ def predict(model, image, divisor):
     head = model.roi_head
     found = head.predict_bbox(features, [sample.metainfo], proposals, head.test_cfg)[0]
     logits = head._mask_forward(features, bbox2roi([found.bboxes]))['mask_preds']
-    return found, logits[range(len(found)), found.labels]
+    return found, logits[range(len(found)), 0 if head.mask_head.class_agnostic else found.labels]
 
 
-@pytest.mark.parametrize('row', BACKBONES)
+@pytest.mark.parametrize(('row', 'agnostic'), [*((row, False) for row in BACKBONES), ('Swin', True)])
 @torch.no_grad()
-def test_graph_finds_what_mmdet_finds(detector, row):
+def test_graph_finds_what_mmdet_finds(detector, row, agnostic):
     divisor = 1 if row in ('Swin', 'SLAB-Swin', 'PVT', 'CSWin') else 32
-    model = detector(row, divisor=divisor).double()
+    model = detector(row, divisor=divisor, agnostic=agnostic).double()
     graph = build_graph(model).double()
     for size in SIZES:
         image = torch.rand(1, 3, *size, dtype=torch.float64) * 255
@@ -144,18 +146,19 @@ def test_no_limit_is_no_limit(detector, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('row', 'kind', 'scope', 'divisor'),
+    ('row', 'kind', 'scope', 'divisor', 'agnostic'),
     [
-        ('SLAB-Swin', 'faster_rcnn', 'detector', 1),
-        ('Flatten-Swin', 'mask_rcnn', 'backbone+neck+rpn', 1),
-        ('PVT', 'mask_rcnn', 'detector', 1),
-        ('SLAB-PVT', 'faster_rcnn', 'backbone+neck+rpn', 32),
-        ('PVT', 'faster_rcnn', 'backbone', 32),
-        ('SLAB-CSwin', 'mask_rcnn', 'detector', 1),
+        ('SLAB-Swin', 'faster_rcnn', 'detector', 1, False),
+        ('Flatten-Swin', 'mask_rcnn', 'backbone+neck+rpn', 1, False),
+        ('PVT', 'mask_rcnn', 'detector', 1, False),
+        ('PVT', 'mask_rcnn', 'detector', 32, True),
+        ('SLAB-PVT', 'faster_rcnn', 'backbone+neck+rpn', 32, False),
+        ('PVT', 'faster_rcnn', 'backbone', 32, False),
+        ('SLAB-CSwin', 'mask_rcnn', 'detector', 1, False),
     ],
 )
-def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, row, kind, scope, divisor):
-    model = detector(row, kind, divisor)
+def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, row, kind, scope, divisor, agnostic):
+    model = detector(row, kind, divisor, agnostic)
     export_onnx(model, tmp_path / 'model.onnx', scope)
     operators = {node.op_type for node in onnx.load(tmp_path / 'model.onnx').graph.node}
     assert not operators & {'LayerNormalization', 'BatchNormalization', 'ReduceMean'} or row == 'Flatten-Swin'
@@ -292,14 +295,15 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
     model.deployed = True
     refuses('the model is deployed')
     model.deployed = False
-    model.roi_head.test_cfg.nms.type = 'soft_nms'
-    refuses('plain NMS per class in test_cfg.rcnn.nms')
-    model.roi_head.bbox_head.bbox_coder.add_ctr_clamp = True
-    refuses('bbox_coders without add_ctr_clamp')
     model.roi_head.bbox_roi_extractor.roi_layers[0] = torch.nn.Identity()
     refuses("roi_layers of pool_mode='avg'")
-    model.roi_head.mask_head.class_agnostic = True
-    refuses('a box and a mask for each class')
+    kind = type(model.roi_head.bbox_head)
+    model.roi_head.bbox_head.__class__ = type('OtherHead', (kind,), dict(predict_by_feat=lambda self: None))
+    refuses('a bbox_head that predicts as BBoxHead does')
+    model.roi_head.bbox_head.bbox_coder.add_ctr_clamp = True
+    refuses('bbox_coders without add_ctr_clamp')
+    model.roi_head.test_cfg.nms.type = 'soft_nms'
+    refuses('plain NMS per class in the test_cfg of roi_head.bbox_head')
     model.roi_head.__class__ = MaskScoringRoIHead
     refuses('a roi_head that predicts as StandardRoIHead does')
     model.rpn_head = torch.nn.Identity()
