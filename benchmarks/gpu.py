@@ -197,7 +197,7 @@ def measure_absorption(limit: float) -> list[str]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
-    return done.stdout.splitlines()
+    return [line for line in done.stdout.splitlines() if 'WARNING' not in line]
 
 
 class Report:

@@ -244,6 +244,9 @@ def _choose(
     if enough is not None and limit == len(kept):
         # The best candidates suppress each other in the same way, whether worse ones are there or not.
         enough = enough | (kept > EMPTY).all()
+    if enough is not None:
+        # Of boxes that are no numbers, mmcv suppresses none.
+        enough = enough & stride.isfinite()
     return corners[index], kept, label[index], enough
 
 
@@ -330,7 +333,7 @@ class Unsupported(ValueError):
 
 # What a subclass may have changed.
 PREDICTION = ('predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')
-BOX_PREDICTION = ('predict_by_feat', '_predict_by_feat_single')
+BOX_PREDICTION = 'predict_by_feat', '_predict_by_feat_single', 'regress_by_class'
 ROI_PREDICTION = ('predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward')
 
 
@@ -389,6 +392,8 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
         if detector.with_mask:
             check_kind('roi_head.mask_head', stage.mask_head, FCNMaskHead)
             check_kind('roi_head.mask_roi_extractor', stage.mask_roi_extractor, SingleRoIExtractor)
+            pastes = 'predict_by_feat', '_predict_by_feat_single'
+            needed['a mask_head that predicts as FCNMaskHead does'] = _predicts_as(stage.mask_head, FCNMaskHead, pastes)
             extractors.append(stage.mask_roi_extractor)
         layers = [layer for extractor in extractors for layer in extractor.roi_layers]
         needed["roi_layers of pool_mode='avg'"] = all(getattr(layer, 'pool_mode', '') == 'avg' for layer in layers)
@@ -415,11 +420,14 @@ def _check_box_head(name: str, head: nn.Module, cfg: dict) -> None:
     check_kind(f'{name}.bbox_coder', coder, DeltaXYWHBBoxCoder, DistancePointBBoxCoder)
     if isinstance(head, BaseDenseHead):
         check_kind(f'{name}.prior_generator', head.prior_generator, AnchorGenerator, MlvlPointGenerator)
+    known = {'type', 'iou_threshold', 'split_thr', 'class_agnostic', 'offset'}
     plain = type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
+    own = type(coder).decode in (DeltaXYWHBBoxCoder.decode, DistancePointBBoxCoder.decode)
     _check(
         {
-            f'plain NMS per class in the test_cfg of {name}': plain and 'iou_threshold' in nms,
-            'bbox_coders without add_ctr_clamp': not getattr(coder, 'add_ctr_clamp', False),
+            f'plain NMS per class in the test_cfg of {name}': plain and {'iou_threshold'} <= {*nms} <= known,
+            'bbox_coders without add_ctr_clamp': own and not getattr(coder, 'add_ctr_clamp', False),
+            'anchors that are tensors': not getattr(getattr(head, 'prior_generator', None), 'use_box_type', False),
         }
     )
 

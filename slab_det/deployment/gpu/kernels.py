@@ -135,14 +135,14 @@ if triton is not None:
     def _stride_kernel(corners, scores, stride, N, BLOCK: tl.constexpr):
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         there = (place < N) & (tl.load(scores + place, mask=place < N, other=-1.0) > -1.0)
-        high = tl.maximum(
-            tl.load(corners + place * 4 + 2, mask=there, other=0.0),
-            tl.load(corners + place * 4 + 3, mask=there, other=0.0),
-        )
-        low = tl.maximum(
-            tl.load(corners + place * 4, mask=there, other=0.0), tl.load(corners + place * 4 + 1, mask=there, other=0.0)
-        )
-        largest = tl.max(tl.where(there, tl.maximum(high, low), 0.0), 0)
+        x1 = tl.load(corners + place * 4, mask=there, other=0.0)
+        y1 = tl.load(corners + place * 4 + 1, mask=there, other=0.0)
+        x2 = tl.load(corners + place * 4 + 2, mask=there, other=0.0)
+        y2 = tl.load(corners + place * 4 + 3, mask=there, other=0.0)
+        largest = tl.maximum(tl.maximum(x1, y1), tl.maximum(x2, y2))
+        # A maximum leaves out what is no number.
+        total = x1 + y1 + x2 + y2
+        largest = tl.max(tl.where(total == total, largest, float('inf')), 0)
         tl.atomic_max(stride, largest + 1.0)
 
     @triton.jit
@@ -418,6 +418,11 @@ if triton is not None:
         x2, y2 = tl.load(boxes + mask * 4 + 2), tl.load(boxes + mask * 4 + 3)
         y = (row + 0.5 - y1) / (y2 - y1) * M - 0.5
         x = (column + 0.5 - x1) / (x2 - x1) * M - 0.5
+        # The middle of a side without length lies on all of its window, as where mmdet pastes on a CPU.
+        middle = (M - 1) * 0.5
+        y = tl.where(y2 == y1, tl.where((row >= tl.floor(y1) - 1) & (row < tl.ceil(y2) + 1), middle, -2.0), y)
+        near = (column >= tl.floor(x1) - 1) & (column < tl.ceil(x2) + 1)
+        x = tl.where(x2 == x1, tl.where(near, middle, -2.0), x)
         top, left = tl.floor(y), tl.floor(x)
         dy, dx = y - top, x - left
         # Far outside, the number would not fit into an integer.
