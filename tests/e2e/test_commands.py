@@ -55,9 +55,9 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     checkpoint = Path((tmp_path / 'run' / 'last_checkpoint').read_text())
     assert (tmp_path / checkpoint).name == 'iter_6.pth'
     rounds = '--rounds 3 --warmup 1'
-    for model in (f'small.py {checkpoint}', 'run/fused_config.py run/fused.pth'):
+    for model, run_test in ((f'small.py {checkpoint}', run_in_process), ('run/fused_config.py run/fused.pth', run)):
         report = '--work-dir tested --report run/report.json --show-dir drawn --latency'
-        screen = run_in_process(f'test.py {model} {report} {rounds}')
+        screen = run_test(f'test.py {model} {report} {rounds}')
         assert re.search(r'\| ms \|.*box AP', screen) and not [message for message in PREAMBLE if message in screen]
         assert [*Path(re.search('Predictions drawn in (.*)', screen)[1]).iterdir()]
 

@@ -3,13 +3,17 @@
 The full count of kills is in benchmarks/interruptions.py.
 """
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import CONFIGS
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, EMAHook, LoggerHook
 from mmengine.runner import Runner
 
-from benchmarks.interruptions import Interruptions, KillPoint, WholeFiles
+from benchmarks.interruptions import FORK_SERVER, Interruptions, KillPoint, WholeFiles
 from slab_det.hooks import (
     CheckedLoadHook,
     ExactResumeHook,
@@ -39,11 +43,15 @@ def cfg(module_run_cfg) -> Config:
 
 
 @pytest.fixture(scope='module')
-def runs(cfg, tmp_path_factory) -> Interruptions:
+def runs(cfg, tmp_path_factory) -> Iterator[Interruptions]:
     """That training, run once to the end."""
     folder = tmp_path_factory.mktemp('interruptions')
     cfg.dump(folder / 'small.py')
-    return Interruptions(folder / 'small.py', folder)
+    with pytest.MonkeyPatch.context() as patch:
+        # All runs are forked from a process that imports this file's conftest, for what it saves in runs.
+        patch.setenv('PYTHONPATH', f'{Path(__file__).parents[1]}:{CONFIGS.parent}')
+        FORK_SERVER.set_forkserver_preload(['conftest', 'slab_det.cli', 'slab_det.backbones', 'mmdet.evaluation'])
+        yield Interruptions(folder / 'small.py', folder)
 
 
 @pytest.mark.parametrize(

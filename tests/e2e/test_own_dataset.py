@@ -22,6 +22,9 @@ def shrink(path: Path) -> None:
     cfg = Config.fromfile(path)
     cfg.model.backbone.update(SMALL_SWIN, norm_cfg=cfg.model.backbone.norm_cfg, init_cfg=None)
     cfg.model.neck.in_channels = [SMALL_SWIN['embed_dims'] * 2**i for i in range(4)]
+    cfg.model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
+    cfg.model.test_cfg.rcnn.max_per_img = 10
+    cfg.model.train_cfg.rcnn.sampler.num = 32
     resize = dict(type='Resize', scale=(96, 80), keep_ratio=True)
     cfg.train_dataloader.dataset.pipeline[3] = cfg.val_dataloader.dataset.pipeline[1] = resize
     cfg.test_dataloader.dataset.pipeline[1] = resize

@@ -143,6 +143,13 @@ def assert_printed(size: str, parameters: float, multiply_adds: int) -> None:
         assert f'{count:.{len(printed.partition(".")[2])}f}' == printed
 
 
+@pytest.fixture
+def no_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at no weight: models of full size take longer to fill than to build."""
+    monkeypatch.setattr(torch.nn.init, 'kaiming_uniform_', lambda tensor, **options: torch.nn.init.zeros_(tensor))
+
+
+@pytest.mark.usefixtures('no_random_weights')
 @pytest.mark.parametrize('row', RECIPES)
 def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
     cfg, size = load(row), re.search('(c?swin|pvt|deit)_.', row)[0]
@@ -180,6 +187,7 @@ def test_classifier_has_the_recipe_and_the_size_of_its_row(row):
     assert_printed(size, parameters, multiply_adds)
 
 
+@pytest.mark.usefixtures('no_random_weights')
 @pytest.mark.parametrize('name', UN_CONFIGS)
 def test_un_has_the_recipe_of_its_row(name):
     cfg, (row, data) = load(name), name.rsplit('_', 1)
