@@ -31,6 +31,7 @@ def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
     cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
     cfg.model = small_detector_cfg('faster_rcnn', **BACKBONE)
     cfg.model.roi_head.bbox_head.num_classes = 4
+    cfg.model.test_cfg.rcnn.max_per_img = 20
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         loader.num_workers = 0
         loader.persistent_workers = False
