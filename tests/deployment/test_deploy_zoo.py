@@ -39,11 +39,16 @@ def cfg_of(name):
                     head.loss_cls.num_classes = 20
             if cfg.roi_head.get('mask_head'):
                 cfg.roi_head.mask_head.num_classes = 20
+            cfg.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
+            cfg.test_cfg.rcnn.max_per_img = 10
         return cfg
     cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
     out_indices = (3,) if cfg.type == 'YOLOF' else (0, 1, 2, 3)
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN'), 'out_indices': out_indices}
     cfg.neck.in_channels = 64 if cfg.type == 'YOLOF' else [8, 16, 32, 64]
+    if 'rpn' in cfg.test_cfg:
+        cfg.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
+        cfg.test_cfg.rcnn.max_per_img = 10
     return cfg
 
 

@@ -7,7 +7,7 @@ from mmdet.structures import DetDataSample
 import slab_det
 from slab_det.deployment.precision import autocast_forward
 
-HEIGHT, WIDTH = 96, 1184
+HEIGHT, WIDTH = 64, 608
 
 
 def predict(model, images):
