@@ -104,13 +104,14 @@ def expected_left(backbone):
 @pytest.mark.parametrize('name', MODELS_WITH_OPTIONS)
 def test_a_fused_detector_computes_the_same_in_float64(build, name):
     backbone = MODELS_WITH_OPTIONS[name]
-    model = build(backbone).double()
+    # A mask head reads the same features as the heads of boxes: two with masks stand for all.
+    model = build(backbone, 'mask_rcnn' if name in ('softmax', 'PVT, mixed') else 'faster_rcnn').double()
     fused = slab_det.fuse(model)
     assert left_affine(fused) == expected_left(backbone)
     assert not fused.fusion_report.select('kept') and not [m for m in fused.modules() if isinstance(m, nn.LayerNorm)]
     # PVT reduces its maps: they must not be smaller than the reduction.
     smallest = 32 if 'num_layers' in backbone else 0
-    drawn = random_sizes(2, seed=list(MODELS_WITH_OPTIONS).index(name))
+    drawn = random_sizes(1, seed=list(MODELS_WITH_OPTIONS).index(name))
     sizes = [SIZE, *([height + smallest, width + smallest] for height, width in drawn)]
     assert_fused_equals(fused, model, sizes)
 
