@@ -175,6 +175,10 @@ def small_detector_cfg():
         model.backbone = backbone
         model.neck.in_channels = channels
         model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
+        # Heads of regions take most of the time of so small an image.
+        model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
+        model.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=50)
+        model.train_cfg.rcnn.sampler.num = 32
         if detector == 'faster_rcnn':
             model.type = 'FasterRCNN'
             model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
@@ -200,6 +204,7 @@ def run_cfg_builder(folder: Path, small_detector_cfg: Callable[..., Config]) -> 
         cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
         cfg.model = small_detector_cfg(**{**SLA, **backbone})
         cfg.model.roi_head.bbox_head.num_classes = cfg.model.roi_head.mask_head.num_classes = 4
+        cfg.model.test_cfg.rcnn.max_per_img = 20
         for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
             loader.dataset.generator = dict(num_train=10, num_val=4, size=(96, 80))
             loader.num_workers = 0
