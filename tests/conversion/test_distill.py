@@ -48,6 +48,7 @@ def test_error_is_that_of_the_formula():
 
 def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teacher(small_detector):
     teacher, student = small_detector(seed=0), small_detector(seed=1)
+    teacher.rpn_head.test_cfg.update(nms_pre=300, max_per_img=300)
     images = torch.randn(2, 3, 64, 96)
     samples = describe_images(images)
     with torch.no_grad():
