@@ -157,6 +157,11 @@ def pictures(count=6, size=(66, 70), seed=0):
     return [nn.functional.interpolate(n, size=size, mode='bicubic') * (1 + i % 3) for i, n in enumerate(noise)]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the files that take longest: workers get whole files, and the last one would work alone."""
+    items.sort(key=lambda item: item.path.parent.name not in ('e2e', 'export', 'tools'))
+
+
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.set_num_threads(1)
