@@ -49,6 +49,8 @@ def cfg_of(name):
     if 'rpn' in cfg.test_cfg:
         cfg.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
         cfg.test_cfg.rcnn.max_per_img = 10
+        cfg.roi_head.bbox_head.fc_out_channels = 64
+        cfg.roi_head.grid_head.num_convs = 1
     return cfg
 
 
