@@ -393,6 +393,7 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
             check_kind('roi_head.mask_head', stage.mask_head, FCNMaskHead)
             check_kind('roi_head.mask_roi_extractor', stage.mask_roi_extractor, SingleRoIExtractor)
             pastes = 'predict_by_feat', '_predict_by_feat_single'
+            needed['masks of bool, of a mask_thr_binary from 0 on'] = roi_head.test_cfg.mask_thr_binary >= 0
             needed['a mask_head that predicts as FCNMaskHead does'] = _predicts_as(stage.mask_head, FCNMaskHead, pastes)
             extractors.append(stage.mask_roi_extractor)
         layers = [layer for extractor in extractors for layer in extractor.roi_layers]

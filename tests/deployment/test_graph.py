@@ -115,6 +115,16 @@ def test_a_changed_threshold_is_seen():
     assert found.scores.min() > threshold and unmatched(found, expected) <= 0.02
 
 
+def test_weights_that_moved_are_read_where_they_are():
+    model, data = deployed(), noise((75, 102), ORI_SHAPE)
+    (before,) = graphed(model, data)
+    # What model.cpu().cuda() does.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    (found,) = graphed(model, data)
+    assert len(model.predict._graphs._graphs) == 2 and unmatched(found, before) == 0
+
+
 @pytest.mark.parametrize('way', ['deepcopy', 'file'])
 def test_copies_and_files_predict_the_same(way):
     model, data = deployed(), noise((75, 102), ORI_SHAPE)

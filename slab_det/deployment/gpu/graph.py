@@ -145,10 +145,13 @@ class GraphedPrediction:
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
     ) -> Sequence[DetDataSample]:
-        samples = batch_data_samples
-        found = self._detect(batch_inputs, samples) if self._is_for_graph(batch_inputs, samples, rescale) else None
-        if found is None:
-            return type(self._model).predict(self._model, batch_inputs, samples, rescale)
+        samples, found = batch_data_samples, None
+        # Graphs and kernels run on the current device, wherever their tensors are.
+        with torch.cuda.device_of(batch_inputs):
+            if self._is_for_graph(batch_inputs, samples, rescale):
+                found = self._detect(batch_inputs, samples)
+            if found is None:
+                return type(self._model).predict(self._model, batch_inputs, samples, rescale)
         return self._model.add_pred_to_datasample(samples, [found])
 
     def _is_for_graph(self, image: Tensor, samples: Sequence[DetDataSample], rescale: bool) -> bool:
@@ -168,10 +171,12 @@ class GraphedPrediction:
     def _detect(self, image: Tensor, samples: Sequence[DetDataSample]) -> InstanceData | None:
         if self._graphs is None:
             static = static_form(self._model, fused=True)
-            self._graphs, self._settings = GraphCache(partial(_run_static, static)), static.settings
+            # Another thread asks for the graphs.
+            self._settings = static.settings
+            self._graphs = GraphCache(partial(_run_static, static))
         meta = samples[0].metainfo
         frame = torch.tensor(Frame.numbers(meta)).pin_memory()
-        outputs = self._graphs(image, frame, settings=self._settings())
+        outputs = self._graphs(image, frame, settings=(self._settings(), _address(self._model)))
         if outputs is None:
             return None
         summary, boxes, scores, labels, *masks = outputs
@@ -205,8 +210,14 @@ class GraphedFeatures:
     def __call__(self, batch_inputs: Tensor) -> tuple[Tensor, ...]:
         usable = batch_inputs.is_cuda and not self._model.training and not torch.is_grad_enabled()
         usable = usable and not torch.is_autocast_enabled('cuda') and _get_current_dispatch_mode() is None
-        features = self._graphs(batch_inputs) if usable else None
-        return type(self._model).extract_feat(self._model, batch_inputs) if features is None else features
+        with torch.cuda.device_of(batch_inputs):
+            features = self._graphs(batch_inputs, settings=_address(self._model)) if usable else None
+            return type(self._model).extract_feat(self._model, batch_inputs) if features is None else features
+
+
+def _address(model: nn.Module) -> int:
+    """Where the weights are: a model that was moved away and back is no longer where its graphs read it."""
+    return next(model.parameters()).data_ptr()
 
 
 def use_graphs(model: nn.Module, masks: str) -> None:

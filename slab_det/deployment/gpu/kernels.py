@@ -31,9 +31,10 @@ PADDING, NOTHING = -1, -2
 
 
 def take(x: Tensor) -> bool:
-    """Whether kernels run where ``x`` is: torch.compile makes its own, and autocast knows none."""
-    is_plain = not (torch.compiler.is_compiling() or torch.is_autocast_enabled('cuda'))
-    return triton is not None and x.is_cuda and is_plain
+    """Whether kernels run where ``x`` is: on the current GPU; torch.compile makes its own, and autocast knows none."""
+    if triton is None or not x.is_cuda or torch.compiler.is_compiling():
+        return False
+    return x.device.index == torch.cuda.current_device() and not torch.is_autocast_enabled('cuda')
 
 
 if triton is not None:
