@@ -25,6 +25,7 @@ def test_heads_have_the_same_work_whatever_the_backbone(small_detector_cfg) -> N
     for backbone in variants:
         torch.manual_seed(len(boxes))
         model = MODELS.build(small_detector_cfg(**backbone)).eval()
+        model.rpn_head.test_cfg.update(nms_pre=300, max_per_img=300)
         model.roi_head.test_cfg.max_per_img = (100, -1, 1000)[len(boxes)]
         assert prepare_untrained(model)
         boxes.append(objects_found(slab_det.fuse(model)))

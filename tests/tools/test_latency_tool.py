@@ -15,7 +15,9 @@ def test_end_to_end_of_deployed_models_is_measured_repeatedly(call, small_detect
     modes: list = []
     monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, mode: modes.append(mode))
     for name, norm in (('layernorm.py', 'LN'), ('prepbn.py', 'PRepBN')):
-        Config({'model': small_detector_cfg(norm_cfg={'type': norm})}).dump(name)
+        model = small_detector_cfg(norm_cfg={'type': norm})
+        model.test_cfg.rpn.update(nms_pre=300, max_per_img=300)
+        Config({'model': model}).dump(name)
     forms = ('--fuse', '--deploy', '--scope', 'end-to-end', '--repeat', 2, '--compile', 'reduce-overhead')
     result = call('latency.py', 'layernorm.py', 'prepbn.py', *forms, *QUICK)
     assert 'layernorm (unfused, deployed)' in result.out and 'prepbn (fused, deployed)' in result.out
