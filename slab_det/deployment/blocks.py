@@ -1,8 +1,11 @@
-"""Our blocks in the place of mmdet's."""
+"""Our blocks in the place of mmdet's, and what every form asks of layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from mmcv.cnn import Linear
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer
 from mmdet.models.backbones.swin import SwinBlock
@@ -10,10 +13,10 @@ from torch import nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
-from slab_det.deployment.cpu.linear import ACTIVATIONS, is_plain_linear
 from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
 
+ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN}
 
 
@@ -60,3 +63,19 @@ def two_layers(ffn: nn.Module) -> tuple[nn.Module, str, nn.Module] | None:
     if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
     return fc1, ACTIVATIONS[type(activation)], fc2
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether ``layer`` computes ``x weight^T + bias`` of its parameters and nothing else."""
+    # Exact classes: a subclass may compute its weight, or add something.
+    return type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters and not find_hooks(layer)
+
+
+def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Puts what ``replacement`` makes of a layer into its place, everywhere below ``module``; None keeps the layer."""
+    for name, child in module.named_children():
+        new = replacement(child)
+        if new is None:
+            replace_layers(child, replacement)
+        else:
+            setattr(module, name, new.train(child.training))

@@ -8,9 +8,9 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from slab_det.backbones.base import Backbone
-from slab_det.deployment.blocks import replace_stock_blocks
+from slab_det.deployment.blocks import replace_layers, replace_stock_blocks
 from slab_det.deployment.cpu.blocks import tile_blocks
-from slab_det.deployment.cpu.linear import deployed_linear, replace_layers
+from slab_det.deployment.cpu.linear import deployed_linear
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.winograd import winograd_conv
 from slab_det.deployment.gpu.blocks import fused_ffn, fused_position, fused_windows

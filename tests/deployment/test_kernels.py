@@ -11,7 +11,7 @@ from mmdet.registry import MODELS, TASK_UTILS
 from torch import nn
 
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
-from slab_det.deployment.cpu.linear import replace_layers
+from slab_det.deployment.blocks import replace_layers
 from slab_det.deployment.detection import EMPTY, map_levels
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.gpu.blocks import FusedFFN, FusedWindowAttention, fused_ffn, fused_windows

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import join_groups, split_groups
 from slab_det.backbones.blocks import Block
-from slab_det.deployment.blocks import known_blocks, two_layers
+from slab_det.deployment.blocks import is_plain_linear, known_blocks, two_layers
 from slab_det.deployment.cpu import tiles
-from slab_det.deployment.cpu.linear import is_plain_linear, linear, linear_add
+from slab_det.deployment.cpu.linear import linear, linear_add
 from slab_det.norms import ChannelAffine
 
 

@@ -7,16 +7,12 @@ float32 at the speed of ``F.linear`` or twice of it, with AVX2 at less than its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
-from mmcv.cnn import Linear
 from torch import Tensor, nn
 
-from slab_det.fusion.folds import find_hooks
+from slab_det.deployment.blocks import is_plain_linear
 
-ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}
 
 
@@ -73,22 +69,6 @@ class DeployedLinear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def is_plain_linear(layer: nn.Module) -> bool:
-    """Whether ``layer`` computes ``x weight^T + bias`` of its parameters and nothing else."""
-    # Exact classes: a subclass may compute its weight, or add something.
-    return type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters and not find_hooks(layer)
-
-
 def deployed_linear(layer: nn.Module, kind: type[DeployedLinear] = DeployedLinear) -> DeployedLinear | None:
     """A plain linear layer as one of ``kind``; None for every other layer."""
     return kind(layer) if is_plain_linear(layer) else None
-
-
-def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Puts what ``replacement`` makes of a layer into its place, everywhere below ``module``; None keeps the layer."""
-    for name, child in module.named_children():
-        new = replacement(child)
-        if new is None:
-            replace_layers(child, replacement)
-        else:
-            setattr(module, name, new.train(child.training))
