@@ -30,6 +30,7 @@ def absorb(
     least: float = LEAST_AGREEMENT,
     fold_outputs: bool = False,
     int8: bool = False,
+    ffn: float = 0.0,
     work_dir: str | Path | None = None,
     progress: bool = True,
 ) -> nn.Module:
@@ -54,14 +55,17 @@ def absorb(
         images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
             kind that the detector will see. Read once, ``len(images)`` batches where that is known.
         keep: Norms that stay LayerNorm: a whole number K, the K that are the least affine
-            (:attr:`NormAbsorption.own`); their names, or one; 'none'; or None, as few as it takes for an agreement with
-            the teacher of ``least`` on the held-out images: none, or else as many of the least affine ones as bisection
-            finds, up to a quarter of them. The best is taken where none agrees so well, and a quarter where the teacher
-            finds nothing to agree on.
+            (:attr:`NormAbsorption.own`); their names, or one; 'none'; 'all'; or None, as few as it takes for an
+            agreement with the teacher of ``least`` on the held-out images: none, or else as many of the least affine
+            ones as bisection finds, up to a quarter of them. The best is taken where none agrees so well, and a quarter
+            where the teacher finds nothing to agree on.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
         fold_outputs: See :func:`slab_det.fuse`.
         int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
             off x, so that weights do not amplify it. In float32 this costs some AP.
+        ffn: Share of the hidden channels of each FFN that becomes one linear map, from 0, none, to 1, all: channels
+            whose loss the others make up for are chosen. An FFN of C channels and 4 C hidden ones then takes
+            ``(8 (1 - ffn) + 1) C^2`` multiply-adds per token instead of ``8 C^2``.
         work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
         progress: Show a progress bar.
 
@@ -81,10 +85,12 @@ def absorb(
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
-        plan = AbsorptionPlan(model, images, folder, fold_outputs, int8)
+        plan = AbsorptionPlan(model, images, folder, fold_outputs, int8, ffn, norms=keep != 'all')
         compare = _compare_to(model, plan.images.held_out)
         run = partial(Absorption, plan, work_dir=work_dir and Path(work_dir), progress=progress)
         if keep is not None:
+            if keep == 'all':
+                keep = ()
             if isinstance(keep, Integral):
                 keep = run().student.absorption_report.rank()[:keep] if keep else ()
             student = run(names=keep).student
@@ -102,10 +108,10 @@ def absorb(
 def _check_keep(keep: object) -> int | Collection[str] | None:
     names = (keep,) if isinstance(keep, str) else keep
     if isinstance(names, Collection) and all(isinstance(name, str) for name in names):
-        return 0 if [*names] == ['none'] else names
+        return {('none',): 0, ('all',): 'all'}.get(tuple(names), names)
     if keep is None or (isinstance(keep, Integral) and not isinstance(keep, bool) and keep >= 0):
         return keep
-    raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms or 'none'")
+    raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms, 'none' or 'all'")
 
 
 def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float | None] | None:

@@ -81,11 +81,12 @@ class Images:
 
 
 class Writer(NamedTuple):
-    """A layer that writes the residual stream, where the new stream is seen, and what the layer reads."""
+    """A layer that writes the residual stream, where the new stream is seen, what the layer reads, and its FFN."""
 
     layer: str
     stream: Probe
     source: Probe
+    ffn: str = ''
 
 
 class AbsorptionPlan:
@@ -94,6 +95,7 @@ class AbsorptionPlan:
     Attributes:
         model: The teacher.
         int8: Fits must bear that what they read is rounded to int8.
+        ffn: Share of the hidden channels of each FFN that is merged.
         images: See :class:`Images`.
         digest: Of the images, the teacher's weights, the fates and the steps.
         fates: Where each norm goes if it is absorbed, by its name.
@@ -108,9 +110,16 @@ class AbsorptionPlan:
     """
 
     def __init__(
-        self, model: nn.Module, batches: Iterable, folder: Path, fold_outputs: bool = False, int8: bool = False
+        self,
+        model: nn.Module,
+        batches: Iterable,
+        folder: Path,
+        fold_outputs: bool = False,
+        int8: bool = False,
+        ffn: float = 0.0,
+        norms: bool = True,
     ) -> None:
-        self.model, self.folder, self.int8 = model, folder, int8
+        self.model, self.folder, self.int8, self.ffn = model, folder, int8, ffn
         self.own: dict[str, float] = {}
         self.states: dict[tuple[int, frozenset[str]], dict] = {}
         self.images = Images(model, batches, folder)
@@ -133,15 +142,17 @@ class AbsorptionPlan:
         reasons = self._find_reasons()
         calls = self._trace(image, writers, reasons)
         for name in reasons:
+            if not norms:
+                reasons[name] = reasons[name] or 'kept by choice'
             if not reasons[name] and calls.count(name) != 1:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
         candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
         self.fates = {fate.norm: fate for fate in plan_folds(model, fold_outputs, candidates)}
-        self.digest.update(repr((self.fates, int8)).encode())
+        self.digest.update(repr((self.fates, int8, ffn)).encode())
         for name, value in model.state_dict().items():
             self.digest.update(name.encode() + to_bytes(value))
         self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}
-        if all(self.reasons.values()):
+        if all(self.reasons.values()) and not (ffn and any(writer.ffn for writer in writers)):
             others = describe_others(model, self.reasons)
             raise ConversionError(f'the model has no LayerNorm that can be absorbed{others}')
         # A module that a forward calls twice has more than one stream.
@@ -177,7 +188,10 @@ class AbsorptionPlan:
                     layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
                     # A layer of its own stream, as an FPN's, is fitted to what it puts out.
                     seen = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
-                    writers.append(Writer(layer, seen, Probe(source, 'output') if source else Probe(layer, 'input')))
+                    source = Probe(source, 'output') if source else Probe(layer, 'input')
+                    around = {name: self.model.get_submodule(name) for name in containers_of(layer)}
+                    ffns = [name for name, module in around.items() if find_rule(module, 'ffn_layers')]
+                    writers.append(Writer(layer, seen, source, *ffns))
         return writers
 
     def _trace(self, image: Tensor, writers: Iterable[Writer], norms: Iterable[str]) -> list[Writer | str | Probe]:

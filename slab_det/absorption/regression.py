@@ -104,6 +104,22 @@ class CrossMoments:
             other.yy = self.yy + self.count * y.square()
         return other
 
+    def add_to_target(self, weight: Tensor, bias: Tensor) -> None:
+        """Makes the target ``y + weight a + bias``, a the last channels of x; weight (C_y, C_a), bias (C_y,)."""
+        weight, last = weight.double(), slice(len(self.mean_x) - weight.shape[1], None)
+        self.yy += 2 * (weight.T * self.xy[last]).sum(0) + ((weight @ self.xx[last, last]) * weight).sum(1)
+        self.xy += self.xx[:, last] @ weight.T
+        self.mean_y += weight @ self.mean_x[last] + bias.double()
+
+    def select(self, channels: Tensor) -> CrossMoments:
+        """The same sums over some channels of x, by their indices."""
+        other = CrossMoments(self.int8)
+        other.count, other.low, other.high = self.count, self.low, self.high
+        if self.count:
+            other.mean_x, other.mean_y, other.yy = self.mean_x[channels], self.mean_y, self.yy
+            other.xx, other.xy = self.xx[channels][:, channels], self.xy[channels]
+        return other
+
     def unexplained(self, fit: Affine) -> float:
         """The share of the variance of y that ``fit`` leaves: 0 is none, and more than 1 is worse than a constant."""
         matrix = fit.matrix
@@ -183,6 +199,42 @@ def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> 
             break
         chosen = fit, ridge
     return chosen
+
+
+def rank_channels(moments: CrossMoments, always: int, ridge: float = RIDGES[0]) -> Tensor:
+    """Orders channels of x by backward elimination: the first is what the regression of y on the others misses least.
+
+    Where P is the inverse of the Gram matrix of x and ``W = P E x y^T`` its regression, the loss grows by
+    ``|W_c|^2 / P_cc`` without channel c, and the P and W of the others follow from those of all.
+
+    Args:
+        moments: Of at least two tokens.
+        always: The first channels, which stay in the regression and are not ranked.
+        ridge: Added to the Gram matrix, times its diagonal: channels may be collinear.
+
+    Returns:
+        Indices of the others among themselves, (C_x - always,).
+    """
+    gram, target = moments.xx.clone(), moments.xy
+    diagonal = gram.diagonal()
+    diagonal.add_(ridge * diagonal + 1e-300)
+    solved = torch.linalg.solve(gram[:always, :always], torch.cat([gram[:always, always:], target[:always]], 1))
+    # What the first channels explain of the others and of y is taken out.
+    rest = torch.cat([gram[always:, always:], target[always:]], 1) - gram[always:, :always] @ solved
+    inverse = torch.linalg.inv(rest[:, : -target.shape[1]])
+    fit, left, order = inverse @ rest[:, -target.shape[1] :], torch.arange(len(inverse), device=gram.device), []
+    while len(left):
+        losses = fit.square().sum(1) / inverse.diagonal()
+        # A few at a time: the products of large matrices are many times as fast as sums of outer products.
+        ranked = losses.argsort()
+        out, stay = ranked.tensor_split([max(1, len(left) // 64)])
+        stay = stay.sort().values
+        order.append(left[out])
+        update = torch.linalg.solve(inverse[out][:, out], torch.cat([inverse[out][:, stay], fit[out]], 1))
+        update = inverse[stay][:, out] @ update
+        inverse, fit = inverse[stay][:, stay] - update[:, : len(stay)], fit[stay] - update[:, len(stay) :]
+        left = left[stay]
+    return torch.cat(order)
 
 
 def _with_shift(moments: CrossMoments, matrix: Tensor) -> Affine:

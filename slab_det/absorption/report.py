@@ -54,6 +54,29 @@ class Refit:
     ridge: float
 
 
+@dataclass(frozen=True)
+class FFNAbsorption:
+    """What became of one FFN.
+
+    Attributes:
+        ffn: Its dotted name.
+        channels: Hidden channels that it had; None where it was left alone.
+        hidden: Hidden channels that are left.
+        reason: Why it was left alone, or ''.
+        before: Distance of the stream behind it from the teacher's, before the FFN was merged; see :class:`Refit`.
+        after: The same with the merged FFN.
+        ridge: Strength of the pull to the old weights.
+    """
+
+    ffn: str
+    channels: int | None = None
+    hidden: int | None = None
+    reason: str = ''
+    before: float | None = None
+    after: float | None = None
+    ridge: float | None = None
+
+
 @dataclass
 class AbsorptionReport:
     """What :func:`slab_det.absorb` did.
@@ -61,6 +84,7 @@ class AbsorptionReport:
     Attributes:
         norms: The LayerNorms, in the order of their calls; those that are never called last.
         refits: The layers that write the residual stream, in the order of their calls, and the neck's convolutions.
+        ffns: The FFNs, in the order of their calls, where channels were to be merged.
         agreement: With the teacher on held-out images; None where it finds nothing in them, or no detections can be
             compared.
         num_images: On how many; 0 where no detections can be compared.
@@ -69,6 +93,7 @@ class AbsorptionReport:
 
     norms: list[NormAbsorption] = field(default_factory=list)
     refits: list[Refit] = field(default_factory=list)
+    ffns: list[FFNAbsorption] = field(default_factory=list)
     agreement: float | None = None
     num_images: int = 0
     num_detections: int = 0
@@ -77,6 +102,11 @@ class AbsorptionReport:
     def kept(self) -> list[NormAbsorption]:
         """The norms that stayed."""
         return [norm for norm in self.norms if norm.fate == 'kept']
+
+    @property
+    def merged(self) -> list[FFNAbsorption]:
+        """The FFNs whose channels were merged."""
+        return [ffn for ffn in self.ffns if not ffn.reason]
 
     def rank(self) -> list[str]:
         """The norms that were fitted, the least affine first."""
@@ -89,8 +119,8 @@ class AbsorptionReport:
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
         """The inverse of :meth:`to_dict`."""
-        norms = [NormAbsorption(**norm) for norm in values['norms']]
-        return cls(**{**values, 'norms': norms, 'refits': [Refit(**refit) for refit in values['refits']]})
+        kinds = dict(norms=NormAbsorption, refits=Refit, ffns=FFNAbsorption)
+        return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
     def __str__(self) -> str:
         absorbed = [norm for norm in self.norms if norm.fate == 'absorbed']
@@ -110,4 +140,12 @@ class AbsorptionReport:
                 f'at {worst.norm}: {worst.left:.1%}, of which {worst.own:.1%} is its own '
                 f'(a scale per channel leaves {worst.diagonal:.1%})'
             )
+        if self.merged:
+            worst = max(self.merged, key=lambda ffn: ffn.after)
+            lines.append(
+                f'{len(self.merged)} FFNs merged, {sum(ffn.hidden for ffn in self.merged)} of '
+                f'{sum(ffn.channels for ffn in self.merged)} hidden channels left; the stream is farthest from the '
+                f"teacher's behind {worst.ffn}: {worst.after:.1%} of its variance"
+            )
+        lines += [f'  {ffn.ffn}: left alone, {ffn.reason}' for ffn in self.ffns if ffn.reason]
         return '\n'.join(lines)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.absorption.plan import AbsorptionPlan, Writer
-from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit
-from slab_det.absorption.report import AbsorptionReport, NormAbsorption, Refit
+from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, rank_channels
+from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption, Refit
 from slab_det.absorption.walk import Probe, TensorStore, Walk
 from slab_det.conversion.convert import ConversionError
-from slab_det.fusion.folds import find_rule
-from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, replace_module
+from slab_det.fusion.folds import CannotFold, find_rule
+from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, past_ffns, replace_module
+from slab_det.fusion.merged_ffn import find_ffn_layers, merge_ffn
 from slab_det.fusion.report import FusionReport
 from slab_det.norms import copy_module
 from slab_det.recalibration.moments import Moments
@@ -100,7 +101,8 @@ class Absorption:
         ]
         self.report.norms += [NormAbsorption(n, 'kept', reason=reason) for n, reason in plan.reasons.items() if reason]
         self.student.absorption_report = self.report
-        self.student.fusion_report = FusionReport([*past_fates(plan.model), *fates])
+        ffns = {**past_ffns(plan.model), **{ffn.ffn: ffn.hidden for ffn in self.report.merged}}
+        self.student.fusion_report = FusionReport([*past_fates(plan.model), *fates], ffns)
 
     def _fit_unit(self, unit: int) -> None:
         # Whose outputs are not stored yet.
@@ -109,16 +111,29 @@ class Absorption:
         for step in self.plan.steps[unit]:
             if not isinstance(step, Writer):
                 self.report.norms.append(self._absorb_norm(unit, step))
-            elif any(norm.fate == 'absorbed' for norm in self.report.norms):
+            elif self._merges(step) or self.report.merged or any(n.fate == 'absorbed' for n in self.report.norms):
                 stored = []
                 if step is self.plan.steps[unit][-1]:
                     # No fit changes an output of the teacher; of one that nothing reads only the shape is kept.
                     stored = walks[:1] if self.plan.last_uses.get(unit, last) > unit else walks
-                self.report.refits.append(self._fit_writer(unit, step, stored))
+                result = self._fit_writer(unit, step, stored)
+                (self.report.refits if isinstance(result, Refit) else self.report.ffns).append(result)
                 walks = walks[len(stored) :]
         for batch in self._progress():
             for walk in walks:
                 walk.run(batch, unit, (), store=True)
+
+    def _merges(self, step: Writer) -> bool:
+        """Whether hidden channels of the FFN around a writer are merged."""
+        if not (self.plan.ffn and step.ffn):
+            return False
+        try:
+            find_ffn_layers(self.student.get_submodule(step.ffn))
+        except CannotFold as reason:
+            left = FFNAbsorption(step.ffn, reason=str(reason))
+            self.report.ffns += [left] if left not in self.report.ffns else []
+            return False
+        return True
 
     def _progress(self) -> Iterator[int]:
         # eval() drops the biases that attentions keep for one size of image: in Swin-S, at 800x1333, 316 MB in all.
@@ -162,8 +177,9 @@ class Absorption:
         fold_affine(self.student, self.plan.fates[name], *fit)
         return result
 
-    def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk]) -> Refit:
+    def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk]) -> Refit | FFNAbsorption:
         layer = self.student.get_submodule(writer.layer)
+        merged = writer.ffn if self._merges(writer) else ''
         (moments, held_out), targets = _pair(self.plan.int8), (Moments(), Moments())
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,), store=self.teacher_walk in stored)
@@ -171,18 +187,51 @@ class Absorption:
             of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4
             if of_neck:
                 target = _some_rows(target)
-            source, stream = self.student_walk.run(
-                batch, unit, (writer.source, writer.stream), store=self.student_walk in stored
-            )
+            probes = (writer.source, writer.stream, *([Probe(merged, 'input')] if merged else []))
+            source, stream, *inputs = self.student_walk.run(batch, unit, probes, store=self.student_walk in stored)
             if of_neck:
                 source, stream = _patches(layer, source, stream), _some_rows(stream)
             elif isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 source = source.flatten(2).transpose(1, 2)
             part = self.plan.images.is_held_out(batch)
             targets[part].add(target)
-            (moments, held_out)[part].add(source, target - stream)
-            del source, stream, target
+            (moments, held_out)[part].add(torch.cat([*inputs, source], -1), target - stream)
+            del source, stream, target, inputs
+        if merged:
+            return self._merge(merged, moments, held_out, _judge(*targets))
         return _refit(writer.layer, layer, moments, held_out, _judge(*targets))
+
+    @torch.no_grad()
+    def _merge(self, name: str, moments: CrossMoments, held_out: CrossMoments, target: Moments) -> FFNAbsorption:
+        """Merges most hidden channels of an FFN into one linear map, fitted with the rest to the teacher's stream.
+
+        Args:
+            name: Of the FFN.
+            moments: Of its input and its hidden channels behind the activation, and what is missing of the stream.
+            held_out: The same of the images that no fit sees.
+            target: Of the teacher's stream.
+        """
+        _check_finite(name, moments, held_out)
+        variance, judge = max(float(target.var.sum()), 1e-300), _judge(moments, held_out)
+        before = _mean_square(judge) / variance
+        fc1, _, fc2 = find_ffn_layers(self.student.get_submodule(name))
+        channels, weight = fc1.weight.shape[1], fc2.weight.flatten(1)
+        for part in {moments, judge}:
+            # Not what is missing, but all that the FFN has to add.
+            part.add_to_target(weight, fc2.bias)
+        hidden = round((1 - self.plan.ffn) * len(fc1.weight))
+        stay = rank_channels(moments, channels)[len(fc1.weight) - hidden :].sort().values
+        chosen = torch.cat([torch.arange(channels, device=stay.device), channels + stay])
+        moments, held_out, judge = (part.select(chosen) for part in (moments, held_out, judge))
+        prior = torch.cat([weight.new_zeros(channels, channels), weight[:, stay]], 1).double()
+        fit, ridge = choose_fit(moments, held_out, prior)
+        new = merge_ffn(self.student, name, hidden, stay)
+        new.linear.weight.copy_(fit.matrix[:, :channels])
+        new.linear.bias.copy_(fit.shift)
+        if hidden:
+            new.fc2.weight.copy_(fit.matrix[:, channels:])
+        after = judge.unexplained(fit) * float(judge.yy.sum() / judge.count) / variance
+        return FFNAbsorption(name, len(weight[0]), hidden, before=before, after=after, ridge=ridge)
 
     def _key(self) -> str:
         """Tells students apart: another teacher, other images or other norms to keep."""
@@ -219,6 +268,8 @@ class Absorption:
         for norm in self.report.norms:
             if norm.fate == 'absorbed':
                 apply_fold(self.student, self.plan.fates[norm.norm])
+        for ffn in self.report.merged:
+            merge_ffn(self.student, ffn.ffn, ffn.hidden)
         self.student.load_state_dict(state['weights'])
         return state['unit']
 
@@ -236,14 +287,18 @@ def _refit(
     judge = _judge(moments, held_out)
     # A stream of one token per image may not vary.
     variance = max(float(target.var.sum()), 1e-300)
-    # What is left where nothing is fitted: the mean too.
-    before = float(judge.yy.sum() / judge.count + judge.mean_y.square().sum()) / variance
+    before = _mean_square(judge) / variance
     after = judge.unexplained(fit) * float(judge.yy.sum() / judge.count) / variance
     if after < before:
         layer.weight += fit.matrix.view_as(layer.weight)
         if layer.bias is not None:
             layer.bias += fit.shift
     return Refit(name, before, min(before, after), ridge)
+
+
+def _mean_square(moments: CrossMoments) -> float:
+    """Of the targets, over tokens: what is left where nothing is fitted."""
+    return float(moments.yy.sum() / moments.count + moments.mean_y.square().sum())
 
 
 def _release_memory() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
-from slab_det.fusion import Fold, Write
+from slab_det.fusion import CannotFold, Fold, Write
 
 
 class FFN(BaseModule):
@@ -94,6 +94,12 @@ class FFN(BaseModule):
         """The layer that writes the output; see :func:`slab_det.absorb`."""
         yield Write(self.fc2)
 
+    def ffn_layers(self) -> tuple[str, str, str]:
+        """First layer, activation and second layer, if there is nothing else; see :func:`slab_det.absorb`."""
+        if not isinstance(self.norm, nn.Identity):
+            raise CannotFold('a norm stands between its layers')
+        return self.fc1, self.activation, self.fc2
+
 
 class LinearFFN(FFN):
     """An FFN of two linear layers; state-dict keys are those of mmcv's FFN."""
@@ -132,6 +138,11 @@ class ConvFFN(FFN):
         fc1 = nn.Conv2d(channels, hidden, 1)
         depthwise = [nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden)] if self.use_conv else []
         return Sequential(fc1, *depthwise, activation, drop, nn.Conv2d(hidden, channels, 1), drop)
+
+    def ffn_layers(self) -> tuple[str, str, str]:
+        if self.use_conv:
+            raise CannotFold('a depthwise convolution stands between its layers')
+        return super().ffn_layers()
 
     def writes(self) -> Iterator[Write]:
         last = len(self.layers) - 1

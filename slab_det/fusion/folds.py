@@ -55,7 +55,7 @@ class Write(NamedTuple):
 
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 # What a subclass may replace without changing what the module computes.
-_ADMINISTRATION = {*dir(BaseModule), 'folds', 'input_layers', 'output_folds', 'writes'} - {'forward'}
+_ADMINISTRATION = {*dir(BaseModule), 'folds', 'input_layers', 'output_folds', 'writes', 'ffn_layers'} - {'forward'}
 
 
 def register_folds(
@@ -65,6 +65,7 @@ def register_folds(
     output_folds: Callable[[nn.Module], Iterable[Fold]] | None = None,
     replace: Callable[[nn.Module], nn.Module] | None = None,
     writes: Callable[[nn.Module], Iterable[Write]] | None = None,
+    ffn_layers: Callable[[nn.Module], tuple[str, str, str]] | None = None,
 ) -> None:
     """Says for classes of another library what modules of one's own say in methods of these names.
 
@@ -85,8 +86,17 @@ def register_folds(
         replace: Makes a module that computes the same from the same weights and has a method ``keep_padding()``. The
             module is replaced before one of its input layers changes.
         writes: The layers of a module that write its residual stream, which :func:`slab_det.absorb` fits anew.
+        ffn_layers: The first layer, the activation and the second layer of an FFN, whose hidden channels
+            :func:`slab_det.absorb` merges. It raises CannotFold if the FFN has more than these.
     """
-    rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds, replace=replace, writes=writes)
+    rules = dict(
+        folds=folds,
+        input_layers=input_layers,
+        output_folds=output_folds,
+        replace=replace,
+        writes=writes,
+        ffn_layers=ffn_layers,
+    )
     for kind in kinds:
         _import_rules(kind)
         _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule is not None})

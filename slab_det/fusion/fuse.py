@@ -77,13 +77,21 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
         MMLogger.get_current_instance().warning(
             f'slab_det.fuse folded none of the {len(fates)} norms of {type(model).__name__}: {"; ".join(reasons)}'
         )
-    return apply_folds(model if inplace else copy_module(model), [*past_fates(model), *fates])
+    ffns = past_ffns(model)
+    fused = apply_folds(model if inplace else copy_module(model), [*past_fates(model), *fates])
+    fused.fusion_report.ffns.update(ffns)
+    return fused
 
 
 def past_fates(model: nn.Module) -> list[NormFate]:
     """What became of norms that an earlier fusion or absorption of ``model`` replaced."""
     report = getattr(model, 'fusion_report', FusionReport([]))
     return [fate for fate in report.norms if fate.fate != 'kept']
+
+
+def past_ffns(model: nn.Module) -> dict[str, int]:
+    """Hidden channels of the FFNs of ``model`` that an absorption merged, by their names."""
+    return dict(getattr(model, 'fusion_report', FusionReport([])).ffns)
 
 
 def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFate]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FATES = ('folded', 'absorbed', 'affine', 'kept')
@@ -36,9 +36,15 @@ class NormFate:
 
 @dataclass
 class FusionReport:
-    """The fate of every norm, in the order of the model's modules."""
+    """The fate of every norm, in the order of the model's modules.
+
+    Attributes:
+        norms: The fates.
+        ffns: Hidden channels that :func:`slab_det.absorb` left in each FFN that it merged, by the name of the FFN.
+    """
 
     norms: list[NormFate]
+    ffns: dict[str, int] = field(default_factory=dict)
 
     def select(self, fate: str) -> list[NormFate]:
         """The norms with this fate."""
@@ -46,7 +52,8 @@ class FusionReport:
 
     def to_dict(self) -> dict:
         """The number of norms of each fate, and every norm."""
-        return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms]}
+        ffns = {'ffns': self.ffns} if self.ffns else {}
+        return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **ffns}
 
     def __str__(self) -> str:
         counts = ', '.join(f'{count} {fate}' for fate, count in self._count().items())

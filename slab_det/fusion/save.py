@@ -14,6 +14,7 @@ from torch import nn
 import slab_det
 from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.fuse import apply_folds
+from slab_det.fusion.merged_ffn import merge_ffn
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import drop_pretrained, import_slab_det, to_values, type_name
@@ -28,13 +29,14 @@ TRAINING_KEYS = (
 
 @MODELS.register_module()
 def FusedDetector(  # noqa: N802 (a config's type)
-    model: dict, folds: Sequence[dict], **changes: dict
+    model: dict, folds: Sequence[dict], ffns: dict[str, int] | None = None, **changes: dict
 ) -> nn.Module:
-    """Builds ``model`` and removes its norms; the weights come from a checkpoint.
+    """Builds ``model``, removes its norms and merges its FFNs; the weights come from a checkpoint.
 
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
         folds: What became of each norm, as :func:`save_fused` writes it.
+        ffns: Hidden channels of each FFN that is merged, by its name.
         **changes: Merged into ``model``: options written for the unfused config, such as ``model.test_cfg``, hold for
             the fused one.
 
@@ -53,10 +55,14 @@ def FusedDetector(  # noqa: N802 (a config's type)
     set_gamma(detector, 0.0)
     detector.eval()  # mmdet's backbones return None from it
     detector.register_load_state_dict_pre_hook(check_state_dict)
-    return apply_folds(detector, [NormFate(**fold) for fold in folds])
+    apply_folds(detector, [NormFate(**fold) for fold in folds])
+    for name, hidden in (ffns or {}).items():
+        merge_ffn(detector, name, hidden)
+    detector.fusion_report.ffns.update(ffns or {})
+    return detector
 
 
-def _fused_config(cfg: Config, folds: list[dict]) -> Config:
+def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
     # A DistilledDetector needs its teacher for training alone.
     values['model'] = values['model'].get('student', values['model'])
@@ -68,6 +74,8 @@ def _fused_config(cfg: Config, folds: list[dict]) -> Config:
         values['model']['data_preprocessor']['type'] = 'CheckedDataPreprocessor'
     # With its scope for other default scopes; mmdet's init_detector looks for a backbone here.
     values['model'] = dict(type='mmdet.FusedDetector', model=values['model'], folds=folds, backbone={})
+    if ffns:
+        values['model']['ffns'] = ffns
     import_slab_det(values)
     return Config(values)
 
@@ -85,7 +93,7 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
         The checkpoint's and the config's path.
     """
     folds = [fate.to_dict() for fate in model.fusion_report.norms]
-    fused_cfg = _fused_config(cfg, folds)
+    fused_cfg = _fused_config(cfg, folds, model.fusion_report.ffns)
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:
         meta['dataset_meta'] = dataset_meta

@@ -138,6 +138,18 @@ def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
     return ('projection',)
 
 
+def _ffn_layers(ffn: FFN) -> tuple[str, str, str]:
+    if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
+        raise CannotFold('it does not add two layers to its input')
+    return 'layers.0.0', 'layers.0.1', 'layers.1'
+
+
+def _mix_ffn_layers(ffn: MixFFN) -> tuple[str, str, str]:
+    if len(ffn.layers) != 5:
+        raise CannotFold('a depthwise convolution stands between its layers')
+    return 'layers.0', 'layers.1', 'layers.3'
+
+
 register_folds(
     PatchEmbed, folds=lambda embed: [Fold('norm', after='projection')], input_layers=_patch_embed_input_layers
 )
@@ -150,7 +162,7 @@ register_folds(
     # The second layer stands before the last dropout.
     writes=lambda block: [Write('attn.attn.out_proj', 'norm2'), Write(f'ffn.layers.{len(block.ffn.layers) - 2}')],
 )
-register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',))
+register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',), ffn_layers=_ffn_layers)
 
 register_folds(SwinTransformer, output_folds=swin_output_folds)
 register_folds(ShiftWindowMSA, input_layers=ShiftedWindowAttention.input_layers, replace=own_attention)
@@ -166,7 +178,7 @@ register_folds(
     replace=own_map_attention,
 )
 # The padding of PVTv2's depthwise convolution comes behind this layer.
-register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',))
+register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',), ffn_layers=_mix_ffn_layers)
 register_folds(FPN, FPN_DropBlock, input_layers=_fpn_input_layers, writes=_fpn_writes)
 # A list of necks, such as FPN and DyHead.
 register_folds(nn.Sequential, Sequential, input_layers=lambda modules, part='': (f'0[{part}]' if part else '0',))

@@ -29,12 +29,20 @@ def _window_input_layers(attn: WindowAttention, part: str = '') -> tuple[str]:
     return ('qkv',)
 
 
+def _mlp_layers(mlp: Mlp) -> tuple[str, str, str]:
+    if not isinstance(mlp.norm, nn.Identity):
+        raise CannotFold('a norm stands between its layers')
+    return 'fc1', 'act', 'fc2'
+
+
 register_folds(
     Block, folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='mlp')], writes=_block_writes
 )
 # Newer attentions may have a gate, which reads the input too.
 register_folds(Attention, input_layers=lambda attn: ('qkv', *(['gate'] if getattr(attn, 'gate', None) else [])))
-register_folds(Mlp, folds=lambda mlp: [Fold('norm', before='fc2')], input_layers=lambda mlp: ('fc1',))
+register_folds(
+    Mlp, folds=lambda mlp: [Fold('norm', before='fc2')], input_layers=lambda mlp: ('fc1',), ffn_layers=_mlp_layers
+)
 # In windows the layer that writes the stream behind the attention reads tokens in another order.
 register_folds(SwinTransformerBlock, folds=_swin_block_folds, writes=lambda block: [Write('mlp.fc2')])
 register_folds(WindowAttention, input_layers=_window_input_layers)
