@@ -13,7 +13,7 @@ from slab_det.deployment.cpu.blocks import tile_blocks
 from slab_det.deployment.cpu.linear import deployed_linear
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.winograd import winograd_conv
-from slab_det.deployment.gpu.blocks import fused_ffn, fused_position, fused_windows
+from slab_det.deployment.gpu.blocks import fused_ffn, fused_windows
 from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
 from slab_det.deployment.masks import check_form, encode_masks
@@ -114,8 +114,8 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         if dtype is None:
             replace_layers(model, winograd_conv)
     else:
-        for fused in (fused_windows, fused_ffn, fused_position):
-            replace_layers(backbone, fused)
+        replace_layers(backbone, fused_windows)
+        replace_layers(backbone, fused_ffn)
         replace_layers(model, fused_conv)
         fuse_fpn(model)
     for module in model.modules():

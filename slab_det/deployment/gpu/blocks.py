@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
-from slab_det.attention.geometry import resize_table
 from slab_det.attention.linear import SimplifiedWindowAttention
 from slab_det.attention.softmax import SoftmaxWindowAttention
-from slab_det.backbones.blocks import FFN, PositionEmbedding
+from slab_det.backbones.blocks import FFN
 from slab_det.deployment.blocks import two_layers
-from slab_det.deployment.constants import Constants, constant
+from slab_det.deployment.constants import constant
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import find_hooks
@@ -128,22 +127,3 @@ def fused_ffn(layer: nn.Module) -> FusedFFN | None:
     rest = channels - (1 << (channels.bit_length() - 1))
     fits = MIN_SIDE <= channels <= MAX_FFN_CHANNELS and (rest == 0 or (rest >= MIN_SIDE and rest & (rest - 1) == 0))
     return FusedFFN(layer) if fits else None
-
-
-class FusedPosition(PositionEmbedding):
-    """A :class:`~slab_det.backbones.blocks.PositionEmbedding` that interpolates its positions once for each size."""
-
-    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        if not kernels.take(x):
-            return super().forward(x, hw_shape)
-        positions = self.pos_embed
-        key = tuple(hw_shape), positions.dtype, positions.device
-        return x + self.resized(key, lambda: resize_table(positions, self.pos_shape, hw_shape))
-
-
-def fused_position(layer: nn.Module) -> FusedPosition | None:
-    """The fused form of a position embedding; None for every other layer."""
-    if type(layer) is not PositionEmbedding or find_hooks(layer):
-        return None
-    layer.__class__, layer.resized = FusedPosition, Constants(16)
-    return layer
