@@ -1,6 +1,6 @@
-"""Kernels in Triton, which comes with PyTorch for CUDA; nothing is compiled before a kernel runs.
+"""Kernels in Triton, which comes with PyTorch for CUDA, and compiles a kernel when it first runs.
 
-Each computes what a function of PyTorch computes: its tests compare the two on a CPU, in Triton's interpreter.
+Each function computes what operators of PyTorch compute; tests compare the two on a CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ try:
 except ImportError:  # PyTorch for CPUs
     triton = None
 
-# Tokens and hidden channels of a program of an FFN, its warps and stages: on an H100 within 5 % of the best of eight.
+# Tokens and hidden channels of a program of an FFN, warps and stages: on an H100 within 5 % of the best of eight.
 FFN_TILE = 64, 32, 4, 3
-# A program sums the keys of so many times 64 slots.
+# Number of tiles of 64 slots whose keys one program sums.
 SUM_TILES = 7
-# Slots of a window without a token of the map: padding has q, k and v, what fills up a power of 2 has none.
+# Values of slots without a token: padding of the map has q, k and v, padding of N to a power of 2 has nothing.
 PADDING, NOTHING = -1, -2
 
 
 def take(x: Tensor) -> bool:
-    """Whether kernels run where ``x`` is: on the current GPU; torch.compile makes its own, and autocast knows none."""
+    """Whether kernels run for ``x``: on the current GPU, outside of torch.compile and autocast, which know none."""
     if triton is None or not x.is_cuda or torch.compiler.is_compiling():
         return False
     return x.device.index == torch.cuda.current_device() and not torch.is_autocast_enabled('cuda')
@@ -45,7 +45,7 @@ if triton is not None:
 
     @triton.jit
     def _moved_boxes(corners, scores, groups, stride, place, known):
-        # Four corners (64,) each, in the place of their group; without area where there is no box.
+        # Corners x1, y1, x2, y2 of 64 boxes, moved apart by group; without area where there is no box.
         known = known & (tl.load(scores + place, mask=known, other=-1.0) != -1.0)
         move = tl.load(groups + place, mask=known, other=0).to(tl.float32) * tl.load(stride)
         x1 = tl.where(known, tl.load(corners + place * 4, mask=known, other=0.0) + move, 0.0)
@@ -56,8 +56,8 @@ if triton is not None:
 
     @triton.jit
     def _overlap_kernel(corners, scores, groups, stride, words, threshold, K, W):
-        # One tile of 64x64 pairs: bit j of the word of row i says that box i suppresses box j. Tiles without a box are
-        # left as they are: nobody asks for them.
+        # One tile of 64x64 pairs: bit j of the word of row i says that box i suppresses box j. Words of tiles without a
+        # box are not written, and not read later.
         group, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         if column_block >= row_block:
             row, column = row_block * 64 + tl.arange(0, 64), column_block * 64 + tl.arange(0, 64)
@@ -71,13 +71,13 @@ if triton is not None:
                 union = area_a[:, None] + area_b[None, :] - common
                 suppressed = (tl.math.div_rn(common, union) > threshold) & (column[None, :] > row[:, None])
                 bit = tl.full([64, 64], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
-                # Bits of their own: the sum is their union.
+                # The bits are distinct, so that their sum is their union.
                 word = tl.sum(tl.where(suppressed, bit, 0), 1)
                 tl.store(words + (group * K + row) * W + column_block, word, mask=row < K)
 
     @triton.jit
     def _scan_kernel(words, scores, kept, limit, K, W, LANES: tl.constexpr, SCORES: tl.constexpr):
-        # Greedy NMS of a group, 64 boxes at a time: their own suppressions, then all that they suppress behind them.
+        # Greedy NMS of a group, 64 boxes at a time: first among the 64, then all boxes behind that they suppress.
         group = tl.program_id(0)
         place, lane, bits = tl.arange(0, SCORES), tl.arange(0, LANES), tl.arange(0, 64).to(tl.int64)
         given = tl.load(scores + group * K + place, mask=place < K, other=-1.0)
@@ -85,7 +85,7 @@ if triton is not None:
         removed = tl.zeros([LANES], tl.int64)
         one = tl.full([], 1, tl.int64)
         block, found = 0, one * 0
-        # More than the limit of all groups nobody takes from one.
+        # No group needs more boxes than the limit of all groups.
         while (block * 64 < count) & (found < limit):
             rows = block * 64 + tl.arange(0, 64)
             there = tl.load(scores + group * K + rows, mask=rows < K, other=-1.0) != -1.0
@@ -118,7 +118,7 @@ if triton is not None:
         # The rank of a box is the number of better ones, or of equal ones before it.
         place = tl.program_id(0) * OWN + tl.arange(0, OWN)
         score = _kept_scores(scores, kept, place, K, W, N)
-        # What is not a number comes first.
+        # NaN comes first.
         key = tl.where(score == score, score, float('inf'))
         rank = tl.zeros([OWN], tl.int32)
         for start in range(0, N, OTHERS):
@@ -141,14 +141,14 @@ if triton is not None:
         x2 = tl.load(corners + place * 4 + 2, mask=there, other=0.0)
         y2 = tl.load(corners + place * 4 + 3, mask=there, other=0.0)
         largest = tl.maximum(tl.maximum(x1, y1), tl.maximum(x2, y2))
-        # A maximum leaves out what is no number.
+        # tl.maximum ignores NaN, and a sum does not.
         total = x1 + y1 + x2 + y2
         largest = tl.max(tl.where(total == total, largest, float('inf')), 0)
         tl.atomic_max(stride, largest + 1.0)
 
     @triton.jit
     def _class_scores_kernel(logits, found, out, score_thr, ROW, C: tl.constexpr, CLASSES: tl.constexpr):
-        # A row of logits, the last of which is the background.
+        # One row of logits; the last one is the background.
         row, column = tl.program_id(0), tl.arange(0, CLASSES)
         x = tl.load(logits + row * ROW + column, mask=column <= C, other=float('-inf'))
         e = tl.exp(x - tl.max(x, 0))
@@ -161,7 +161,7 @@ if triton is not None:
         priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
         PER: tl.constexpr, AT: tl.constexpr, POINTS: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # Boxes of deltas, or of distances from points.
+        # Corners from deltas, or from distances to points.
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         known = i < N
         if AT:
@@ -189,7 +189,7 @@ if triton is not None:
             w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
             x1, y1, x2, y2 = x - w, y - h, x + w, y + h
         if CLIP:
-            # A number that is none stays none.
+            # NaN stays NaN.
             width, height = tl.load(limits), tl.load(limits + 1)
             x1 = tl.where(x1 == x1, tl.minimum(tl.maximum(x1, 0.0), width), x1)
             x2 = tl.where(x2 == x2, tl.minimum(tl.maximum(x2, 0.0), width), x2)
@@ -215,7 +215,7 @@ if triton is not None:
         H0, W0, H1, W1, H2, W2, H3, W3, s0, s1, s2, s3, offset,
         RATIO: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, BINS: tl.constexpr,
     ):  # fmt: skip
-        # One bin of one box, all channels; coordinates are float32 whatever the maps are.
+        # One bin of one box, all channels; coordinates are float32 in every dtype of the maps.
         box, bin = tl.program_id(0), tl.program_id(1)
         level = tl.load(levels + box)
         H = tl.where(level == 0, H0, tl.where(level == 1, H1, tl.where(level == 2, H2, H3)))
@@ -268,7 +268,7 @@ if triton is not None:
         qkv, padding, slots, regions, bias, out, scale, masked, L, NW,
         C: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SHIFTED: tl.constexpr,
     ):  # fmt: skip
-        # One head of one window: reads q, k and v where the map has them, and writes tokens back.
+        # One head of one window: reads q, k and v from their tokens in the map, and writes to the tokens.
         window, head = tl.program_id(0), tl.program_id(1)
         image = (window // NW).to(tl.int64) * L
         slot, d = tl.arange(0, N), tl.arange(0, D)
@@ -323,7 +323,7 @@ if triton is not None:
         qkv, padding, slots, sums, weight, bias, out, L, NW, N, PARTS,
         C: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
-        # Linear attention: what the queries of some slots read from the sums, and the convolution of the values.
+        # Linear attention: the product of the queries of some slots with the sums, plus the convolution of the values.
         window, head = tl.program_id(0), tl.program_id(1)
         image = (window // NW).to(tl.int64) * L
         slot, d = tl.program_id(2) * TILE + tl.arange(0, TILE), tl.arange(0, D)
@@ -355,7 +355,7 @@ if triton is not None:
         x, identity, w1, b1, w2, b2, out, R, H,
         C: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
     ):  # fmt: skip
-        # Some tokens and all hidden channels, some at a time: they never leave the chip. C is A + B, powers of 2 or 0.
+        # Some tokens, and all hidden channels in turns: these never leave the chip. C is A + B, powers of 2 or B = 0.
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         known = (row < R)[:, None]
         a = tl.arange(0, A)
@@ -399,7 +399,7 @@ if triton is not None:
     def _add_upsampled_kernel(
         x, coarse, N, H, W, h, w, scale_y, scale_x, C: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
     ):
-        # Adds to some pixels the nearest ones of the coarser map, as F.interpolate finds them.
+        # Adds to some pixels the nearest pixels of the coarser map, as F.interpolate finds them.
         pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
         image, place = pixel // (H * W), pixel % (H * W)
         row = tl.minimum(tl.floor((place // W).to(tl.float32) * scale_y).to(tl.int32), h - 1)
@@ -419,14 +419,14 @@ if triton is not None:
         x2, y2 = tl.load(boxes + mask * 4 + 2), tl.load(boxes + mask * 4 + 3)
         y = (row + 0.5 - y1) / (y2 - y1) * M - 0.5
         x = (column + 0.5 - x1) / (x2 - x1) * M - 0.5
-        # The middle of a side without length lies on all of its window, as where mmdet pastes on a CPU.
+        # All pixels of the window of a side without length read the middle of the mask, as mmdet does on a CPU.
         middle = (M - 1) * 0.5
         y = tl.where(y2 == y1, tl.where((row >= tl.floor(y1) - 1) & (row < tl.ceil(y2) + 1), middle, -2.0), y)
         near = (column >= tl.floor(x1) - 1) & (column < tl.ceil(x2) + 1)
         x = tl.where(x2 == x1, tl.where(near, middle, -2.0), x)
         top, left = tl.floor(y), tl.floor(x)
         dy, dx = y - top, x - left
-        # Far outside, the number would not fit into an integer.
+        # Places far outside would not fit into an integer.
         top = tl.minimum(tl.maximum(top, -2.0), M + 1.0).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
         left = tl.minimum(tl.maximum(left, -2.0), M + 1.0).to(tl.int32)
         value = tl.zeros([BLOCK], tl.float32)
@@ -510,9 +510,9 @@ def roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: 
     """RoIAlign (He et al., ICCV 2017) of boxes (n, 4) on their level of the pyramid.
 
     Args:
-        extractor: Its layers average.
+        extractor: An extractor whose layers average.
         features: Up to four maps (1, C, H, W).
-        boxes: Corners, float32; those without area have no samples, unless their number is fixed.
+        boxes: Corners, float32; a box without area has no samples unless sampling_ratio fixes their number.
         levels: The map of each box, (n,).
 
     Returns:
@@ -567,8 +567,8 @@ def linear_window_attention(
         padding: q, k and v of slots of padding, (3C,).
         slots: The token in each slot, (nW, N), or ``PADDING`` or ``NOTHING``.
         table: The positional encoding of the keys, (w * w, C).
-        weight: Of the depthwise convolution of the values, (C / h, 1, 5, 5).
-        bias: The same, (C / h,).
+        weight: Weight of the depthwise convolution of the values, (C / h, 1, 5, 5).
+        bias: Bias of this convolution, (C / h,).
         heads: Heads h.
 
     Returns:
@@ -593,12 +593,12 @@ def ffn(x: Tensor, identity: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Ten
     """``identity + fc2(act(fc1(x)))`` of tokens (B, L, C) in half precision.
 
     Args:
-        x: The tokens.
-        identity: The same shape.
-        w1: (H, C).
-        b1: (H,).
-        w2: (C, H).
-        b2: (C,).
+        x: Tokens.
+        identity: Residuals, of the same shape.
+        w1: Weight of fc1, (H, C).
+        b1: Bias of fc1, (H,).
+        w2: Weight of fc2, (C, H).
+        b2: Bias of fc2, (C,).
         activation: 'gelu' (by erf) or 'relu'.
     """
     x, identity, out = x.contiguous(), identity.contiguous(), torch.empty_like(identity)
