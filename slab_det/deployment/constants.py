@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Of all models and sizes of images together; the least recently used constant goes first.
+# Largest number of constants of all models and sizes of images; the least recently used one goes first.
 MAX_CONSTANTS = 1024
 _made: OrderedDict[Hashable, Any] = OrderedDict()
 _lock = RLock()
