@@ -143,7 +143,7 @@ def _refuse_other_uses(backbone: nn.Module, inputs: tuple) -> None:
             'slab_det.deployment.export.export_onnx'
         )
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        raise DeploymentError('a deployed model has no gradients: take those of the model that it was made of')
+        raise DeploymentError('a deployed model has no gradients: take the gradients of the model that it was made of')
 
 
 @torch.no_grad()
