@@ -345,33 +345,6 @@ def test_other_uses_of_a_deployed_model_are_one_clear_error(fused_backbone, form
         use(deployed, torch.randn(1, 3, 64, 64))
 
 
-@pytest.mark.parametrize(('name', 'parts'), [('detector', 3), ('swin', 1), ('pvt, sla', 1)])
-def test_each_shape_compiles_into_one_graph(small_detector, fused_backbone, name, parts, form):
-    """Known shapes must not start the compiler again; its own code is not under test, and takes a minute."""
-    compiled, ran = [], []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return lambda *args: ran.append(graph) or graph(*args)
-
-    torch._dynamo.reset()
-    # One block in each stage: the compiler reads each operator of each.
-    small = dict(SLA, depths=(1, 1, 1, 1))
-    model = slab_det.fuse(small_detector(**small)) if name == 'detector' else fused_backbone(name)
-    run = raw_outputs if name == 'detector' else lambda backbone, images: backbone(images)
-    deployed = slab_det.deploy(model)
-    for part in (deployed.backbone, deployed.neck, deployed.rpn_head) if name == 'detector' else (deployed,):
-        part.compile(backend=backend, fullgraph=True, dynamic=False)
-    for width in (64, 96, 64, 96):
-        images = torch.randn(1, 3, 64, width)
-        with torch.no_grad():
-            reference = run(model, images)
-        # Nothing has gradients, and a user may not have switched them off.
-        with torch.set_grad_enabled(name == 'swin'):
-            assert relative_difference(run(deployed, images), reference) < 1e-4
-    assert len(compiled) == 2 * parts and len(ran) == 4 * parts
-
-
 def test_rounding_that_an_untrained_model_without_norms_amplifies_is_no_reason_to_refuse():
     cfg = Config.fromfile(CONFIGS / 'mask_rcnn_slab_swin_t.py').model
     cfg.backbone.init_cfg = None

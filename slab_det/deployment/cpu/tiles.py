@@ -49,6 +49,9 @@ class WindowTile(Windows):
         return None if self.regions is None else mask_regions(self.regions, dtype)
 
 
+@lru_cache(maxsize=64)
+# Tensors in the cache outlive the mode that they were made in.
+@torch.inference_mode(False)
 def window_tiles(
     height: int, width: int, window_size: int, shift: int, max_tokens: int, device: torch.device
 ) -> list[WindowTile]:
@@ -64,27 +67,11 @@ def window_tiles(
         max_tokens: Slots of a tile, which holds one window at least.
         device: Where the index tensors live.
     """
-    fields = _constant_fields(height, width, window_size, shift, max_tokens, device)
-    return [WindowTile(window_size, *values) for values in fields]
-
-
-# torch.compile would trace how the fields are made, unless they are declared constants, of numbers and tensors.
-@torch.compiler.assume_constant_result
-def _constant_fields(*arguments: object) -> list[tuple]:
-    return _tile_fields(*arguments)
-
-
-@lru_cache(maxsize=64)
-# Tensors in the cache outlive the mode that they were made in.
-@torch.inference_mode(False)
-def _tile_fields(
-    height: int, width: int, window_size: int, shift: int, max_tokens: int, device: torch.device
-) -> list[tuple]:
     index = WindowIndex(height, width, window_size, shift, device)
     regions = index.regions()
     windows = torch.arange(len(index.tokens), device=device)
     mixed = torch.zeros_like(windows, dtype=torch.bool) if regions is None else (regions != regions[:, :1]).any(1)
-    fields = []
+    tiles = []
     for masked in (False, True):
         for part in windows[mixed == masked].split(max(1, max_tokens // window_size**2)):
             if part.numel():
@@ -92,8 +79,8 @@ def _tile_fields(
                 is_token = tokens < height * width
                 slots = None if is_token.all() else is_token.nonzero().flatten()
                 tokens = tokens if slots is None else tokens[slots]
-                fields.append((part.numel(), tokens, slots, regions[part] if masked else None))
-    return fields
+                tiles.append(WindowTile(window_size, part.numel(), tokens, slots, regions[part] if masked else None))
+    return tiles
 
 
 def row_tiles(num_rows: int, max_rows: int) -> Iterator[slice]:
