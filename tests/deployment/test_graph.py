@@ -61,7 +61,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(total_memory=1000))
-    monkeypatch.setattr(graph.kernels, 'paste_masks', graph.paste_masks)
+    monkeypatch.setattr(graph.box_kernels, 'paste_masks', graph.paste_masks)
     monkeypatch.setattr(import_module('slab_det.deployment.deploy'), '_is_on_cpu', lambda model: False)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
 from slab_det.deployment.detection import EMPTY, Boxes, map_levels, numbers, set_apart
-from slab_det.deployment.gpu import kernels
+from slab_det.deployment.gpu import box_kernels, kernels
 
 # Largest number of boxes of all classes that NMS reads; a CUDA graph returns whether more passed the threshold.
 CANDIDATES = 4096
@@ -67,7 +67,7 @@ class FixedBoxes(Boxes):
         count = scores.numel()
         limit = min(limit, count) if limit > 0 else count
         if kernels.take(scores):
-            return kernels.suppress(corners, scores, groups, stride, iou_threshold, limit)
+            return box_kernels.suppress(corners, scores, groups, stride, iou_threshold, limit)
         moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
         for group in range(len(scores)):
             place = (scores[group] != EMPTY).nonzero()[:, 0]
@@ -78,18 +78,18 @@ class FixedBoxes(Boxes):
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
         if kernels.take(logits):
-            return kernels.class_scores(logits, found, score_thr)
+            return box_kernels.class_scores(logits, found, score_thr)
         return super().class_scores(logits, found, score_thr)
 
     def decode(
         self, coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None
     ) -> Tensor:
         if kernels.take(values):
-            return kernels.decode(coder, priors, values, limits, place)
+            return box_kernels.decode(coder, priors, values, limits, place)
         return super().decode(coder, priors, values, limits, place)
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
-        return kernels.stride(corners, scores) if kernels.take(scores) else super().stride(corners, scores)
+        return box_kernels.stride(corners, scores) if kernels.take(scores) else super().stride(corners, scores)
 
     def pool(
         self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
@@ -98,8 +98,8 @@ class FixedBoxes(Boxes):
         # A box without area has no samples on a GPU.
         boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
         levels = map_levels(extractor, boxes)
-        if kernels.take(boxes) and kernels.can_roi_align(extractor, features):
-            return kernels.roi_align(extractor, features, boxes, levels), None
+        if kernels.take(boxes) and box_kernels.can_roi_align(extractor, features):
+            return box_kernels.roi_align(extractor, features, boxes, levels), None
         regions = None
         batch = boxes.new_zeros(len(boxes), 1)
         for i, (layer, feature) in enumerate(zip(extractor.roi_layers, features, strict=True)):

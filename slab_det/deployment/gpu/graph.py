@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slab_det.deployment.constants import used_constants
 from slab_det.deployment.detection import EMPTY
-from slab_det.deployment.gpu import kernels
+from slab_det.deployment.gpu import box_kernels, kernels
 from slab_det.deployment.gpu.static import Frame, static_form
 from slab_det.deployment.masks import paste_masks
 from slab_det.deployment.supported import Unsupported
@@ -176,7 +176,7 @@ class GraphedPrediction:
         found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
         if masks:
             threshold = self._model.roi_head.test_cfg.mask_thr_binary
-            paste = kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
+            paste = box_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
             found.masks = paste(masks[0][:count], found.bboxes, meta['ori_shape'][:2], threshold)
         return found
 
