@@ -83,7 +83,7 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
             _require('masks of bool, of a mask_thr_binary from 0 on', roi_head.test_cfg.mask_thr_binary >= 0)
             extractors.append(stage.mask_roi_extractor)
         for extractor in extractors:
-            check_kind('a RoI extractor', extractor, SingleRoIExtractor)
+            check_kind('RoI extractor', extractor, SingleRoIExtractor)
             pools = (getattr(layer, 'pool_mode', '') == 'avg' for layer in extractor.roi_layers)
             _require("roi_layers of pool_mode='avg'", all(pools))
 
@@ -124,7 +124,7 @@ def check_kind(name: str, part: object, *kinds: type) -> None:
     """Raises :class:`Unsupported` if a part is of no known kind."""
     if not isinstance(part, kinds):
         names = ' or '.join(kind.__name__ for kind in kinds)
-        raise Unsupported(f'a graph of detections knows no {name} of {type(part).__name__}, only of {names}')
+        raise Unsupported(f'a graph of detections needs {names} as {name}, not {type(part).__name__}')
 
 
 def _require_prediction(what: str, part: nn.Module, base: type, methods: Iterable[str]) -> None:

@@ -126,12 +126,8 @@ class RPN:
         sizes = [len(x) * x.shape[2] * x.shape[3] for x in features]
         outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
         for part, x in zip(outputs.split(sizes), features, strict=True):
-            torch.addmm(
-                self.bias,
-                rows(convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)),
-                self.weight.t(),
-                out=part,
-            )
+            hidden = convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)
+            torch.addmm(self.bias, rows(hidden), self.weight.t(), out=part)
         logits, deltas = outputs[:, : self.anchors].float(), outputs[:, self.anchors : 5 * self.anchors]
         return list(logits.flatten().split([self.anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
 
@@ -145,34 +141,31 @@ class BoxHead:
     """
 
     def __init__(self, head: nn.Module, fused: bool) -> None:
-        self.head = head
-        own = type(head).forward is ConvFCBBoxHead.forward
-        if not (fused and own and not head.with_avg_pool and head.num_shared_fcs and not head.num_shared_convs):
-            self.shared = None
-            return
-        branches = *head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs
-        layers = *head.shared_fcs, head.fc_cls, head.fc_reg
-        if branches or any(type(layer) is not nn.Linear for layer in layers):
-            self.shared = None
-            return
-        first, *others = head.shared_fcs
-        by_place = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
-        self.shared = [(by_place.permute(0, 2, 3, 1).flatten(1), first.bias)]
-        self.shared += [(layer.weight, layer.bias) for layer in others]
-        self.weight = torch.cat([head.fc_cls.weight, head.fc_reg.weight]).detach()
-        self.bias = torch.cat([head.fc_cls.bias, head.fc_reg.bias]).detach()
+        self.head, self.fused = head, fused and _is_linear(head)
+        if self.fused:
+            first, *others = head.shared_fcs
+            by_place = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
+            self.shared = [(by_place.permute(0, 2, 3, 1).flatten(1), first.bias)]
+            self.shared += [(layer.weight, layer.bias) for layer in others]
+            self.weight = torch.cat([head.fc_cls.weight, head.fc_reg.weight]).detach()
+            self.bias = torch.cat([head.fc_cls.bias, head.fc_reg.bias]).detach()
 
     def __call__(self, regions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.shared is None:
+        if not self.fused:
             return self.head(regions)
         x = regions.permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
         for weight, bias in self.shared:
             x = linear_relu(x, weight, bias)
-        return (
-            F.linear(x, self.weight, self.bias)
-            .float()
-            .split([self.head.fc_cls.out_features, self.head.fc_reg.out_features], 1)
-        )
+        outputs = F.linear(x, self.weight, self.bias).float()
+        return outputs.split([self.head.fc_cls.out_features, self.head.fc_reg.out_features], 1)
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """Whether a head is shared linear layers with ReLU, and one linear layer each for classes and boxes."""
+    if type(head).forward is not ConvFCBBoxHead.forward or head.with_avg_pool or not head.num_shared_fcs:
+        return False
+    others = *head.shared_convs, *head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs
+    return not others and all(type(x) is nn.Linear for x in (*head.shared_fcs, head.fc_cls, head.fc_reg))
 
 
 class MaskHead:

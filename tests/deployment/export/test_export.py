@@ -316,9 +316,9 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
     model.roi_head.__class__ = MaskScoringRoIHead
     refuses('a roi_head that predicts as StandardRoIHead does')
     model.rpn_head = torch.nn.Identity()
-    refuses('no rpn_head of Identity, only of RPNHead')
+    refuses('needs RPNHead as rpn_head, not Identity')
     del model.rpn_head
-    refuses('no rpn_head of NoneType, only of RPNHead')
+    refuses('needs RPNHead as rpn_head, not NoneType')
 
 
 def test_a_neck_without_export_form_is_one_line(small_detector_cfg, tmp_path):
