@@ -277,12 +277,12 @@ def test_refused_models_stay_as_they_were(small_detector, prepare, arguments, me
     assert [parameter.requires_grad for parameter in model.parameters()] == gradients
 
 
-def of_another_model(monkeypatch):
+def computes_something_else(monkeypatch):
     """The blocks compute something else once they are deployed."""
     monkeypatch.setattr(TiledFFN, 'forward', lambda self, x, *_: x)
 
 
-def asks_for_an_operator(monkeypatch):
+def does_not_run(monkeypatch):
     def fail(self, x, *_):
         raise RuntimeError('view size is not\ncompatible')
 
@@ -293,11 +293,8 @@ def asks_for_an_operator(monkeypatch):
 @pytest.mark.parametrize(
     ('fault', 'message'),
     [
-        (of_another_model, r'MaskRCNN computes something else in its deployed form: .*difference=\d.*num_values=\d{4}'),
-        (
-            asks_for_an_operator,
-            r'MaskRCNN does not run in its deployed form \(RuntimeError: view size is not compatible\)',
-        ),
+        (computes_something_else, r'computes something else in its deployed form: .*difference=\d.*num_values=\d{4}'),
+        (does_not_run, r'MaskRCNN does not run in its deployed form \(RuntimeError: view size is not compatible\)'),
     ],
 )
 def test_a_form_that_fails_its_trial_leaves_the_model_as_it_was(small_detector, monkeypatch, fault, message, inplace):
@@ -319,7 +316,7 @@ def test_weights_that_are_not_finite_are_refused(small_detector, bare):
         slab_det.deploy(model)
 
 
-def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_word(fused_backbone, caplog):
+def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_warning(fused_backbone, caplog):
     MMLogger.get_current_instance().addHandler(caplog.handler)
     model = fused_backbone('swin')
     model.patch_embed.projection = nn.Conv2d(7, 16, 4, 4)

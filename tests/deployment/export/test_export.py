@@ -153,7 +153,7 @@ def test_no_limit_is_no_limit(detector, tmp_path):
         ('PVT', 'mask_rcnn', 'detector', 32, True),
         ('SLAB-PVT', 'faster_rcnn', 'backbone+neck+rpn', 32, False),
         ('PVT', 'faster_rcnn', 'backbone', 32, False),
-        ('SLAB-CSwin', 'mask_rcnn', 'detector', 1, False),
+        ('SLAB-CSwin', 'mask_rcnn', 'backbone+neck+rpn', 1, False),
     ],
 )
 def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, row, kind, scope, divisor, agnostic):
