@@ -17,6 +17,9 @@ CONFIGS = {
     'ATSS': 'atss/atss_r50_fpn_1x_coco',
     'FCOS': 'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco',
 }
+# Two sizes of images for each: RTMDet's neck joins maps by size, and GroupNorms need more than one pixel.
+SIZES = dict.fromkeys(CONFIGS, ((75, 102), (130, 66))) | {'RTMDet': ((64, 96), (96, 128))}
+SIZES |= dict.fromkeys(('ATSS', 'FCOS'), ((256, 192), (224, 320)))
 
 
 def build(kind, rng):
@@ -30,7 +33,7 @@ def build(kind, rng):
     if len(of_backbone) == 3:
         cfg.backbone['out_indices'] = (1, 2, 3)
     model = MODELS.build(cfg)
-    # Of eval() mmdet's Swin returns None.
+    # The eval() of mmdet's Swin returns None.
     model.eval()
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -1,4 +1,4 @@
-"""The form of a detector that ships: fused weights, the fastest layout for its device, half precision."""
+"""Fast forms of a detector for inference: on a CPU, on a GPU, in ONNX Runtime and in OpenVINO."""
 
 from slab_det.deployment.deploy import deploy, is_deployed, warm
 from slab_det.deployment.serve import ImageListError, ServedDetector, load_detector

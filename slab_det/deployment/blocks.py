@@ -1,4 +1,4 @@
-"""Our blocks in the place of mmdet's, and what every form asks of layers."""
+"""Replaces mmdet's blocks by ours, and finds the layers that deployed forms know."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN}
 
 
 def replace_stock_blocks(backbone: nn.Module) -> None:
-    """Puts our blocks in place of mmdet's; one that computes in another way stays."""
+    """Replaces mmdet's blocks by ours, in place; a block that computes something else stays."""
     for name, block in known_blocks(backbone, {SwinBlock, PVTEncoderLayer}):
         try:
             replace_module(backbone, name, _own_block(block))
@@ -30,7 +30,7 @@ def replace_stock_blocks(backbone: nn.Module) -> None:
 
 
 def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Module]]:
-    """The blocks of exactly these kinds that no hook watches: a subclass may compute something else."""
+    """The blocks without hooks of exactly these kinds: a subclass may compute something else."""
     return [
         (name, block)
         for name, block in backbone.named_modules()
@@ -39,13 +39,13 @@ def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Mo
 
 
 def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
-    """Our block with the layers of mmdet's, for inference; CannotFold where it computes in another way."""
+    """Our block with the layers of one of mmdet's, for inference; raises CannotFold if it computes something else."""
     replace, kind = find_rule(block.attn, 'replace'), OWN_FFNS.get(type(block.ffn))
     attn = replace() if replace else block.attn
     has_two_layers = kind is not LinearFFN or (block.ffn.num_fcs == 2 and block.ffn.add_identity)
     if not isinstance(attn, ShiftedWindowAttention | MapAttention) or kind is None or not has_two_layers:
         raise CannotFold('its attention or its FFN is not of mmdet')
-    # Every layer is taken from the original.
+    # Every layer is replaced by the original's.
     with torch.device('meta'):
         ffn = kind(1, 1, dict(type='GELU'))
         own = Block(attn, ffn, dict(type='LN'))
@@ -54,7 +54,7 @@ def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
 
 
 def two_layers(ffn: nn.Module) -> tuple[nn.Module, str, nn.Module] | None:
-    """The layers of an FFN and its activation, 'gelu' or 'relu'; None if there is more, as a convolution or a norm."""
+    """Both layers of an FFN and its activation, 'gelu' or 'relu'; None if it has a convolution or a norm as well."""
     if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
         return None
     fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
@@ -72,7 +72,7 @@ def is_plain_linear(layer: nn.Module) -> bool:
 
 
 def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Puts what ``replacement`` makes of a layer into its place, everywhere below ``module``; None keeps the layer."""
+    """Replaces each layer below ``module`` by what ``replacement`` makes of it; None keeps the layer."""
     for name, child in module.named_children():
         new = replacement(child)
         if new is None:

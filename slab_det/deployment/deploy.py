@@ -1,4 +1,4 @@
-"""deploy: the fastest form of a detector for inference."""
+"""deploy: replaces the layers of a detector by the fastest ones for inference on its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slab_det.deployment.cpu.blocks import tile_blocks
 from slab_det.deployment.cpu.linear import deployed_linear
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.winograd import winograd_conv
-from slab_det.deployment.gpu.blocks import fused_ffn, fused_position, fused_windows
+from slab_det.deployment.gpu.blocks import fused_ffn, fused_windows
 from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
 from slab_det.deployment.masks import check_form, encode_masks
@@ -32,32 +32,32 @@ def deploy(
 
     Our blocks replace mmdet's: they compute nothing for padding tokens whose result is known before. Feature maps and
     convolutions are channels last. On a CPU, blocks run tile by tile and add residuals in place, so that intermediate
-    results stay in the cache, linear layers run on oneDNN where it is faster, and RoIAlign reads channels-last maps as
-    they are. On a GPU, ``predict`` of single images replays a CUDA graph, one for each size of image
-    (:mod:`slab_det.deployment.gpu.graph`), and blocks run as kernels in Triton; other calls run without a graph.
+    results stay in the cache, linear layers run on oneDNN where it is faster, and RoIAlign reads channels-last maps
+    without a copy. On a GPU, blocks run as kernels in Triton, and ``predict`` of a single image replays a CUDA graph
+    for images of its size (:mod:`slab_det.deployment.gpu.graph`).
 
-    In float32 results differ by rounding: by other orders of sums, and on a CPU by 3x3 convolutions with fewer
+    In float32 results differ by rounding: sums have other orders, and on a CPU 3x3 convolutions have fewer
     multiplications (:class:`~slab_det.deployment.cpu.winograd.WinogradConv`). A deployed model has no gradients, and
     its state dict has keys of its own: save the model that it was made of.
 
-    Both models run on a small image of noise (:func:`~slab_det.deployment.trial.try_deployed`). What the deployed one
-    cannot run, or computes otherwise, is refused; its ``deployment_check`` says how far the two are apart.
+    Both models run on a small image of noise (:func:`~slab_det.deployment.trial.try_deployed`). A deployed model that
+    does not run, or computes something else, is refused. Its ``deployment_check`` says how far the two are apart.
 
     Args:
         model: A detector or backbone, ours or mmdet's, in eval mode, on the device where it will run; fused, for the
             fastest form.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None, or
             ``torch.float32``, keeps the dtype of the model.
-        inplace: Change ``model`` itself instead of a copy; a copy runs beside it.
+        inplace: Change ``model`` itself instead of a copy; the copy is then the reference of the check.
         masks: 'full', or 'rle' for a list of COCO RLE in ``pred_instances.masks``, see :func:`slab_det.load_detector`.
 
     Returns:
         The deployed model, with the same methods.
 
     Raises:
-        DeploymentError: If the model is in training mode, has norms that await :func:`slab_det.fuse` or weights that
-            are not finite, or cannot compute in this form or in ``dtype``, or encode masks. The model is then
-            unchanged.
+        DeploymentError: If the model is in training mode, has norms that :func:`slab_det.fuse` would fold or weights
+            that are not finite, or cannot compute in this form or in ``dtype``, or cannot encode masks. The model is
+            then unchanged.
     """
     if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
         raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
@@ -88,7 +88,7 @@ def deploy(
             if check is not None:
                 deployed.deployment_check = check
     except Exception:
-        # With inplace, the caller's model: its modules have been replaced and cast by now.
+        # With inplace this is the caller's model, whose modules have been replaced and cast by now.
         vars(deployed).update(vars(original))
         raise
     deployed.deployed = True
@@ -98,7 +98,7 @@ def deploy(
 
 
 def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Does to ``model`` what :func:`deploy` promises."""
+    """Replaces and casts the layers of ``model``, in place."""
     model.requires_grad_(False)
     backbone, on_cpu = getattr(model, 'backbone', model), _is_on_cpu(model)
     replace_stock_blocks(backbone)
@@ -114,8 +114,8 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         if dtype is None:
             replace_layers(model, winograd_conv)
     else:
-        for fused in (fused_windows, fused_ffn, fused_position):
-            replace_layers(backbone, fused)
+        replace_layers(backbone, fused_windows)
+        replace_layers(backbone, fused_ffn)
         replace_layers(model, fused_conv)
         fuse_fpn(model)
     for module in model.modules():
@@ -137,13 +137,13 @@ def _refuse_other_uses(backbone: nn.Module, inputs: tuple) -> None:
     if backbone.training:
         raise DeploymentError('a deployed model is in training mode: call eval(), and train the model it was made of')
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        # Its tiles would be those of one size.
+        # Its tiles would fit images of one size.
         raise DeploymentError(
             'a deployed model is not traced or exported: take the fused model that it was made of, for ONNX with '
             'slab_det.deployment.export.export_onnx'
         )
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        raise DeploymentError('a deployed model has no gradients: take those of the model that it was made of')
+        raise DeploymentError('a deployed model has no gradients: take the gradients of the model that it was made of')
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def warm(model: nn.Module, *sizes: tuple[int, int]) -> None:
     """Runs a deployed detector on a black image of each size, so that the first real one takes no longer than others.
 
     Args:
-        model: The detector; of one that :func:`slab_det.load_detector` returned, its ``model``.
+        model: The deployed detector, or the ``model`` of what :func:`slab_det.load_detector` returned.
         *sizes: (height, width) of images after the resize of the test pipeline.
     """
     for size in sizes:

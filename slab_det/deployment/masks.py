@@ -1,4 +1,4 @@
-"""Masks at full size, or as COCO's run-length encoding (RLE): one mask in memory at a time."""
+"""Pastes masks into their images, at full size or as COCO's run-length encoding (RLE), one mask at a time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from slab_det.runtime.errors import DeploymentError, SlabDetError
 
 MASK_FORMS = ('full', 'rle')
-# Pixels that are sampled at once, with 13 bytes for each.
+# Number of pixels that are sampled at once; each takes 13 bytes.
 BAND = 2**20
-# Some columns of the window of a box: x and y of its first pixel, and its pixels (w, h), in the order of RLE.
+# Some columns of the window of a box: x and y of the first pixel, and all pixels (w, h), in the order of RLE.
 Band = tuple[int, int, Tensor]
 
 
@@ -43,7 +43,8 @@ def paste_masks(
         form: 'full' or 'rle'.
 
     Returns:
-        'full': (n, H, W), bool, on the device of the boxes. 'rle': what ``pycocotools.mask.encode`` makes of each.
+        'full': (n, H, W), bool, on the device of the boxes. 'rle': a dict for each mask, as
+        ``pycocotools.mask.encode`` returns it.
     """
     if form == 'rle':
         probabilities, boxes = probabilities.cpu(), boxes.cpu()
@@ -58,7 +59,7 @@ def paste_masks(
 
 
 def _paste_bands(probability: Tensor, box: Tensor, shape: Sequence[int], threshold: float) -> Iterator[Band]:
-    """Pastes one mask into the window of its box, outside of which it has no pixel, some columns at a time."""
+    """Pastes one mask into the window of its box, some columns at a time; it has no pixel outside."""
     left, top = (max(0, math.floor(low) - 1) for low in box[:2].tolist())
     right, bottom = (min(side, math.ceil(high) + 1) for side, high in zip(shape[::-1], box[2:].tolist(), strict=True))
     bottom = max(top, bottom)
@@ -78,14 +79,14 @@ def _sample_points(start: int, end: int, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _encode_bands(bands: Iterable[Band], height: int, width: int) -> dict:
-    """The RLE of an image (H, W) that is empty but for its bands: runs of 0 and 1 in turns, column by column."""
+    """The RLE of an image (H, W) that is empty outside its bands: the lengths of runs of 0 and 1, by columns."""
     edges = [np.empty(0, int)]
     for x, y, pixels in bands:
-        # A 0 above each column: no run goes on into the next.
+        # A 0 above each column ends the runs of the column before.
         flat = np.pad(pixels.numpy(), ((0, 1), (1, 0))).ravel()
         column, row = divmod(np.flatnonzero(flat[1:] != flat[:-1]), pixels.shape[1] + 1)
         edges.append((x + column) * height + y + row)
-    # Two runs that meet, at the border of two columns, are one.
+    # An edge that is there twice lies between two columns whose runs meet: they are one run.
     places, times = np.unique(np.concatenate(edges), return_counts=True)
     places = places[(times == 1) & (places < height * width)]
     counts = np.diff(places, prepend=0, append=height * width)
@@ -93,10 +94,10 @@ def _encode_bands(bands: Iterable[Band], height: int, width: int) -> dict:
 
 
 def encode_masks(detector: nn.Module) -> None:
-    """Has a detector find masks as RLE, in place: ``pred_instances.masks`` is then a list of dicts.
+    """Makes a detector predict masks as RLE, in place: ``pred_instances.masks`` is then a list of dicts.
 
     Raises:
-        DeploymentError: If it has no masks that mmdet's FCNMaskHead pastes.
+        DeploymentError: If the detector has no masks that mmdet's FCNMaskHead pastes.
     """
     roi_head = getattr(detector, 'roi_head', None)
     heads = getattr(roi_head, 'mask_head', None)
@@ -122,10 +123,10 @@ def _predict_encoded(
     rescale: bool = False,
     activate_map: bool = False,
 ) -> list[dict]:
-    """In the place of the method of FCNMaskHead that pastes all masks of an image."""
+    """Replaces the method of FCNMaskHead that pastes all masks of an image."""
     scale, shape = bboxes.new_tensor(img_meta['scale_factor']), img_meta['ori_shape'][:2]
     if rescale:
-        # In place, as mmdet does: they are the boxes of the results.
+        # In place, as mmdet does, because these are the boxes of the results.
         bboxes /= scale.repeat(2)
     else:
         shape = [round(side * factor) for side, factor in zip(shape, scale.flip(0).tolist(), strict=True)]
@@ -135,7 +136,7 @@ def _predict_encoded(
 
 
 def _predict_lists(predict_mask: Callable[..., list[InstanceData]], *args: Any, **options: Any) -> list[InstanceData]:
-    """Calls ``predict_mask`` of a RoI head, which makes an empty tensor of masks without the mask head."""
+    """Calls ``predict_mask`` of a RoI head, which returns an empty tensor where no object is found."""
     results = predict_mask(*args, **options)
     for found in results:
         found.masks = found.masks if len(found) else []

@@ -1,4 +1,4 @@
-"""Patch merging for inference: it reads the tokens of a block in the order in which memory holds them."""
+"""Patch merging that reads the tokens of a block in the order in which memory holds them."""
 
 from __future__ import annotations
 

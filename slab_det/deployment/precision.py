@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from slab_det.runtime.errors import DeploymentError
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
-# Heads read features and return scores, deltas or logits. Coordinates are made of these later, outside the heads.
+# Heads return scores, deltas or logits. Coordinates are computed from these later, outside the heads.
 HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has every forward of a detector autocast to ``dtype``, up to what its heads return, which is float32 again."""
+    """Runs every forward of a detector under autocast to ``dtype``; its heads return float32."""
     model.forward = torch.autocast(next(model.parameters()).device.type, dtype)(model.forward)
     _return_float32(model)
 

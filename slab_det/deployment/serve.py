@@ -1,4 +1,4 @@
-"""load_detector: a detector in one object, from the file of an image to objects, in any runtime."""
+"""load_detector: one object that finds objects in images of any form, in any runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slab_det.runtime.scope import enter_scope
 
 
 class ImageListError(DataError):
-    """Images of a list were refused; the others are not lost.
+    """Some images of a list were refused; ``results`` has what was found in the others.
 
     Attributes:
         results: A DetDataSample for each image of the list, and None for those that were refused.
@@ -34,27 +34,27 @@ class ImageListError(DataError):
 
 
 class ServedDetector:
-    """Finds objects in images, whatever form they come in and whatever runs the detector.
+    """Finds objects in images: files, addresses, bytes, arrays or images of Pillow.
 
-    Several threads may call it at the same time. The images of a list are run one by one: padded to a common size, one
-    would change the objects of another.
+    Several threads may call it at the same time. Images of a list run one by one: padded to a common size, one would
+    change the objects of another.
 
     Args:
-        model: What answers ``test_step``, in eval mode.
+        model: A detector with ``test_step``, in eval mode.
         steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
         classes: The name of each label; empty where the file of the weights has none.
-        **options: Of the same class.
+        **options: Options of ImagePipeline.
     """
 
     def __init__(self, model: nn.Module, steps: Sequence[dict], classes: Sequence[str] = (), **options: float) -> None:
         self.model, self.pipeline, self.classes = model, ImagePipeline(steps, **options), tuple(classes)
 
     def __call__(self, images: Image | Sequence[Image]) -> DetDataSample | list[DetDataSample]:
-        """Predicts the objects of one image, or of each image of a list; on the CPU, wherever the detector runs.
+        """Predicts the objects of one image, or of each image of a list; results are on the CPU.
 
         Raises:
-            DataError: If an image cannot be read, or is none that the detector was trained for.
-            ImageListError: The same for a list, after its last image.
+            DataError: If the image cannot be read, or has other values or another shape than training images.
+            ImageListError: If this holds for images of a list; raised after its last image.
         """
         if not isinstance(images, (list, tuple)):
             return self._detect(images)
@@ -73,7 +73,7 @@ class ServedDetector:
         data = self.pipeline(image)
         metainfo = data['data_samples'].metainfo
         (found,) = self.model.test_step(dict(inputs=[data['inputs']], data_samples=[data['data_samples']]))
-        # Without what one of the runtimes alone adds.
+        # A new sample, because each runtime adds fields of its own.
         return DetDataSample(metainfo=metainfo, pred_instances=found.pred_instances.cpu())
 
 
@@ -94,17 +94,17 @@ def load_detector(
     next.
 
     Args:
-        config: A config with the test pipeline; the fused one will do.
-        weights: A checkpoint, fused or to be fused, or for other runtimes the file that
+        config: A config with the test pipeline, fused or not.
+        weights: A checkpoint, which is fused if it is not; for other runtimes than 'torch' the file that
             :func:`slab_det.deployment.export.export_onnx` wrote.
         runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
-        device: Of the runtime 'torch'; None takes a GPU where PyTorch finds one. The others run on the CPU.
+        device: Device of the runtime 'torch'; None takes a GPU where PyTorch finds one. Others run on the CPU.
         fetch_timeout: Seconds for the download of an image whose name begins with http:// or https://; 0 refuses such
             names.
         masks: 'full', as mmdet gives them, (n, H, W): 100 masks of 4000x8000 are 3.2 GB. Or 'rle': a list of n dicts,
             as ``pycocotools.mask.encode`` gives them; one mask at a time is in memory. mmdet's evaluators take both.
-        **options: Those of :func:`slab_det.deploy` (``dtype``) or of
-            :func:`slab_det.deployment.export.load_runtime` (``threads``, ``precision``).
+        **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
+            :func:`slab_det.deployment.export.load_runtime`.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -129,7 +129,7 @@ def load_detector(
     else:
         if device is not None:
             raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
-        # Half a second that PyTorch alone does not need.
+        # The import takes half a second, which the runtime torch does not need.
         from slab_det.deployment.export import ExportedDetector
 
         enter_scope(cfg)

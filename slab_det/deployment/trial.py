@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from mmdet.structures import DetDataSample
@@ -21,20 +20,20 @@ from slab_det.runtime.errors import DeploymentError
 
 # Sides that halve six times, as some necks ask for; a hundredth of the pixels of a COCO image.
 SIZE = (64, 128)
-# Proposals and objects: heads of regions take most of the time of so small an image.
+# Number of proposals and of objects: RoI heads take most of the time of so small an image.
 NUM_BOXES = 20
-# For DeploymentCheck.difference: float32 has about 1e-6, bfloat16 0.01, behind a hundred untrained layers up to 0.4:
-# the second bound refuses nonsense and says nothing of AP.
+# Largest DeploymentCheck.difference. float32 has about 1e-6, bfloat16 0.01, behind a hundred untrained layers up to
+# 0.4: the bound of half precision refuses nonsense and says nothing about AP.
 BOUND, HALF_BOUND = 0.01, 0.5
 
 
 @dataclass(frozen=True)
 class DeploymentCheck:
-    """How far a deployed model is from its own on an image of noise.
+    """How far a deployed model is from the model that it was made of, on an image of noise.
 
     Attributes:
-        difference: The root mean square of the difference over that of the reference, of the worst output: feature maps
-            of a backbone, or what the heads of a detector put out.
+        difference: Root mean square of the difference over the root mean square of the reference, in the worst output.
+            Outputs are the feature maps of a backbone, or what the heads of a detector return.
         num_values: How many values were compared.
     """
 
@@ -48,11 +47,11 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
 
     Args:
         model: The model as it was given.
-        deployed: What became of it.
+        deployed: Its deployed form.
         dtype: The half precision of ``deployed``, or None.
 
     Raises:
-        DeploymentError: If ``deployed`` does not run, or puts out other tensors, values that are not finite, or values
+        DeploymentError: If ``deployed`` does not run, or returns other tensors, values that are not finite, or values
             that differ by more than rounding.
     """
     kind, form = type(model).__name__, f'in {dtype}' if dtype else 'in its deployed form'
@@ -65,13 +64,13 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
         except Exception as error:  # the model asks for text, frames or other channels
             MMLogger.get_current_instance().warning(
                 f'slab_det.deploy could not try {kind}, which does not run on an image of {SIZE[0]}x{SIZE[1]} itself '
-                f'({mode}: {_reason(error)}): compare its results with those of the model before'
+                f'({mode}: {_one_line(error)}): compare its results with those of the model before'
             )
             continue
         try:
             found = _run(deployed, mode, proposals)
         except Exception as error:
-            raise DeploymentError(f'{kind} does not run {form} ({_reason(error)}); {remedy}') from error
+            raise DeploymentError(f'{kind} does not run {form} ({_one_line(error)}); {remedy}') from error
         if mode == 'tensor':
             check = _compare(found, reference)
             bound = HALF_BOUND if dtype else BOUND
@@ -81,7 +80,7 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
 
 
 def _run(model: nn.Module, mode: str, proposals: list) -> list[Tensor]:
-    """Feature maps of a backbone, or what the heads of a detector put out before any threshold; or runs all of it."""
+    """The feature maps of a backbone for the image, or in mode 'tensor' what the heads of a detector return."""
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8)
     if hasattr(model, 'data_preprocessor'):
@@ -94,6 +93,40 @@ def _run(model: nn.Module, mode: str, proposals: list) -> list[Tensor]:
     outputs = []
     apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), outputs.append)
     return outputs
+
+
+@contextmanager
+def _few_boxes(model: nn.Module, proposals: list) -> Iterator[None]:
+    """Makes a detector find ``NUM_BOXES`` objects, whatever their scores, from the same proposals in all runs.
+
+    By rounding, two models find different proposals, and then have different outputs.
+
+    Args:
+        model: The detector.
+        proposals: The proposals of the first run, which adds them.
+    """
+    cfgs = [getattr(module, 'test_cfg', None) for module in model.modules()]
+    cfgs = [cfg for cfg in cfgs if isinstance(cfg, dict) and 'score_thr' in cfg]
+    before = [dict(cfg) for cfg in cfgs]
+    rpn_head = getattr(model, 'rpn_head', None)
+
+    def predict_fixed(*args: Any, **options: Any) -> list:
+        found = type(rpn_head).predict(rpn_head, *args, **options)
+        proposals.extend(found[len(proposals) :])
+        return copy.deepcopy([boxes[:NUM_BOXES] for boxes in proposals])
+
+    try:
+        for cfg in cfgs:
+            cfg.update(score_thr=0.0, max_per_img=NUM_BOXES)
+        if rpn_head is not None:
+            rpn_head.predict = predict_fixed
+        yield
+    finally:
+        for cfg, values in zip(cfgs, before, strict=True):
+            cfg.clear()
+            cfg.update(values)
+        if rpn_head is not None:
+            del rpn_head.predict
 
 
 def _compare(outputs: list[Tensor], references: list[Tensor]) -> DeploymentCheck:
@@ -118,32 +151,5 @@ def _rounding(model: nn.Module, dtype: torch.dtype | None, reference: list[Tenso
     return 10 * own * torch.finfo(dtype or torch.float32).eps / torch.finfo(torch.float32).eps
 
 
-def _reason(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return ' '.join(f'{type(error).__name__}: {error}'.split())
-
-
-@contextmanager
-def _few_boxes(model: nn.Module, proposals: list) -> Iterator[None]:
-    """Has a detector find ``NUM_BOXES`` objects, whatever their scores, and go on with the same proposals each time.
-
-    Rounding makes other proposals, and from these other outputs.
-
-    Args:
-        model: The detector.
-        proposals: Empty the first time, when the detector's own go there.
-    """
-    with ExitStack() as stack:
-        for module in model.modules():
-            cfg = getattr(module, 'test_cfg', None)
-            if isinstance(cfg, dict) and 'score_thr' in cfg:
-                stack.enter_context(mock.patch.dict(cfg, score_thr=0.0, max_per_img=NUM_BOXES))
-        if hasattr(model, 'rpn_head'):
-            predict = model.rpn_head.predict
-
-            def predict_fixed(*args: Any, **options: Any) -> list:
-                found = predict(*args, **options)
-                proposals.extend(found[len(proposals) :])
-                return copy.deepcopy([boxes[:NUM_BOXES] for boxes in proposals])
-
-            stack.enter_context(mock.patch.object(model.rpn_head, 'predict', predict_fixed))
-        yield

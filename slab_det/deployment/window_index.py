@@ -1,4 +1,4 @@
-"""Which token sits where in the windows of a map, as arithmetic on its size: an exported graph computes it anew."""
+"""Which token lies where in the windows of a map, by arithmetic on its size, which an exported graph repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slab_det.attention.geometry import Windows, mask_regions
 
 
 class WindowIndex(Windows):
-    """The windows of one map of one image: one gather cuts windows, sets heads apart and fills padding at once.
+    """The windows of a map of one image, cut by gathers that also set heads apart and fill padding.
 
     Attributes:
         tokens: The token in each slot, (nW, N); H * W, one behind the last token, in slots of padding.
@@ -43,7 +43,7 @@ class WindowIndex(Windows):
         return tuple(_gather_rows(rows, first + part * groups) for part in range(3))
 
     def merge(self, windows: Tensor) -> Tensor:
-        # Numbers, not sizes that the graph computes: the weights fix them.
+        # The weights fix both sizes; int() keeps an exported graph from computing them.
         groups, channels = int(windows.shape[1]), int(windows.shape[3])
         window, slot = self.places()
         place = (window[:, None] * groups + torch.arange(groups, device=windows.device)) * self._num_slots
@@ -51,7 +51,7 @@ class WindowIndex(Windows):
         return rows.reshape(1, -1, groups * channels)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """The window of each token and its slot in there, (H * W,) each."""
+        """The window of each token, and its slot in this window, (H * W,) each."""
         rows, columns = self._rows, self._columns
         window = rows.window[:, None] * columns.num_windows + columns.window
         return window.reshape(-1), (rows.place[:, None] * self.window_size + columns.place).reshape(-1)

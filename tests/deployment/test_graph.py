@@ -1,4 +1,4 @@
-"""A deployed detector asks CUDA graphs, or the detector itself; here graphs are calls of their functions on a CPU."""
+"""A deployed detector asks CUDA graphs, or the detector itself; without a GPU, graphs call their functions on a CPU."""
 
 import copy
 import io
@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_cases import CONFIGS, build, eager, graphed, is_answered, noise, unmatched
+from graph_cases import CONFIGS, SIZES, build, eager, graphed, is_answered, noise, unmatched
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 
 import slab_det
 from slab_det.deployment.gpu import boxes, graph
-from slab_det.deployment.gpu.graph import GraphCache, GraphedPrediction
+from slab_det.deployment.gpu.graph import GraphCache
 
-SIZES = {kind: ((75, 102), (130, 66)) for kind in CONFIGS}
-SIZES |= {'RTMDet': ((64, 96), (96, 128)), 'ATSS': ((256, 192), (224, 320)), 'FCOS': ((256, 192), (224, 320))}
+ON_GPU = torch.cuda.is_available()
+DEVICE = 'cuda' if ON_GPU else 'cpu'
 ORI_SHAPE = 90, 120
 
 
@@ -43,8 +43,11 @@ class CallAsGraph:
 
 
 @pytest.fixture(autouse=True)
-def without_gpu(monkeypatch):
-    """Captures and replays without a GPU, of whose memory of 1000 bytes a graph takes 100."""
+def graphs(monkeypatch):
+    """Without a GPU, captures and replays on the CPU: a graph takes 100 of 1000 bytes. With one, switches TF32 off."""
+    if ON_GPU:
+        monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
+        return
 
     def capture(self, inputs):
         self._make_room()
@@ -52,30 +55,47 @@ def without_gpu(monkeypatch):
         outputs = self._function(*held)
         return graph._Graph(CallAsGraph(self._function, held, outputs), held, outputs, [], 100)
 
-    is_for_graph = GraphedPrediction._is_for_graph
     monkeypatch.setattr(GraphCache, '_capture', capture)
-    monkeypatch.setattr(GraphedPrediction, '_is_for_graph', lambda self, x, *more: is_for_graph(self, OnGpu(x), *more))
+    monkeypatch.setattr(graph, '_may_replay', lambda model, image, check=graph._may_replay: check(model, OnGpu(image)))
     monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: self)
     monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(total_memory=1000))
-    monkeypatch.setattr(graph.kernels, 'paste_masks', graph.paste_masks)
+    monkeypatch.setattr(graph.box_kernels, 'paste_masks', graph.paste_masks)
     monkeypatch.setattr(import_module('slab_det.deployment.deploy'), '_is_on_cpu', lambda model: False)
 
 
 def deployed(kind='Mask R-CNN', **options):
-    return slab_det.deploy(build(kind, random.Random(0)), **options)
+    return slab_det.deploy(build(kind, random.Random(0)).to(DEVICE), **options)
+
+
+def assert_same(found, expected):
+    """On a GPU, two calls may choose kernels that round differently."""
+    assert len(expected)
+    if ON_GPU:
+        assert unmatched(found, expected) <= 0.02
+    else:
+        assert all(torch.equal(found[key], expected[key]) for key in ('bboxes', 'scores', 'labels', 'masks'))
 
 
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_it_finds_what_the_detector_finds(kind):
+    """At two sizes in turns."""
     model, answered = deployed(kind), 0
-    for size in (*SIZES[kind], *SIZES[kind]):
+    # On a GPU, a cascade of random stages makes differences of 0.003 in scores out of 1e-6 in the image.
+    bounds = (0.1, 0.01) if ON_GPU and 'Cascade' in kind else (1e-2, 1e-4)
+    for size in SIZES[kind] * 2:
         data = noise(size, ORI_SHAPE)
         (found,), (expected,) = graphed(model, data), eager(model, data)
-        assert len(expected) and unmatched(found, expected) <= 0.02, (size, unmatched(found, expected))
+        share = unmatched(found, expected, *bounds)
+        assert len(expected) and share <= 0.02, (size, share)
         answered += is_answered(model, data)
-    assert answered and len(model.predict._graphs._graphs) == 2
+        if 'masks' in expected and len(found) == len(expected):
+            # Over the whole image, mmdet draws a line for a box without area on a GPU, but not on a CPU.
+            has_area = (expected.bboxes[:, 2:] > expected.bboxes[:, :2]).all(1)
+            assert (found.masks != expected.masks)[has_area].float().mean() <= 1e-3, size
+    graphs = model.predict._graphs._graphs
+    assert answered and len(graphs) == 2 and all(graphs.values())
 
 
 def test_what_a_graph_cannot_answer_is_answered_without(monkeypatch):
@@ -83,13 +103,14 @@ def test_what_a_graph_cannot_answer_is_answered_without(monkeypatch):
     model, data = deployed(), noise((75, 102), ORI_SHAPE)
     assert not is_answered(model, data)
     (found,), (expected,) = graphed(model, data), eager(model, data)
-    assert all(torch.equal(found[key], expected[key]) for key in ('bboxes', 'scores', 'labels', 'masks'))
+    assert len(expected) > 8
+    assert_same(found, expected)
 
 
 def test_calls_that_ask_for_something_else_go_to_the_detector(monkeypatch):
     model = deployed()
     (sample,) = noise((64, 96), ORI_SHAPE)['data_samples']
-    image, predict = torch.zeros(1, 3, 64, 96), model.predict
+    image, predict = torch.zeros(1, 3, 64, 96, device=DEVICE), model.predict
     proposed = copy.deepcopy(sample)
     proposed.proposals = InstanceData(bboxes=torch.zeros(1, 4))
     with torch.no_grad():
@@ -122,7 +143,8 @@ def test_weights_that_moved_are_read_where_they_are():
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     (found,) = graphed(model, data)
-    assert len(model.predict._graphs._graphs) == 2 and unmatched(found, before) == 0
+    assert len(model.predict._graphs._graphs) == 2
+    assert_same(found, before)
 
 
 @pytest.mark.parametrize('way', ['deepcopy', 'file'])
@@ -138,13 +160,18 @@ def test_copies_and_files_predict_the_same(way):
         other = torch.load(file, weights_only=False)
     assert other.predict._model is other and other.predict._graphs is None
     (found,) = graphed(other, data)
-    assert len(found) and torch.equal(found.bboxes, expected.bboxes) and torch.equal(found.masks, expected.masks)
+    assert_same(found, expected)
 
 
 def test_masks_as_rle_are_the_full_masks_encoded():
-    model, data = build('Mask R-CNN', random.Random(0)), noise((75, 102), ORI_SHAPE)
+    model, data = build('Mask R-CNN', random.Random(0)).to(DEVICE), noise((75, 102), ORI_SHAPE)
     (full,), (rle,) = (graphed(slab_det.deploy(model, masks=form), data) for form in ('full', 'rle'))
-    assert len(full) and rle.masks == [coco_mask.encode(np.asfortranarray(mask.numpy())) for mask in full.masks]
+    if ON_GPU:
+        # A pixel on the edge may round differently.
+        decoded = coco_mask.decode(rle.masks).transpose(2, 0, 1).astype(bool)
+        assert len(full) and (full.masks.cpu().numpy() != decoded).mean() <= 1e-4
+    else:
+        assert len(full) and rle.masks == [coco_mask.encode(np.asfortranarray(mask.numpy())) for mask in full.masks]
 
 
 def test_a_capture_that_fails_is_one_warning(monkeypatch, caplog):
@@ -157,15 +184,16 @@ def test_a_capture_that_fails_is_one_warning(monkeypatch, caplog):
     (expected,) = eager(model, data)
     for _ in range(2):
         (found,) = graphed(model, data)
-        assert torch.equal(found.bboxes, expected.bboxes)
+        assert_same(found, expected)
     assert caplog.text.count('no CUDA graph of inputs of 1x3x64x96') == caplog.text.count('no memory') == 1
 
 
+@pytest.mark.skipif(ON_GPU, reason='the memory of graphs is not known before')
 @pytest.mark.parametrize(
-    ('graphs', 'share', 'left'), [(2, 0.25, [1, 3]), (64, 0.15, [1, 3]), (64, 1.0, [2, 1, 3])], ids=str
+    ('max_graphs', 'share', 'left'), [(2, 0.25, [1, 3]), (64, 0.15, [1, 3]), (64, 1.0, [2, 1, 3])], ids=str
 )
-def test_the_least_recently_used_graphs_go(monkeypatch, graphs, share, left):
-    monkeypatch.setattr(graph, 'MAX_GRAPHS', graphs)
+def test_the_least_recently_used_graphs_go(monkeypatch, max_graphs, share, left):
+    monkeypatch.setattr(graph, 'MAX_GRAPHS', max_graphs)
     monkeypatch.setattr(graph, 'MAX_SHARE', share)
     cache = GraphCache(lambda x: (2 * x,))
     for size in (1, 2, 1, 3):
@@ -177,7 +205,7 @@ def test_threads_get_what_they_asked_for():
     cache = GraphCache(lambda x: (2 * x, 3 * x))
 
     def ask(i):
-        return [x.tolist() for x in cache(torch.full((4,), float(i)))]
+        return [x.tolist() for x in cache(torch.full((4,), float(i), device=DEVICE))]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, range(200))) == [[[2.0 * i] * 4, [3.0 * i] * 4] for i in range(200)]

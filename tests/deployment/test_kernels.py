@@ -13,7 +13,7 @@ from torch import nn
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.deployment.blocks import replace_layers
 from slab_det.deployment.detection import EMPTY, map_levels
-from slab_det.deployment.gpu import kernels
+from slab_det.deployment.gpu import box_kernels, kernels
 from slab_det.deployment.gpu.blocks import FusedFFN, FusedWindowAttention, fused_ffn, fused_windows
 from slab_det.deployment.gpu.boxes import FixedBoxes
 from slab_det.deployment.masks import paste_masks
@@ -173,9 +173,9 @@ def test_paste(size):
     corners = torch.tensor([*corners, [5, 1.2, 5, 20], [3, 2.2, 30, 2.2], [6, 6, 6, 6]], device=DEVICE)
     masks = torch.rand(len(corners), 28, 28, device=DEVICE)
     expected = paste_masks(masks.cpu(), corners.cpu(), size, 0.5)
-    found = kernels.paste_masks(masks, corners, size, 0.5)
+    found = box_kernels.paste_masks(masks, corners, size, 0.5)
     assert found.dtype == torch.bool and (found.cpu() != expected).sum() <= (0 if DEVICE == 'cpu' else 2)
-    assert kernels.paste_masks(masks[:0], corners[:0], size, 0.5).shape == (0, *size)
+    assert box_kernels.paste_masks(masks[:0], corners[:0], size, 0.5).shape == (0, *size)
 
 
 @pytest.mark.parametrize(

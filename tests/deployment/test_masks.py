@@ -1,4 +1,4 @@
-"""Masks as COCO RLE: those of mmdet and pycocotools to the last byte, in the memory of one mask."""
+"""Masks as COCO RLE: what mmdet and pycocotools make, to the last byte, in the memory of one mask."""
 
 from __future__ import annotations
 

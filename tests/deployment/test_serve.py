@@ -121,7 +121,7 @@ def test_every_runtime_finds_in_any_form_what_mmdet_finds(runtime, files, served
         for found, array, expected in zip(results, arrays, wanted, strict=True):
             assert_same(found, array, exact=True)
             assert_same(found, expected, exact=False)
-    assert {*found.metainfo} == {*served('torch')(IMAGES[0]).metainfo}
+    assert {*found.metainfo} == {*served('torch')(IMAGES[0]).metainfo} and detector.classes == ('a', 'b', 'c', 'd')
 
 
 @pytest.mark.parametrize('runtime', RUNTIMES)
@@ -165,14 +165,16 @@ def test_what_is_kept_for_a_size_is_made_once(served, monkeypatch):
     assert len(detector([IMAGES[3], IMAGES[0]])) == 2
 
 
-@pytest.mark.parametrize('preprocessor', ['CheckedDataPreprocessor', 'DetDataPreprocessor'])
-@pytest.mark.parametrize('runtime', RUNTIMES)
+@pytest.mark.parametrize(
+    ('runtime', 'preprocessor'),
+    [*((runtime, 'CheckedDataPreprocessor') for runtime in RUNTIMES), ('torch', 'DetDataPreprocessor')],
+)
 def test_images_that_no_training_had_are_refused_everywhere(runtime, preprocessor, files, served, tmp_path):
     detector = served(runtime)
     if preprocessor == 'DetDataPreprocessor':
         config = Config.fromfile(files[0])
         config.model.model.data_preprocessor.type = preprocessor
-        detector = slab_det.load_detector(config, files[1 if runtime == 'torch' else 2], runtime)
+        detector = slab_det.load_detector(config, files[1], runtime)
     for image, message in (
         (IMAGES[0] / 255, 'float64, has values from 0.0.* to 0.9.*multiply 0 to 1 by 255'),
         (IMAGES[0].astype(np.uint16) * 257, 'uint16, has values from .* to 6.*divide 16 bits by 257'),
@@ -199,11 +201,6 @@ def test_a_list_is_run_to_its_end_and_then_names_each_image_that_was_refused(ser
     for found, expected in zip(filter(None, caught.value.results), wanted, strict=True):
         assert_same(found, expected, exact=True)
     assert detector([]) == []
-
-
-@pytest.mark.parametrize('runtime', RUNTIMES)
-def test_class_names_are_the_same_in_every_runtime(runtime, served):
-    assert served(runtime).classes == ('a', 'b', 'c', 'd')
 
 
 def test_the_functions_of_the_docs_serve_a_file_as_load_detector_does(files, served):
@@ -233,49 +230,40 @@ def test_a_server_switches_addresses_off(files):
         detector('http://127.0.0.1:1/photo.jpg')
 
 
-def test_unfused_weights_are_fused_and_options_go_to_the_runtime(module_run_cfg, tmp_path, files):
+def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_path):
     cfg = module_run_cfg(**SMALL_SWIN)
-    model = as_trained(MODELS.build(cfg.model))
-    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'last.pth')
+    torch.save(dict(state_dict=as_trained(MODELS.build(cfg.model)).state_dict()), tmp_path / 'last.pth')
     detector = slab_det.load_detector(cfg, tmp_path / 'last.pth', dtype=torch.bfloat16)
-    assert (
-        detector.model.fusion_report.select('folded')
-        and detector.model.backbone.patch_embed.projection.weight.dtype == torch.bfloat16
-    )
+    assert detector.model.fusion_report.select('folded')
+    assert detector.model.backbone.patch_embed.projection.weight.dtype == torch.bfloat16
     assert isinstance(detector(IMAGES[0]), DetDataSample)
     model = MODELS.build(module_run_cfg(**{**SMALL_SWIN, 'norm_cfg': dict(type='LN')}).model)
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'layernorm.pth')
     with pytest.raises(FusionError, match='norms have no statistics of data'):
         slab_det.load_detector(cfg, tmp_path / 'layernorm.pth')
-    for arguments, error, message in (
-        (dict(weights=files[2]), CheckpointError, 'cannot be read as a checkpoint'),
-        (dict(weights=files[1], runtime='onnxruntime'), ExportError, 'was not written by slab-det export'),
-        (
-            dict(weights=files[2], runtime='onnxruntime', device='cpu'),
-            ExportError,
-            "device='cpu' is for",
-        ),
-        (dict(weights=files[1], masks='RLE'), DeploymentError, "masks='RLE' is not one of"),
-        (
-            dict(weights=files[2], runtime='onnxruntime', masks='RLE'),
-            ExportError,
-            "masks='RLE' is not one of",
-        ),
-        (
-            dict(weights=files[1], threads=2),
-            ExportError,
-            'threads= is no option of the runtime torch, which takes dtype$',
-        ),
-        (
-            dict(weights=files[2], runtime='onnxruntime', dtype=torch.bfloat16),
-            ExportError,
-            'dtype= is no option of the runtime onnxruntime, which takes threads and precision',
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            slab_det.load_detector(files[0], **arguments)
+
+
+@pytest.mark.parametrize(
+    ('file', 'options', 'error', 'message'),
+    [
+        (2, dict(), CheckpointError, 'cannot be read as a checkpoint'),
+        (1, dict(masks='RLE'), DeploymentError, "masks='RLE' is not one of"),
+        (1, dict(threads=2), ExportError, 'threads= is no option of the runtime torch, which takes dtype$'),
+        (1, dict(runtime='onnxruntime'), ExportError, 'was not written by slab-det export'),
+        (2, dict(runtime='onnxruntime', device='cpu'), ExportError, "device='cpu' is for"),
+        (2, dict(runtime='onnxruntime', masks='RLE'), ExportError, "masks='RLE' is not one of"),
+        (2, dict(runtime='onnxruntime', dtype=torch.int8), ExportError, 'dtype= .* which takes threads and precision'),
+    ],
+    ids=str,
+)
+def test_what_a_runtime_cannot_load_is_refused(files, file, options, error, message):
+    with pytest.raises(error, match=message):
+        slab_det.load_detector(files[0], files[file], **options)
+
+
+def test_a_missing_config_is_named(files):
     with pytest.raises(ConfigError, match=r'missing\.py: there is no such config'):
-        slab_det.load_detector(tmp_path / 'missing.py', files[1])
+        slab_det.load_detector('missing.py', files[1])
 
 
 def test_a_file_and_a_config_of_another_resize_do_not_belong_together(files, served):

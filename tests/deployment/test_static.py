@@ -15,7 +15,7 @@ SIZES = ((64, 96), (75, 102), (130, 66), (33, 47), (128, 224))
 # Necks that join maps by size, and GroupNorms that need more than one pixel.
 MULTIPLES = ((64, 96), (96, 128), (160, 64), (128, 224))
 LARGE = ((256, 192), (224, 320))
-# Of each kind; SLAB_DET_FUZZ=25 makes 200 detectors.
+# Number of detectors of each kind; SLAB_DET_FUZZ=25 makes 200.
 NUM_MODELS = int(os.environ.get('SLAB_DET_FUZZ', 5))
 
 

@@ -1,11 +1,11 @@
-"""Blocks of a deployed backbone on a CPU: they run tile by tile and write into their tokens."""
+"""Attention and FFNs for a CPU that run tile by tile and write into their tokens."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
-from slab_det.attention.geometry import join_groups, split_groups
+from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
 from slab_det.backbones.blocks import Block
 from slab_det.deployment.blocks import is_plain_linear, known_blocks, two_layers
 from slab_det.deployment.cpu import tiles
@@ -30,7 +30,7 @@ class TiledAttention(nn.Module):
 
 
 class TiledWindowAttention(TiledAttention):
-    """The tiled form of a :class:`~slab_det.attention.ShiftedWindowAttention`."""
+    """A :class:`~slab_det.attention.ShiftedWindowAttention` that runs tile by tile."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         # Tokens of mmdet's patch embedding lie one channel after the other.
@@ -42,13 +42,13 @@ class TiledWindowAttention(TiledAttention):
             for tile in parts:
                 rows = image.index_select(0, tile.tokens)
                 mixed = w_msa.attend(self.norm(rows), tile)
-                # Every token is in one tile: nothing reads it after this.
+                # Every token is in one tile, so that nothing reads it after this.
                 image.index_copy_(0, tile.tokens, linear_add(mixed, proj.weight, proj.bias, rows))
         return x
 
 
 class TiledMapAttention(TiledAttention):
-    """The tiled form of a :class:`~slab_det.attention.MapAttention`."""
+    """A :class:`~slab_det.attention.MapAttention` that runs tile by tile where queries are independent."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         # Tokens of mmdet's patch embedding lie one channel after the other.
@@ -58,13 +58,12 @@ class TiledMapAttention(TiledAttention):
         source, source_shape = attention.reduce(normed, hw_shape)
         to_q, to_kv = attention.projections()
         k, v = (split_groups(part, attention.groups) for part in linear(source, *to_kv).chunk(2, dim=-1))
-        shared = {}
+        geometry = MapGeometry(hw_shape, source_shape, attention.sr_ratio > 1)
         max_rows = tiles.TILE_TOKENS if attention.queries_apart else x.shape[1]
         for rows in tiles.row_tiles(x.shape[1], max_rows):
-            tile = tiles.MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
             q = split_groups(linear(normed[:, rows], *to_q), attention.groups)
-            mixed = join_groups(attention.mix(q, k, v, tile))
-            # Keys and values are there already: nothing reads these rows after this.
+            mixed = join_groups(attention.mix(q, k, v, geometry))
+            # Keys and values are computed already, so that nothing reads these rows after this.
             x[:, rows] = linear_add(mixed, out_proj.weight, out_proj.bias, x[:, rows])
         return x
 
@@ -98,9 +97,9 @@ class TiledFFN(nn.Module):
 
 
 def tile_blocks(backbone: nn.Module) -> None:
-    """Gives our blocks attention and FFNs that work tile by tile, in place; one that computes in another way stays."""
+    """Replaces attention and FFNs of our blocks by tiled ones, in place; a block that computes something else stays."""
     for _, block in known_blocks(backbone, {Block}):
-        # Others may need more than the tokens of a tile.
+        # Other norms may need more than the tokens of a tile.
         if not {type(block.norm1), type(block.norm2)} <= {nn.LayerNorm, ChannelAffine, nn.Identity}:
             continue
         attention = _tile_attention(block.norm1, block.attn)
@@ -113,7 +112,7 @@ def tile_blocks(backbone: nn.Module) -> None:
 
 
 def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | None:
-    """The tiled form of an attention; None where a subclass or another projection computes something else."""
+    """The tiled form of an attention; None if a subclass or its projection computes something else."""
     if type(attention) is ShiftedWindowAttention:
         w_msa = attention.w_msa
         is_known = type(w_msa).attend is WindowAttention.attend and is_plain_linear(w_msa.proj)
@@ -124,6 +123,6 @@ def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | N
 
 
 def _tile_ffn(norm: nn.Module, ffn: nn.Module) -> TiledFFN | None:
-    """The tiled form of an FFN; None where something else is computed, such as a convolution or a norm in between."""
+    """The tiled form of an FFN; None if it has a convolution or a norm in between."""
     layers = two_layers(ffn)
     return None if layers is None else TiledFFN(norm, *layers)

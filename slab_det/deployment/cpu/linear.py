@@ -1,8 +1,7 @@
-"""Linear layers with what follows them, in one kernel where that is faster.
+"""Linear layers of a CPU that oneDNN computes in one kernel with their activation or residual, where that is faster.
 
-On a CPU oneDNN takes the activation or the residual into the matrix product. The library behind ``F.linear`` picks its
-kernels by the maker of the processor, oneDNN by its instructions: with AVX-512 on processors of AMD oneDNN multiplies
-float32 at the speed of ``F.linear`` or twice of it, with AVX2 at less than its speed (docs/latency.md).
+The library behind ``F.linear`` chooses kernels by the maker of the processor, oneDNN by its instructions. With AVX-512
+on processors of AMD, oneDNN multiplies float32 at one to two times the speed of ``F.linear``, with AVX2 at less.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def takes_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 'none') -> Tensor:
     """``activation(x weight^T + bias)`` of x (..., C) and a weight (C_out, C); 'none', 'gelu' (by erf) or 'relu'."""
-    # oneDNN's ReLU makes 0 of NaN, and a broken checkpoint would look healthy.
+    # oneDNN's ReLU turns NaN into 0, and a broken checkpoint would look healthy.
     if activation != 'relu' and takes_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], 'none')
     return _FUNCTIONS[activation](F.linear(x, weight, bias))

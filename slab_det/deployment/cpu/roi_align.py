@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 
 class DeployedRoIAlign(RoIAlign):
-    """RoIAlign (He et al., ICCV 2017) by average pooling.
+    """RoIAlign (He et al., ICCV 2017) by average pooling, with as many samples in a bin as it has pixels.
 
-    The value of a bin is the mean of its samples, and that of a sample bilinear between four pixels. Rows and columns
-    can be told apart, so that a bin is a sum over the pixels that its samples touch::
+    The value of a bin is the mean of its samples, and the value of a sample is bilinear between four pixels. Rows and
+    columns are independent, so that a bin is a sum over the pixels that its samples touch::
 
         sum_r sum_c wy[r] wx[c] x[r, c],    wy[r] = mean over samples y of max(0, 1 - |y - r|)
 
-    Operators made for maps of one channel after the other copy a channels-last map first, and work on one thread.
+    Other operators want each channel contiguous. They copy a channels-last map first, and work on one thread.
 
     Args:
-        layer: The layer to deploy, with average pooling.
+        layer: The layer to deploy, with ``pool_mode='avg'``, ``sampling_ratio=0`` and ``aligned=True``.
 
     Shape:
         (B, C, H, W) and RoIs (K, 5), index of the image and corners, -> (K, C, bins, bins)
@@ -35,20 +35,16 @@ class DeployedRoIAlign(RoIAlign):
         (_, channels, height, width), (bins_y, bins_x) = x.shape, self.output_size
         pixels = x.permute(0, 2, 3, 1).reshape(-1, channels)
         corners = rois[:, 1:].to(x.dtype) * self.spatial_scale
-        starts, sizes = corners[:, :2] - 0.5 * self.aligned, corners[:, 2:] - corners[:, :2]
-        if not self.aligned:
-            sizes = sizes.clamp(min=1)
-        rows = _Samples(starts[:, 1], sizes[:, 1], bins_y, height, self.sampling_ratio)
-        columns = _Samples(starts[:, 0], sizes[:, 0], bins_x, width, self.sampling_ratio)
+        starts, sizes = corners[:, :2] - 0.5, corners[:, 2:] - corners[:, :2]
+        rows = _Samples(starts[:, 1], sizes[:, 1], bins_y, height)
+        columns = _Samples(starts[:, 0], sizes[:, 0], bins_x, width)
         output = x.new_empty(len(rois), bins_y * bins_x, channels)
-        # Bins of as many pixels are summed together.
+        # RoIs whose bins touch equally many pixels are summed together.
         touched, group = torch.unique(torch.stack([rows.touched, columns.touched], 1), dim=0, return_inverse=True)
         for index, (num_rows, num_columns) in enumerate(touched.tolist()):
             chosen = (group == index).nonzero().flatten()
-            (row, row_weight), (column, column_weight) = (
-                rows.pixels(chosen, num_rows),
-                columns.pixels(chosen, num_columns),
-            )
+            row, row_weight = rows.pixels(chosen, num_rows)
+            column, column_weight = columns.pixels(chosen, num_columns)
             row = row + rois[chosen, 0].long()[:, None, None] * height
             # (n, bins_y, 1, rows, 1) and (n, 1, bins_x, 1, columns)
             place = row[:, :, None, :, None] * width + column[:, None, :, None, :]
@@ -63,15 +59,16 @@ class _Samples:
     """Where RoIs are sampled along one side of the map.
 
     Attributes:
-        places: Of each RoI, bin and sample, on the map; (K, bins, samples of the largest).
-        weight: Of each sample: one over their number, or 0 for those outside of the map and beyond the RoI's number.
+        places: Place of each sample on the map, (K, bins, samples of the largest RoI).
+        weight: Weight of each sample: one over the RoI's number of samples in a bin, or 0 for samples outside of the
+            map and beyond this number.
         first: The first pixel of each bin, (K, bins).
         touched: How many pixels the largest bin of a RoI touches, (K,).
     """
 
-    def __init__(self, start: Tensor, length: Tensor, bins: int, size: int, ratio: int) -> None:
+    def __init__(self, start: Tensor, length: Tensor, bins: int, size: int) -> None:
         self.size = size
-        number = torch.full_like(length, ratio) if ratio > 0 else (length / bins).ceil().nan_to_num()
+        number = (length / bins).ceil().nan_to_num()
         start, step, number = (value[:, None, None] for value in (start, length / bins, number))
         bin, sample = torch.arange(bins)[:, None], torch.arange(int(number.max().clamp(1)))
         places = start + step * (bin + (sample + 0.5) / number.clamp(min=1))
@@ -79,18 +76,19 @@ class _Samples:
         counts = (places >= -1) & (places <= size) & (sample < number)
         self.weight, self.places = counts / number.clamp(min=1), places.clamp(0, size - 1)
         ends = torch.where(sample < number, self.places, self.places[..., :1]).aminmax(dim=-1)
-        # Of a broken model places are NaN, and so will be the sums.
+        # A broken model has places that are NaN, and its sums will be NaN too.
         self.first, last = (end.nan_to_num().long() for end in ends)
         self.touched = (last - self.first).amax(-1) + 2
 
     def pixels(self, chosen: Tensor, touched: int) -> tuple[Tensor, Tensor]:
-        """The pixels of some RoIs' bins and their weights, (n, bins, touched)."""
+        """The pixels of the bins of some RoIs, and their weights, (n, bins, touched)."""
         pixels = self.first[chosen, :, None] + torch.arange(touched)
         distance = (self.places[chosen, :, :, None] - pixels[:, :, None]).abs()
         return pixels.clamp(max=self.size - 1), ((1 - distance).clamp(min=0) * self.weight[chosen, ..., None]).sum(2)
 
 
 def deployed_roi_align(layer: nn.Module) -> DeployedRoIAlign | None:
-    """The deployed form of a RoIAlign that averages; None for every other layer."""
+    """The deployed form of a RoIAlign with mmdet's usual options; None for every other layer."""
     # Exactly this class: a subclass may compute something else.
-    return DeployedRoIAlign(layer) if type(layer) is RoIAlign and layer.pool_mode == 'avg' else None
+    is_known = type(layer) is RoIAlign and layer.pool_mode == 'avg' and layer.sampling_ratio == 0 and layer.aligned
+    return DeployedRoIAlign(layer) if is_known else None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slab_det.fusion.folds import find_hooks
 
-# Winograd's F(4x4, 3x3) by the points 0, 1, -1, 2, -2 and infinity: B^T, G and A^T of Lavin and Gray.
+# B^T, G and A^T of Winograd's F(4x4, 3x3), by the points 0, 1, -1, 2, -2 and infinity (Lavin and Gray).
 OUT, IN = 4, 6
 _INPUT = (
     (4, 0, -5, 0, 1, 0),
@@ -27,9 +27,9 @@ _FILTER = (
     (0, 0, 1),
 )
 _OUTPUT = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
-# So many tiles stay in the cache while they are transformed, multiplied and transformed back.
+# Number of tiles that stay in the cache while they are transformed, multiplied and transformed back.
 CHUNK_TILES = 512
-# With fewer channels the transforms take what the products save.
+# With fewer channels the transforms take the time that the products save.
 MIN_CHANNELS = 128
 
 
@@ -66,7 +66,7 @@ class WinogradConv(nn.Module):
         x = x.permute(0, 2, 3, 1)
         for n in range(0, images, step_n):
             for y in range(0, tiles_y, step_y):
-                # The rows that these tiles read, from one above their first output on.
+                # The rows that these tiles read begin one above their first output.
                 start, stop = y * OUT - 1, min(y + step_y, tiles_y) * OUT + 1
                 rows = x[n : n + step_n, max(start, 0) : stop]
                 top, right = max(-start, 0), tiles_x * OUT - width + 1
@@ -76,7 +76,7 @@ class WinogradConv(nn.Module):
         return output.permute(0, 3, 1, 2)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """Of the padded rows (n, 4 y + 2, 4 x + 2, C) of y x x tiles the outputs (n, y, 4, x, 4, C_out)."""
+        """The outputs (n, y, 4, x, 4, C_out) of y * x tiles, from their padded rows (n, 4 y + 2, 4 x + 2, C)."""
         tiles = x.unfold(1, IN, OUT).unfold(2, IN, OUT).permute(4, 5, 0, 1, 2, 3)
         transformed = (self.to_input @ tiles.reshape(IN * IN, -1)).view(IN * IN, -1, x.shape[-1])
         products = torch.bmm(transformed, self.weight)
@@ -87,7 +87,7 @@ class WinogradConv(nn.Module):
 
 
 def winograd_conv(layer: nn.Module) -> nn.Module | None:
-    """The :class:`WinogradConv` of a layer; None where the layer computes something else, or on a CPU gains nothing."""
+    """The :class:`WinogradConv` of a layer; None if the layer computes something else or has few channels."""
     # Exactly this class: a subclass may compute its weight.
     if type(layer) is not nn.Conv2d or find_hooks(layer) or layer.padding_mode != 'zeros' or layer.groups > 1:
         return None

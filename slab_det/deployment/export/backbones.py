@@ -1,4 +1,4 @@
-"""Backbones in their exported form: everything that depends on the size of the map is arithmetic on it."""
+"""Replaces layers of backbones by forms for export, in which sizes of maps are computed and never constants."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from slab_det.runtime.errors import ExportError
 
 
 class RowsLinear(DeployedLinear):
-    """A linear layer on the rows of one image: a Gemm, whose bias an int8 kernel takes, and no MatMul and Add.
+    """A linear layer on the rows of one image: one Gemm, which has an int8 kernel, in place of MatMul and Add.
 
     Shape:
         (1, L, C) -> (1, L, C').
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # ONNX Runtime copies x[0], a Gather, but no Reshape.
+        # ONNX Runtime copies x[0], which is a Gather, but does not copy a Reshape.
         return F.linear(x.reshape(-1, self.weight.shape[1]), self.weight, self.bias)[None]
 
 
@@ -38,10 +38,10 @@ rows_linear = partial(deployed_linear, kind=RowsLinear)
 
 
 class RowsPatchEmbed(PatchEmbed):
-    """mmdet's patch embedding, by another way from maps to tokens.
+    """mmdet's patch embedding with a reshape after the transpose from maps to tokens.
 
-    Where no norm stands in between, ONNX Runtime would move the transpose of (1, C, L) behind every sum of the residual
-    stream, and transpose each part of the sums instead: 1 % of the time of Swin-T. No transpose passes a reshape.
+    Without norms, ONNX Runtime would move the transpose behind every sum of the residual stream, and transpose each
+    addend instead: 1 % of the time of Swin-T. It moves no transpose behind a reshape.
 
     Shape:
         (1, C_in, H, W) -> (1, L, C) and the (h, w) of the map, in patches, L = h * w.
@@ -54,14 +54,12 @@ class RowsPatchEmbed(PatchEmbed):
 
 
 def make_size_free(model: nn.Module) -> None:
-    """Replaces, in place, every module whose forward depends on sizes in another way than by arithmetic.
-
-    Patch merging, and mmdet's attention, give their layers to their export form.
+    """Replaces, in place, every module whose traced forward would hold for images of one size alone.
 
     Raises:
         ExportError: If a patch embedding or patch merging has no export form.
     """
-    replace_layers(model, own_form)
+    replace_layers(model, _export_form)
     for module in list(model.modules()):
         if type(module) is PatchEmbed:
             module.__class__ = RowsPatchEmbed
@@ -69,11 +67,11 @@ def make_size_free(model: nn.Module) -> None:
             stride = module.projection.stride
             if module.adap_padding.padding != 'corner' or module.projection.kernel_size != stride:
                 raise ExportError("a patch embedding with padding='same' or overlapping patches has no export form")
-            # One patch more than needed; where sides are whole patches the convolution leaves it out.
+            # Pads by at most one patch too much, which the convolution leaves out.
             module.adap_padding = nn.ZeroPad2d((0, stride[1] - 1, 0, stride[0] - 1))
         if isinstance(module, ShiftedWindowAttention):
             module.make_windows = WindowIndex
-            # Only these: mix() may give other layers the rows of windows.
+            # Other layers may read windows in mix(), not the rows of one image.
             for name in ('qkv', 'proj'):
                 layer = getattr(module.w_msa, name)
                 setattr(module.w_msa, name, rows_linear(layer) or layer)
@@ -81,7 +79,7 @@ def make_size_free(model: nn.Module) -> None:
             replace_layers(module, rows_linear)
 
 
-def own_form(layer: nn.Module) -> nn.Module | None:
+def _export_form(layer: nn.Module) -> nn.Module | None:
     """Our attention with the layers of mmdet's, or the deployed form of a patch merging; None for every other layer."""
     if type(layer) is PatchMerging:
         return deployed_merging(layer)

@@ -1,10 +1,9 @@
-"""Mask and Faster R-CNN as one graph: raw pixels in, detections out."""
+"""Mask R-CNN and Faster R-CNN as one graph, from raw pixels to detections."""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +18,11 @@ from torch import Tensor, nn
 
 from slab_det.deployment import detection
 from slab_det.deployment.detection import EMPTY, Boxes, flat
+from slab_det.deployment.supported import check_kind, check_two_stage
 from slab_det.runtime.errors import ExportError
 
-# What the first stage computes on each level.
+# The outputs of the first stage on each level.
 KINDS = ('feature', 'objectness', 'delta')
-
-
-@contextmanager
-def _unsupported_errors(detector: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except detection.Unsupported as reason:
-        raise ExportError(f'this {type(detector).__name__} has no export form: {reason}') from reason
 
 
 class DenseGraph(nn.Module):
@@ -44,9 +36,8 @@ class DenseGraph(nn.Module):
         super().__init__()
         if not isinstance(detector, TwoStageDetector):
             raise ExportError(f'only two-stage detectors have an export form, {type(detector).__name__} is none')
-        with _unsupported_errors(detector):
-            detection.check_kind('data_preprocessor', detector.data_preprocessor, DetDataPreprocessor)
-            detection.check_kind('rpn_head', getattr(detector, 'rpn_head', None), RPNHead)
+        check_kind('data_preprocessor', detector.data_preprocessor, DetDataPreprocessor)
+        check_kind('rpn_head', getattr(detector, 'rpn_head', None), RPNHead)
         self.detector = detector
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
@@ -54,19 +45,18 @@ class DenseGraph(nn.Module):
         return tuple(values[name] for name in self.output_names())
 
     def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The outputs by name, and the values in between that the parity check compares.
+        """Computes the outputs, and the inner values that the parity check compares, by name.
 
         Args:
             image: (1, 3, H, W), 0 to 255.
-            given: Values that the following steps read in place of those that the steps before have computed, and
-                perhaps another ``score_thr``.
+            given: Values that later steps read in place of the results of earlier steps, and perhaps a ``score_thr``.
         """
         features = self.detector.extract_feat(self._preprocess(image))
         maps = zip(KINDS, (features, *self.detector.rpn_head(features)), strict=True)
         return {f'{kind}{i}': level for kind, levels in maps for i, level in enumerate(levels)}
 
     def _preprocess(self, image: Tensor) -> Tensor:
-        """The data_preprocessor as in testing: each side becomes the next multiple of its divisor."""
+        """Computes what the data_preprocessor does in testing; each side becomes the next multiple of its divisor."""
         preprocessor = self.detector.data_preprocessor
         if preprocessor._channel_conversion:
             image = image.flip(1)
@@ -81,7 +71,7 @@ class DenseGraph(nn.Module):
         return [f'{kind}{i}' for kind in KINDS for i in levels]
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
-        """Names of the outputs' dimensions, but for channels."""
+        """Names of the outputs' dimensions that depend on the image."""
         return {name: {0: 'batch', 2: f'height{name[-1]}', 3: f'width{name[-1]}'} for name in self.output_names()}
 
 
@@ -101,7 +91,7 @@ class BackboneGraph(DenseGraph):
 
 
 class DetectorGraph(DenseGraph):
-    """The whole detector but for the pasting of masks; boxes are in pixels of the input image, sorted by score.
+    """The whole detector except the pasting of masks; boxes are in pixels of the input image, sorted by score.
 
     Attributes:
         score_thr: Detections have a larger score.
@@ -112,13 +102,12 @@ class DetectorGraph(DenseGraph):
 
     def __init__(self, detector: TwoStageDetector) -> None:
         super().__init__(detector)
-        with _unsupported_errors(detector):
-            detection.check_two_stage(detector, cascade=False)
+        check_two_stage(detector, cascade=False)
         self.register_buffer('score_thr', torch.tensor(float(detector.roi_head.test_cfg.score_thr)))
 
     def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """See :meth:`DenseGraph.run`."""
-        # Not shape[2:]: as a tensor the sizes reach the arithmetic of boxes.
+        # Not shape[2:]: sizes have to be tensors, or the traced arithmetic of boxes has constants.
         limits = torch._shape_as_tensor(image)[[3, 2, 3, 2]].to(image.dtype)
         rpn_head, roi_head, boxes = self.detector.rpn_head, self.detector.roi_head, DynamicBoxes()
         values = super().run(image)
@@ -139,7 +128,7 @@ class DetectorGraph(DenseGraph):
             regions, order = boxes.pool(roi_head.mask_roi_extractor, features, known['boxes'], known['scores'])
             values['class_masks'] = roi_head.mask_head(regions)
             row = torch.arange(order.shape[0])
-            # Each detection's own class.
+            # The mask of each detection's class.
             label = torch.zeros_like(order) if roi_head.mask_head.class_agnostic else known['labels'][order]
             logits = known['class_masks'][row, label]
             values['mask_logits'] = logits[torch.zeros_like(order).scatter(0, order, row)]
@@ -154,7 +143,7 @@ class DetectorGraph(DenseGraph):
 
 
 class DynamicBoxes(Boxes):
-    """Operators on as many boxes as there are, each of which has a form in ONNX."""
+    """Operators on as many boxes as there are, made of operators that ONNX has."""
 
     def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
         sizes = [x.shape[-2:] for x in maps]
@@ -165,7 +154,7 @@ class DynamicBoxes(Boxes):
     ) -> tuple[Tensor, Tensor, Tensor]:
         found, start = [], 0
         for i, values in enumerate(levels):
-            # min() on a traced size would be a constant.
+            # min() of a traced size would be a constant.
             size = torch._shape_as_tensor(values)[0]
             k = torch.minimum(size, torch.tensor(count)) if count > 0 else size
             scores, place = activation(values).topk(k)
@@ -174,11 +163,9 @@ class DynamicBoxes(Boxes):
         scores, place, level = (torch.cat(column)[None] for column in zip(*found, strict=True))
         return scores, place, level
 
-    def candidates(
-        self, scores: Tensor, corners_of: Callable[[Tensor | None], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         place = _nonzero(scores > EMPTY)
-        corners, scores = corners_of(place), scores[place]
+        corners, scores = corners[place], scores[place]
         return corners, scores, place, self.stride(corners, scores), None
 
     def suppress(
@@ -210,7 +197,7 @@ class DynamicBoxes(Boxes):
 
 
 class _Suppression(torch.autograd.Function):
-    """Greedy NMS of what has a score that stops after ``limit`` boxes; ONNX's NonMaxSuppression on one class."""
+    """Greedy NMS of boxes that are not empty, up to ``limit`` boxes; ONNX's NonMaxSuppression of one class."""
 
     @staticmethod
     def forward(ctx: Any, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> Tensor:
@@ -223,7 +210,7 @@ class _Suppression(torch.autograd.Function):
             return g.op('Constant', value_t=torch.tensor(values))
 
         boxes, scores = g.op('Unsqueeze', boxes, constant(0)), g.op('Unsqueeze', scores, constant(0, 1))
-        # Runtimes differ in whether the threshold itself passes.
+        # Runtimes differ in whether a score equal to the threshold passes.
         limits = constant(limit), constant(iou_threshold), constant(EMPTY / 2)
         selected = g.op('NonMaxSuppression', boxes, scores, *limits)
         # Rows of (image, class, box).

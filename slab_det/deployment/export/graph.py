@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +30,16 @@ SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 # The first opset whose RoiAlign knows half pixels is 16.
 MIN_OPSET = 17
-# ONNX Runtime has no kernel for the RoiAlign of the next one.
+# ONNX Runtime has no kernel for the RoiAlign of opset 22.
 MAX_OPSET = 21
-# No multiple of a window or a stride; small, because tracing runs the model.
+# No multiple of a window or a stride, and small, because tracing runs the model.
 TRACED_SIZE = (161, 227)
 
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
-    """A copy of a detector that computes everything from the image, sizes included, and runs as any module.
+    """The module that :func:`export_onnx` traces: a copy of a detector that computes everything from the image.
 
-    Arguments and errors are those of :func:`export_onnx`.
+    Arguments and errors are as for :func:`export_onnx`.
     """
     if scope not in SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
@@ -57,15 +56,15 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     """Writes a detector as ONNX, for images of any height and width, batch 1.
 
     Args:
-        detector: A two-stage detector in eval mode. Offline norms that are left are fused.
+        detector: A two-stage detector in eval mode. Its offline norms are fused.
         path: The file, ending in .onnx.
         scope: One of ``SCOPES``.
         opset: Version of ONNX's operators, 17 to 21.
 
     Raises:
         ExportError: If the detector, or a part of it, has no export form, or has weights that are not finite.
-        FusionError: If it cannot be fused.
-        OSError: If the file cannot be written. What stood there before is then whole.
+        FusionError: If the detector cannot be fused.
+        OSError: If the file cannot be written. A file that was there before is then unchanged.
     """
     if is_deployed(detector):
         raise ExportError('the model is deployed; export the fused model that it was made of')
@@ -76,8 +75,8 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     image, buffer = torch.rand(1, 3, *TRACED_SIZE) * 255, io.BytesIO()
     names = list(graph.run(image))
     with _traced_sizes(), export_errors(detector):
-        # The tracer, not torch.export: there each size is a formula that every operator simplifies anew, minutes for
-        # a Swin-T instead of seconds. The parity check finds sizes that the tracer took for constants.
+        # torch.export takes minutes for a Swin-T, the tracer seconds: to torch.export each size is a formula, which
+        # every operator simplifies again. The parity check finds sizes that the tracer took for constants.
         torch.onnx.export(
             _EveryValue(graph),
             (image,),
@@ -89,7 +88,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
             dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
         )
     model = onnx.load_from_string(buffer.getvalue())
-    # The values in between keep their names: the parity check asks for them.
+    # Inner values are traced as outputs to keep their names, by which the parity check reads them.
     outputs = [output for output in model.graph.output if output.name in graph.output_names()]
     del model.graph.output[:]
     model.graph.output.extend(outputs)
@@ -108,7 +107,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
 
 
 class _EveryValue(nn.Module):
-    """Puts out all values that a graph computes for its parity check."""
+    """Returns all values of a graph that the parity check reads."""
 
     def __init__(self, graph: DenseGraph) -> None:
         super().__init__()
@@ -120,22 +119,22 @@ class _EveryValue(nn.Module):
 
 @contextmanager
 def export_errors(detector: nn.Module) -> Iterator[None]:
-    """Turns what the tracer raises about an operator into one line."""
+    """Turns the tracer's errors about an operator into one line."""
     try:
         yield
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-        # What follows asks for reports to PyTorch.
+        # The rest of the message asks for a report to PyTorch.
         reason = str(error).strip().partition('\n')[0].partition('. ')[0].rstrip('.')
         raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
 
 
 def _describe_input(detector: nn.Module) -> dict:
-    """What the image has to be, and what the graph does to it first."""
+    """The metadata about the input image, and about the preprocessing inside the graph."""
     preprocessor, resize = detector.data_preprocessor, None
     normalization = dict(channel_order='RGB' if preprocessor._channel_conversion else 'BGR')
     if preprocessor._enable_normalize:
         normalization |= {name: getattr(preprocessor, name).flatten().tolist() for name in ('mean', 'std')}
-    # build_detector, like mmdet's init_detector, leaves the config there.
+    # build_detector stores the config here, as mmdet's init_detector does.
     cfg = getattr(detector, 'cfg', {})
     if cfg.get('test_dataloader') or cfg.get('val_dataloader'):
         resize = find_resize(inference_steps(cfg))
@@ -145,19 +144,22 @@ def _describe_input(detector: nn.Module) -> dict:
 @contextmanager
 def _traced_sizes() -> Iterator[None]:
     """Keeps ``Tensor.unflatten`` from turning sizes into constants, leaves out dropout, and mutes the tracer."""
+    original = Tensor.unflatten
 
     def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         dim %= self.ndim
-        # The other sizes come from the shape: the tracer then keeps them as sizes.
+        # The tracer keeps the other sizes as sizes if they come from the shape.
         return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
 
-    with mock.patch.object(Tensor, 'unflatten', unflatten), warnings.catch_warnings():
-        warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
-        warnings.filterwarnings('ignore', category=DeprecationWarning)
-        warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
-        # torch writes scaled_dot_product_attention with a dropout of nothing in training mode, which OpenVINO refuses.
-        torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, MIN_OPSET)
-        try:
+    Tensor.unflatten = unflatten
+    # torch writes scaled_dot_product_attention with a dropout of probability 0, which OpenVINO refuses.
+    torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, MIN_OPSET)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
+            warnings.filterwarnings('ignore', category=DeprecationWarning)
+            warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
             yield
-        finally:
-            torch.onnx.unregister_custom_op_symbolic('aten::dropout', MIN_OPSET)
+    finally:
+        Tensor.unflatten = original
+        torch.onnx.unregister_custom_op_symbolic('aten::dropout', MIN_OPSET)

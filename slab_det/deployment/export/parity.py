@@ -1,4 +1,4 @@
-"""How far an exported file is from its detector, with PyTorch's own rounding as the yardstick."""
+"""Compares an exported file with its detector; float32 in PyTorch says how much rounding is allowed."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from slab_det.deployment.export.runtime import Run, Runtime
 from slab_det.fusion.verify import FLOAT32_FACTOR, FLOAT64_BOUND, relative_difference
 from slab_det.runtime.errors import ExportError
 
-# No two multiples of 32, of a window, or of each other.
+# Multiples of 32 and others, small and large, upright and lying.
 SIZES = ((96, 160), (131, 203), (331, 97))
-# An image on which PyTorch's float32 is further from its float64 bounds nothing.
+# Largest distance of PyTorch in float32 from float64 on an image that can prove something.
 MOST_OWN = 0.01
-# Thresholds are cliffs: a box whose overlap or score is one to the last bit falls on either side.
+# Largest share of boxes without partner: rounding moves a box whose score or overlap equals a threshold across it.
 UNMATCHED_SHARE = 0.02
-# Boxes nearer than this share of the image, with nearer scores, are the same.
+# Two boxes are the same if corners differ by less than this share of the image, and scores by less than this.
 NEAR = 1e-4
-# Detections that are compared on every image, whatever their scores.
+# Smallest number of detections that are compared on an image, whatever their scores.
 LEAST_DETECTIONS = 20
 DETECTIONS = ('boxes', 'scores', 'labels')
 
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """What of one image was compared, and the largest difference, relative to the largest value of its output.
+    """How far a file is from its detector on one image; differences are relative to the largest value of an output.
 
     Attributes:
         size: (H, W) of the image.
         num_values: How many values of features, objectness, deltas, class and mask logits were compared.
-        output: Where the file differs most.
-        difference: The file against the detector in float64.
-        own: The detector in float32 against itself in float64.
+        output: The output in which the file differs most.
+        difference: Difference of the file from the detector in float64, in this output.
+        own: Difference of the detector in float32 from itself in float64.
         num_boxes: How many proposals and detections were compared.
-        unmatched: The share of them without partner; one of less than 50 counts as one of 50.
-        own_unmatched: The same of the detector in float32.
-        detections: How many the file finds; None for scopes without.
+        unmatched: Share of these boxes that the file does not have; one of less than 50 counts as one of 50.
+        own_unmatched: Share of these boxes that the detector in float32 does not have.
+        detections: How many detections the file has; None for scopes without detections.
     """
 
     size: tuple[int, int]
@@ -58,14 +58,14 @@ class ParityCheck:
     detections: int | None = None
 
     @property
-    def telling(self) -> bool:
-        """Whether PyTorch's float32 computes the same: otherwise no runtime can be asked to."""
+    def conclusive(self) -> bool:
+        """Whether PyTorch in float32 agrees with float64 on this image; otherwise no runtime could."""
         return self.num_values > 0 and self.own <= MOST_OWN and self.own_unmatched <= UNMATCHED_SHARE
 
     @property
     def exact(self) -> bool:
-        """Whether float32 explains the difference: at most ten times PyTorch's own, as fusion promises."""
-        # Infinite: an output is not finite or has another shape.
+        """Whether the difference is rounding: at most ten times the difference of PyTorch in float32."""
+        # The difference is infinite if an output is not finite or has another shape.
         bound = FLOAT32_FACTOR * self.own + FLOAT64_BOUND
         return self.difference <= bound < math.inf and self.unmatched <= UNMATCHED_SHARE
 
@@ -76,17 +76,17 @@ class ParityCheck:
         )
         if self.detections is not None:
             text += f'; {self.num_boxes} boxes, {self.unmatched:.1%} without partner; {self.detections} detections'
-        if not self.telling:
-            text += f' (PyTorch in float32: {self.own_unmatched:.1%} without partner): this image tells nothing'
+        if not self.conclusive:
+            text += f' (PyTorch in float32: {self.own_unmatched:.1%} without partner): this image proves nothing'
         return text
 
 
 @torch.no_grad()
 def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndarray]) -> list[ParityCheck]:
-    """Compares an exported file with the detector it was made of, step by step, also where nothing is detected.
+    """Compares an exported file with the detector it was made of, step by step.
 
-    Each step of the reference reads what the file computed before: thresholds are cliffs, behind which rounding makes
-    other boxes. Where fewer than ``LEAST_DETECTIONS`` pass the threshold of scores, both get a lower one.
+    Each step of the reference reads the file's results of the steps before, because rounding before a threshold makes
+    other boxes behind it. Where fewer than ``LEAST_DETECTIONS`` pass the threshold of scores, both get a lower one.
 
     Args:
         detector: The detector, in eval mode.
@@ -94,8 +94,8 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
         images: (1, 3, H, W), float32, 0 to 255; sizes should differ.
 
     Raises:
-        ExportError: If a weight or an output is not finite, an output is missing or of another shape, a difference is
-            not rounding, or no image is :attr:`~ParityCheck.telling`.
+        ExportError: If a weight or an output is not finite, an output is missing or has another shape, a difference is
+            more than rounding, or no image is :attr:`~ParityCheck.conclusive`.
     """
     graph = build_graph(detector, runtime.metadata['scope']).float()
     graph64, inspect, checks = copy.deepcopy(graph).double(), None, []
@@ -103,16 +103,16 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
         tensor = torch.from_numpy(image)
         inspect = inspect or runtime.inspect([*graph.run(tensor)])
         check = _check_image(graph, graph64, runtime.run, inspect, tensor)
-        if check.telling and not check.exact:
+        if check.conclusive and not check.exact:
             raise ExportError(
                 f'the file does not compute what the detector does: {check}; do not use it, and please '
                 'report this with the config'
             )
         checks.append(check)
-    if not any(check.telling for check in checks):
+    if not any(check.conclusive for check in checks):
         raise ExportError(
-            f'none of {len(checks)} images tells whether the file is right: in float32 PyTorch computes something else '
-            'than in float64. Noise does that to detectors without norms; name photographs with --check-images'
+            f'none of {len(checks)} images shows whether the file is right: PyTorch itself differs between float32 and '
+            'float64, as detectors without norms do on noise; name photographs with --check-images'
         )
     return checks
 
@@ -164,13 +164,13 @@ def _as_tensors(values: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _rows(values: Mapping[str, Tensor], names: Sequence[str], image: Tensor) -> Tensor:
-    """Boxes in shares of the image's larger side, with what belongs to them, (n, 4) or (n, 6)."""
+    """Boxes in shares of the image's larger side, with their scores and labels if there are any, (n, 4) or (n, 6)."""
     corners, *others = (values[name].double() for name in names)
     return torch.cat([corners / max(image.shape), *(other[:, None] for other in others)], 1)
 
 
 def _unmatched_share(first: Tensor, second: Tensor) -> float:
-    """How many rows have no near one in the other set, of the larger set, and of 1 / UNMATCHED_SHARE at least."""
+    """The number of rows without a near row in the other set, over the larger set, or 1 / UNMATCHED_SHARE if larger."""
     near = torch.cdist(first, second, p=math.inf) <= NEAR
     lonely = max((~near.any(dim)).sum().item() for dim in (0, 1))
     return max(lonely, abs(len(first) - len(second))) / max(len(first), len(second), 1 / UNMATCHED_SHARE)

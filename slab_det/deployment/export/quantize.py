@@ -1,4 +1,4 @@
-"""W8A8: int8 weights and activations by static quantization, calibrated on images."""
+"""Quantizes an exported file to int8 weights and activations, statically, calibrated on images."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slab_det.deployment.export.runtime import import_extra
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.run_folder import whole_files
 
-# Layers that keep float32, by a part of their node's name: the first, which reads pixels and is a hundredth of the
-# work, and the last ones. A quantum of a delta moves a large anchor by pixels.
+# Layers that stay in float32, by a part of their node's name: the first, which reads pixels and is a hundredth of the
+# work, and the last ones, because one step of a delta moves a large anchor by pixels.
 FLOAT_LAYERS = ('projection', 'rpn_cls', 'rpn_reg', 'fc_cls', 'fc_reg', 'conv_logits')
 OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 
 
 def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.ndarray]) -> list[str]:
-    """Writes a file whose convolutions and linear layers run in int8, QDQ form, one scale per output channel.
+    """Writes a file whose convolutions and linear layers run in int8, with one scale per output channel.
 
     Only layers with weights are quantized; docs/deploy.md says what stays in float32, and why.
 
@@ -61,7 +61,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             nodes_to_quantize=nodes,
-            # Else the outputs of linear layers are rounded too, and the GELU behind one is four kernels.
+            # Otherwise outputs of linear layers are rounded too, and the GELU behind one becomes four kernels.
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
         quantized = onnx.load(name)
@@ -71,11 +71,11 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
 
 
 def fold_constants(source: str | Path, target: str | Path) -> None:
-    """Writes a file in which weights that the graph computes, as the kernels of linear attention, are constants.
+    """Writes a file in which weights that the graph computes, such as kernels of linear attention, are constants.
 
     Args:
         source: An exported file.
-        target: Where the other goes.
+        target: The new file.
 
     Raises:
         ExportError: If onnxruntime is not installed, or cannot write the file.
@@ -86,5 +86,5 @@ def fold_constants(source: str | Path, target: str | Path) -> None:
     options.optimized_model_filepath = str(target)
     try:
         onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
-    except Exception as error:  # its errors share no other base
+    except Exception as error:  # the errors of ONNX Runtime share no other base
         raise ExportError(f'{target}: ONNX Runtime cannot write it ({error}); is its disk full?') from error

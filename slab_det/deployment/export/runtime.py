@@ -1,4 +1,4 @@
-"""Runs an exported file in ONNX Runtime or OpenVINO, also in the place of a model of mmdet."""
+"""Runs an exported file in ONNX Runtime or OpenVINO, by itself or as a model of mmdet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Run = Callable[..., dict[str, np.ndarray]]
 
 
 def find_resize(steps: Sequence[dict]) -> dict | None:
-    """The transform of a test pipeline that resizes, as JSON holds it."""
+    """The config of the transform of a test pipeline that resizes, as JSON stores it; None if there is none."""
     step = next((step for step in steps if 'Resize' in type_name(step['type'])), None)
     return step and json.loads(json.dumps(dict(step, type=type_name(step['type']))))
 
@@ -37,7 +37,7 @@ def import_extra(name: str) -> ModuleType:
     """Imports a package of the extra 'onnx' or 'openvino'.
 
     Raises:
-        ExportError: If it is not installed; says how to.
+        ExportError: If it is not installed; the message says how to install it.
     """
     try:
         return import_module(name)
@@ -85,8 +85,8 @@ class Runtime:
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
         run: Gives the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
-        inspect: A function: ``run`` that puts out inner values of these names, and of scope 'detector' takes the least
-            score as ``score_thr``.
+        inspect: Makes a ``run`` that also returns the inner values of some names, and for scope 'detector' takes the
+            threshold of scores as an argument ``score_thr``.
     """
 
     metadata: dict
@@ -113,7 +113,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
     onnx = import_extra('onnx')
-    # It comes with onnx.
+    # protobuf comes with onnx.
     from google.protobuf.message import DecodeError
 
     try:
@@ -144,13 +144,13 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
 
 @MODELS.register_module()
 class ExportedDetector(BaseModel):
-    """Answers ``test_step`` as a detector does, by running an exported file.
+    """A model of mmdet that predicts by running an exported file.
 
     Args:
         file: The ONNX file, of scope 'detector'.
-        pipeline: Configs of the transforms that its images will pass; None does not check them.
+        pipeline: Configs of the test pipeline, whose resize has to be the file's; None skips this check.
         masks: 'full' or 'rle', see :func:`slab_det.load_detector`.
-        **options: As :func:`load_runtime` takes them.
+        **options: Options of :func:`load_runtime`.
 
     Raises:
         ExportError: If the file has another scope or no masks to encode, was exported for images of another resize, or
@@ -171,7 +171,7 @@ class ExportedDetector(BaseModel):
             )
         if masks == 'rle' and 'mask_threshold' not in self.runtime.metadata:
             raise ExportError(f"masks='rle' encodes masks, and the detector of {file} finds none; leave masks= out")
-        # The runner asks a model for its device.
+        # The runner reads the device of a model from its tensors.
         self.register_buffer('_device', torch.zeros(()), persistent=False)
 
     def forward(

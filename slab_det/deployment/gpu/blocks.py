@@ -1,4 +1,4 @@
-"""Attention in windows and FFNs, in a kernel each: no window is cut, and no hidden channel written."""
+"""Attention in windows and FFNs as one kernel each: no window is copied, and no hidden channel is written."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
-from slab_det.attention.geometry import resize_table
 from slab_det.attention.linear import SimplifiedWindowAttention
 from slab_det.attention.softmax import SoftmaxWindowAttention
-from slab_det.backbones.blocks import FFN, PositionEmbedding
+from slab_det.backbones.blocks import FFN
 from slab_det.deployment.blocks import two_layers
-from slab_det.deployment.constants import Constants, constant
+from slab_det.deployment.constants import constant
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import find_hooks
 
-# Behind a softmax, nothing; a number of every dtype.
+# The logit of a slot that fills up a power of 2: 0 after a softmax, and finite in every dtype.
 EXCLUDED_LOGIT = -1e4
-# What tl.dot multiplies, and what one program holds.
+# The smallest side that tl.dot multiplies, and the largest ones that a program holds.
 MIN_SIDE, MAX_HEAD_DIMS, MAX_SLOTS, MAX_FFN_CHANNELS = 16, 128, 256, 192
 
 
 class FusedWindowAttention(nn.Module):
-    """The form of a :class:`~slab_det.attention.ShiftedWindowAttention` for kernels.
+    """A :class:`~slab_det.attention.ShiftedWindowAttention` that runs as kernels.
 
     Args:
-        attention: The attention, softmax or simplified; its parameters are shared, and it computes where there are no
-            kernels.
+        attention: The attention, softmax or simplified; its parameters are shared, and it runs where kernels do not.
 
     Attributes:
         bias: The position bias of each pair of slots, (h, N, N) for N slots rounded up to a power of 2; None without
@@ -87,7 +85,7 @@ def fused_windows(layer: nn.Module) -> FusedWindowAttention | None:
         return None
     w_msa = layer.w_msa
     fits = MIN_SIDE <= w_msa.head_dims <= MAX_HEAD_DIMS and w_msa.head_dims & (w_msa.head_dims - 1) == 0
-    # Of the softmax, a program holds all pairs of slots; SLAB's windows are of 56x56.
+    # A program of the softmax holds all pairs of slots, and SLAB's windows have 56x56 slots.
     fits = fits and (type(w_msa) is SimplifiedWindowAttention or _round_up(w_msa.window_size**2) <= MAX_SLOTS)
     return FusedWindowAttention(layer) if fits and not any(map(find_hooks, layer.modules())) else None
 
@@ -97,10 +95,10 @@ def _round_up(slots: int) -> int:
 
 
 class FusedFFN(nn.Module):
-    """The form of an FFN of two layers for one kernel, in half precision.
+    """An FFN of two layers that runs as one kernel, in half precision.
 
     Args:
-        ffn: The FFN; its parameters are shared, and it computes where the kernel does not.
+        ffn: The FFN; its parameters are shared, and it runs where the kernel does not.
 
     Shape:
         (B, L, C) -> (B, L, C).
@@ -120,7 +118,7 @@ class FusedFFN(nn.Module):
 
 
 def fused_ffn(layer: nn.Module) -> FusedFFN | None:
-    """The fused form of an FFN of few channels; None for every other layer: of many, weights do not fit a chip."""
+    """The fused form of an FFN of few channels, whose weights fit a chip; None for every other layer."""
     layers = two_layers(layer) if isinstance(layer, FFN) and not any(map(find_hooks, layer.modules())) else None
     if layers is None or layers[0].bias is None or layers[2].bias is None:
         return None
@@ -128,22 +126,3 @@ def fused_ffn(layer: nn.Module) -> FusedFFN | None:
     rest = channels - (1 << (channels.bit_length() - 1))
     fits = MIN_SIDE <= channels <= MAX_FFN_CHANNELS and (rest == 0 or (rest >= MIN_SIDE and rest & (rest - 1) == 0))
     return FusedFFN(layer) if fits else None
-
-
-class FusedPosition(PositionEmbedding):
-    """A :class:`~slab_det.backbones.blocks.PositionEmbedding` that interpolates its positions once for each size."""
-
-    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        if not kernels.take(x):
-            return super().forward(x, hw_shape)
-        positions = self.pos_embed
-        key = tuple(hw_shape), positions.dtype, positions.device
-        return x + self.resized(key, lambda: resize_table(positions, self.pos_shape, hw_shape))
-
-
-def fused_position(layer: nn.Module) -> FusedPosition | None:
-    """The fused form of a position embedding; None for every other layer."""
-    if type(layer) is not PositionEmbedding or find_hooks(layer):
-        return None
-    layer.__class__, layer.resized = FusedPosition, Constants(16)
-    return layer

@@ -1,4 +1,4 @@
-"""Boxes whose number stays on the device: tensors have the shapes of the most that there could be."""
+"""Operators on boxes whose number stays on the device: tensors have room for the most boxes that there could be."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
 from slab_det.deployment.detection import EMPTY, Boxes, map_levels, numbers, set_apart
-from slab_det.deployment.gpu import kernels
+from slab_det.deployment.gpu import box_kernels, kernels
 
-# So many objects of all classes are suppressed; a CUDA graph says when they were not enough.
+# Largest number of boxes of all classes that NMS reads; a CUDA graph returns whether more passed the threshold.
 CANDIDATES = 4096
 
 
 class FixedBoxes(Boxes):
-    """Operators on boxes of fixed shapes, without a question to the host on a GPU.
+    """Operators on boxes in tensors of fixed shapes, which on a GPU never wait for the device.
 
-    Without kernels, PyTorch's and torchvision's own operators compute what mmdet does on a CPU, to the last bit.
+    Without kernels, operators of PyTorch and torchvision compute what mmdet computes on a CPU, to the last bit.
     """
 
     def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
@@ -53,11 +53,8 @@ class FixedBoxes(Boxes):
         level = numbers(range(len(sizes)), device)[:, None].expand_as(scores)
         return scores, place + starts[:, None], level
 
-    def candidates(
-        self, scores: Tensor, corners_of: Callable[[Tensor | None], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        corners, count = corners_of(None), min(CANDIDATES, len(scores))
-        stride = self.stride(corners, scores)
+    def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        count, stride = min(CANDIDATES, len(scores)), self.stride(corners, scores)
         if kernels.take(scores):
             best, place = scores.topk(count)
         else:
@@ -70,7 +67,7 @@ class FixedBoxes(Boxes):
         count = scores.numel()
         limit = min(limit, count) if limit > 0 else count
         if kernels.take(scores):
-            return kernels.suppress(corners, scores, groups, stride, iou_threshold, limit)
+            return box_kernels.suppress(corners, scores, groups, stride, iou_threshold, limit)
         moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
         for group in range(len(scores)):
             place = (scores[group] != EMPTY).nonzero()[:, 0]
@@ -81,18 +78,18 @@ class FixedBoxes(Boxes):
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
         if kernels.take(logits):
-            return kernels.class_scores(logits, found, score_thr)
+            return box_kernels.class_scores(logits, found, score_thr)
         return super().class_scores(logits, found, score_thr)
 
     def decode(
         self, coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None
     ) -> Tensor:
         if kernels.take(values):
-            return kernels.decode(coder, priors, values, limits, place)
+            return box_kernels.decode(coder, priors, values, limits, place)
         return super().decode(coder, priors, values, limits, place)
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
-        return kernels.stride(corners, scores) if kernels.take(scores) else super().stride(corners, scores)
+        return box_kernels.stride(corners, scores) if kernels.take(scores) else super().stride(corners, scores)
 
     def pool(
         self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
@@ -101,8 +98,8 @@ class FixedBoxes(Boxes):
         # A box without area has no samples on a GPU.
         boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
         levels = map_levels(extractor, boxes)
-        if kernels.take(boxes) and kernels.can_roi_align(extractor, features):
-            return kernels.roi_align(extractor, features, boxes, levels), None
+        if kernels.take(boxes) and box_kernels.can_roi_align(extractor, features):
+            return box_kernels.roi_align(extractor, features, boxes, levels), None
         regions = None
         batch = boxes.new_zeros(len(boxes), 1)
         for i, (layer, feature) in enumerate(zip(extractor.roi_layers, features, strict=True)):
@@ -113,9 +110,10 @@ class FixedBoxes(Boxes):
 
 
 def _rank(scores: Tensor, count: int, like_head: bool = False) -> tuple[Tensor, Tensor]:
-    """The ``count`` best scores, and their places; behind them ``EMPTY``.
+    """The ``count`` best scores and their places; ``EMPTY`` fills up the scores.
 
-    Equal scores are in the order of places, as in NMS, or, where more than ``count`` are found, as in mmdet's heads.
+    Equal scores are in the order of places, as in NMS, or, with ``like_head`` and more than ``count`` scores, as in
+    mmdet's heads.
     """
     found = (scores != EMPTY).nonzero()[:, 0]
     scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)

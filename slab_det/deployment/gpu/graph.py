@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slab_det.deployment.constants import used_constants
-from slab_det.deployment.detection import EMPTY, Unsupported
-from slab_det.deployment.gpu import kernels
+from slab_det.deployment.detection import EMPTY
+from slab_det.deployment.gpu import box_kernels, kernels
 from slab_det.deployment.gpu.static import Frame, static_form
 from slab_det.deployment.masks import paste_masks
+from slab_det.deployment.supported import Unsupported
 
-# The graphs of a model share one pool of memory: they never run at the same time.
-MAX_GRAPHS = 64
-# Of the memory of the device.
-MAX_SHARE = 0.25
+# Largest number of graphs of a model, and largest share of the device's memory that they take. They share one pool of
+# memory, because they never run at the same time.
+MAX_GRAPHS, MAX_SHARE = 64, 0.25
 # PyTorch captures one graph at a time, on one stream of the process.
 _capturing = Lock()
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured call; ``used`` are tensors that it reads, ``num_bytes`` what it added to the pool."""
+    """A captured call; ``used`` are constants that it reads, ``num_bytes`` is the memory that it added to the pool."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class GraphCache:
     beyond ``MAX_GRAPHS``, or where all take more than ``MAX_SHARE`` of the memory. Threads take turns.
 
     Args:
-        function: Of tensors to a tuple of tensors, without a question to the host.
+        function: Makes a tuple of tensors from tensors, and never waits for the device.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -56,11 +56,11 @@ class GraphCache:
         self._pool: tuple[int, int] | None = None
 
     def __call__(self, *inputs: Tensor, settings: Hashable = ()) -> tuple[Tensor, ...] | None:
-        """Copies of what the function returns; None if it cannot be captured.
+        """Copies of the tensors that the function returns; None if it cannot be captured.
 
         Args:
-            *inputs: On the GPU, but for pinned tensors, whose graph reads copies on the GPU, too.
-            settings: Whatever else the function reads; other settings are other graphs.
+            *inputs: Tensors on the GPU, or pinned ones, which the graph reads from copies on the GPU.
+            settings: Everything else that the function reads; each value of it has a graph.
         """
         key = settings, tuple((x.shape, x.dtype, x.device) for x in inputs)
         with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -127,7 +127,7 @@ class GraphedPrediction:
     """``predict`` of a detector in a CUDA graph; what the graph cannot answer exactly is answered without.
 
     Args:
-        model: The detector, of whose class ``predict`` is called for what a graph does not hold.
+        model: The detector; its class has the ``predict`` that answers without a graph.
         masks: The form of masks, 'full' or 'rle'.
 
     Raises:
@@ -146,7 +146,7 @@ class GraphedPrediction:
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
     ) -> Sequence[DetDataSample]:
         samples, found = batch_data_samples, None
-        # Graphs and kernels run on the current device, wherever their tensors are.
+        # Graphs and kernels run on the current device, even if their tensors are on another one.
         with torch.cuda.device_of(batch_inputs):
             if self._is_for_graph(batch_inputs, samples, rescale):
                 found = self._detect(batch_inputs, samples)
@@ -155,23 +155,13 @@ class GraphedPrediction:
         return self._model.add_pred_to_datasample(samples, [found])
 
     def _is_for_graph(self, image: Tensor, samples: Sequence[DetDataSample], rescale: bool) -> bool:
-        return (
-            image.is_cuda
-            and len(image) == len(samples) == 1
-            and rescale
-            and 'proposals' not in samples[0]
-            and not self._model.training
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled('cuda')
-            # A mode watches operators, and a graph launches kernels without them.
-            and _get_current_dispatch_mode() is None
-            and not torch.compiler.is_compiling()
-        )
+        is_single = len(image) == len(samples) == 1 and 'proposals' not in samples[0]
+        return is_single and rescale and _may_replay(self._model, image)
 
     def _detect(self, image: Tensor, samples: Sequence[DetDataSample]) -> InstanceData | None:
         if self._graphs is None:
             static = static_form(self._model, fused=True)
-            # Another thread asks for the graphs.
+            # Threads look at self._graphs, which therefore comes last.
             self._settings = static.settings
             self._graphs = GraphCache(partial(_run_static, static))
         meta = samples[0].metainfo
@@ -186,7 +176,7 @@ class GraphedPrediction:
         found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
         if masks:
             threshold = self._model.roi_head.test_cfg.mask_thr_binary
-            paste = kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
+            paste = box_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
             found.masks = paste(masks[0][:count], found.bboxes, meta['ori_shape'][:2], threshold)
         return found
 
@@ -198,7 +188,7 @@ def _run_static(static: Callable, image: Tensor, frame: Tensor) -> tuple[Tensor,
 
 
 class GraphedFeatures:
-    """``extract_feat`` of a detector as CUDA graphs, for detectors whose heads ask the host."""
+    """``extract_feat`` of a detector in a CUDA graph, for detectors whose heads have no static form."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -208,20 +198,33 @@ class GraphedFeatures:
         return GraphedFeatures, (self._model,)
 
     def __call__(self, batch_inputs: Tensor) -> tuple[Tensor, ...]:
-        usable = batch_inputs.is_cuda and not self._model.training and not torch.is_grad_enabled()
-        usable = usable and not torch.is_autocast_enabled('cuda') and _get_current_dispatch_mode() is None
+        features = None
         with torch.cuda.device_of(batch_inputs):
-            features = self._graphs(batch_inputs, settings=_address(self._model)) if usable else None
+            if _may_replay(self._model, batch_inputs):
+                features = self._graphs(batch_inputs, settings=_address(self._model))
             return type(self._model).extract_feat(self._model, batch_inputs) if features is None else features
 
 
+def _may_replay(model: nn.Module, image: Tensor) -> bool:
+    """Whether a graph computes what a call of the model computes now."""
+    return (
+        image.is_cuda
+        and not model.training
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled('cuda')
+        # A dispatch mode watches operators, and a graph launches kernels without them.
+        and _get_current_dispatch_mode() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
 def _address(model: nn.Module) -> int:
-    """Where the weights are: a model that was moved away and back is no longer where its graphs read it."""
+    """Where the weights lie: after a model was moved, its graphs would read the old place."""
     return next(model.parameters()).data_ptr()
 
 
 def use_graphs(model: nn.Module, masks: str) -> None:
-    """Gives a deployed detector on a GPU predictions from CUDA graphs, of as much of it as a graph can hold."""
+    """Gives a deployed detector on a GPU a ``predict`` from CUDA graphs, or where heads have none, ``extract_feat``."""
     try:
         if kernels.triton is None:
             raise Unsupported('this PyTorch comes without Triton')

@@ -1,4 +1,4 @@
-"""Necks and heads with fewer kernels: bias and activation in the product, no copies between layouts."""
+"""Convolutions, FPN and heads with fewer kernels: bias and activation in the product, no copies between layouts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """A map (n, C, H, W), channels last, as its pixels, (n * H * W, C); a view."""
+    """The pixels (n * H * W, C) of a map (n, C, H, W), channels last; a view."""
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 def convolve(conv: nn.Conv2d, x: Tensor, relu: bool) -> Tensor:
     """A convolution of maps (N, C, H, W), channels last, with its bias and perhaps a ReLU in the same kernel.
 
-    cuDNN adds a bias alone in a kernel of its own, of a kind that reads and writes slowly.
+    Without a ReLU, PyTorch adds the bias in a slow kernel of its own; :func:`kernels.add_bias` is a fast one.
     """
     if conv.kernel_size == conv.stride == (1, 1) and conv.groups == 1:
         product = linear_relu if relu else F.linear
@@ -78,7 +78,7 @@ def fused_conv(layer: nn.Module) -> FusedConv | None:
 
 
 class FusedFPN(FPN):
-    """mmdet's FPN with the upsampling of a level and the sum in one kernel."""
+    """mmdet's FPN, without extra convolutions, with the upsampling of a level and the sum in one kernel."""
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not kernels.take(inputs[0]):
@@ -86,32 +86,25 @@ class FusedFPN(FPN):
         laterals = [conv(inputs[i + self.start_level]) for i, conv in enumerate(self.lateral_convs)]
         for i in range(len(laterals) - 1, 0, -1):
             laterals[i - 1] = kernels.add_upsampled(laterals[i - 1], laterals[i])
-        outs = [conv(x) for conv, x in zip(self.fpn_convs, laterals, strict=False)]
-        if not self.add_extra_convs:
-            while len(outs) < self.num_outs:
-                outs.append(outs[-1][:, :, ::2, ::2].contiguous(memory_format=torch.channels_last))
-            return tuple(outs)
-        sources = dict(on_input=inputs[self.backbone_end_level - 1], on_lateral=laterals[-1], on_output=outs[-1])
-        x = sources[self.add_extra_convs]
-        for conv in self.fpn_convs[len(laterals) :]:
-            outs.append(conv(x))
-            x = outs[-1].relu() if self.relu_before_extra_convs else outs[-1]
+        outs = [conv(x) for conv, x in zip(self.fpn_convs, laterals, strict=True)]
+        while len(outs) < self.num_outs:
+            outs.append(outs[-1][:, :, ::2, ::2].contiguous(memory_format=torch.channels_last))
         return tuple(outs)
 
 
 def fuse_fpn(model: nn.Module) -> None:
     """Gives the FPN of a detector its fused form, in place."""
     neck = getattr(model, 'neck', None)
-    if type(neck) is FPN and neck.upsample_cfg == dict(mode='nearest'):
+    if type(neck) is FPN and neck.upsample_cfg == dict(mode='nearest') and not neck.add_extra_convs:
         neck.__class__ = FusedFPN
 
 
 class RPN:
-    """What an RPN says of every anchor.
+    """The outputs of an RPN for every anchor.
 
     Args:
         head: The RPN.
-        fused: Whether logits and deltas are one product, if the head has one convolution; it copies their weights.
+        fused: Whether logits and deltas are one product, of copies of their weights, if the head has one convolution.
     """
 
     def __init__(self, head: RPNHead, fused: bool) -> None:
@@ -120,7 +113,7 @@ class RPN:
         if self.fused:
             self.anchors = head.rpn_cls.out_channels
             layers = head.rpn_cls, head.rpn_reg
-            # Rows of a multiple of 16 bytes.
+            # Rows whose length is a multiple of 16 bytes.
             missing = -sum(layer.out_channels for layer in layers) % 8
             self.weight = F.pad(torch.cat([layer.weight.flatten(1) for layer in layers]), (0, 0, 0, missing)).detach()
             self.bias = F.pad(torch.cat([layer.bias for layer in layers]), (0, missing)).detach()
@@ -133,12 +126,8 @@ class RPN:
         sizes = [len(x) * x.shape[2] * x.shape[3] for x in features]
         outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
         for part, x in zip(outputs.split(sizes), features, strict=True):
-            torch.addmm(
-                self.bias,
-                rows(convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)),
-                self.weight.t(),
-                out=part,
-            )
+            hidden = convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)
+            torch.addmm(self.bias, rows(hidden), self.weight.t(), out=part)
         logits, deltas = outputs[:, : self.anchors].float(), outputs[:, self.anchors : 5 * self.anchors]
         return list(logits.flatten().split([self.anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
 
@@ -148,42 +137,39 @@ class BoxHead:
 
     Args:
         head: The head.
-        fused: Whether regions may be channels last; for heads of linear layers alone. It copies their weights.
+        fused: Whether regions are read channels last, by copies of the weights, if the head has linear layers alone.
     """
 
     def __init__(self, head: nn.Module, fused: bool) -> None:
-        self.head = head
-        own = type(head).forward is ConvFCBBoxHead.forward
-        if not (fused and own and not head.with_avg_pool and head.num_shared_fcs and not head.num_shared_convs):
-            self.shared = None
-            return
-        branches = *head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs
-        layers = *head.shared_fcs, head.fc_cls, head.fc_reg
-        if branches or any(type(layer) is not nn.Linear for layer in layers):
-            self.shared = None
-            return
-        first, *others = head.shared_fcs
-        by_place = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
-        self.shared = [(by_place.permute(0, 2, 3, 1).flatten(1), first.bias)]
-        self.shared += [(layer.weight, layer.bias) for layer in others]
-        self.weight = torch.cat([head.fc_cls.weight, head.fc_reg.weight]).detach()
-        self.bias = torch.cat([head.fc_cls.bias, head.fc_reg.bias]).detach()
+        self.head, self.fused = head, fused and _is_linear(head)
+        if self.fused:
+            first, *others = head.shared_fcs
+            by_place = first.weight.detach().unflatten(1, (head.in_channels, *head.roi_feat_size))
+            self.shared = [(by_place.permute(0, 2, 3, 1).flatten(1), first.bias)]
+            self.shared += [(layer.weight, layer.bias) for layer in others]
+            self.weight = torch.cat([head.fc_cls.weight, head.fc_reg.weight]).detach()
+            self.bias = torch.cat([head.fc_cls.bias, head.fc_reg.bias]).detach()
 
     def __call__(self, regions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.shared is None:
+        if not self.fused:
             return self.head(regions)
         x = regions.permute(0, 2, 3, 1).flatten(1).to(self.weight.dtype)
         for weight, bias in self.shared:
             x = linear_relu(x, weight, bias)
-        return (
-            F.linear(x, self.weight, self.bias)
-            .float()
-            .split([self.head.fc_cls.out_features, self.head.fc_reg.out_features], 1)
-        )
+        outputs = F.linear(x, self.weight, self.bias).float()
+        return outputs.split([self.head.fc_cls.out_features, self.head.fc_reg.out_features], 1)
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """Whether a head is shared linear layers with ReLU, and one linear layer each for classes and boxes."""
+    if type(head).forward is not ConvFCBBoxHead.forward or head.with_avg_pool or not head.num_shared_fcs:
+        return False
+    others = *head.shared_convs, *head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs
+    return not others and all(type(x) is nn.Linear for x in (*head.shared_fcs, head.fc_cls, head.fc_reg))
 
 
 class MaskHead:
-    """Mask logits (n, 28, 28) of regions (n, C, 14, 14) for a label each.
+    """Mask logits (n, 28, 28) of regions (n, C, 14, 14), each for its label.
 
     Args:
         head: The head.
@@ -196,7 +182,7 @@ class MaskHead:
         self.fused = fused and type(head).forward is FCNMaskHead.forward and type(up) is nn.ConvTranspose2d
         self.fused = self.fused and up.kernel_size == up.stride == (2, 2) and isinstance(last, nn.Conv2d)
         if self.fused:
-            # One product, of whose columns each four places of a pixel have a quarter.
+            # One product: each quarter of its columns is one of the four pixels that a pixel becomes.
             self.up_weight = up.weight.detach().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
             self.up_bias = up.bias.detach().repeat(4)
 

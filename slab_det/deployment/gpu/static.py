@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slab_det.deployment import detection
 from slab_det.deployment.gpu.boxes import FixedBoxes
 from slab_det.deployment.gpu.layers import RPN, BoxHead, MaskHead
+from slab_det.deployment.supported import Unsupported, check_single_stage, check_two_stage, find_stages
 
 
 class Detections(NamedTuple):
@@ -20,7 +21,7 @@ class Detections(NamedTuple):
         boxes: Corners in the original image, (n, 4); n is ``max_per_img``.
         scores: (n,), ``EMPTY`` behind the last object.
         labels: (n,).
-        exact: Whether the detector itself finds the same; otherwise it must be asked.
+        exact: Whether the detector's own ``predict`` finds the same; otherwise it must be called.
         masks: Probabilities, (n, 28, 28), or None.
     """
 
@@ -46,7 +47,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def numbers(cls, metainfo: dict) -> list[list[float]]:
-        """The numbers of a frame, from what a data sample says of its image."""
+        """The values of the three tensors, from the metainfo of a data sample."""
         (height, width), (x, y) = metainfo['img_shape'][:2], metainfo['scale_factor'][:2]
         return [[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2]
 
@@ -55,29 +56,29 @@ def static_form(detector: nn.Module, fused: bool = False) -> StaticTwoStage | St
     """The static form of a detector: a function ``(image (1, 3, H, W), Frame) -> Detections``.
 
     Args:
-        detector: The detector, whose parts the form uses.
+        detector: The detector; the form runs its modules.
         fused: Whether heads compute with fewer kernels.
 
     Raises:
-        Unsupported: If a part of it computes something that the form does not know.
+        Unsupported: If a part of the detector computes something else than the form.
     """
     if isinstance(detector, TwoStageDetector):
-        detection.check_two_stage(detector)
+        check_two_stage(detector)
         return StaticTwoStage(detector, fused)
     if isinstance(detector, SingleStageDetector):
-        detection.check_single_stage(detector)
+        check_single_stage(detector)
         return StaticSingleStage(detector)
-    raise detection.Unsupported(f'{type(detector).__name__} does not find boxes by NMS')
+    raise Unsupported(f'{type(detector).__name__} does not find boxes by NMS')
 
 
 class StaticSingleStage:
-    """RetinaNet, RTMDet and others whose head predicts as BaseDenseHead does."""
+    """The static form of RetinaNet, RTMDet and others whose head predicts as BaseDenseHead does."""
 
     def __init__(self, detector: SingleStageDetector) -> None:
         self.detector, self.boxes = detector, FixedBoxes()
 
     def settings(self) -> tuple:
-        """What of the configs the results depend on."""
+        """The values of the configs that results depend on."""
         return detection.settings(self.detector.bbox_head.test_cfg)
 
     def __call__(self, image: Tensor, frame: Frame) -> Detections:
@@ -87,16 +88,16 @@ class StaticSingleStage:
 
 
 class StaticTwoStage:
-    """Faster, Mask and Cascade R-CNN."""
+    """The static form of Faster, Mask and Cascade R-CNN."""
 
     def __init__(self, detector: TwoStageDetector, fused: bool) -> None:
         self.detector, self.boxes, self.rpn = detector, FixedBoxes(), RPN(detector.rpn_head, fused)
-        self.stages = detection.find_stages(detector.roi_head)
+        self.stages = find_stages(detector.roi_head)
         self.box_heads = [BoxHead(stage.bbox_head, fused) for stage in self.stages]
         self.mask_heads = [MaskHead(stage.mask_head, fused) for stage in self.stages if detector.with_mask]
 
     def settings(self) -> tuple:
-        """What of the configs the results depend on."""
+        """The values of the configs that results depend on."""
         return detection.settings(self.detector.rpn_head.test_cfg), detection.settings(self.detector.roi_head.test_cfg)
 
     def __call__(self, image: Tensor, frame: Frame) -> Detections:
@@ -115,7 +116,7 @@ class StaticTwoStage:
             if stage.bbox_head is not last:
                 corners = detection.refine(boxes, stage.bbox_head, logits, deltas, corners, frame.limits)
         logits = all_logits[0] if len(all_logits) == 1 else sum(all_logits) / float(len(all_logits))
-        # With masks, mmdet suppresses boxes before it brings them to the original image.
+        # With masks, mmdet suppresses boxes before it rescales them to the original image.
         rescale = None if detector.with_mask else frame.rescale
         corners, scores, labels, exact = detection.detect_regions(
             boxes, last, cfg, logits, deltas, (corners, scores), frame.limits, rescale, cfg.score_thr

@@ -1,0 +1,379 @@
+"""Kernels of boxes and masks in Triton; see :mod:`slab_det.deployment.gpu.kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
+from mmdet.models.task_modules.coders import DistancePointBBoxCoder
+from torch import Tensor, nn
+
+from slab_det.deployment.detection import MAX_LOG_RATIO
+from slab_det.deployment.gpu.kernels import triton
+
+if triton is not None:
+    import triton.language as tl
+
+    @triton.jit
+    def _or(a, b):
+        return a | b
+
+    @triton.jit
+    def _moved_boxes(corners, scores, groups, stride, place, known):
+        # Corners x1, y1, x2, y2 of 64 boxes, moved apart by group; without area where there is no box.
+        known = known & (tl.load(scores + place, mask=known, other=-1.0) != -1.0)
+        move = tl.load(groups + place, mask=known, other=0).to(tl.float32) * tl.load(stride)
+        x1 = tl.where(known, tl.load(corners + place * 4, mask=known, other=0.0) + move, 0.0)
+        y1 = tl.where(known, tl.load(corners + place * 4 + 1, mask=known, other=0.0) + move, 0.0)
+        x2 = tl.where(known, tl.load(corners + place * 4 + 2, mask=known, other=0.0) + move, 0.0)
+        y2 = tl.where(known, tl.load(corners + place * 4 + 3, mask=known, other=0.0) + move, 0.0)
+        return x1, y1, x2, y2, tl.max(known.to(tl.int32), 0)
+
+    @triton.jit
+    def _overlap_kernel(corners, scores, groups, stride, words, threshold, K, W):
+        # One tile of 64x64 pairs: bit j of the word of row i says that box i suppresses box j. Words of tiles without a
+        # box are not written, and not read later.
+        group, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        if column_block >= row_block:
+            row, column = row_block * 64 + tl.arange(0, 64), column_block * 64 + tl.arange(0, 64)
+            ax1, ay1, ax2, ay2, some_a = _moved_boxes(corners, scores, groups, stride, group * K + row, row < K)
+            bx1, by1, bx2, by2, some_b = _moved_boxes(corners, scores, groups, stride, group * K + column, column < K)
+            if (some_a > 0) & (some_b > 0):
+                width = tl.minimum(ax2[:, None], bx2[None, :]) - tl.maximum(ax1[:, None], bx1[None, :])
+                height = tl.minimum(ay2[:, None], by2[None, :]) - tl.maximum(ay1[:, None], by1[None, :])
+                common = tl.maximum(width, 0.0) * tl.maximum(height, 0.0)
+                area_a, area_b = (ax2 - ax1) * (ay2 - ay1), (bx2 - bx1) * (by2 - by1)
+                union = area_a[:, None] + area_b[None, :] - common
+                suppressed = (tl.math.div_rn(common, union) > threshold) & (column[None, :] > row[:, None])
+                bit = tl.full([64, 64], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
+                # The bits are distinct, so that their sum is their union.
+                word = tl.sum(tl.where(suppressed, bit, 0), 1)
+                tl.store(words + (group * K + row) * W + column_block, word, mask=row < K)
+
+    @triton.jit
+    def _scan_kernel(words, scores, kept, limit, K, W, LANES: tl.constexpr, SCORES: tl.constexpr):
+        # Greedy NMS of a group, 64 boxes at a time: first among the 64, then all boxes behind that they suppress.
+        group = tl.program_id(0)
+        place, lane, bits = tl.arange(0, SCORES), tl.arange(0, LANES), tl.arange(0, 64).to(tl.int64)
+        given = tl.load(scores + group * K + place, mask=place < K, other=-1.0)
+        count = tl.max(tl.where(given != -1.0, place + 1, 0), 0)
+        removed = tl.zeros([LANES], tl.int64)
+        one = tl.full([], 1, tl.int64)
+        block, found = 0, one * 0
+        # No group needs more boxes than the limit of all groups.
+        while (block * 64 < count) & (found < limit):
+            rows = block * 64 + tl.arange(0, 64)
+            there = tl.load(scores + group * K + rows, mask=rows < K, other=-1.0) != -1.0
+            gone = tl.sum(tl.where(lane == block, removed, 0), 0) | ~tl.sum(tl.where(there, one << bits, 0), 0)
+            keep = one * 0
+            for i in tl.static_range(64):
+                row = tl.minimum(block * 64 + i, K - 1)
+                own = tl.load(words + (group * K + row) * W + block)
+                free = ((gone >> i) & 1) == 0
+                keep = tl.where(free, keep | (one << i), keep)
+                gone = tl.where(free, gone | own, gone)
+            tl.store(kept + group * W + block, keep)
+            alive = ((keep >> bits) & 1) == 1
+            found += tl.sum(tl.where(alive, one, 0), 0)
+            behind = alive[:, None] & (lane[None, :] > block) & (lane[None, :] * 64 < count)
+            tile = tl.load(words + (group * K + rows)[:, None] * W + lane[None, :], mask=behind, other=0)
+            removed = removed | tl.reduce(tile, 0, _or)
+            block += 1
+        tl.store(kept + group * W + lane, tl.zeros([LANES], tl.int64), mask=(lane >= block) & (lane < W))
+
+    @triton.jit
+    def _kept_scores(scores, kept, place, K, W, N):
+        known = place < N
+        word = tl.load(kept + (place // K) * W + (place % K) // 64, mask=known, other=0)
+        stays = ((word >> (place % K % 64).to(tl.int64)) & 1) == 1
+        return tl.where(stays, tl.load(scores + place, mask=known, other=-1.0), -1.0)
+
+    @triton.jit
+    def _rank_kernel(scores, kept, out_scores, out_place, K, W, N, limit, OWN: tl.constexpr, OTHERS: tl.constexpr):
+        # The rank of a box is the number of better ones, or of equal ones before it.
+        place = tl.program_id(0) * OWN + tl.arange(0, OWN)
+        score = _kept_scores(scores, kept, place, K, W, N)
+        # NaN comes first.
+        key = tl.where(score == score, score, float('inf'))
+        rank = tl.zeros([OWN], tl.int32)
+        for start in range(0, N, OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            value = _kept_scores(scores, kept, other, K, W, N)
+            value = tl.where(value == value, value, float('inf'))
+            equal = (value[None, :] == key[:, None]) & (other[None, :] < place[:, None])
+            before = ((value[None, :] > key[:, None]) | equal) & (other[None, :] < N)
+            rank += tl.sum(before.to(tl.int32), 1)
+        chosen = (place < N) & (rank < limit)
+        tl.store(out_scores + rank, score, mask=chosen)
+        tl.store(out_place + rank, place.to(tl.int64), mask=chosen)
+
+    @triton.jit
+    def _stride_kernel(corners, scores, stride, N, BLOCK: tl.constexpr):
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        there = (place < N) & (tl.load(scores + place, mask=place < N, other=-1.0) > -1.0)
+        x1 = tl.load(corners + place * 4, mask=there, other=0.0)
+        y1 = tl.load(corners + place * 4 + 1, mask=there, other=0.0)
+        x2 = tl.load(corners + place * 4 + 2, mask=there, other=0.0)
+        y2 = tl.load(corners + place * 4 + 3, mask=there, other=0.0)
+        largest = tl.maximum(tl.maximum(x1, y1), tl.maximum(x2, y2))
+        # tl.maximum ignores NaN, and a sum does not.
+        total = x1 + y1 + x2 + y2
+        largest = tl.max(tl.where(total == total, largest, float('inf')), 0)
+        tl.atomic_max(stride, largest + 1.0)
+
+    @triton.jit
+    def _class_scores_kernel(logits, found, out, score_thr, ROW, C: tl.constexpr, CLASSES: tl.constexpr):
+        # One row of logits; the last one is the background.
+        row, column = tl.program_id(0), tl.arange(0, CLASSES)
+        x = tl.load(logits + row * ROW + column, mask=column <= C, other=float('-inf'))
+        e = tl.exp(x - tl.max(x, 0))
+        score = e / tl.sum(e, 0)
+        threshold = tl.where(tl.load(found + row) > -1.0, score_thr, 2.0)
+        tl.store(out + row * C + column, tl.where(score > threshold, score, -1.0), mask=column < C)
+
+    @triton.jit
+    def _decode_kernel(
+        priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
+        PER: tl.constexpr, AT: tl.constexpr, POINTS: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        # Corners from deltas, or from distances to points.
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        known = i < N
+        if AT:
+            prior = tl.load(place + i, mask=known, other=0)
+            value = values + prior * 4
+        else:
+            prior = i // PER
+            value = values + prior * ROW + (i % PER) * 4
+        a = tl.load(value, mask=known, other=0.0).to(tl.float32)
+        b = tl.load(value + 1, mask=known, other=0.0).to(tl.float32)
+        c = tl.load(value + 2, mask=known, other=0.0).to(tl.float32)
+        d = tl.load(value + 3, mask=known, other=0.0).to(tl.float32)
+        if POINTS:
+            x = tl.load(priors + prior * 2, mask=known, other=0.0)
+            y = tl.load(priors + prior * 2 + 1, mask=known, other=0.0)
+            x1, y1, x2, y2 = x - a, y - b, x + c, y + d
+        else:
+            px1 = tl.load(priors + prior * 4, mask=known, other=0.0)
+            py1 = tl.load(priors + prior * 4 + 1, mask=known, other=0.0)
+            px2 = tl.load(priors + prior * 4 + 2, mask=known, other=0.0)
+            py2 = tl.load(priors + prior * 4 + 3, mask=known, other=0.0)
+            a, b, c, d = a * s0 + m0, b * s1 + m1, c * s2 + m2, d * s3 + m3
+            c, d = tl.minimum(tl.maximum(c, -clamp), clamp), tl.minimum(tl.maximum(d, -clamp), clamp)
+            x, y = (px1 + px2) * 0.5 + (px2 - px1) * a, (py1 + py2) * 0.5 + (py2 - py1) * b
+            w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
+            x1, y1, x2, y2 = x - w, y - h, x + w, y + h
+        if CLIP:
+            # NaN stays NaN.
+            width, height = tl.load(limits), tl.load(limits + 1)
+            x1 = tl.where(x1 == x1, tl.minimum(tl.maximum(x1, 0.0), width), x1)
+            x2 = tl.where(x2 == x2, tl.minimum(tl.maximum(x2, 0.0), width), x2)
+            y1 = tl.where(y1 == y1, tl.minimum(tl.maximum(y1, 0.0), height), y1)
+            y2 = tl.where(y2 == y2, tl.minimum(tl.maximum(y2, 0.0), height), y2)
+        tl.store(out + i * 4, x1, mask=known)
+        tl.store(out + i * 4 + 1, y1, mask=known)
+        tl.store(out + i * 4 + 2, x2, mask=known)
+        tl.store(out + i * 4 + 3, y2, mask=known)
+
+    @triton.jit
+    def _bilinear(feature, top, bottom, left, right, W, channel, C: tl.constexpr, w00, w01, w10, w11):
+        known = channel < C
+        a = tl.load(feature + (top * W + left) * C + channel, mask=known, other=0.0).to(tl.float32)
+        b = tl.load(feature + (top * W + right) * C + channel, mask=known, other=0.0).to(tl.float32)
+        c = tl.load(feature + (bottom * W + left) * C + channel, mask=known, other=0.0).to(tl.float32)
+        d = tl.load(feature + (bottom * W + right) * C + channel, mask=known, other=0.0).to(tl.float32)
+        return a * w00 + b * w01 + c * w10 + d * w11
+
+    @triton.jit
+    def _roi_align_kernel(
+        f0, f1, f2, f3, boxes, levels, out,
+        H0, W0, H1, W1, H2, W2, H3, W3, s0, s1, s2, s3, offset,
+        RATIO: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, BINS: tl.constexpr,
+    ):  # fmt: skip
+        # One bin of one box, all channels; coordinates are float32 in every dtype of the maps.
+        box, bin = tl.program_id(0), tl.program_id(1)
+        level = tl.load(levels + box)
+        H = tl.where(level == 0, H0, tl.where(level == 1, H1, tl.where(level == 2, H2, H3)))
+        W = tl.where(level == 0, W0, tl.where(level == 1, W1, tl.where(level == 2, W2, W3)))
+        scale = tl.where(level == 0, s0, tl.where(level == 1, s1, tl.where(level == 2, s2, s3)))
+        x1 = tl.load(boxes + box * 4) * scale - offset
+        y1 = tl.load(boxes + box * 4 + 1) * scale - offset
+        width = tl.load(boxes + box * 4 + 2) * scale - offset - x1
+        height = tl.load(boxes + box * 4 + 3) * scale - offset - y1
+        if offset == 0.0:
+            width = tl.maximum(width, 1.0)
+            height = tl.maximum(height, 1.0)
+        step_x, step_y = width / BINS, height / BINS
+        if RATIO > 0:
+            columns, rows = RATIO, RATIO
+        else:
+            columns, rows = tl.ceil(step_x).to(tl.int32), tl.ceil(step_y).to(tl.int32)
+        channel = tl.arange(0, CHANNELS)
+        sum = tl.zeros([CHANNELS], tl.float32)
+        for row in range(0, rows):
+            y = y1 + (bin // BINS) * step_y + (row + 0.5) * step_y / rows
+            seen_y = (y >= -1.0) & (y <= H)
+            y = tl.minimum(tl.maximum(y, 0.0), (H - 1) * 1.0)
+            top = tl.floor(y).to(tl.int32)
+            bottom = tl.minimum(top + 1, H - 1)
+            dy = y - top
+            for column in range(0, columns):
+                x = x1 + (bin % BINS) * step_x + (column + 0.5) * step_x / columns
+                seen = tl.where(seen_y & (x >= -1.0) & (x <= W), 1.0, 0.0)
+                x = tl.minimum(tl.maximum(x, 0.0), (W - 1) * 1.0)
+                left = tl.floor(x).to(tl.int32)
+                right = tl.minimum(left + 1, W - 1)
+                dx = x - left
+                w00, w01 = seen * (1 - dy) * (1 - dx), seen * (1 - dy) * dx
+                w10, w11 = seen * dy * (1 - dx), seen * dy * dx
+                if level == 0:
+                    value = _bilinear(f0, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                elif level == 1:
+                    value = _bilinear(f1, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                elif level == 2:
+                    value = _bilinear(f2, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                else:
+                    value = _bilinear(f3, top, bottom, left, right, W, channel, C, w00, w01, w10, w11)
+                sum += value
+        mean = sum / tl.maximum(rows * columns, 1)
+        tl.store(out + (box * BINS * BINS + bin) * C + channel, mean.to(out.dtype.element_ty), mask=channel < C)
+
+    @triton.jit
+    def _paste_kernel(masks, boxes, out, H, W, threshold, M: tl.constexpr, BLOCK: tl.constexpr):
+        # A piece of one row of one mask.
+        mask, row = tl.program_id(0), tl.program_id(1)
+        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        x1, y1 = tl.load(boxes + mask * 4), tl.load(boxes + mask * 4 + 1)
+        x2, y2 = tl.load(boxes + mask * 4 + 2), tl.load(boxes + mask * 4 + 3)
+        y = (row + 0.5 - y1) / (y2 - y1) * M - 0.5
+        x = (column + 0.5 - x1) / (x2 - x1) * M - 0.5
+        # All pixels of the window of a side without length read the middle of the mask, as mmdet does on a CPU.
+        middle = (M - 1) * 0.5
+        y = tl.where(y2 == y1, tl.where((row >= tl.floor(y1) - 1) & (row < tl.ceil(y2) + 1), middle, -2.0), y)
+        near = (column >= tl.floor(x1) - 1) & (column < tl.ceil(x2) + 1)
+        x = tl.where(x2 == x1, tl.where(near, middle, -2.0), x)
+        top, left = tl.floor(y), tl.floor(x)
+        dy, dx = y - top, x - left
+        # Places far outside would not fit into an integer.
+        top = tl.minimum(tl.maximum(top, -2.0), M + 1.0).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
+        left = tl.minimum(tl.maximum(left, -2.0), M + 1.0).to(tl.int32)
+        value = tl.zeros([BLOCK], tl.float32)
+        if (tl.max(top, 0) >= -1) & (tl.min(top, 0) < M) & (tl.max(left, 0) >= -1) & (tl.min(left, 0) < M):
+            for j in tl.static_range(2):
+                for i in tl.static_range(2):
+                    inside = (top + j >= 0) & (top + j < M) & (left + i >= 0) & (left + i < M)
+                    place = masks + mask * M * M + (top + j) * M + left + i
+                    weight_y = dy if j == 1 else 1 - dy
+                    weight_x = dx if i == 1 else 1 - dx
+                    value += tl.load(place, mask=inside, other=0.0) * weight_y * weight_x
+        tl.store(out + (mask.to(tl.int64) * H + row) * W + column, (value >= threshold).to(tl.int8), mask=column < W)
+
+
+def suppress(
+    corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
+) -> tuple[Tensor, Tensor]:
+    """See :meth:`slab_det.deployment.detection.Boxes.suppress`; boxes are float32."""
+    rows, size = scores.shape
+    corners, scores, groups = corners.contiguous(), scores.contiguous(), groups.contiguous()
+    num_words, device = triton.cdiv(size, 64), scores.device
+    words = torch.empty(rows, size, num_words, dtype=torch.int64, device=device)
+    kept = torch.empty(rows, num_words, dtype=torch.int64, device=device)
+    grid = rows, num_words, num_words
+    _overlap_kernel[grid](corners, scores, groups, stride, words, iou_threshold, size, num_words)
+    lanes, padded = triton.next_power_of_2(num_words), triton.next_power_of_2(size)
+    warps = 4 if lanes > 16 else 1
+    _scan_kernel[(rows,)](words, scores, kept, limit, size, num_words, LANES=lanes, SCORES=padded, num_warps=warps)
+    best = torch.empty(limit, dtype=scores.dtype, device=device)
+    place = torch.empty(limit, dtype=torch.int64, device=device)
+    total = rows * size
+    _rank_kernel[(triton.cdiv(total, 16),)](
+        scores, kept, best, place, size, num_words, total, limit, OWN=16, OTHERS=512
+    )
+    return best, place
+
+
+def stride(corners: Tensor, scores: Tensor) -> Tensor:
+    """See :meth:`slab_det.deployment.detection.Boxes.stride`, for corners that are not negative."""
+    out = torch.ones((), dtype=torch.float32, device=scores.device)
+    total = scores.numel()
+    _stride_kernel[(triton.cdiv(total, 1024),)](corners.contiguous(), scores.contiguous(), out, total, BLOCK=1024)
+    return out
+
+
+def class_scores(logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
+    """See :meth:`slab_det.deployment.detection.Boxes.class_scores`."""
+    rows, columns = logits.shape
+    out = torch.empty(rows, columns - 1, dtype=torch.float32, device=logits.device)
+    classes = triton.next_power_of_2(columns)
+    _class_scores_kernel[(rows,)](
+        logits, found, out, score_thr, logits.stride(0), C=columns - 1, CLASSES=classes, num_warps=1
+    )
+    return out
+
+
+def decode(coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None) -> Tensor:
+    """See :meth:`slab_det.deployment.detection.Boxes.decode`."""
+    values = values if values.stride()[-2:] == (4, 1) else values.contiguous()
+    shape = values.shape if place is None else (*place.shape, 4)
+    out = torch.empty(shape, dtype=torch.float32, device=values.device)
+    total, points = out.numel() // 4, isinstance(coder, DistancePointBBoxCoder)
+    deltas = (0.0,) * 4 + (1.0,) * 4 if points else (*map(float, coder.means), *map(float, coder.stds))
+    _decode_kernel[(triton.cdiv(total, 128),)](
+        priors.contiguous(), values, priors if place is None else place.contiguous(), limits, out, total, *deltas,
+        MAX_LOG_RATIO, values.stride(0), PER=1 if place is not None else shape[1], AT=place is not None, POINTS=points,
+        CLIP=bool(coder.clip_border), BLOCK=128, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def can_roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor]) -> bool:
+    """Whether :func:`roi_align` computes what the layers of an extractor compute."""
+    layers = extractor.roi_layers
+    same = {(layer.output_size, layer.sampling_ratio, layer.aligned) for layer in layers}
+    bins = layers[0].output_size
+    return len(layers) <= 4 and len(same) == 1 and bins[0] == bins[1] and {len(x) for x in features} == {1}
+
+
+def roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, levels: Tensor) -> Tensor:
+    """RoIAlign (He et al., ICCV 2017) of boxes (n, 4) on their level of the pyramid.
+
+    Args:
+        extractor: An extractor whose layers average.
+        features: Up to four maps (1, C, H, W).
+        boxes: Corners, float32; a box without area has no samples unless sampling_ratio fixes their number.
+        levels: The map of each box, (n,).
+
+    Returns:
+        (n, C, bins, bins), channels last, in the dtype of the maps.
+    """
+    layer, channels = extractor.roi_layers[0], features[0].shape[1]
+    bins, scales = layer.output_size[0], [layer.spatial_scale for layer in extractor.roi_layers]
+    maps = [x.permute(0, 2, 3, 1).contiguous() for x in features]
+    missing = 4 - len(maps)
+    sizes = [side for x in [*features, *[features[-1]] * missing] for side in x.shape[-2:]]
+    out = torch.empty(len(boxes), bins, bins, channels, device=boxes.device, dtype=features[0].dtype)
+    _roi_align_kernel[(len(boxes), bins * bins)](
+        *maps, *[maps[-1]] * missing, boxes.contiguous(), levels.int(), out, *sizes, *scales, *[scales[-1]] * missing,
+        0.5 * layer.aligned,
+        RATIO=layer.sampling_ratio, C=channels, CHANNELS=triton.next_power_of_2(channels), BINS=bins,
+    )  # fmt: skip
+    return out.permute(0, 3, 1, 2)
+
+
+def paste_masks(masks: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float) -> Tensor:
+    """Masks at full size, (n, H, W), bool; see :func:`slab_det.deployment.masks.paste_masks`.
+
+    Args:
+        masks: Probabilities, (n, M, M), float32.
+        boxes: Corners in the image, (n, 4), float32.
+        shape: (H, W).
+        threshold: Smallest probability of a pixel inside the mask.
+    """
+    height, width = shape
+    out = torch.empty(len(boxes), height, width, dtype=torch.int8, device=boxes.device)
+    if out.numel():
+        _paste_kernel[(len(boxes), height, triton.cdiv(width, 512))](
+            masks.contiguous(), boxes.contiguous(), out, height, width, threshold, M=masks.shape[-1], BLOCK=512
+        )
+    return out.view(torch.bool)
