@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.runtime.errors import SlabDetError
@@ -54,8 +54,6 @@ class Write(NamedTuple):
 
 
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
-# What a subclass may replace without changing what the module computes.
-_ADMINISTRATION = {*dir(BaseModule), 'folds', 'input_layers', 'output_folds', 'writes'} - {'forward'}
 
 
 def register_folds(
@@ -99,28 +97,22 @@ def _import_rules(kind: type[nn.Module]) -> None:
         import_module(f'slab_det.fusion.stock_{library}')
 
 
-def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
-    """The rule or method of :func:`register_folds` of this name for ``module``, bound to it, or None.
+def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The rule or method of :func:`register_folds` with this name for ``module``, bound to it, or None.
 
-    A method counts only as long as no subclass replaces another method of its class, such as ``forward``: the
-    subclass may read its norms and its input in other places, and has to define the method anew.
+    A method counts only where no subclass replaces the ``forward`` that it describes: the subclass may read its norms
+    and its input in other places, and has to define the method anew.
     """
     kind = type(module)
     _import_rules(kind)
-    if question in _RULES.get(kind, {}):
-        rule = _RULES[kind][question]
-        return lambda *part: rule(module, *part)
-    mro = kind.__mro__
-    index = next((i for i, ancestor in enumerate(mro) if question in vars(ancestor)), None)
-    if index is None:
-        return None
-    known = {name for ancestor in mro[index:] for name in vars(ancestor)} - _ADMINISTRATION
-    for name in known & {name for descendant in mro[:index] for name in vars(descendant)}:
-        # The first implementation of an abstract method replaces nothing, the second does.
-        values = [vars(ancestor)[name] for ancestor in mro if name in vars(ancestor)]
-        if sum(callable(value) and not getattr(value, '__isabstractmethod__', False) for value in values) > 1:
+    if name in _RULES.get(kind, {}):
+        return partial(_RULES[kind][name], module)
+    for ancestor in kind.__mro__:
+        if name in vars(ancestor):
+            return getattr(module, name)
+        if 'forward' in vars(ancestor):
             return None
-    return getattr(module, question)
+    return None
 
 
 def find_hooks(module: nn.Module) -> str:

@@ -1,14 +1,14 @@
-"""Where norms go in mmdet's own modules: Swin, PVT, PVTv2, and the FPN of known detectors, which takes output norms."""
+"""Where norms go in mmdet's own modules: Swin, PVT, PVTv2, and the FPN, which takes output norms."""
 
 from __future__ import annotations
 
 import torch
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models import detectors
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
+from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
 from mmdet.models.layers import PatchEmbed, PatchMerging
 from mmdet.models.necks import FPN, FPN_DropBlock
 from mmengine.model import Sequential
@@ -18,32 +18,31 @@ from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 
-# Their extract_feat, that of Single- or TwoStageDetector, hands the outputs of the backbone to the neck, and nothing
-# else in mmdet 3.5.1 reads these outputs. Exact classes: a subclass may.
-DETECTORS = tuple(
-    getattr(detectors, name)
-    for name in (
-        'ATSS AutoAssign CascadeRCNN CenterNet CrowdDet DDOD FCOS FOVEA FSAF FastRCNN FasterRCNN GFL GLIP GridRCNN '
-        'HybridTaskCascade MaskRCNN MaskScoringRCNN NASFCOS PAA PanopticFPN PointRend QueryInst RPN RTMDet '
-        'RepPointsDetector RetinaNet SCNet SingleStageDetector SparseRCNN TOOD TwoStageDetector '
-        'TwoStagePanopticSegmentor VFNet YOLOF YOLOX'
-    ).split()
-)
+# They hand the outputs of the backbone to the neck, and to nothing else.
+EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
 
 
 def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs: bool) -> str:
-    """The part of the neck that alone reads output ``level`` of a backbone, or CannotFold if something else may.
+    """The part of the neck that alone reads output ``level`` of a backbone.
 
-    ``backbone`` is its name in ``model``; ``fold_outputs`` trusts detectors of any class, see :func:`slab_det.fuse`.
+    Args:
+        model: The detector, or a model that contains it.
+        backbone: Dotted name of the backbone.
+        level: Index of the output.
+        fold_outputs: Trust an ``extract_feat`` that is not mmdet's, see :func:`slab_det.fuse`.
+
+    Raises:
+        CannotFold: If something else may read the output.
     """
     owner, _, attribute = backbone.rpartition('.')
     detector = model.get_submodule(owner)
     if attribute != 'backbone' or not hasattr(detector, 'neck'):
         raise CannotFold('it is an output of the backbone, which no neck reads')
     kind = getattr(detector, 'student_class', type(detector))
-    if not fold_outputs and (kind not in DETECTORS or 'extract_feat' in vars(detector)):
+    is_known = getattr(kind, 'extract_feat', None) in EXTRACT_FEAT and 'extract_feat' not in vars(detector)
+    if not (is_known or fold_outputs):
         raise CannotFold(
-            f'{kind.__name__} may read the outputs of its backbone outside its neck; '
+            f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck; '
             'if it does not, fuse with fold_outputs=True'
         )
     return f'{backbone.removesuffix("backbone")}neck[{level}]'
