@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from itertools import accumulate, chain
 
@@ -57,11 +57,9 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
         model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone can be folded
             only when the detector is given.
         inplace: Change ``model`` itself instead of a copy.
-        fold_outputs: The caller promises that the detector hands the outputs of its ``backbone`` to its ``neck`` and
-            to nothing else. Classes of mmdet that keep the promise are known
-            (:data:`slab_det.fusion.stock_mmdet.DETECTORS`); others need it to have their output norms folded. If the
-            promise is wrong, the fused detector silently computes something else:
-            :func:`slab_det.fusion.verify_fusion` compares only what the neck returns.
+        fold_outputs: Fold output norms also where ``extract_feat`` of the detector is not mmdet's. The caller promises
+            that it hands the outputs of the backbone to the neck and to nothing else; if the promise is wrong, the
+            fused detector computes something else, and :func:`slab_det.fusion.verify_fusion` may not see it.
 
     Returns:
         The fused model. A warning is given where no norm was folded.
@@ -92,6 +90,7 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
     ``absorbed`` are LayerNorms that :func:`slab_det.absorb` takes into their layers; one that no layer can take stays.
     """
     folds, outputs = _collect_folds(model)
+    names = _names_by_memory(model)
     fates = []
     for name, norm in named_norms(model, OfflineNorm, *LIVE_NORMS):
         kind = type(norm).__name__
@@ -109,7 +108,7 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
             side = 'input' if readers else 'output'
             layers = [layer for reader in readers for layer in _find_layers(model, reader)] or [fold.after]
             for layer in layers:
-                _check_layer(model, name, layer, side)
+                _check_layer(model, name, layer, side, names)
         except CannotFold as reason:
             fates.append(NormFate(name, kind, 'kept' if norm in absorbed else 'affine', reason=str(reason)))
         else:
@@ -167,7 +166,7 @@ def check_fusible(model: nn.Module) -> None:
     for name, norm in norms:
         if places[norm] > 1:
             raise FusionError(f'{name}: it stands in {places[norm]} places; give each place a norm of its own')
-        if not all(values.isfinite().all() for values in norm.float64_affine()):
+        if not all(values.isfinite().all() for values in norm.inference_affine()):
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; its statistics or weights '
                 'are damaged, take an earlier checkpoint or recalibrate'
@@ -208,8 +207,11 @@ def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
         yield from _find_layers(model, f'{name}.{layer}')
 
 
-def _check_layer(model: nn.Module, norm: str, target: str, side: Side) -> None:
-    """Raises CannotFold unless a layer can take a norm, and nothing else would change."""
+def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: dict[int, list[str]]) -> None:
+    """Raises CannotFold unless a layer can take a norm, and nothing else would change.
+
+    ``names`` are the names of all parameters, see :func:`_names_by_memory`.
+    """
     name, part = split_part(target)
     layer = model.get_submodule(name)
     # A hook on what contains only the norm or only the layer stands between the two.
@@ -217,11 +219,18 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side) -> None:
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
     check_foldable(layer, side, part, target)
-    own = {*map(_memory, layer.parameters())}
-    names = [n for n, parameter in model.named_parameters(remove_duplicate=False) if _memory(parameter) in own]
-    others = [other for other in names if not other.startswith(f'{name}.')]
+    sharing = [other for parameter in layer.parameters() for other in names[_memory(parameter)]]
+    others = [other for other in sharing if not other.startswith(f'{name}.')]
     if others:
         raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
+
+
+def _names_by_memory(model: nn.Module) -> dict[int, list[str]]:
+    """The names of the parameters that lie at the same place in memory, by its address."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[_memory(parameter)].append(name)
+    return names
 
 
 def _memory(parameter: nn.Parameter) -> int:
@@ -236,7 +245,7 @@ def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:
         norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
         affine = norm.scale, norm.shift
     else:
-        affine = norm.float64_affine()
+        affine = norm.double().inference_affine()
     fold_affine(model, fate, *affine)
     return nn.Identity().eval()
 
@@ -259,9 +268,9 @@ def fold_affine(model: nn.Module, fate: NormFate, scale: Tensor, shift: Tensor) 
 
 @torch.no_grad()
 def _as_affine(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> ChannelAffine:
-    scale, shift = norm.float64_affine()
-    # Of a parameter: statistics may have a higher precision than the layers around.
+    # Statistics may have a higher precision than the parameters.
     affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
+    scale, shift = norm.double().inference_affine()
     affine.scale.copy_(scale)
     affine.shift.copy_(shift)
     return affine

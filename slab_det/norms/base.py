@@ -150,11 +150,6 @@ class OfflineNorm(nn.GroupNorm, ABC):
         self.read_numbers()
         return super().train(mode)
 
-    def float64_affine(self) -> tuple[Tensor, Tensor]:
-        """:meth:`inference_affine` computed in float64 and without gradient, as folding needs it."""
-        scale, shift = copy_module(self).double().inference_affine()
-        return scale.detach(), shift.detach()
-
     def check_channels(self, x: Tensor) -> None:
         """Raises ValueError unless the last dimension of ``x`` is ``num_features``."""
         if x.shape[-1] != self.num_features:
