@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,18 +50,6 @@ class Geometry(ABC):
     def values_at_queries(self, v: Tensor) -> Tensor:
         """The values (B, M, C) at the places of the queries, (B, N, C)."""
         return v
-
-    def keep(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Returns ``make()``, a tensor of the attention's weights; deployed models may keep it, as nothing trains."""
-        return make()
-
-    def share(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Returns ``make()``, computed once per forward for all queries of a map."""
-        return make()
-
-    def of_queries(self, x: Tensor) -> Tensor:
-        """Selects the rows of this geometry's queries from a tensor (B, N, C) with one row per query of the map."""
-        return x
 
 
 class Windows(Geometry):

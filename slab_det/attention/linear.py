@@ -28,6 +28,8 @@ class LinearMixing(Attention):
     """
 
     heads_apart = False
+    # The convolution and the sums over the keys serve all queries of a map.
+    queries_apart = False
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -43,10 +45,8 @@ class LinearMixing(Attention):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
         q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)
-        local = geometry.share('local', lambda: self.convolve(geometry.values_at_queries(v), geometry.query_shape))
-        summary = geometry.share('summary', lambda: self.summarize(k, v, geometry))
-        local = geometry.of_queries(local)
-        return local.add_(self.read(q, summary).to(local.dtype)).unsqueeze(1)
+        local = self.convolve(geometry.values_at_queries(v), geometry.query_shape)
+        return local.add_(self.read(q, self.summarize(k, v, geometry)).to(local.dtype)).unsqueeze(1)
 
     @abstractmethod
     def query_features(self, q: Tensor) -> Tensor:

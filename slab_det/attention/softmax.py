@@ -48,11 +48,8 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
         self.register_buffer('relative_position_index', offset[..., 0] * (2 * self.window_size - 1) + offset[..., 1])
 
     def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
-        def make() -> Tensor:
-            num_slots = self.window_size**2
-            bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
-            bias = bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
-            mask = geometry.attention_mask(dtype)
-            return (bias if mask is None else bias + mask[:, None]).contiguous()
-
-        return geometry.keep(f'bias, {dtype}', make)
+        num_slots = self.window_size**2
+        bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
+        bias = bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
+        mask = geometry.attention_mask(dtype)
+        return (bias if mask is None else bias + mask[:, None]).contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
-from slab_det.attention.geometry import join_groups, split_groups
+from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
 from slab_det.backbones.blocks import Block
 from slab_det.deployment.blocks import is_plain_linear, known_blocks, two_layers
 from slab_det.deployment.cpu import tiles
@@ -58,12 +58,11 @@ class TiledMapAttention(TiledAttention):
         source, source_shape = attention.reduce(normed, hw_shape)
         to_q, to_kv = attention.projections()
         k, v = (split_groups(part, attention.groups) for part in linear(source, *to_kv).chunk(2, dim=-1))
-        shared = {}
+        geometry = MapGeometry(hw_shape, source_shape, attention.sr_ratio > 1)
         max_rows = tiles.TILE_TOKENS if attention.queries_apart else x.shape[1]
         for rows in tiles.row_tiles(x.shape[1], max_rows):
-            tile = tiles.MapTile(hw_shape, source_shape, attention.sr_ratio > 1, rows, shared)
             q = split_groups(linear(normed[:, rows], *to_q), attention.groups)
-            mixed = join_groups(attention.mix(q, k, v, tile))
+            mixed = join_groups(attention.mix(q, k, v, geometry))
             # Keys and values are there already: nothing reads these rows after this.
             x[:, rows] = linear_add(mixed, out_proj.weight, out_proj.bias, x[:, rows])
         return x

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from slab_det.attention.geometry import (
-    MapGeometry,
-    Windows,
-    join_groups,
-    mask_regions,
-    split_qkv,
-)
+from slab_det.attention.geometry import Windows, join_groups, mask_regions, split_qkv
 from slab_det.deployment.window_index import WindowIndex
 
-# What a tile computes is small enough for glibc to keep; of whole maps every intermediate result is a new allocation,
-# to be paged in anew (docs/measuring.md, Memory). Smaller tiles cost more calls than they save.
+# glibc reuses the memory of results as small as a tile's, and asks the system for new pages for every result of a whole
+# map (docs/measuring.md, Memory). Smaller tiles cost more calls than they save.
 TILE_TOKENS = 2048
 
 
 @dataclass(frozen=True, eq=False)
 class WindowTile(Windows):
-    """Some windows of one map, for one forward of one attention.
+    """Some windows of one map.
 
     Attributes:
         window_size: Side w of a window; N = w * w slots.
         num_windows: Windows m of the tile.
         tokens: The map's token in each slot that holds one, (n,).
         slots: The slots of the tile that hold these tokens, (n,); None for all.
-        kept: The tensors that :meth:`keep` made; tiles without regions share them.
         regions: (m, N), as in WindowIndex; None where each window lies in one region.
     """
 
@@ -40,7 +33,6 @@ class WindowTile(Windows):
     num_windows: int
     tokens: Tensor
     slots: Tensor | None
-    kept: dict[str, Tensor]
     regions: Tensor | None
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,9 +47,6 @@ class WindowTile(Windows):
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.regions is None else mask_regions(self.regions, dtype)
-
-    def keep(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        return _get_or_make(self.kept, name, make)
 
 
 def window_tiles(
@@ -75,65 +64,36 @@ def window_tiles(
         max_tokens: Slots of a tile, which holds one window at least.
         device: Where the index tensors live.
     """
-    shared = {}
     fields = _constant_fields(height, width, window_size, shift, max_tokens, device)
-    return [WindowTile(window_size, *values, shared if regions is None else {}, regions) for *values, regions in fields]
+    return [WindowTile(window_size, *values) for values in fields]
 
 
-# torch.compile traces through cached functions, unless their result is declared a constant of numbers and tensors.
+# torch.compile would trace how the fields are made, unless they are declared constants, of numbers and tensors.
 @torch.compiler.assume_constant_result
 def _constant_fields(*arguments: object) -> list[tuple]:
     return _tile_fields(*arguments)
 
 
 @lru_cache(maxsize=64)
+# Tensors in the cache outlive the mode that they were made in.
+@torch.inference_mode(False)
 def _tile_fields(
     height: int, width: int, window_size: int, shift: int, max_tokens: int, device: torch.device
 ) -> list[tuple]:
-    # Cached tensors outlive the mode they were made in.
-    with torch.inference_mode(False), torch.no_grad():
-        index = WindowIndex(height, width, window_size, shift, device)
-        regions = index.regions()
-        windows = torch.arange(len(index.tokens), device=device)
-        mixed = torch.zeros_like(windows, dtype=torch.bool)
-        if regions is not None:
-            mixed = (regions != regions[:, :1]).any(1)
-        size = max(1, max_tokens // window_size**2)
-        fields = []
-        for masked in (False, True):
-            for part in windows[mixed == masked].split(size):
-                if part.numel():
-                    tokens = index.tokens[part].flatten()
-                    is_token = tokens < height * width
-                    slots = None if is_token.all() else is_token.nonzero().flatten()
-                    tokens = tokens if slots is None else tokens[slots]
-                    fields.append((part.numel(), tokens, slots, regions[part] if masked else None))
-        return fields
-
-
-@dataclass(frozen=True, eq=False)
-class MapTile(MapGeometry):
-    """Some of the queries of a map, and all of its keys and values.
-
-    Attributes:
-        rows: The queries of the tile.
-        shared: The tensors that :meth:`share` made, for all tiles of one forward.
-    """
-
-    rows: slice
-    shared: dict[str, Tensor]
-
-    def share(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        return _get_or_make(self.shared, name, make)
-
-    def of_queries(self, x: Tensor) -> Tensor:
-        return x[:, self.rows]
-
-
-def _get_or_make(made: dict[str, Tensor], name: str, make: Callable[[], Tensor]) -> Tensor:
-    if name not in made:
-        made[name] = make()
-    return made[name]
+    index = WindowIndex(height, width, window_size, shift, device)
+    regions = index.regions()
+    windows = torch.arange(len(index.tokens), device=device)
+    mixed = torch.zeros_like(windows, dtype=torch.bool) if regions is None else (regions != regions[:, :1]).any(1)
+    fields = []
+    for masked in (False, True):
+        for part in windows[mixed == masked].split(max(1, max_tokens // window_size**2)):
+            if part.numel():
+                tokens = index.tokens[part].flatten()
+                is_token = tokens < height * width
+                slots = None if is_token.all() else is_token.nonzero().flatten()
+                tokens = tokens if slots is None else tokens[slots]
+                fields.append((part.numel(), tokens, slots, regions[part] if masked else None))
+    return fields
 
 
 def row_tiles(num_rows: int, max_rows: int) -> Iterator[slice]:
