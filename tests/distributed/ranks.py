@@ -32,7 +32,7 @@ from slab_det.data.synthetic import generate
 from slab_det.runtime.errors import DataError
 from slab_det.fusion import verify
 from slab_det.hooks import ExactResumeHook, ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
-from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
+from slab_det.norms import MABN, UN, PowerNorm, PRepBN
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 CHANNELS = 6
@@ -61,9 +61,6 @@ def message(function, *args):
 # Norms -----------------------------------------------------------------------------------------------------------
 
 NORMS = {
-    'TokenBN': lambda: TokenBN(CHANNELS, sync=True),
-    'RepBN': lambda: RepBN(CHANNELS, sync=True),
-    'PRepBN': lambda: PRepBN(CHANNELS, sync=True),
     'UN': lambda: UN(CHANNELS, warmup_iters=2, window_size=2),
     'MABN': lambda: MABN(CHANNELS, warmup_iters=2, window_size=2),
     'PowerNorm': lambda: PowerNorm(CHANNELS, warmup_iters=2),
@@ -83,7 +80,6 @@ def trained(name, ranks, recompute=False):
     norm = NORMS[name]().double()
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
-    slab_det.set_gamma(norm, 0.0 if recompute else 0.3)
     by_token = {'output': [], 'input gradient': []}
     for step in range(12):
         x, gradient = map(torch.cat, zip(*(tokens_of(rank, step) for rank in ranks), strict=True))
@@ -115,7 +111,7 @@ def trained_together(alone):
 
 def backbone():
     torch.manual_seed(0)
-    model = MODELS.build(dict(type='SLABSwin', norm_cfg=dict(type='PRepBN', sync=True), **SMALL)).double()
+    model = MODELS.build(dict(type='SLABSwin', norm_cfg=dict(type='PRepBN'), **SMALL)).double()
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
@@ -137,7 +133,6 @@ def recalibrated_alone():
 
 
 def recalibrated_together(alone):
-    # In training mode synchronised norms wait for each other; recalibration must not.
     model = backbone().train()
     report = slab_det.recalibrate(model, images_of(get_rank()), max_passes=4, tol=0, progress=False)
     statistics = [(model.state_dict()[key], value) for key, value in alone.items() if 'running' in key]
