@@ -24,9 +24,6 @@ class Attention(BaseModule):
         table_shape: (H', W') of the keys' window, or of their map in pretraining: the rows of a table of positions.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
         attn_drop_rate: Dropout on attention weights, where an attention has weights.
-
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``embed_dims``.
     """
 
     # Whether mix() gets every head by itself, (B, h, N, d), or all of them together, (B, 1, N, C).
@@ -43,8 +40,6 @@ class Attention(BaseModule):
         attn_drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        if embed_dims % num_heads:
-            raise ValueError(f'num_heads={num_heads} does not divide embed_dims={embed_dims}')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.table_shape = table_shape

@@ -1,4 +1,4 @@
-"""Blocks of all backbones: block, FFN, positions and patch merging. Each says in ``folds()`` where its norms go."""
+"""The layers of all backbones: block, FFN, positions and patch merging. ``folds()`` says where their norms go."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slab_det.fusion import Fold, Write
 class FFN(BaseModule):
     """``fc2(act(fc1(x)))``, with one more norm on request (BN+FFNBN, Yao et al., ICCVW 2021).
 
-    Subclasses hold the layers under the keys of a released model.
+    Subclasses hold the layers under the state-dict keys of mmcv or mmdet.
 
     Args:
         embed_dims: Channels C.
@@ -36,7 +36,7 @@ class FFN(BaseModule):
         (B, H * W, C) -> (B, H * W, C).
 
     Raises:
-        ValueError: If ``ffn_norm`` is unknown, or there is no hidden channel.
+        ValueError: If ``ffn_norm`` is unknown.
     """
 
     def __init__(
@@ -52,8 +52,6 @@ class FFN(BaseModule):
         super().__init__()
         if ffn_norm not in (None, 'pre_act', 'post_act'):
             raise ValueError(f"unknown ffn_norm {ffn_norm!r}: choose from None, 'pre_act' and 'post_act'")
-        if feedforward_channels < 1:
-            raise ValueError(f'no hidden channel is left in the FFN of {embed_dims} channels: raise its mlp_ratio')
         self.embed_dims = embed_dims
         self.ffn_norm = ffn_norm
         self.layers = self.build_layers(

@@ -92,7 +92,7 @@ class StripeAttention(MapAttention):
     Args:
         word: The attention, one of ``STRIPE_ATTENTIONS``.
         embed_dims: Channels C.
-        num_heads: Heads.
+        num_heads: Heads, an even number.
         width: Width of the stripes, in tokens; None for all heads over the whole map.
         map_shape: (H, W) of the map in pretraining, which sets the rows of tables of positions.
         attn_drop_rate: Dropout on softmax attention weights.
@@ -100,9 +100,6 @@ class StripeAttention(MapAttention):
 
     Shape:
         (B, H * W, C) -> (B, H * W, C).
-
-    Raises:
-        ValueError: If the heads make no halves.
     """
 
     # The stripes split the heads.
@@ -121,8 +118,6 @@ class StripeAttention(MapAttention):
     ) -> None:
         super().__init__(embed_dims, num_heads, drop_path_rate=drop_path_rate)
         axes = (2, 1) if width else (2,)
-        if num_heads % len(axes):
-            raise ValueError(f'num_heads={num_heads} make no halves for vertical and horizontal stripes')
         sizes = embed_dims // len(axes), num_heads // len(axes)
         self.attns = ModuleList(Stripes(word, *sizes, axis, width, map_shape, attn_drop_rate) for axis in axes)
 
@@ -145,30 +140,17 @@ class SLABCSwin(Backbone):
     norm_cfg=dict(type='PRepBN')``. Maps of any size are cut and padded as in the authors' code for segmentation, whose
     last stage attends over the whole map; SLAB's linear stages do in classification, and do here at every size.
 
+    Arguments that are not described here are those of :class:`~slab_det.backbones.SLABSwin`.
+
     Args:
-        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
-        embed_dims: Channels C of the first stage; each stage doubles them.
-        depths: Blocks per stage.
-        num_heads: Heads per stage.
         stripe_widths: Width of the stripes per stage, in tokens; None for one window that is the whole map.
-        mlp_ratio: Hidden channels of the FFN over C.
-        out_indices: Stages whose output is returned.
-        attn_drop_rate: Dropout on softmax attention weights.
-        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
-        norm_cfg: Every norm but the output norms.
-        init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
-            :func:`slab_det.load_pretrained` reads.
-        attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
-        out_norm_cfg: The output norms: 'same' takes ``norm_cfg``, a dict another norm, None none.
-        norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
-            whose statistics were not loaded stay live.
 
     Shape:
         (B, 3, H, W) -> one (B, C * 2^i, H_i, W_i) per index i in ``out_indices``; H_0 is (H + 1) / 4 rounded down,
         each further side half of the one before rounded up.
 
     Raises:
-        ValueError: If an argument does not fit, which the message names.
+        ValueError: If an argument does not fit; the message names it.
     """
 
     def __init__(
@@ -192,19 +174,7 @@ class SLABCSwin(Backbone):
         attention = attention_per_stage(attention, num_stages, STRIPE_ATTENTIONS)
         num_heads = per_stage('num_heads', num_heads, num_stages)
         stripe_widths = per_stage('stripe_widths', stripe_widths, num_stages)
-        super().__init__(
-            num_stages,
-            out_indices,
-            norm_cfg,
-            norm_eval,
-            None,
-            init_cfg,
-            pretrain_img_size,
-            embed_dims=embed_dims,
-            depths=depths,
-            num_heads=num_heads,
-            stripe_widths=[width for width in stripe_widths if width is not None],
-        )
+        super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size)
         num_features = [embed_dims * 2**i for i in range(num_stages)]
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         in_channels, map_shape = 3, self.pretrain_img_size
@@ -229,7 +199,7 @@ class SLABCSwin(Backbone):
         outs = []
         for i, (patch_embed, blocks) in enumerate(self.stages):
             x, hw_shape = patch_embed(x)
-            # A convolution leaves tokens one channel after the other, and every layer of the stage would copy them.
+            # The convolution returns channels first. One copy here saves a copy in every layer of the stage.
             x = x.contiguous()
             for block in blocks:
                 x = block(x, hw_shape)
