@@ -1,9 +1,8 @@
-"""Attention as mathematics over a geometry.
+"""Attention in windows (Swin), over maps (PVT, ViT) and in stripes (CSWin).
 
 A new attention subclasses :class:`WindowAttention` (for SLABSwin), :class:`MapAttention` (for SLABPVT and SLABViT) or
-:class:`Attention` (for SLABCSwin) and writes ``mix(q, k, v, geometry)``. Configs choose it by its word in
-``WINDOW_ATTENTIONS``, ``MAP_ATTENTIONS`` or ``STRIPE_ATTENTIONS``. It trains, fuses, deploys and exports as the
-attentions here do.
+:class:`Attention` (for SLABCSwin) and writes ``mix(q, k, v, geometry)``, which training, deployment and export call.
+Configs choose it by its name in ``WINDOW_ATTENTIONS``, ``MAP_ATTENTIONS`` or ``STRIPE_ATTENTIONS``.
 """
 
 from slab_det.attention.base import Attention, MapAttention, ShiftedWindowAttention, WindowAttention

@@ -1,4 +1,4 @@
-"""Attention between its projections in and out: in (shifted) windows (Swin), and over maps (PVT)."""
+"""Attention layers: in (shifted) windows, as in Swin, and over maps, as in PVT."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from slab_det.attention.geometry import Geometry, MapGeometry, WindowGeometry, W
 
 
 class Attention(BaseModule):
-    """Mathematics over a geometry. Subclasses write :meth:`mix`; training, deployment and export all call it.
+    """Mixes values by queries and keys. Subclasses write :meth:`mix`; training, deployment and export call it.
 
     Args:
         embed_dims: Channels C.
         num_heads: Heads h; each has d = C / h channels.
-        table_shape: (H', W') of the keys' window, or of their map in pretraining: the rows of a table of positions.
+        table_shape: (H', W') of the keys' window, or of the keys' map in pretraining: the size of a table of positions.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
         attn_drop_rate: Dropout on attention weights, where an attention has weights.
     """
 
-    # Whether mix() gets every head by itself, (B, h, N, d), or all of them together, (B, 1, N, C).
+    # Whether mix() gets one group of channels per head, (B, h, N, d), or all channels in one group, (B, 1, N, C).
     heads_apart = True
-    # Whether mix() may get some of the queries of a map: each is then mixed by itself.
+    # Whether mix() may get some of the queries of a map alone.
     queries_apart = True
 
     def __init__(
@@ -49,7 +49,7 @@ class Attention(BaseModule):
 
     @property
     def groups(self) -> int:
-        """Groups of channels that :meth:`mix` gets apart."""
+        """The number of groups of channels that :meth:`mix` gets."""
         return self.num_heads if self.heads_apart else 1
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Attention(BaseModule):
         """Mixes the values for every query.
 
         Args:
-            q: Queries (B, h, N, d) of B windows or maps; they may be overwritten.
+            q: Queries (B, h, N, d) of B windows or maps; may be overwritten.
             k: Keys (B, h, M, d).
             v: Values (B, h, M, d).
             geometry: Where the tokens lie.
@@ -68,7 +68,7 @@ class Attention(BaseModule):
 
 
 class WindowAttention(Attention):
-    """Attention inside windows; state-dict keys are those of mmdet's WindowMSA. Subclasses write :meth:`mix`.
+    """Attention inside windows, with the state-dict keys of mmdet's WindowMSA. Subclasses write :meth:`mix`.
 
     Args:
         window_size: Side w of a window; N = w * w tokens.
@@ -91,22 +91,22 @@ class WindowAttention(Attention):
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(proj_drop_rate)
-        # q, k and v of padding tokens once a norm is folded into qkv; see slab_det.fusion.
+        # The q, k and v of padding tokens, once a norm is folded into qkv; see keep_padding().
         self.register_buffer('padding_qkv', None)
 
     def padding_row(self) -> Tensor:
-        """q, k and v of a padding token, (3C,): qkv's bias, because the token is zero."""
-        # Padding tokens never passed the norm: they must keep the unfused bias.
+        """The q, k and v of a padding token, (3C,): the bias of qkv, because the token is zero."""
         if self.padding_qkv is not None:
             return self.padding_qkv
         return self.qkv.weight.new_zeros(3 * self.embed_dims) if self.qkv.bias is None else self.qkv.bias
 
     def keep_padding(self) -> None:
-        """Stores q, k and v of padding tokens, before a norm is folded into qkv."""
+        """Stores q, k and v of padding tokens; fusion calls it before it folds a norm into qkv."""
+        # Padding tokens never passed the norm: they must keep the unfused bias.
         self.padding_qkv = self.padding_row().detach().clone()
 
     def input_layers(self) -> tuple[str]:
-        """The layer that reads the input."""
+        """Name of the layer that reads the input, see :func:`slab_det.fusion.register_folds`."""
         return ('qkv',)
 
     def attend(self, x: Tensor, windows: Windows) -> Tensor:
@@ -116,10 +116,10 @@ class WindowAttention(Attention):
 
 
 class ShiftedWindowAttention(BaseModule):
-    """Attention in (shifted) windows of a feature map; state-dict keys are those of mmdet's ShiftWindowMSA.
+    """Attention in (shifted) windows of a feature map, with the state-dict keys of mmdet's ShiftWindowMSA.
 
-    q, k and v are computed once per token of the map. Padding slots of the windows then get q, k and v of a zero
-    token.
+    q, k and v are computed for the tokens of the map. Padding slots of the windows then get the q, k and v that a zero
+    token has.
 
     Args:
         w_msa: The attention inside a window.
@@ -129,6 +129,9 @@ class ShiftedWindowAttention(BaseModule):
     Shape:
         (B, H * W, C) -> (B, H * W, C).
     """
+
+    # Name of the layer that writes the output.
+    output_layer = 'w_msa.proj'
 
     def __init__(self, w_msa: WindowAttention, shift_size: int, drop_path_rate: float) -> None:
         super().__init__()
@@ -143,23 +146,20 @@ class ShiftedWindowAttention(BaseModule):
         out = self.drop(self.w_msa.proj_drop(self.w_msa.proj(self.w_msa.attend(x, windows))))
         return out if identity is None else identity + out
 
-    # The layer that writes the output.
-    output_layer = 'w_msa.proj'
-
     def input_layers(self) -> tuple[str]:
-        """The module that reads the input."""
+        """Name of the module that reads the input."""
         return ('w_msa',)
 
 
 class MapAttention(Attention):
     """Attention over a map, with spatial reduction (PVT, Wang et al., ICCV 2021). Subclasses write :meth:`mix`.
 
-    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm, which leave
-    out rows and columns that fill no r x r block. State-dict keys are those of mmdet's SpatialReductionAttention.
+    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm. The convolution
+    skips rows and columns that fill no r x r block. State-dict keys are those of mmdet's SpatialReductionAttention.
 
     Args:
         sr_ratio: Side r of the blocks that become one key and value.
-        qkv_bias: Whether the projections have a bias: those of q, k, v and, as in mmdet, of the output.
+        qkv_bias: Whether the projections to q, k and v and, as in mmdet, the output projection have a bias.
         proj_drop_rate: Dropout after the output projection.
         drop_path_rate: Stochastic depth.
         norm_cfg: The norm of the reduced map.
@@ -167,6 +167,9 @@ class MapAttention(Attention):
     Shape:
         (B, H * W, C) -> (B, H * W, C).
     """
+
+    # Name of the layer that writes the output.
+    output_layer = 'attn.out_proj'
 
     def __init__(
         self,
@@ -200,7 +203,7 @@ class MapAttention(Attention):
         return out if identity is None else identity + out
 
     def projections(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """Weight and bias that make q, and those that make k and v."""
+        """Weight and bias of the projection to q, and of the projection to k and v."""
         sizes = [self.embed_dims, 2 * self.embed_dims]
         biases = (None, None) if self.attn.in_proj_bias is None else self.attn.in_proj_bias.split(sizes)
         return tuple(zip(self.attn.in_proj_weight.split(sizes), biases, strict=True))
@@ -212,13 +215,10 @@ class MapAttention(Attention):
         image = self.sr(x.transpose(1, 2).unflatten(2, hw_shape))
         return self.norm(image.flatten(2).transpose(1, 2)), (image.shape[2], image.shape[3])
 
-    # The layer that writes the output.
-    output_layer = 'attn.out_proj'
-
     def folds(self) -> Iterator[tuple[str, str]]:
         """Where the norm of the reduced map goes at inference; see :mod:`slab_det.fusion`."""
         yield 'norm', 'attn[kv]'
 
     def input_layers(self) -> tuple[str, ...]:
-        """The layers that read the input: queries come from every token, keys and values from the reduced map."""
+        """Names of the layers that read the input: q comes from every token, k and v from the reduced map."""
         return ('attn[q]', 'sr') if self.sr_ratio > 1 else ('attn[qkv]',)

@@ -1,4 +1,4 @@
-"""Geometry: what an attention needs to know about the tokens that it mixes."""
+"""Windows and maps: where the tokens lie that an attention mixes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021; their value).
+# Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021).
 MASKED_LOGIT = -100.0
 
 
@@ -18,7 +18,7 @@ def resize_table(
 ) -> Tensor:
     """Interpolates a table of positions (1, H0 * W0, C) to a map of (H, W): (1, H * W, C).
 
-    Bilinear, as PVT does: unlike bicubic, as Swin does, it never leaves the range of the rows that were learned.
+    PVT interpolates bilinearly, which never leaves the range of the learned rows, and Swin bicubically.
     """
     # A comparison of sizes would tie an exported model to them, and interpolation to the same size changes nothing.
     if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
@@ -153,7 +153,8 @@ class WindowGeometry(Windows):
             return None
         sides = (-(-side // self.window_size) * self.window_size for side in (self.height, self.width))
         rows, columns = (torch.arange(side, device=self.device) for side in sides)
-        # Rows and columns of the rolled map fall into three bands each: untouched, kept, wrapped around.
+        # The rolled map has three bands of rows and of columns: the windows before the last, the first part of the last
+        # window, and its second part, which came from the other side of the map.
         rows, columns = (
             (i >= len(i) - self.window_size).long() + (i >= len(i) - self.shift).long() for i in (rows, columns)
         )

@@ -22,9 +22,8 @@ class LinearMixing(Attention):
     There is no shift mask: after a shift, tokens of several regions share one sum, as in the released code. Windows
     include their padding tokens.
 
-    Where keys and values are reduced, the values are interpolated in two dimensions to the places of the queries
-    before the convolution. The released code does so along the flattened tokens, across row ends; no published
-    model reduces.
+    Where keys and values are reduced, the convolution reads values that are interpolated to the places of the queries.
+    The released code interpolates along the flattened tokens, across row ends; no published model reduces.
     """
 
     heads_apart = False
@@ -58,13 +57,13 @@ class LinearMixing(Attention):
 
     def summarize(self, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
         """Both sums over the keys, (B, C, C + h): the first, block-diagonal over heads, beside the second."""
-        # Sums over thousands of tokens and a quotient of them: not for half precision.
+        # Half precision cannot hold sums over thousands of tokens.
         if k.dtype.itemsize < 4:
             k, v = k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
-            # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
-            # the two products has the multiply-adds of the output projection, h times what separate heads would have.
+            # One product for all heads, of which the mask leaves the blocks on the diagonal: a copy of each head would
+            # cost more than h times the multiply-adds, which are as many as in the output projection.
             heads = self.head_mask.to(v.dtype)
             return torch.cat([(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]], 2)
 
@@ -86,7 +85,7 @@ class LinearMixing(Attention):
 class SimplifiedMixing(LinearMixing):
     """ReLU as the feature map (SLAB, Guo et al., ICML 2024, eq. 5-7)."""
 
-    # In place: q is a fresh copy, k a fresh sum, and on a CPU every large new tensor is paged in anew.
+    # In place: q is a fresh copy and k a fresh sum, and a CPU takes long to allocate another large tensor.
 
     def query_features(self, q: Tensor) -> Tensor:
         return q.relu_()
@@ -98,8 +97,8 @@ class SimplifiedMixing(LinearMixing):
 class FocusedMixing(LinearMixing):
     """``f(x) = |x| x^3 / |x^3|`` of ``(ReLU(x) + 1e-6) / softplus(theta)`` (FLatten, Han et al., ICCV 2023).
 
-    Norms over all C channels. Sums are means over the keys, as in the authors' release since May 2024: finite in
-    half precision.
+    Norms are over all C channels. Sums over the keys are means, as in the authors' release since May 2024, which half
+    precision can hold.
     """
 
     focusing_factor = 3

@@ -19,7 +19,7 @@ class SoftmaxMixing(Attention):
             bias = repeat_windows(bias, q.shape[0])
         dropout = self.attn_drop_rate if self.training else 0.0
         if torch.jit.is_tracing():
-            # An exported graph would scale k as well, and transpose it twice.
+            # Exported, the function below would scale k as well and transpose it twice.
             logits = (q * self.qk_scale) @ k.transpose(-1, -2)
             return F.dropout((logits if bias is None else logits + bias).softmax(-1), dropout) @ v
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.qk_scale)
