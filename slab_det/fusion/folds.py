@@ -1,4 +1,4 @@
-"""Where norms go: what a module says about its own norms and layers, and how to say it for a foreign class."""
+"""Fold rules: modules say which layers take their norms, and :func:`register_folds` says it for foreign classes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from slab_det.runtime.errors import SlabDetError
 
 
 class CannotFold(SlabDetError):  # noqa: N818 (it ends no program: fuse leaves the norm as one multiply-add)
-    """The reason why a norm cannot become part of its neighbours."""
+    """A norm cannot be folded into its neighbours; the message says why."""
 
 
 class Fold(NamedTuple):
-    """One norm and its neighbours: every layer that reads it, or the one layer that it reads.
+    """One norm and the layers that can take it: all that read it, or the one that it reads.
 
     A method ``folds()`` yields one Fold, or the same values as a plain tuple, for every norm that the module owns.
 
     Attributes:
         norm: Dotted name of the norm, relative to the module.
-        before: Name of the module that reads the norm, or names of all modules that do. A module that is no plain
-            layer is asked for its ``input_layers()``. A part of a module stands in brackets: 'attn[kv]' are the packed
-            projections of k and v of an nn.MultiheadAttention.
-        after: Name of the layer that only the norm reads, where that layer takes the norm.
+        before: Name of the module that reads the norm, or names of all modules that do. Where such a module is no plain
+            layer, its ``input_layers()`` says which layers read its input. A part of a module stands in brackets:
+            'attn[kv]' are the packed projections of k and v of an nn.MultiheadAttention.
+        after: Name of the layer that takes the norm and whose output nothing but the norm reads.
     """
 
     norm: str
@@ -37,13 +37,13 @@ class Fold(NamedTuple):
 class Write(NamedTuple):
     """One layer that adds to the residual stream of a module, as a method ``writes()`` yields it.
 
-    Names are dotted and relative to the module. What the layer reads and the stream that it makes have the same tokens
-    in the same order, channels last. The child that holds a layer with a ``stream``, such as an attention, acts by what
-    it returns alone: it is not run again for what follows. Of a neck, whose layers stand in no stream, a convolution is
-    its own ``stream``.
+    Names are dotted and relative to the module. The input of the layer and the new stream have the same tokens in the
+    same order, channels last. The child that holds a layer with a ``stream``, such as an attention, affects what
+    follows only by what it returns: absorption does not run it again. A neck has no residual stream: there each
+    convolution is its own ``stream``.
 
     Attributes:
-        layer: The linear layer that writes: an nn.Linear, or an nn.Conv2d of kernel 1; of a neck any nn.Conv2d.
+        layer: The linear layer that writes: an nn.Linear or an nn.Conv2d of kernel 1, or any nn.Conv2d in a neck.
         stream: The norm whose input is the new stream; '' where the module returns it.
         source: The module whose output the layer reads, at its first call; '' where the layer itself is called with it.
     """
@@ -64,9 +64,9 @@ def register_folds(
     replace: Callable[[nn.Module], nn.Module] | None = None,
     writes: Callable[[nn.Module], Iterable[Write]] | None = None,
 ) -> None:
-    """Says for classes of another library what modules of one's own say in methods of these names.
+    """Gives classes of another library the methods ``folds()``, ``input_layers()`` and the others below.
 
-    A fold holds for a module of exactly such a class; a subclass may read a norm in another place.
+    A rule holds for modules of exactly such a class: a subclass may read a norm in another place.
 
     Example:
         A block whose ``norm`` is read by its linear layer ``fc`` and by nothing else::
@@ -75,14 +75,14 @@ def register_folds(
 
     Args:
         kinds: The classes.
-        folds: Where the norms of a module go.
-        input_layers: Names of the modules inside that read the module's input. Of ``'name[part]'`` the rule gets the
-            part as its second argument. It raises CannotFold if something else reads the input.
-        output_folds: Of a backbone, one Fold per output, in the order of the outputs: the norm that the output has
-            passed, and the modules inside the backbone that read the norm too.
-        replace: Makes a module that computes the same from the same weights and has a method ``keep_padding()``. The
-            module is replaced before one of its input layers changes.
-        writes: The layers of a module that write its residual stream, which :func:`slab_det.absorb` fits anew.
+        folds: Returns a :class:`Fold` for each norm of a module.
+        input_layers: Returns the names of the layers inside that read the module's input. For ``'name[part]'`` the part
+            is the second argument. Raises CannotFold if something else reads the input.
+        output_folds: Returns a :class:`Fold` for each output of a backbone, in their order: the norm that the output
+            has passed, and the modules inside the backbone that read the norm too.
+        replace: Returns a module that computes the same from the same weights and has a method ``keep_padding()``.
+            Fusion puts it in the place of the module before it changes one of the input layers.
+        writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
     """
     rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds, replace=replace, writes=writes)
     for kind in kinds:
@@ -91,7 +91,7 @@ def register_folds(
 
 
 def _import_rules(kind: type[nn.Module]) -> None:
-    """Imports the rules for a library with its first class: they need all of its models, which take seconds."""
+    """Imports the rules for a library when they are needed: they import all of its models, which takes seconds."""
     library = kind.__module__.partition('.')[0]
     if library in ('mmpretrain', 'timm', 'torch'):
         import_module(f'slab_det.fusion.stock_{library}')

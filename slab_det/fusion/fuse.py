@@ -28,21 +28,21 @@ class FusionError(SlabDetError):
 
 
 def check_statistics(model: nn.Module, checkpoint: str) -> None:
-    """Refuses norms that got no statistics from a checkpoint, as from that of a LayerNorm model.
+    """Raises where a checkpoint brought no statistics for a norm, as the checkpoint of a LayerNorm model does.
 
     Args:
         model: A model that has loaded the checkpoint.
-        checkpoint: What the message calls it.
+        checkpoint: Name of the checkpoint in the message.
 
     Raises:
-        FusionError: Naming the first of such norms.
+        FusionError: With the first such norm.
     """
     norms = dict(named_offline_norms(model))
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:
         raise FusionError(
-            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
-            f'{unset[0]} for one: the fused model would find nothing; train it with this config first'
+            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data ({unset[0]}, ...), and the '
+            'fused model would find nothing; train it with this config first'
         )
 
 
@@ -50,8 +50,8 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
     In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
-    take stays as one multiply-add, :class:`~slab_det.norms.ChannelAffine`. Other norms, such as
-    LayerNorm, stay as they are. ``model.fusion_report`` says which became what.
+    take becomes one multiply-add, :class:`~slab_det.norms.ChannelAffine`. Other norms, such as LayerNorm, stay as they
+    are. ``model.fusion_report`` lists what became of each norm.
 
     Args:
         model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone can be folded
@@ -79,15 +79,18 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
 
 
 def past_fates(model: nn.Module) -> list[NormFate]:
-    """What became of norms that an earlier fusion or absorption of ``model`` replaced."""
+    """The entries of norms that an earlier fusion or absorption of ``model`` replaced."""
     report = getattr(model, 'fusion_report', FusionReport([]))
     return [fate for fate in report.norms if fate.fate != 'kept']
 
 
 def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFate]:
-    """What :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
+    """Decides what :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
 
-    ``absorbed`` are LayerNorms that :func:`slab_det.absorb` takes into their layers; one that no layer can take stays.
+    Args:
+        model: A model for :func:`fuse`.
+        fold_outputs: See :func:`fuse`.
+        absorbed: LayerNorms that :func:`slab_det.absorb` takes into the layers that read them, where they can.
     """
     folds, outputs = _collect_folds(model)
     names = _names_by_memory(model)
@@ -118,10 +121,10 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
 
 
 def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
-    """Does with every norm of ``model``, in place, what :func:`plan_folds` found; what is done already stays.
+    """Folds the norms of ``model``, in place, as :func:`plan_folds` decided; what an earlier fusion did is left alone.
 
     Raises:
-        FusionError: If ``model`` has other norms or layers than the model that the fates were found for.
+        FusionError: If ``model`` has other norms or layers than the model that the plan was made for.
     """
     past = past_fates(model)
     try:
@@ -138,7 +141,7 @@ def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
 
 
 def apply_fold(model: nn.Module, fate: NormFate) -> None:
-    """Does with one norm what its fate says; an absorbed one leaves layers that can hold its affine map."""
+    """Folds one norm as decided; the layers of an absorbed norm only get the form that holds an affine map."""
     if fate.fate != 'kept':
         norm = model.get_submodule(fate.norm)
         replace_module(model, fate.norm, (_as_affine if fate.fate == 'affine' else _fold)(model, fate, norm))
@@ -178,7 +181,7 @@ def check_fusible(model: nn.Module) -> None:
 
 
 def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[str, int]]]:
-    """The fold of each norm, and of an output norm the backbone and the index of the output; names are the model's."""
+    """The fold of each norm, and for each output norm the backbone and the index of the output, by full names."""
     folds, outputs = {}, {}
     for prefix, module in model.named_modules():
         for question in ('folds', 'output_folds'):
@@ -194,7 +197,7 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
 
 
 def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
-    """The layers that read the input of a module or of its part; CannotFold if a module on the way does not say."""
+    """Names of the layers that read the input of a module or of its part; CannotFold if a module does not say."""
     name, part = split_part(reader)
     module = model.get_submodule(name)
     if type(module) in FOLDABLE_LAYERS:
@@ -214,7 +217,7 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: di
     """
     name, part = split_part(target)
     layer = model.get_submodule(name)
-    # A hook on what contains only the norm or only the layer stands between the two.
+    # A hook of a module that contains the norm or the layer, and not both, runs between the two.
     for between in sorted({*containers_of(norm)} ^ {*containers_of(name), name}):
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
@@ -239,9 +242,9 @@ def _memory(parameter: nn.Parameter) -> int:
 
 
 def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:
-    """Makes a norm part of its layers; returns what stands in the place of the norm."""
+    """Folds a norm into its layers; returns the identity that takes its place."""
     if fate.fate == 'absorbed':
-        # The layers get the form that takes an affine map; slab_det.absorb, or a checkpoint, brings its weights.
+        # An identity, so that the layers get their form; slab_det.absorb or a checkpoint brings the weights.
         norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
         affine = norm.scale, norm.shift
     else:

@@ -13,13 +13,13 @@ class NormFate:
     """What became of one norm.
 
     Attributes:
-        norm: Its dotted name in the model.
-        kind: Its class.
-        fate: 'folded' into a neighbour; 'absorbed' by a neighbour (:func:`slab_det.absorb`); left as one 'affine'
-            multiply-add; or 'kept' as it was.
-        into: The layers it was folded into, separated by commas, or ''.
+        norm: Dotted name of the norm in the model.
+        kind: Class of the norm.
+        fate: 'folded' into linear layers; 'absorbed' by them (:func:`slab_det.absorb`); 'affine', one multiply-add; or
+            'kept' as it was.
+        into: Names of the layers that took it, separated by commas, or ''.
         side: Whether the norm stood at the 'input' or at the 'output' of these layers.
-        reason: Why it was not folded, or ''.
+        reason: Why no layer took it, or ''.
     """
 
     norm: str
@@ -36,7 +36,7 @@ class NormFate:
 
 @dataclass
 class FusionReport:
-    """The fate of every norm, in the order of the model's modules."""
+    """What became of every norm, in the order of the model's modules."""
 
     norms: list[NormFate]
 
@@ -45,7 +45,7 @@ class FusionReport:
         return [norm for norm in self.norms if norm.fate == fate]
 
     def to_dict(self) -> dict:
-        """The number of norms of each fate, and every norm."""
+        """The number of norms with each fate, and every norm."""
         return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms]}
 
     def __str__(self) -> str:

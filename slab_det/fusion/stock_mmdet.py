@@ -1,4 +1,4 @@
-"""Where norms go in mmdet's own modules: Swin, PVT, PVTv2, and the FPN, which takes output norms."""
+"""Fold rules for mmdet's Swin, PVT and PVTv2, and for its FPN, which takes the output norms."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def _conv_module_input_layers(module: ConvModule) -> tuple[str]:
 
 
 def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
-    """Our attention with the layers, parameters and buffers of mmdet's: it computes the same under the same keys.
+    """Our attention with the layers, parameters and buffers of mmdet's: the same results and state-dict keys.
 
-    Ours can give padding tokens another bias than qkv has: mmdet pads windows behind norm1 and before qkv, so its
-    padding tokens have the bias of qkv, which a fold changes.
+    mmdet pads maps between norm1 and qkv: padding tokens get the bias of qkv, which a fold changes. Ours can keep the
+    unfused bias for them.
     """
     theirs = attn.w_msa
     if type(theirs) is not WindowMSA:
         raise CannotFold(f'its attention is a {type(theirs).__name__}')
-    # Nothing is allocated or drawn: every tensor is taken from the original.
+    # On the meta device no weight is drawn; every tensor comes from the original.
     with torch.device('meta'):
         w_msa = SoftmaxWindowAttention(
             theirs.embed_dims,
@@ -98,9 +98,9 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
 
 
 def own_map_attention(attn: SpatialReductionAttention) -> MapAttention:
-    """Our attention with the layers of mmdet's: it computes the same under the same keys.
+    """Our attention with the layers of mmdet's: the same results and state-dict keys.
 
-    mmdet's output projection is never called as a module, so that nothing can see what it reads.
+    mmdet never calls the output projection as a module, so that :func:`slab_det.absorb` could not see its input.
     """
     if not attn.batch_first:
         raise CannotFold('its tokens come batch last')
