@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -48,7 +47,6 @@ class PRepBN(OfflineNorm):
         # Checkpoints hold the buffer. Forward reads the float, so that it never waits for the device.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
-        self._is_managed = False
 
     @property
     def gamma(self) -> float:
@@ -61,7 +59,6 @@ class PRepBN(OfflineNorm):
             raise ValueError(f'gamma must lie in [0, 1], got {value}')
         self._gamma_value = float(value)
         self._gamma.fill_(self._gamma_value)
-        self._is_managed = True
 
     def read_numbers(self) -> None:
         self._gamma_value = read_number(self._gamma, self._gamma_value)
@@ -87,14 +84,6 @@ class PRepBN(OfflineNorm):
     def train_forward(self, x: Tensor) -> Tensor:
         """The mixture of eq. 3 at the current gamma."""
         self.check_channels(x)
-        if self.training and not self._is_managed:
-            self._is_managed = True
-            # mmengine drops warnings that repeat.
-            MMLogger.get_current_instance().warning(
-                'A PRepBN trains at gamma > 0, and nothing has set its gamma: it stays LayerNorm and cannot be fused. '
-                "Add dict(type='ProgressiveNormHook') to custom_hooks, which replaces the list of its _base_, or call "
-                'slab_det.set_gamma(model, gamma) in a training loop of your own'
-            )
         gamma = self._gamma_value
         is_frozen = not (self.repbn.training or self.calibrating)
         # At gamma = 1 initial statistics do no harm: no warning.

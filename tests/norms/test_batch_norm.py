@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import nn
 
@@ -140,22 +139,3 @@ def test_what_writes_gamma_in_place_counts_from_the_next_train_or_eval_on():
             switch(norm)
             assert norm.gamma == norm._gamma.item() == 0.25
             assert torch.equal(norm.eval()(x), source.eval()(x))
-
-
-def test_a_gamma_that_nobody_manages_is_warned_of_once(capsys, monkeypatch):
-    logger = MMLogger.get_instance('unmanaged gamma')
-    monkeypatch.setattr(MMLogger, 'get_current_instance', lambda: logger)
-
-    def warnings(model):
-        for _ in range(2):
-            model(torch.rand(2, 3, C))
-        return [line for line in capsys.readouterr().out.splitlines() if 'WARNING' in line]
-
-    def build():
-        return nn.Sequential(PRepBN(C), PRepBN(C))
-
-    managed = build()
-    set_gamma(managed, 0.5)
-    assert not warnings(managed) + warnings(build().eval())
-    (text,) = warnings(build())
-    assert 'ProgressiveNormHook' in text and 'set_gamma' in text
