@@ -155,7 +155,7 @@ class MapAttention(Attention):
     """Attention over a map, with spatial reduction (PVT, Wang et al., ICCV 2021). Subclasses write :meth:`mix`.
 
     With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm. The convolution
-    skips rows and columns that fill no r x r block. State-dict keys are those of mmdet's SpatialReductionAttention.
+    skips rows and columns that fill no r x r block. State-dict keys are as in mmdet's SpatialReductionAttention.
 
     Args:
         sr_ratio: Side r of the blocks that become one key and value.

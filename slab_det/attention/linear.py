@@ -109,7 +109,7 @@ class FocusedMixing(LinearMixing):
 
     def query_features(self, q: Tensor) -> Tensor:
         x = (q.relu() + 1e-6) / F.softplus(self.scale)
-        # Cubes of unit vectors: those of x itself leave the range of float32 from 1e6 on.
+        # Cubes of unit vectors: for x above 1e6 the norm of x^3 leaves the range of float32.
         length = x.norm(dim=-1, keepdim=True)
         powered = (x / length) ** self.focusing_factor
         return powered * (length / powered.norm(dim=-1, keepdim=True))

@@ -19,10 +19,10 @@ from slab_det.fusion.stock_mmdet import swin_output_folds
 
 
 class Stripes(BaseModule):
-    """Attention inside the stripes of a map, each of which is a small map, and the convolution of their values (LePE).
+    """Attention inside the stripes of a map, and a convolution of the values of each stripe (LePE).
 
-    A map that is no multiple of the width gets zeros on both sides, in q, k and v themselves: padding tokens never
-    pass a norm or its fold. The odd row or column stands at the end.
+    Where a map is no multiple of the width, q, k and v are padded with zeros on both sides, and with the odd row or
+    column at the end. Padding therefore never passes a norm or its fold.
 
     Args:
         word: The attention, one of ``STRIPE_ATTENTIONS``.
@@ -57,7 +57,7 @@ class Stripes(BaseModule):
         q, k, v = (self.cut(part.unflatten(1, hw_shape)) for part in (q, k, v))
         shape = (v.shape[1], v.shape[2])
         local = self.get_v(v.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        # Contiguous: q may be overwritten, and must not be a view of the whole map's.
+        # Contiguous: mix() may overwrite q, which must not be a view of the map.
         groups = (split_groups(part.flatten(1, 2).contiguous(), self.attn.groups) for part in (q, k, v))
         mixed = join_groups(self.attn.mix(*groups, MapGeometry(shape, shape, False))).unflatten(1, shape)
         return self.merge(mixed + local, hw_shape).flatten(1, 2)
@@ -67,7 +67,7 @@ class Stripes(BaseModule):
         if self.width is None:
             return image
         missing = -image.shape[self.axis] % self.width
-        # Whether a traced size divides is not known.
+        # Tracing does not know whether a size divides.
         if torch.jit.is_tracing() or missing:
             pads = [missing // 2, missing - missing // 2]
             image = F.pad(image, [0, 0, *pads] if self.axis == 2 else [0, 0, 0, 0, *pads])
@@ -87,7 +87,7 @@ class Stripes(BaseModule):
 class StripeAttention(MapAttention):
     """Attention in cross-shaped windows: half of the heads in vertical stripes, the other half in horizontal ones.
 
-    The attention of each half, and its convolution, see that half's channels alone.
+    Each half has an attention and a convolution of its own, which see only the channels of the half.
 
     Args:
         word: The attention, one of ``STRIPE_ATTENTIONS``.
@@ -140,7 +140,7 @@ class SLABCSwin(Backbone):
     norm_cfg=dict(type='PRepBN')``. Maps of any size are cut and padded as in the authors' code for segmentation, whose
     last stage attends over the whole map; SLAB's linear stages do in classification, and do here at every size.
 
-    Arguments that are not described here are those of :class:`~slab_det.backbones.SLABSwin`.
+    :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
 
     Args:
         stripe_widths: Width of the stripes per stage, in tokens; None for one window that is the whole map.

@@ -23,13 +23,13 @@ from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 class SLABPVT(Backbone):
     """Pyramid Vision Transformer whose norms and attention are chosen by a word (PVT, PVTv2, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are those of mmdet's PyramidVisionTransformer, whose checkpoints load.
+    Arguments, defaults and state-dict keys are as in mmdet's PyramidVisionTransformer, whose checkpoints load.
     The rows of the papers: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``;
     PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-PVT adds ``attention='sla'``. PVTv2, mmdet's
     PyramidVisionTransformerV2, is ``patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False,
     norm_after_stage=True, use_conv_ffn=True``.
 
-    Arguments that are not described here are those of :class:`~slab_det.backbones.SLABSwin`.
+    :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
 
     Args:
         in_channels, embed_dims: Channels of the image, and C of one head; stage i has C * num_heads[i].
@@ -117,7 +117,7 @@ class SLABPVT(Backbone):
             in_channels, map_shape = channels, patch_embed.init_out_size
             blocks = ModuleList()
             if use_abs_pos_embed:
-                # mmdet's sizes: where patches do not overlap, those of the maps.
+                # As in mmdet: the size of the map where patches do not overlap.
                 pos_shape = self.count_positions(math.prod(patch_sizes[: i + 1]))
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             for _ in range(num_layers[i]):
@@ -156,7 +156,7 @@ class SLABPVT(Backbone):
         '; PVTv2 needs patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, '
         'norm_after_stage=True, use_conv_ffn=True'
     )
-    # Where the norms behind the stages go at inference; those of outputs are read by the neck.
+    # The next stage reads the norm behind a stage, and the neck reads it too where the stage is an output.
     folds, output_folds = pvt_folds, pvt_output_folds
 
     def init_from_scratch(self) -> None:

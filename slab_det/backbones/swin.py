@@ -38,7 +38,7 @@ class SwinStage(BaseModule):
 class SLABSwin(Backbone):
     """Swin Transformer whose norms and attention are chosen by a word (Swin, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are those of mmdet's SwinTransformer, whose checkpoints load. The rows
+    Arguments, defaults and state-dict keys are as in mmdet's SwinTransformer, whose checkpoints load. The rows
     of the papers: Swin is the default; Swin-PRepBN is ``norm_cfg=dict(type='PRepBN')``; SLAB-Swin adds
     ``attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7)``.
 

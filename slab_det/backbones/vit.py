@@ -26,7 +26,7 @@ class SLABViT(Backbone):
     DeiT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-DeiT adds ``attention='sla'`` and has, as in the
     released code, no class token: its tokens are averaged.
 
-    Arguments that are not described here are those of :class:`~slab_det.backbones.SLABSwin`.
+    :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
 
     Args:
         embed_dims: Channels C.

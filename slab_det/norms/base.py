@@ -68,7 +68,9 @@ class OfflineNorm(nn.GroupNorm, ABC):
     def train_forward(self, x: Tensor) -> Tensor:
         """Normalises a training batch ``x``, (..., C), and updates the buffers in place.
 
-        ``x`` may be in half precision, see :func:`at_least_float32`.
+        ``x`` may be in half precision, see :func:`at_least_float32`. Recalibration calls it too, and so does activation
+        checkpointing a second time for each batch. Updates of the statistics do no harm there: the end of a training
+        estimates them anew.
         """
 
     @abstractmethod

@@ -72,7 +72,7 @@ class RepBN(TokenBN):
 
     Trains with batch statistics over every token; at inference it is the affine map of Lemma 4.1:
     scale = alpha / sigma + eta, shift = beta - alpha * mu / sigma, sigma = sqrt(var + eps).
-    Other arguments, shape and errors are those of :class:`TokenBN`.
+    :class:`TokenBN` describes the other arguments, shape and errors.
 
     Args:
         eta: Start of eta; 1 is the authors'. A PVT from scratch needs less, such as 0.1: its stream is not near unit
@@ -92,7 +92,7 @@ class RepBN(TokenBN):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm of a map plus ``eta x``, in few kernels: eta's gradient follows from those of weight and bias."""
+    """BatchNorm of a map plus ``eta x``, in few kernels: the gradients of weight and bias give the one of eta."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, eta: Tensor | None, norm: TokenBN) -> Tensor:

@@ -229,7 +229,7 @@ class UN(QuadraticNorm):
     Two things of the released code are not in the paper's formulas and not here: the factor r between batch and running
     statistics in the gradient, and backward averages that also wait for the end of the warm-up.
 
-    Other arguments, shape and errors are those of :class:`QuadraticNorm`.
+    :class:`QuadraticNorm` describes the other arguments, shape and errors.
 
     Args:
         window_size: Values M of the moving means, forward and backward; at least 1.
@@ -290,7 +290,7 @@ class MABN(QuadraticNorm):
     s^ <- a s^ + (1 - a) mean x^2, a = 1 - momentum; psi is the mean of the last M values of gs. Without the paper's
     centralized weights, and without the released code's factor r between batch and running statistics.
 
-    Other arguments, shape and errors are those of :class:`QuadraticNorm`.
+    :class:`QuadraticNorm` describes the other arguments, shape and errors.
 
     Args:
         momentum: Weight of the new value in s^; the released code has 0.02.
@@ -323,7 +323,7 @@ class PowerNorm(QuadraticNorm):
     s^ <- a s^ + (1 - a) mean x^2 and psi <- a psi + (1 - a) gs, a = 1 - momentum. As in UN's comparison, tokens are not
     divided by their own quadratic means, which is no affine map at inference.
 
-    Arguments, shape and errors are those of :class:`QuadraticNorm`.
+    :class:`QuadraticNorm` describes arguments, shape and errors.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, warmup_iters: int = 10000) -> None:

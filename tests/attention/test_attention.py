@@ -242,7 +242,7 @@ def test_geometries_agree_on_random_sizes_and_folded_padding(word):
 def test_gradients(word):
     block, attn = make_block(word, 2, 1), make_map(word, 2)
     x = torch.randn(2, 3 * 2, CHANNELS, dtype=torch.double, requires_grad=True)
-    # Of padding slots too: they hold the bias.
+    # The bias has a gradient from padding slots too.
     assert torch.autograd.gradcheck(lambda x, bias: block(x, (3, 2)), (x, block.w_msa.qkv.bias))
     assert torch.autograd.gradcheck(lambda x: attn(x, (3, 2)), (x,))
 

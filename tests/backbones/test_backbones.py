@@ -239,7 +239,7 @@ def find_backbones(cfg: object) -> list[dict]:
 
 def test_every_swin_and_pvt_config_of_mmdet_takes_our_backbone_by_its_type(tmp_path):
     files = sorted((Path(mmdet.__file__).parent / '.mim/configs').rglob('*.py'))
-    # A config that says nothing of its backbone has that of a config below it, which is among them.
+    # A config without a backbone takes the backbone of its _base_, which is among the files.
     files = [
         file
         for file in files

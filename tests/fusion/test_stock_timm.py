@@ -63,7 +63,7 @@ def test_norms_of_timm_fold_exactly(name):
 
 @pytest.mark.parametrize('name', ['ViT', 'ViT with options', 'ViT of 288 pixels', 'Swin', 'Swin of 280 pixels'])
 def test_norms_of_timm_are_absorbed(name):
-    """Of LayerNorms that are affine nothing is lost."""
+    """LayerNorms that are affine are absorbed without loss."""
     build, options, size, left = MODELS[name]
     model = make_affine(as_trained(build(**options).double()))
     images = [torch.randn(2, 3, size, size).double() for _ in range(5)]
