@@ -5,7 +5,15 @@ A new attention subclasses :class:`WindowAttention` (for SLABSwin), :class:`MapA
 Configs choose it by its name in ``WINDOW_ATTENTIONS``, ``MAP_ATTENTIONS`` or ``STRIPE_ATTENTIONS``.
 """
 
-from slab_det.attention.base import Attention, MapAttention, ShiftedWindowAttention, WindowAttention
+from slab_det.attention.base import (
+    Attention,
+    MapAttention,
+    ShiftedWindowAttention,
+    SoftmaxMapAttention,
+    SoftmaxMixing,
+    SoftmaxWindowAttention,
+    WindowAttention,
+)
 from slab_det.attention.geometry import WindowGeometry, repeat_windows
 from slab_det.attention.linear import (
     FocusedMapAttention,
@@ -15,7 +23,6 @@ from slab_det.attention.linear import (
     SimplifiedMixing,
     SimplifiedWindowAttention,
 )
-from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxMixing, SoftmaxWindowAttention
 
 WINDOW_ATTENTIONS: dict[str, type[WindowAttention]] = {
     'softmax': SoftmaxWindowAttention,
@@ -40,6 +47,8 @@ __all__ = [
     'Attention',
     'MapAttention',
     'ShiftedWindowAttention',
+    'SoftmaxMapAttention',
+    'SoftmaxWindowAttention',
     'WindowAttention',
     'WindowGeometry',
     'repeat_windows',

@@ -12,9 +12,8 @@ from mmengine.model import BaseModule, ModuleList
 from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from torch import Tensor, nn
 
-from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
+from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.attention.geometry import resize_table
-from slab_det.attention.softmax import SoftmaxWindowAttention
 from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.fusion.stock_mmdet import swin_output_folds

@@ -14,8 +14,7 @@ from mmdet.models.necks import FPN, FPN_DropBlock
 from mmengine.model import Sequential
 from torch import nn
 
-from slab_det.attention import MapAttention, ShiftedWindowAttention
-from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
+from slab_det.attention import MapAttention, ShiftedWindowAttention, SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 
 # They hand the outputs of the backbone to the neck, and to nothing else.

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.attention import ShiftedWindowAttention
+from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.attention.geometry import resize_table
 from slab_det.attention.linear import SimplifiedWindowAttention
-from slab_det.attention.softmax import SoftmaxWindowAttention
 from slab_det.backbones.blocks import FFN, PositionEmbedding
 from slab_det.deployment.blocks import two_layers
 from slab_det.deployment.constants import Constants, constant
