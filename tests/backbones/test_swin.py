@@ -71,23 +71,6 @@ def test_frozen_stages_stay_as_they_are():
     assert not [key for key in moved if key.startswith(frozen)]
 
 
-@pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm'])
-def test_norm_eval_freezes_no_statistics_that_were_never_estimated(norm):
-    """A LayerNorm model that was converted saves mean 0 and variance 1, which is no norm at all."""
-    source, model = (build(SWIN, norm_cfg=dict(type=norm), norm_eval=True) for _ in range(2))
-    set_gamma(source, 0.0)
-    model.load_state_dict(source.state_dict())
-    assert model.train().norm1.training
-    # One channel of one of them is enough.
-    for name in ('running_mean', 'running_var'):
-        state = source.state_dict()
-        for key in [key for key in state if key.startswith('norm1.') and key.endswith(name)]:
-            state[key] = state[key] + 0.25 * (torch.arange(16) == 3)
-            model.load_state_dict(state)
-            assert not model.train().norm1.training, name
-            assert model.norm0.training, name
-
-
 def test_an_ffn_norm_that_the_checkpoint_lacks_is_reported():
     """A LayerNorm Swin fills all but the norms that it does not have; those stay live under norm_eval."""
     theirs = randomize(SwinTransformer(**{key: value for key, value in SWIN.items() if key != 'type'}))
