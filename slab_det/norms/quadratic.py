@@ -185,8 +185,6 @@ class _Window(nn.Module):
 
     def __init__(self, window_size: int, num_features: int) -> None:
         super().__init__()
-        if window_size < 1:
-            raise ValueError(f'window_size must be at least 1, got {window_size}')
         self.register_buffer('values', torch.zeros(window_size, num_features))
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
         # The same as a number of Python, see OfflineNorm.read_numbers().
