@@ -45,7 +45,7 @@ class LinearMixing(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
         q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)
         local = self.convolve(geometry.values_at_queries(v), geometry.query_shape)
-        return local.add_(self.read(q, self.summarize(k, v, geometry)).to(local.dtype)).unsqueeze(1)
+        return local.add_(self.average(q, k, v, geometry).to(local.dtype)).unsqueeze(1)
 
     @abstractmethod
     def query_features(self, q: Tensor) -> Tensor:
@@ -55,23 +55,18 @@ class LinearMixing(Attention):
     def key_features(self, k: Tensor) -> Tensor:
         """f(k), non-negative, (B, M, C); may write into k."""
 
-    def summarize(self, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
-        """Both sums over the keys, (B, C, C + h): the first, block-diagonal over heads, beside the second."""
+    def average(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+        """The weighted average of the values for each query, (B, N, C): the quotient of both sums over the keys."""
         # Half precision cannot hold sums over thousands of tokens.
         if k.dtype.itemsize < 4:
-            k, v = k.float(), v.float()
+            q, k, v = q.float(), k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
-            # One product for all heads, of which the mask leaves the blocks on the diagonal: a copy of each head would
-            # cost more than h times the multiply-adds, which are as many as in the output projection.
+            # One product for all heads, of which the mask keeps the blocks on the diagonal. It has h times the
+            # multiply-adds of separate heads, as many as the output projection, and takes less time than to copy heads.
             heads = self.head_mask.to(v.dtype)
-            return torch.cat([(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]], 2)
-
-    def read(self, q: Tensor, summary: Tensor) -> Tensor:
-        """The quotient of both sums for the queries (B, N, C), of the same shape."""
-        q = q.float() if q.dtype.itemsize < 4 else q
-        with torch.autocast(q.device.type, enabled=False):
-            out, weight_sum = (self.query_features(q) @ summary).split([self.embed_dims, self.num_heads], 2)
+            sums = [(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]]
+            out, weight_sum = (self.query_features(q) @ torch.cat(sums, 2)).split([self.embed_dims, self.num_heads], 2)
             return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
 
     def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
