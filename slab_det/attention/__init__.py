@@ -1,12 +1,19 @@
-"""Attention as mathematics over a geometry.
+"""Attention in windows (Swin), over maps (PVT, ViT) and in stripes (CSWin).
 
 A new attention subclasses :class:`WindowAttention` (for SLABSwin), :class:`MapAttention` (for SLABPVT and SLABViT) or
-:class:`Attention` (for SLABCSwin) and writes ``mix(q, k, v, geometry)``. Configs choose it by its word in
-``WINDOW_ATTENTIONS``, ``MAP_ATTENTIONS`` or ``STRIPE_ATTENTIONS``. It trains, fuses, deploys and exports as the
-attentions here do.
+:class:`Attention` (for SLABCSwin) and writes ``mix(q, k, v, geometry)``, which training, deployment and export call.
+Configs choose it by its name in ``WINDOW_ATTENTIONS``, ``MAP_ATTENTIONS`` or ``STRIPE_ATTENTIONS``.
 """
 
-from slab_det.attention.base import Attention, MapAttention, ShiftedWindowAttention, WindowAttention
+from slab_det.attention.base import (
+    Attention,
+    MapAttention,
+    ShiftedWindowAttention,
+    SoftmaxMapAttention,
+    SoftmaxMixing,
+    SoftmaxWindowAttention,
+    WindowAttention,
+)
 from slab_det.attention.geometry import WindowGeometry, repeat_windows
 from slab_det.attention.linear import (
     FocusedMapAttention,
@@ -16,7 +23,6 @@ from slab_det.attention.linear import (
     SimplifiedMixing,
     SimplifiedWindowAttention,
 )
-from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxMixing, SoftmaxWindowAttention
 
 WINDOW_ATTENTIONS: dict[str, type[WindowAttention]] = {
     'softmax': SoftmaxWindowAttention,
@@ -41,6 +47,8 @@ __all__ = [
     'Attention',
     'MapAttention',
     'ShiftedWindowAttention',
+    'SoftmaxMapAttention',
+    'SoftmaxWindowAttention',
     'WindowAttention',
     'WindowGeometry',
     'repeat_windows',

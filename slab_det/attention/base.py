@@ -1,4 +1,4 @@
-"""Attention between its projections in and out: in (shifted) windows (Swin), and over maps (PVT)."""
+"""Attention layers: in (shifted) windows, as in Swin, and over maps, as in PVT."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from mmcv.cnn.bricks.transformer import build_dropout
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from slab_det.attention.geometry import Geometry, MapGeometry, WindowGeometry, Windows, join_groups, split_groups
+from slab_det.attention.geometry import (
+    Geometry,
+    MapGeometry,
+    WindowGeometry,
+    Windows,
+    join_groups,
+    repeat_windows,
+    split_groups,
+)
 
 
 class Attention(BaseModule):
-    """Mathematics over a geometry. Subclasses write :meth:`mix`; training, deployment and export all call it.
+    """Mixes values by queries and keys. Subclasses write :meth:`mix`; training, deployment and export call it.
 
     Args:
         embed_dims: Channels C.
         num_heads: Heads h; each has d = C / h channels.
-        table_shape: (H', W') of the keys' window, or of their map in pretraining: the rows of a table of positions.
+        table_shape: (H', W') of the keys' window, or of the keys' map in pretraining: the size of a table of positions.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
         attn_drop_rate: Dropout on attention weights, where an attention has weights.
-
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``embed_dims``.
     """
 
-    # Whether mix() gets every head by itself, (B, h, N, d), or all of them together, (B, 1, N, C).
+    # Whether mix() gets one group of channels per head, (B, h, N, d), or all channels in one group, (B, 1, N, C).
     heads_apart = True
-    # Whether mix() may get some of the queries of a map: each is then mixed by itself.
+    # Whether mix() may get some of the queries of a map alone.
     queries_apart = True
 
     def __init__(
@@ -43,8 +48,6 @@ class Attention(BaseModule):
         attn_drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        if embed_dims % num_heads:
-            raise ValueError(f'num_heads={num_heads} does not divide embed_dims={embed_dims}')
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.table_shape = table_shape
@@ -54,7 +57,7 @@ class Attention(BaseModule):
 
     @property
     def groups(self) -> int:
-        """Groups of channels that :meth:`mix` gets apart."""
+        """The number of groups of channels that :meth:`mix` gets."""
         return self.num_heads if self.heads_apart else 1
 
     @abstractmethod
@@ -62,7 +65,7 @@ class Attention(BaseModule):
         """Mixes the values for every query.
 
         Args:
-            q: Queries (B, h, N, d) of B windows or maps; they may be overwritten.
+            q: Queries (B, h, N, d) of B windows or maps; may be overwritten.
             k: Keys (B, h, M, d).
             v: Values (B, h, M, d).
             geometry: Where the tokens lie.
@@ -72,8 +75,27 @@ class Attention(BaseModule):
         """
 
 
+class SoftmaxMixing(Attention):
+    """``softmax(q k^T / sqrt(d) + B) v`` per head; a base before WindowAttention or MapAttention."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+        bias = self.logit_bias(geometry, q.dtype)
+        if bias is not None:
+            bias = repeat_windows(bias, q.shape[0])
+        dropout = self.attn_drop_rate if self.training else 0.0
+        if torch.jit.is_tracing():
+            # Exported, the function below would scale k as well and transpose it twice.
+            logits = (q * self.qk_scale) @ k.transpose(-1, -2)
+            return F.dropout((logits if bias is None else logits + bias).softmax(-1), dropout) @ v
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.qk_scale)
+
+    def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
+        """B, (1, h, N, M), or (nW, h, N, M) for nW windows of a map; None for none."""
+        return None
+
+
 class WindowAttention(Attention):
-    """Attention inside windows; state-dict keys are those of mmdet's WindowMSA. Subclasses write :meth:`mix`.
+    """Attention inside windows, with the state-dict keys of mmdet's WindowMSA. Subclasses write :meth:`mix`.
 
     Args:
         window_size: Side w of a window; N = w * w tokens.
@@ -96,22 +118,22 @@ class WindowAttention(Attention):
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(proj_drop_rate)
-        # q, k and v of padding tokens once a norm is folded into qkv; see slab_det.fusion.
+        # The q, k and v of padding tokens, once a norm is folded into qkv; see keep_padding().
         self.register_buffer('padding_qkv', None)
 
     def padding_row(self) -> Tensor:
-        """q, k and v of a padding token, (3C,): qkv's bias, because the token is zero."""
-        # Padding tokens never passed the norm: they must keep the unfused bias.
+        """The q, k and v of a padding token, (3C,): the bias of qkv, because the token is zero."""
         if self.padding_qkv is not None:
             return self.padding_qkv
         return self.qkv.weight.new_zeros(3 * self.embed_dims) if self.qkv.bias is None else self.qkv.bias
 
     def keep_padding(self) -> None:
-        """Stores q, k and v of padding tokens, before a norm is folded into qkv."""
+        """Stores q, k and v of padding tokens; fusion calls it before it folds a norm into qkv."""
+        # Padding tokens never passed the norm: they must keep the unfused bias.
         self.padding_qkv = self.padding_row().detach().clone()
 
     def input_layers(self) -> tuple[str]:
-        """The layer that reads the input."""
+        """Name of the layer that reads the input, see :func:`slab_det.fusion.register_folds`."""
         return ('qkv',)
 
     def attend(self, x: Tensor, windows: Windows) -> Tensor:
@@ -120,11 +142,33 @@ class WindowAttention(Attention):
         return windows.merge(self.mix(q, k, v, windows))
 
 
-class ShiftedWindowAttention(BaseModule):
-    """Attention in (shifted) windows of a feature map; state-dict keys are those of mmdet's ShiftWindowMSA.
+class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
+    """Softmax attention with relative position bias (Swin, Liu et al., ICCV 2021).
 
-    q, k and v are computed once per token of the map. Padding slots of the windows then get q, k and v of a zero
-    token.
+    B is the position bias of each pair of slots. Pairs from different regions of a shifted map get -100 in addition.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * self.window_size - 1) ** 2, self.num_heads))
+        places = torch.cartesian_prod(torch.arange(self.window_size), torch.arange(self.window_size))
+        offset = places[:, None] - places[None] + self.window_size - 1
+        # The row of the table for each pair of slots, (N, N).
+        self.register_buffer('relative_position_index', offset[..., 0] * (2 * self.window_size - 1) + offset[..., 1])
+
+    def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+        num_slots = self.window_size**2
+        bias = self.relative_position_bias_table[self.relative_position_index.view(-1)]
+        bias = bias.view(1, num_slots, num_slots, -1).permute(0, 3, 1, 2).to(dtype)
+        mask = geometry.attention_mask(dtype)
+        return (bias if mask is None else bias + mask[:, None]).contiguous()
+
+
+class ShiftedWindowAttention(BaseModule):
+    """Attention in (shifted) windows of a feature map, with the state-dict keys of mmdet's ShiftWindowMSA.
+
+    q, k and v are computed for the tokens of the map. Padding slots of the windows then get the q, k and v that a zero
+    token has.
 
     Args:
         w_msa: The attention inside a window.
@@ -134,6 +178,9 @@ class ShiftedWindowAttention(BaseModule):
     Shape:
         (B, H * W, C) -> (B, H * W, C).
     """
+
+    # Name of the layer that writes the output.
+    output_layer = 'w_msa.proj'
 
     def __init__(self, w_msa: WindowAttention, shift_size: int, drop_path_rate: float) -> None:
         super().__init__()
@@ -148,23 +195,20 @@ class ShiftedWindowAttention(BaseModule):
         out = self.drop(self.w_msa.proj_drop(self.w_msa.proj(self.w_msa.attend(x, windows))))
         return out if identity is None else identity + out
 
-    # The layer that writes the output.
-    output_layer = 'w_msa.proj'
-
     def input_layers(self) -> tuple[str]:
-        """The module that reads the input."""
+        """Name of the module that reads the input."""
         return ('w_msa',)
 
 
 class MapAttention(Attention):
     """Attention over a map, with spatial reduction (PVT, Wang et al., ICCV 2021). Subclasses write :meth:`mix`.
 
-    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm, which leave
-    out rows and columns that fill no r x r block. State-dict keys are those of mmdet's SpatialReductionAttention.
+    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm. The convolution
+    skips rows and columns that fill no r x r block. State-dict keys are as in mmdet's SpatialReductionAttention.
 
     Args:
         sr_ratio: Side r of the blocks that become one key and value.
-        qkv_bias: Whether the projections have a bias: those of q, k, v and, as in mmdet, of the output.
+        qkv_bias: Whether the projections to q, k and v and, as in mmdet, the output projection have a bias.
         proj_drop_rate: Dropout after the output projection.
         drop_path_rate: Stochastic depth.
         norm_cfg: The norm of the reduced map.
@@ -172,6 +216,9 @@ class MapAttention(Attention):
     Shape:
         (B, H * W, C) -> (B, H * W, C).
     """
+
+    # Name of the layer that writes the output.
+    output_layer = 'attn.out_proj'
 
     def __init__(
         self,
@@ -205,7 +252,7 @@ class MapAttention(Attention):
         return out if identity is None else identity + out
 
     def projections(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """Weight and bias that make q, and those that make k and v."""
+        """Weight and bias of the projection to q, and of the projection to k and v."""
         sizes = [self.embed_dims, 2 * self.embed_dims]
         biases = (None, None) if self.attn.in_proj_bias is None else self.attn.in_proj_bias.split(sizes)
         return tuple(zip(self.attn.in_proj_weight.split(sizes), biases, strict=True))
@@ -217,13 +264,14 @@ class MapAttention(Attention):
         image = self.sr(x.transpose(1, 2).unflatten(2, hw_shape))
         return self.norm(image.flatten(2).transpose(1, 2)), (image.shape[2], image.shape[3])
 
-    # The layer that writes the output.
-    output_layer = 'attn.out_proj'
-
     def folds(self) -> Iterator[tuple[str, str]]:
         """Where the norm of the reduced map goes at inference; see :mod:`slab_det.fusion`."""
         yield 'norm', 'attn[kv]'
 
     def input_layers(self) -> tuple[str, ...]:
-        """The layers that read the input: queries come from every token, keys and values from the reduced map."""
+        """Names of the layers that read the input: q comes from every token, k and v from the reduced map."""
         return ('attn[q]', 'sr') if self.sr_ratio > 1 else ('attn[qkv]',)
+
+
+class SoftmaxMapAttention(SoftmaxMixing, MapAttention):
+    """Softmax attention over a map (PVT, Wang et al., ICCV 2021)."""

@@ -1,4 +1,4 @@
-"""Geometry: what an attention needs to know about the tokens that it mixes."""
+"""Windows and maps: where the tokens lie that an attention mixes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021; their value).
+# Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021).
 MASKED_LOGIT = -100.0
 
 
@@ -18,7 +18,7 @@ def resize_table(
 ) -> Tensor:
     """Interpolates a table of positions (1, H0 * W0, C) to a map of (H, W): (1, H * W, C).
 
-    Bilinear, as PVT does: unlike bicubic, as Swin does, it never leaves the range of the rows that were learned.
+    PVT interpolates bilinearly, which never leaves the range of the learned rows, and Swin bicubically.
     """
     # A comparison of sizes would tie an exported model to them, and interpolation to the same size changes nothing.
     if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
@@ -117,7 +117,7 @@ class MapGeometry(Geometry):
 
 @dataclass(frozen=True)
 class WindowGeometry(Windows):
-    """The windows of a (H, W) map, cut by padding, rolling and reshaping it, for maps of any size.
+    """The windows of a (H, W) map of any size, cut by padding, rolling and reshaping it.
 
     Attributes:
         height: Rows H of the map, in tokens.
@@ -135,8 +135,13 @@ class WindowGeometry(Windows):
 
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         image = qkv.unflatten(1, (self.height, self.width))
-        for dim in (2, 1):
-            image = self._pad_and_roll(image, padding.to(qkv.dtype), dim)
+        for dim in (1, 2):
+            missing = -image.shape[dim] % self.window_size
+            if missing:
+                shape = [*image.shape[:dim], missing, *image.shape[dim + 1 :]]
+                image = torch.cat([image, padding.to(qkv.dtype).expand(shape)], dim)
+        if self.shift:
+            image = image.roll((-self.shift, -self.shift), (1, 2))
         # Split before the copy: autograd lets nobody write into one of several views of a tensor.
         return tuple(self._partition(part, groups) for part in image.chunk(3, -1))
 
@@ -144,45 +149,22 @@ class WindowGeometry(Windows):
         rows, columns = (-(-side // self.window_size) for side in (self.height, self.width))
         x = windows.unflatten(2, self.query_shape).unflatten(0, (-1, rows, columns))
         image = x.permute(0, 1, 4, 2, 5, 3, 6).flatten(5).flatten(3, 4).flatten(1, 2)
-        for dim, side in ((1, self.height), (2, self.width)):
-            image = self._roll_back(image, dim, side)
-        return image.flatten(1, 2)
+        if self.shift:
+            image = image.roll((self.shift, self.shift), (1, 2))
+        return image[:, : self.height, : self.width].flatten(1, 2)
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
         if not self.shift:
             return None
         sides = (-(-side // self.window_size) * self.window_size for side in (self.height, self.width))
         rows, columns = (torch.arange(side, device=self.device) for side in sides)
-        # Rows and columns of the rolled map fall into three bands each: untouched, kept, wrapped around.
+        # The rolled map has three bands of rows and of columns: the windows before the last, the first part of the last
+        # window, and its second part, which came from the other side of the map.
         rows, columns = (
             (i >= len(i) - self.window_size).long() + (i >= len(i) - self.shift).long() for i in (rows, columns)
         )
         regions = self._partition((rows[:, None] * 3 + columns)[None, :, :, None], groups=1)
         return mask_regions(regions[:, 0, :, 0], dtype)
-
-    def _pad_and_roll(self, image: Tensor, row: Tensor, dim: int) -> Tensor:
-        """Pads one side of (B, H, W, 3C) to whole windows with ``row`` and rolls it, in one copy."""
-        side, shift = image.shape[dim], self.shift
-        padded = -(-side // self.window_size) * self.window_size
-        if padded == side and not shift:
-            return image
-        shape = list(image.shape)
-
-        def padding(count: int) -> Tensor:
-            shape[dim] = count
-            return row.expand(shape)
-
-        # The padding may reach into the part that is wrapped around. Slices instead of split() make backward slow.
-        head, tail = image.split([min(shift, side), max(side - shift, 0)], dim)
-        return torch.cat([tail, padding(padded - max(side, shift)), head, padding(max(shift - side, 0))], dim)
-
-    def _roll_back(self, image: Tensor, dim: int, side: int) -> Tensor:
-        """Undoes :meth:`_pad_and_roll`: ``side`` rows or columns are left."""
-        if not self.shift:
-            return image.narrow(dim, 0, side)
-        padded, head, tail = image.shape[dim], min(self.shift, side), max(side - self.shift, 0)
-        tail, _, head, _ = image.split([tail, padded - self.shift - tail, head, self.shift - head], dim)
-        return torch.cat([head, tail], dim)
 
     def _partition(self, image: Tensor, groups: int) -> Tensor:
         """(B, H', W', C) of whole windows -> (B * nW, g, N, C / g), a copy."""

@@ -22,9 +22,8 @@ class LinearMixing(Attention):
     There is no shift mask: after a shift, tokens of several regions share one sum, as in the released code. Windows
     include their padding tokens.
 
-    Where keys and values are reduced, the values are interpolated in two dimensions to the places of the queries
-    before the convolution. The released code does so along the flattened tokens, across row ends; no published
-    model reduces.
+    Where keys and values are reduced, the convolution reads values that are interpolated to the places of the queries.
+    The released code interpolates along the flattened tokens, across row ends; no published model reduces.
     """
 
     heads_apart = False
@@ -46,7 +45,7 @@ class LinearMixing(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
         q, k, v = q.squeeze(1), k.squeeze(1), v.squeeze(1)
         local = self.convolve(geometry.values_at_queries(v), geometry.query_shape)
-        return local.add_(self.read(q, self.summarize(k, v, geometry)).to(local.dtype)).unsqueeze(1)
+        return local.add_(self.average(q, k, v, geometry).to(local.dtype)).unsqueeze(1)
 
     @abstractmethod
     def query_features(self, q: Tensor) -> Tensor:
@@ -56,23 +55,18 @@ class LinearMixing(Attention):
     def key_features(self, k: Tensor) -> Tensor:
         """f(k), non-negative, (B, M, C); may write into k."""
 
-    def summarize(self, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
-        """Both sums over the keys, (B, C, C + h): the first, block-diagonal over heads, beside the second."""
-        # Sums over thousands of tokens and a quotient of them: not for half precision.
+    def average(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+        """The weighted average of the values for each query, (B, N, C): the quotient of both sums over the keys."""
+        # Half precision cannot hold sums over thousands of tokens.
         if k.dtype.itemsize < 4:
-            k, v = k.float(), v.float()
+            q, k, v = q.float(), k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
-            # All heads in one product with a block-diagonal (C, C) matrix: no head is ever laid out by itself. Each of
-            # the two products has the multiply-adds of the output projection, h times what separate heads would have.
+            # One product for all heads, of which the mask keeps the blocks on the diagonal. It has h times the
+            # multiply-adds of separate heads, as many as the output projection, and takes less time than to copy heads.
             heads = self.head_mask.to(v.dtype)
-            return torch.cat([(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]], 2)
-
-    def read(self, q: Tensor, summary: Tensor) -> Tensor:
-        """The quotient of both sums for the queries (B, N, C), of the same shape."""
-        q = q.float() if q.dtype.itemsize < 4 else q
-        with torch.autocast(q.device.type, enabled=False):
-            out, weight_sum = (self.query_features(q) @ summary).split([self.embed_dims, self.num_heads], 2)
+            sums = [(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]]
+            out, weight_sum = (self.query_features(q) @ torch.cat(sums, 2)).split([self.embed_dims, self.num_heads], 2)
             return (out.unflatten(2, (self.num_heads, -1)) / (weight_sum + 1e-6)[..., None]).flatten(2)
 
     def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
@@ -86,7 +80,7 @@ class LinearMixing(Attention):
 class SimplifiedMixing(LinearMixing):
     """ReLU as the feature map (SLAB, Guo et al., ICML 2024, eq. 5-7)."""
 
-    # In place: q is a fresh copy, k a fresh sum, and on a CPU every large new tensor is paged in anew.
+    # In place: q is a fresh copy and k a fresh sum, and a CPU takes long to allocate another large tensor.
 
     def query_features(self, q: Tensor) -> Tensor:
         return q.relu_()
@@ -98,8 +92,8 @@ class SimplifiedMixing(LinearMixing):
 class FocusedMixing(LinearMixing):
     """``f(x) = |x| x^3 / |x^3|`` of ``(ReLU(x) + 1e-6) / softplus(theta)`` (FLatten, Han et al., ICCV 2023).
 
-    Norms over all C channels. Sums are means over the keys, as in the authors' release since May 2024: finite in
-    half precision.
+    Norms are over all C channels. Sums over the keys are means, as in the authors' release since May 2024, which half
+    precision can hold.
     """
 
     focusing_factor = 3
@@ -110,7 +104,7 @@ class FocusedMixing(LinearMixing):
 
     def query_features(self, q: Tensor) -> Tensor:
         x = (q.relu() + 1e-6) / F.softplus(self.scale)
-        # Cubes of unit vectors: those of x itself leave the range of float32 from 1e6 on.
+        # Cubes of unit vectors: for x above 1e6 the norm of x^3 leaves the range of float32.
         length = x.norm(dim=-1, keepdim=True)
         powered = (x / length) ** self.focusing_factor
         return powered * (length / powered.norm(dim=-1, keepdim=True))

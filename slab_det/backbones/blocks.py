@@ -1,4 +1,4 @@
-"""Blocks of all backbones: block, FFN, positions and patch merging. Each says in ``folds()`` where its norms go."""
+"""The layers of all backbones: block, FFN, positions and patch merging. ``folds()`` says where their norms go."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slab_det.fusion import CannotFold, Fold, Write
 class FFN(BaseModule):
     """``fc2(act(fc1(x)))``, with one more norm on request (BN+FFNBN, Yao et al., ICCVW 2021).
 
-    Subclasses hold the layers under the keys of a released model.
+    Subclasses hold the layers under the state-dict keys of mmcv or mmdet.
 
     Args:
         embed_dims: Channels C.
@@ -36,7 +36,7 @@ class FFN(BaseModule):
         (B, H * W, C) -> (B, H * W, C).
 
     Raises:
-        ValueError: If ``ffn_norm`` is unknown, or there is no hidden channel.
+        ValueError: If ``ffn_norm`` is unknown.
     """
 
     def __init__(
@@ -52,8 +52,6 @@ class FFN(BaseModule):
         super().__init__()
         if ffn_norm not in (None, 'pre_act', 'post_act'):
             raise ValueError(f"unknown ffn_norm {ffn_norm!r}: choose from None, 'pre_act' and 'post_act'")
-        if feedforward_channels < 1:
-            raise ValueError(f'no hidden channel is left in the FFN of {embed_dims} channels: raise its mlp_ratio')
         self.embed_dims = embed_dims
         self.ffn_norm = ffn_norm
         self.layers = self.build_layers(
@@ -64,34 +62,34 @@ class FFN(BaseModule):
 
     @abstractmethod
     def build_layers(self, channels: int, hidden: int, activation: nn.Module, drop: nn.Dropout) -> Sequential:
-        """The layers, in the order of their keys."""
+        """Builds the layers, in the order of their keys."""
 
     @abstractmethod
     def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """``fc2(act(fc1(x)))`` with dropout."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
-        """``identity`` plus the FFN of the tokens of a map of (H, W)."""
+        """Adds the output for the tokens ``x`` of a map of (H, W) to ``identity``."""
         return identity + self.drop_path(self.transform(x, hw_shape))
 
     def activate(self, hidden: Tensor, activation: nn.Module) -> Tensor:
         """Applies the activation and the norm to the hidden channels."""
         if self.ffn_norm == 'pre_act':
             return activation(self.norm(hidden))
-        # Before the dropout, whose noise would widen the statistics that inference uses.
+        # The dropout comes later: its noise would widen the statistics that inference uses.
         return self.norm(activation(hidden))
 
     def folds(self) -> Iterator[Fold]:
-        """Where the norm goes at inference; see :mod:`slab_det.fusion`."""
+        """Which layer takes the norm at inference; see :class:`slab_det.fusion.Fold`."""
         if self.ffn_norm:
             yield Fold('norm', after=self.fc1) if self.ffn_norm == 'pre_act' else Fold('norm', before=self.fc2)
 
     def input_layers(self) -> tuple[str]:
-        """The layer that reads the input: the padding of a depthwise convolution comes behind it."""
+        """Name of the layer that reads the input: a depthwise convolution pads behind it."""
         return (self.fc1,)
 
     def writes(self) -> Iterator[Write]:
-        """The layer that writes the output; see :func:`slab_det.absorb`."""
+        """The layer that writes the output; see :class:`slab_det.fusion.Write`."""
         yield Write(self.fc2)
 
     def ffn_layers(self) -> tuple[str, str, str]:
@@ -102,7 +100,7 @@ class FFN(BaseModule):
 
 
 class LinearFFN(FFN):
-    """An FFN of two linear layers; state-dict keys are those of mmcv's FFN."""
+    """An FFN of two linear layers, with the state-dict keys of mmcv's FFN."""
 
     # Names of the layers.
     fc1, activation, fc2 = 'layers.0.0', 'layers.0.1', 'layers.1'
@@ -116,9 +114,9 @@ class LinearFFN(FFN):
 
 
 class ConvFFN(FFN):
-    """An FFN of two 1x1 convolutions; state-dict keys are those of mmdet's MixFFN.
+    """An FFN of two 1x1 convolutions, with the state-dict keys of mmdet's MixFFN.
 
-    The 1x1 convolutions run as linear layers on the tokens, which need not be laid out as a map for them.
+    The 1x1 convolutions run as linear layers on tokens.
 
     Args:
         use_conv: Put a depthwise 3x3 convolution before the activation (PVTv2, Wang et al., CVMJ 2022).
@@ -146,7 +144,7 @@ class ConvFFN(FFN):
 
     def writes(self) -> Iterator[Write]:
         last = len(self.layers) - 1
-        # The second layer runs as a linear one and is never called. The dropout before it is the one behind it too.
+        # The second layer is never called as a module. Its input is the output of the dropout, which is also the last.
         yield Write(f'layers.{last - 1}', source=f'layers.{last}')
 
     def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
@@ -191,12 +189,12 @@ class Block(BaseModule):
         return self.ffn(self.norm2(x), hw_shape, x)
 
     def folds(self) -> Iterator[Fold]:
-        """Where the norms go at inference; see :mod:`slab_det.fusion`."""
+        """Which layers take the norms at inference; see :class:`slab_det.fusion.Fold`."""
         yield Fold('norm1', before='attn')
         yield Fold('norm2', before='ffn')
 
     def writes(self) -> Iterator[Write]:
-        """The layers that write the residual stream; see :func:`slab_det.absorb`."""
+        """The layers that write the residual stream; see :class:`slab_det.fusion.Write`."""
         yield Write(f'attn.{self.attn.output_layer}', 'norm2')
         for write in self.ffn.writes():
             yield Write(f'ffn.{write.layer}', source=write.source and f'ffn.{write.source}')
@@ -216,7 +214,7 @@ class PositionEmbedding(BaseModule):
 
 
 class PatchMerging(BaseModule):
-    """Norm and linear reduction over s x s blocks of tokens.
+    """Merges s x s blocks of tokens into one token each: a norm and a linear reduction.
 
     Args:
         in_channels: Channels C of a token.
@@ -239,16 +237,16 @@ class PatchMerging(BaseModule):
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
         """Merges a map and returns it with its new (H, W)."""
         blocks, hw_shape = self.cut_blocks(x, hw_shape)
-        # mmdet's order of the channels, (C, row, column). One copy straight into it takes 3 times as long.
+        # mmdet's order of channels, (C, row, column). A single copy, straight into this order, takes 3 times as long.
         x = blocks.transpose(2, 3).flatten(2)
         return self.reduction(x if self.norm is None else self.norm(x)), hw_shape
 
     def cut_blocks(self, x: Tensor, hw_shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """The blocks of a map, (B, H' * W', s * s, C), and (H', W')."""
+        """Cuts a map into blocks (B, H' * W', s * s, C); returns them and (H', W')."""
         stride, (height, width) = self.stride, hw_shape
         x = x.unflatten(1, hw_shape)
         padding = (0, 0, 0, -width % stride, 0, -height % stride)
-        # Whether a traced size divides is not known.
+        # Tracing does not know whether a size divides.
         if torch.jit.is_tracing() or any(padding):
             x = F.pad(x, padding)
         # (B, H', s, W', s, C) -> (B, H', W', s, s, C)
@@ -256,5 +254,5 @@ class PatchMerging(BaseModule):
         return x.flatten(3, 4).flatten(1, 2), (x.shape[1], x.shape[2])
 
     def folds(self) -> Iterator[Fold]:
-        """Where the norm goes at inference: it follows the padding of odd maps, which passes it like any token."""
+        """The reduction takes the norm at inference: padding of odd maps passes the norm as every token does."""
         yield Fold('norm', before='reduction')

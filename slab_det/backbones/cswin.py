@@ -19,10 +19,10 @@ from slab_det.fusion.stock_mmdet import swin_output_folds
 
 
 class Stripes(BaseModule):
-    """Attention inside the stripes of a map, each of which is a small map, and the convolution of their values (LePE).
+    """Attention inside the stripes of a map, and a convolution of the values of each stripe (LePE).
 
-    A map that is no multiple of the width gets zeros on both sides, in q, k and v themselves: padding tokens never
-    pass a norm or its fold. The odd row or column stands at the end.
+    Where a map is no multiple of the width, q, k and v are padded with zeros on both sides, and with the odd row or
+    column at the end. Padding therefore never passes a norm or its fold.
 
     Args:
         word: The attention, one of ``STRIPE_ATTENTIONS``.
@@ -57,7 +57,7 @@ class Stripes(BaseModule):
         q, k, v = (self.cut(part.unflatten(1, hw_shape)) for part in (q, k, v))
         shape = (v.shape[1], v.shape[2])
         local = self.get_v(v.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        # Contiguous: q may be overwritten, and must not be a view of the whole map's.
+        # Contiguous: mix() may overwrite q, which must not be a view of the map.
         groups = (split_groups(part.flatten(1, 2).contiguous(), self.attn.groups) for part in (q, k, v))
         mixed = join_groups(self.attn.mix(*groups, MapGeometry(shape, shape, False))).unflatten(1, shape)
         return self.merge(mixed + local, hw_shape).flatten(1, 2)
@@ -67,7 +67,7 @@ class Stripes(BaseModule):
         if self.width is None:
             return image
         missing = -image.shape[self.axis] % self.width
-        # Whether a traced size divides is not known.
+        # Tracing does not know whether a size divides.
         if torch.jit.is_tracing() or missing:
             pads = [missing // 2, missing - missing // 2]
             image = F.pad(image, [0, 0, *pads] if self.axis == 2 else [0, 0, 0, 0, *pads])
@@ -87,12 +87,12 @@ class Stripes(BaseModule):
 class StripeAttention(MapAttention):
     """Attention in cross-shaped windows: half of the heads in vertical stripes, the other half in horizontal ones.
 
-    The attention of each half, and its convolution, see that half's channels alone.
+    Each half has an attention and a convolution of its own, which see only the channels of the half.
 
     Args:
         word: The attention, one of ``STRIPE_ATTENTIONS``.
         embed_dims: Channels C.
-        num_heads: Heads.
+        num_heads: Heads, an even number.
         width: Width of the stripes, in tokens; None for all heads over the whole map.
         map_shape: (H, W) of the map in pretraining, which sets the rows of tables of positions.
         attn_drop_rate: Dropout on softmax attention weights.
@@ -100,9 +100,6 @@ class StripeAttention(MapAttention):
 
     Shape:
         (B, H * W, C) -> (B, H * W, C).
-
-    Raises:
-        ValueError: If the heads make no halves.
     """
 
     # The stripes split the heads.
@@ -121,8 +118,6 @@ class StripeAttention(MapAttention):
     ) -> None:
         super().__init__(embed_dims, num_heads, drop_path_rate=drop_path_rate)
         axes = (2, 1) if width else (2,)
-        if num_heads % len(axes):
-            raise ValueError(f'num_heads={num_heads} make no halves for vertical and horizontal stripes')
         sizes = embed_dims // len(axes), num_heads // len(axes)
         self.attns = ModuleList(Stripes(word, *sizes, axis, width, map_shape, attn_drop_rate) for axis in axes)
 
@@ -145,30 +140,17 @@ class SLABCSwin(Backbone):
     norm_cfg=dict(type='PRepBN')``. Maps of any size are cut and padded as in the authors' code for segmentation, whose
     last stage attends over the whole map; SLAB's linear stages do in classification, and do here at every size.
 
+    :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
+
     Args:
-        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
-        embed_dims: Channels C of the first stage; each stage doubles them.
-        depths: Blocks per stage.
-        num_heads: Heads per stage.
         stripe_widths: Width of the stripes per stage, in tokens; None for one window that is the whole map.
-        mlp_ratio: Hidden channels of the FFN over C.
-        out_indices: Stages whose output is returned.
-        attn_drop_rate: Dropout on softmax attention weights.
-        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
-        norm_cfg: Every norm but the output norms.
-        init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
-            :func:`slab_det.load_pretrained` reads.
-        attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
-        out_norm_cfg: The output norms: 'same' takes ``norm_cfg``, a dict another norm, None none.
-        norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
-            whose statistics were not loaded stay live.
 
     Shape:
         (B, 3, H, W) -> one (B, C * 2^i, H_i, W_i) per index i in ``out_indices``; H_0 is (H + 1) / 4 rounded down,
         each further side half of the one before rounded up.
 
     Raises:
-        ValueError: If an argument does not fit, which the message names.
+        ValueError: If an argument does not fit; the message names it.
     """
 
     def __init__(
@@ -192,19 +174,7 @@ class SLABCSwin(Backbone):
         attention = attention_per_stage(attention, num_stages, STRIPE_ATTENTIONS)
         num_heads = per_stage('num_heads', num_heads, num_stages)
         stripe_widths = per_stage('stripe_widths', stripe_widths, num_stages)
-        super().__init__(
-            num_stages,
-            out_indices,
-            norm_cfg,
-            norm_eval,
-            None,
-            init_cfg,
-            pretrain_img_size,
-            embed_dims=embed_dims,
-            depths=depths,
-            num_heads=num_heads,
-            stripe_widths=[width for width in stripe_widths if width is not None],
-        )
+        super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size)
         num_features = [embed_dims * 2**i for i in range(num_stages)]
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         in_channels, map_shape = 3, self.pretrain_img_size
@@ -229,7 +199,7 @@ class SLABCSwin(Backbone):
         outs = []
         for i, (patch_embed, blocks) in enumerate(self.stages):
             x, hw_shape = patch_embed(x)
-            # A convolution leaves tokens one channel after the other, and every layer of the stage would copy them.
+            # The convolution returns channels first. One copy here saves a copy in every layer of the stage.
             x = x.contiguous()
             for block in blocks:
                 x = block(x, hw_shape)

@@ -11,7 +11,6 @@ from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from mmengine.model import ModuleList
 from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_init
-from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
@@ -24,47 +23,34 @@ from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 class SLABPVT(Backbone):
     """Pyramid Vision Transformer whose norms and attention are chosen by a word (PVT, PVTv2, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are those of mmdet's PyramidVisionTransformer, whose checkpoints load.
+    Arguments, defaults and state-dict keys are as in mmdet's PyramidVisionTransformer, whose checkpoints load.
     The rows of the papers: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``;
     PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-PVT adds ``attention='sla'``. PVTv2, mmdet's
     PyramidVisionTransformerV2, is ``patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False,
     norm_after_stage=True, use_conv_ffn=True``.
 
+    :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
+
     Args:
-        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
         in_channels, embed_dims: Channels of the image, and C of one head; stage i has C * num_heads[i].
         num_stages, num_layers, num_heads: Stages; blocks and heads per stage.
         patch_sizes, strides: Kernel and stride of each stage's patch embedding.
         paddings: Padding of each patch embedding: zeros on every side, or 'corner' or 'same', which add as few as
             cover the map with patches.
         sr_ratios: Spatial reduction of keys and values in the softmax stages.
-        out_indices: Stages whose output is returned.
         mlp_ratios: Hidden channels of the FFN over the stage's channels.
         qkv_bias: Whether the attention's projections have a bias: q, k, v and, as in mmdet, the output.
-        drop_rate: Dropout after the position embeddings, the output projections and in the FFN.
-        attn_drop_rate: Dropout on softmax attention weights.
-        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
         use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the map at hand.
         norm_after_stage: Put a norm after each stage; the next stage reads it too.
         use_conv_ffn: Put a depthwise 3x3 convolution into the FFN.
-        act_cfg, norm_cfg: Activation of the FFN; every norm.
-        pretrained: mmdet's older spelling of ``init_cfg=dict(type='Pretrained', checkpoint=pretrained)``.
-        convert_weights: Accepted for mmdet's configs; the format of a checkpoint is always detected.
-        init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
-            :func:`slab_det.load_pretrained` reads.
-        attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         la_sr_ratios: What the stages with 'sla' or 'focused' attention use in place of ``sr_ratios``.
-        norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
-            whose statistics were not loaded stay live.
-        ffn_norm: One more norm in each FFN, before ('pre_act') or after ('post_act') the activation (BN+FFNBN).
 
     Shape:
         (B, in_channels, H, W) -> one (B, C * num_heads[i], H_i, W_i) per index i in ``out_indices``; H_i is
         H / 4 / 2^i rounded down, or up with the paddings of PVTv2, 'corner' or 'same'.
 
     Raises:
-        TypeError: If ``pretrained`` is no name.
-        ValueError: If an argument does not fit, which the message names, or a map is smaller than its reduction ratio.
+        ValueError: If an argument does not fit; the message names it.
     """
 
     def __init__(
@@ -108,59 +94,44 @@ class SLABPVT(Backbone):
         paddings = per_stage('paddings', paddings, num_stages, may_be_longer=True)
         la_sr_ratios = per_stage('la_sr_ratios', la_sr_ratios, num_stages, may_be_longer=True)
         mlp_ratios = per_stage('mlp_ratios', mlp_ratios, num_stages, may_be_longer=True)
-        super().__init__(
-            num_stages,
-            out_indices,
-            norm_cfg,
-            norm_eval,
-            pretrained,
-            init_cfg,
-            pretrain_img_size,
-            embed_dims=embed_dims,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            patch_sizes=patch_sizes,
-            strides=strides,
-            sr_ratios=sr_ratios,
-            la_sr_ratios=la_sr_ratios,
-        )
-        unknown = {padding for padding in paddings if isinstance(padding, str)} - {'corner', 'same'}
-        if unknown:
-            raise ValueError(f"unknown padding {sorted(unknown)}: give numbers, 'corner' or 'same'")
-        self.patches = tuple(zip(patch_sizes, strides, paddings, strict=True))
-        self.sr_ratios = tuple(
+        super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
+        sr_ratios = tuple(
             ratio if word == 'softmax' else la_ratio
             for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True)
         )
         self.num_features = [embed_dims * heads for heads in num_heads]
-        pretrain_shapes = self._map_shapes(self.pretrain_img_size)
 
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers)).tolist())
+        map_shape = self.pretrain_img_size
         self.layers = ModuleList()
         for i, channels in enumerate(self.num_features):
-            kernel, stride, padding = self.patches[i]
             patch_embed = PatchEmbed(
-                in_channels, channels, kernel_size=kernel, stride=stride, padding=padding, norm_cfg=norm_cfg
+                in_channels,
+                channels,
+                kernel_size=patch_sizes[i],
+                stride=strides[i],
+                padding=paddings[i],
+                norm_cfg=norm_cfg,
+                input_size=map_shape,
             )
-            in_channels = channels
+            in_channels, map_shape = channels, patch_embed.init_out_size
             blocks = ModuleList()
             if use_abs_pos_embed:
-                # mmdet's sizes: where patches do not overlap, those of the maps.
+                # As in mmdet: the size of the map where patches do not overlap.
                 pos_shape = self.count_positions(math.prod(patch_sizes[: i + 1]))
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
-            ratio = self.sr_ratios[i]
             for _ in range(num_layers[i]):
                 rate = next(drop_path_rates)
                 attn = MAP_ATTENTIONS[attention[i]](
                     channels,
                     num_heads[i],
-                    sr_ratio=ratio,
+                    sr_ratio=sr_ratios[i],
                     qkv_bias=qkv_bias,
                     proj_drop_rate=drop_rate,
                     drop_path_rate=rate,
                     norm_cfg=norm_cfg,
                     attn_drop_rate=attn_drop_rate,
-                    table_shape=tuple(side // ratio for side in pretrain_shapes[i]),
+                    table_shape=tuple(side // sr_ratios[i] for side in map_shape),
                 )
                 hidden = int(mlp_ratios[i] * channels)
                 ffn = ConvFFN(channels, hidden, act_cfg, drop_rate, rate, ffn_norm, norm_cfg, use_conv=use_conv_ffn)
@@ -169,13 +140,10 @@ class SLABPVT(Backbone):
             self.layers.append(ModuleList([patch_embed, blocks, norm]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling():
-            # In an exported model the check would forbid other sizes.
-            self._map_shapes(x.shape[2:])
         outs = []
         for i, (patch_embed, blocks, norm) in enumerate(self.layers):
             x, hw_shape = patch_embed(x)
-            # An image is not stored channels last. Once is cheaper than in every layer that reads the tokens.
+            # The convolution returns channels first. One copy here saves a copy in every layer of the stage.
             x = x.contiguous()
             for block in blocks:
                 x = block(x, hw_shape)
@@ -188,30 +156,11 @@ class SLABPVT(Backbone):
         '; PVTv2 needs patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, '
         'norm_after_stage=True, use_conv_ffn=True'
     )
-    # Where the norms behind the stages go at inference; those of outputs are read by the neck.
+    # The next stage reads the norm behind a stage, and the neck reads it too where the stage is an output.
     folds, output_folds = pvt_folds, pvt_output_folds
 
-    def _map_shapes(self, image_shape: Sequence[int]) -> list[tuple[int, int]]:
-        """(H, W) of each stage's map for an image of (H, W); ValueError if one is too small for its stage."""
-        shapes = []
-        shape = tuple(image_shape)
-        for i, ((kernel, stride, padding), ratio) in enumerate(zip(self.patches, self.sr_ratios, strict=True)):
-            if isinstance(padding, str):
-                shape = tuple(math.ceil(side / stride) for side in shape)
-            else:
-                pads = to_2tuple(padding)
-                shape = tuple((side + 2 * pad - kernel) // stride + 1 for side, pad in zip(shape, pads, strict=True))
-            if min(shape) < ratio:
-                raise ValueError(
-                    f'an image of {image_shape[0]}x{image_shape[1]} leaves stage {i} a map of '
-                    f'{max(shape[0], 0)}x{max(shape[1], 0)}, '
-                    f'smaller than its reduction ratio {ratio}; give larger images or lower the ratio'
-                )
-            shapes.append(shape)
-        return shapes
-
     def init_from_scratch(self) -> None:
-        """mmdet's distributions; the convolution of the values in linear attention keeps PyTorch's, as released."""
+        """Draws weights as mmdet does; the convolution in linear attention keeps PyTorch's, as in the released code."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)

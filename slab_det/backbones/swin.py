@@ -12,9 +12,8 @@ from mmengine.model import BaseModule, ModuleList
 from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from torch import Tensor, nn
 
-from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
+from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.attention.geometry import resize_table
-from slab_det.attention.softmax import SoftmaxWindowAttention
 from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.fusion.stock_mmdet import swin_output_folds
@@ -38,7 +37,7 @@ class SwinStage(BaseModule):
 class SLABSwin(Backbone):
     """Swin Transformer whose norms and attention are chosen by a word (Swin, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are those of mmdet's SwinTransformer, whose checkpoints load. The rows
+    Arguments, defaults and state-dict keys are as in mmdet's SwinTransformer, whose checkpoints load. The rows
     of the papers: Swin is the default; Swin-PRepBN is ``norm_cfg=dict(type='PRepBN')``; SLAB-Swin adds
     ``attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7)``.
 
@@ -71,8 +70,8 @@ class SLABSwin(Backbone):
         attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         window_sizes: Window side per stage; None means ``window_size`` everywhere.
         out_norm_cfg: The output norms: 'same' takes ``norm_cfg``, a dict another norm, None none.
-        norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
-            whose statistics were not loaded stay live.
+        norm_eval: Freeze running statistics that were loaded from a checkpoint. Norms without loaded statistics go on
+            estimating.
         ffn_norm: One more norm of ``norm_cfg`` in each FFN, before ('pre_act') or after ('post_act') the activation
             (BN+FFNBN); None for none.
 
@@ -81,7 +80,6 @@ class SLABSwin(Backbone):
         sides are rounded up.
 
     Raises:
-        TypeError: If ``pretrained`` is no name.
         ValueError: If an argument does not fit; the message names it.
     """
 
@@ -122,21 +120,7 @@ class SLABSwin(Backbone):
         window_sizes = per_stage('window_sizes', window_size if window_sizes is None else window_sizes, num_stages)
         num_heads = per_stage('num_heads', num_heads, num_stages)
         strides = per_stage('strides', strides, num_stages)
-        super().__init__(
-            num_stages,
-            out_indices,
-            norm_cfg,
-            norm_eval,
-            pretrained,
-            init_cfg,
-            pretrain_img_size,
-            embed_dims=embed_dims,
-            depths=depths,
-            num_heads=num_heads,
-            window_sizes=window_sizes,
-            strides=strides,
-            patch_size=patch_size,
-        )
+        super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
         if strides[0] != patch_size:
             raise ValueError(f'patches must not overlap: strides[0]={strides[0]} differs from {patch_size=}')
         self.frozen_stages = frozen_stages
@@ -187,7 +171,7 @@ class SLABSwin(Backbone):
         if self.absolute_pos_embed is not None:
             x = x + resize_table(self.absolute_pos_embed, self._pos_embed_shape, hw_shape, 'bicubic')
         x = self.drop_after_pos(x)
-        # The convolution leaves tokens one channel after the other, and every layer of the first stage would copy them.
+        # The convolution returns channels first. One copy here saves a copy in every layer of the first stage.
         x = x.contiguous()
         outs = []
         for i, stage in enumerate(self.stages):
@@ -201,7 +185,7 @@ class SLABSwin(Backbone):
     output_folds = swin_output_folds
 
     def freeze(self) -> None:
-        """Puts the frozen stages into eval mode; their parameters do not train."""
+        """Puts the frozen stages into eval mode and stops the training of their parameters."""
         if self.frozen_stages < 0:
             return
         frozen = [self.patch_embed, self.drop_after_pos, *self.stages[: self.frozen_stages]]
@@ -211,7 +195,7 @@ class SLABSwin(Backbone):
             self.absolute_pos_embed.requires_grad = False
 
     def init_from_scratch(self) -> None:
-        """mmdet's distributions."""
+        """Draws weights as mmdet does."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)

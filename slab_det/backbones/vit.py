@@ -26,22 +26,13 @@ class SLABViT(Backbone):
     DeiT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-DeiT adds ``attention='sla'`` and has, as in the
     released code, no class token: its tokens are averaged.
 
+    :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
+
     Args:
-        pretrain_img_size: Image size (H, W) that sets the number of learned positions.
-        in_channels: Channels of the image.
         embed_dims: Channels C.
-        patch_size: Side of a patch, in pixels.
         num_layers: Blocks.
-        num_heads: Heads.
-        drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
-        out_type: What is returned, both behind the last norm: 'featmap', the map, or 'cls_token', the class token,
-            which only such a model has. A checkpoint with a class token gives 'featmap' all other weights.
-        norm_cfg: Every norm.
-        init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
-            :func:`slab_det.load_pretrained` reads.
-        attention: 'softmax', 'sla' or 'focused'.
-        norm_eval: Keep the running statistics that were loaded from a checkpoint frozen in training. Norms
-            whose statistics were not loaded stay live.
+        out_type: 'featmap' returns the map behind the last norm, 'cls_token' the class token, which only such a model
+            has. A checkpoint with a class token gives 'featmap' all other weights.
 
     Shape:
         (B, in_channels, H, W) -> one (B, C, H / patch_size, W / patch_size), sides rounded up, or one (B, C).
@@ -66,19 +57,7 @@ class SLABViT(Backbone):
         norm_eval: bool = False,
     ) -> None:
         (attention,) = attention_per_stage(attention, 1, MAP_ATTENTIONS)
-        super().__init__(
-            1,
-            (0,),
-            norm_cfg,
-            norm_eval,
-            None,
-            init_cfg,
-            pretrain_img_size,
-            embed_dims=embed_dims,
-            patch_size=patch_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-        )
+        super().__init__((0,), norm_cfg, norm_eval, init_cfg, pretrain_img_size)
         if out_type not in ('featmap', 'cls_token'):
             raise ValueError(f"unknown out_type {out_type!r}: choose from 'featmap' and 'cls_token'")
         if out_type == 'cls_token' and attention != 'softmax':
@@ -88,7 +67,7 @@ class SLABViT(Backbone):
         self.embed = PatchEmbed(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)
         pos_shape = self.count_positions(patch_size)
         self.positions = PositionEmbedding(pos_shape, embed_dims, drop_rate=0.0)
-        # With its position.
+        # Includes the position of the class token.
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims)) if out_type == 'cls_token' else None
         self.blocks = ModuleList()
         for rate in torch.linspace(0, drop_path_rate, num_layers).tolist():
@@ -99,7 +78,7 @@ class SLABViT(Backbone):
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         x, hw_shape = self.embed(x)
-        # An image is not stored channels last. Once is cheaper than in every layer that reads the tokens.
+        # The convolution returns channels first. One copy here saves a copy in every layer.
         x = self.positions(x, hw_shape).contiguous()
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)

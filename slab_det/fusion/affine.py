@@ -12,9 +12,9 @@ from slab_det.fusion.folds import CannotFold
 
 Side: TypeAlias = Literal['input', 'output']
 
-# Exact types: a subclass, or a parametrization, may compute its weight. mmcv's differ only on empty inputs.
+# Exact types: a subclass or a parametrization may compute its weight. mmcv's differ only on empty inputs.
 FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
-# Thirds of the rows of a packed in_proj: the first and the one after the last.
+# Which thirds of the rows of a packed in_proj a part consists of: the first, and the one after the last.
 PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 
 

@@ -1,32 +1,32 @@
-"""Where norms go: what a module says about its own norms and layers, and how to say it for a foreign class."""
+"""Fold rules: modules say which layers take their norms, and :func:`register_folds` says it for foreign classes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from mmengine.model import BaseModule
 from torch import nn
 
 from slab_det.runtime.errors import SlabDetError
 
 
 class CannotFold(SlabDetError):  # noqa: N818 (it ends no program: fuse leaves the norm as one multiply-add)
-    """The reason why a norm cannot become part of its neighbours."""
+    """A norm cannot be folded into its neighbours; the message says why."""
 
 
 class Fold(NamedTuple):
-    """One norm and its neighbours: every layer that reads it, or the one layer that it reads.
+    """One norm and the layers that can take it: all that read it, or the one that it reads.
 
     A method ``folds()`` yields one Fold, or the same values as a plain tuple, for every norm that the module owns.
 
     Attributes:
         norm: Dotted name of the norm, relative to the module.
-        before: Name of the module that reads the norm, or names of all modules that do. A module that is no plain
-            layer is asked for its ``input_layers()``. A part of a module stands in brackets: 'attn[kv]' are the packed
-            projections of k and v of an nn.MultiheadAttention.
-        after: Name of the layer that only the norm reads, where that layer takes the norm.
+        before: Name of the module that reads the norm, or names of all modules that do. Where such a module is no plain
+            layer, its ``input_layers()`` says which layers read its input. A part of a module stands in brackets:
+            'attn[kv]' are the packed projections of k and v of an nn.MultiheadAttention.
+        after: Name of the layer that takes the norm and whose output nothing but the norm reads.
     """
 
     norm: str
@@ -37,13 +37,13 @@ class Fold(NamedTuple):
 class Write(NamedTuple):
     """One layer that adds to the residual stream of a module, as a method ``writes()`` yields it.
 
-    Names are dotted and relative to the module. What the layer reads and the stream that it makes have the same tokens
-    in the same order, channels last. The child that holds a layer with a ``stream``, such as an attention, acts by what
-    it returns alone: it is not run again for what follows. Of a neck, whose layers stand in no stream, a convolution is
-    its own ``stream``.
+    Names are dotted and relative to the module. The input of the layer and the new stream have the same tokens in the
+    same order, channels last. The child that holds a layer with a ``stream``, such as an attention, affects what
+    follows only by what it returns: absorption does not run it again. A neck has no residual stream: there each
+    convolution is its own ``stream``.
 
     Attributes:
-        layer: The linear layer that writes: an nn.Linear, or an nn.Conv2d of kernel 1; of a neck any nn.Conv2d.
+        layer: The linear layer that writes: an nn.Linear or an nn.Conv2d of kernel 1, or any nn.Conv2d in a neck.
         stream: The norm whose input is the new stream; '' where the module returns it.
         source: The module whose output the layer reads, at its first call; '' where the layer itself is called with it.
     """
@@ -54,8 +54,6 @@ class Write(NamedTuple):
 
 
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
-# What a subclass may replace without changing what the module computes.
-_ADMINISTRATION = {*dir(BaseModule), 'folds', 'input_layers', 'output_folds', 'writes', 'ffn_layers'} - {'forward'}
 
 
 def register_folds(
@@ -67,9 +65,9 @@ def register_folds(
     writes: Callable[[nn.Module], Iterable[Write]] | None = None,
     ffn_layers: Callable[[nn.Module], tuple[str, str, str]] | None = None,
 ) -> None:
-    """Says for classes of another library what modules of one's own say in methods of these names.
+    """Gives classes of another library the methods ``folds()``, ``input_layers()`` and the others below.
 
-    A fold holds for a module of exactly such a class; a subclass may read a norm in another place.
+    A rule holds for modules of exactly such a class: a subclass may read a norm in another place.
 
     Example:
         A block whose ``norm`` is read by its linear layer ``fc`` and by nothing else::
@@ -78,16 +76,16 @@ def register_folds(
 
     Args:
         kinds: The classes.
-        folds: Where the norms of a module go.
-        input_layers: Names of the modules inside that read the module's input. Of ``'name[part]'`` the rule gets the
-            part as its second argument. It raises CannotFold if something else reads the input.
-        output_folds: Of a backbone, one Fold per output, in the order of the outputs: the norm that the output has
-            passed, and the modules inside the backbone that read the norm too.
-        replace: Makes a module that computes the same from the same weights and has a method ``keep_padding()``. The
-            module is replaced before one of its input layers changes.
-        writes: The layers of a module that write its residual stream, which :func:`slab_det.absorb` fits anew.
-        ffn_layers: The first layer, the activation and the second layer of an FFN, whose hidden channels
-            :func:`slab_det.absorb` merges. It raises CannotFold if the FFN has more than these.
+        folds: Returns a :class:`Fold` for each norm of a module.
+        input_layers: Returns the names of the layers inside that read the module's input. For ``'name[part]'`` the part
+            is the second argument. Raises CannotFold if something else reads the input.
+        output_folds: Returns a :class:`Fold` for each output of a backbone, in their order: the norm that the output
+            has passed, and the modules inside the backbone that read the norm too.
+        replace: Returns a module that computes the same from the same weights and has a method ``keep_padding()``.
+            Fusion puts it in the place of the module before it changes one of the input layers.
+        writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
+        ffn_layers: Returns the names of the first layer, the activation and the second layer of an FFN, for
+            :func:`slab_det.absorb`. Raises CannotFold if the FFN has more than these.
     """
     rules = dict(
         folds=folds,
@@ -103,34 +101,28 @@ def register_folds(
 
 
 def _import_rules(kind: type[nn.Module]) -> None:
-    """Imports the rules for a library with its first class: they need all of its models, which take seconds."""
+    """Imports the rules for a library when they are needed: they import all of its models, which takes seconds."""
     library = kind.__module__.partition('.')[0]
     if library in ('mmpretrain', 'timm', 'torch'):
         import_module(f'slab_det.fusion.stock_{library}')
 
 
-def find_rule(module: nn.Module, question: str) -> Callable[..., Any] | None:
-    """The rule or method of :func:`register_folds` of this name for ``module``, bound to it, or None.
+def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The rule or method of :func:`register_folds` with this name for ``module``, bound to it, or None.
 
-    A method counts only as long as no subclass replaces another method of its class, such as ``forward``: the
-    subclass may read its norms and its input in other places, and has to define the method anew.
+    A method counts only where no subclass replaces the ``forward`` that it describes: the subclass may read its norms
+    and its input in other places, and has to define the method anew.
     """
     kind = type(module)
     _import_rules(kind)
-    if question in _RULES.get(kind, {}):
-        rule = _RULES[kind][question]
-        return lambda *part: rule(module, *part)
-    mro = kind.__mro__
-    index = next((i for i, ancestor in enumerate(mro) if question in vars(ancestor)), None)
-    if index is None:
-        return None
-    known = {name for ancestor in mro[index:] for name in vars(ancestor)} - _ADMINISTRATION
-    for name in known & {name for descendant in mro[:index] for name in vars(descendant)}:
-        # The first implementation of an abstract method replaces nothing, the second does.
-        values = [vars(ancestor)[name] for ancestor in mro if name in vars(ancestor)]
-        if sum(callable(value) and not getattr(value, '__isabstractmethod__', False) for value in values) > 1:
+    if name in _RULES.get(kind, {}):
+        return partial(_RULES[kind][name], module)
+    for ancestor in kind.__mro__:
+        if name in vars(ancestor):
+            return getattr(module, name)
+        if 'forward' in vars(ancestor):
             return None
-    return getattr(module, question)
+    return None
 
 
 def find_hooks(module: nn.Module) -> str:

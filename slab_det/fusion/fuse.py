@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from itertools import accumulate, chain
 
@@ -28,21 +28,21 @@ class FusionError(SlabDetError):
 
 
 def check_statistics(model: nn.Module, checkpoint: str) -> None:
-    """Refuses norms that got no statistics from a checkpoint, as from that of a LayerNorm model.
+    """Raises where a checkpoint brought no statistics for a norm, as the checkpoint of a LayerNorm model does.
 
     Args:
         model: A model that has loaded the checkpoint.
-        checkpoint: What the message calls it.
+        checkpoint: Name of the checkpoint in the message.
 
     Raises:
-        FusionError: Naming the first of such norms.
+        FusionError: With the first such norm.
     """
     norms = dict(named_offline_norms(model))
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:
         raise FusionError(
-            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data, '
-            f'{unset[0]} for one: the fused model would find nothing; train it with this config first'
+            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data ({unset[0]}, ...), and the '
+            'fused model would find nothing; train it with this config first'
         )
 
 
@@ -50,18 +50,16 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
     In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
-    take stays as one multiply-add, :class:`~slab_det.norms.ChannelAffine`. Other norms, such as
-    LayerNorm, stay as they are. ``model.fusion_report`` says which became what.
+    take becomes one multiply-add, :class:`~slab_det.norms.ChannelAffine`. Other norms, such as LayerNorm, stay as they
+    are. ``model.fusion_report`` lists what became of each norm.
 
     Args:
         model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone can be folded
             only when the detector is given.
         inplace: Change ``model`` itself instead of a copy.
-        fold_outputs: The caller promises that the detector hands the outputs of its ``backbone`` to its ``neck`` and
-            to nothing else. Classes of mmdet that keep the promise are known
-            (:data:`slab_det.fusion.stock_mmdet.DETECTORS`); others need it to have their output norms folded. If the
-            promise is wrong, the fused detector silently computes something else:
-            :func:`slab_det.fusion.verify_fusion` compares only what the neck returns.
+        fold_outputs: Fold output norms also where ``extract_feat`` of the detector is not mmdet's. The caller promises
+            that it hands the outputs of the backbone to the neck and to nothing else; if the promise is wrong, the
+            fused detector computes something else, and :func:`slab_det.fusion.verify_fusion` may not see it.
 
     Returns:
         The fused model. A warning is given where no norm was folded.
@@ -84,7 +82,7 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
 
 
 def past_fates(model: nn.Module) -> list[NormFate]:
-    """What became of norms that an earlier fusion or absorption of ``model`` replaced."""
+    """The entries of norms that an earlier fusion or absorption of ``model`` replaced."""
     report = getattr(model, 'fusion_report', FusionReport([]))
     return [fate for fate in report.norms if fate.fate != 'kept']
 
@@ -95,11 +93,15 @@ def past_ffns(model: nn.Module) -> dict[str, int]:
 
 
 def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFate]:
-    """What :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
+    """Decides what :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
 
-    ``absorbed`` are LayerNorms that :func:`slab_det.absorb` takes into their layers; one that no layer can take stays.
+    Args:
+        model: A model for :func:`fuse`.
+        fold_outputs: See :func:`fuse`.
+        absorbed: LayerNorms that :func:`slab_det.absorb` takes into the layers that read them, where they can.
     """
     folds, outputs = _collect_folds(model)
+    names = _names_by_memory(model)
     fates = []
     for name, norm in named_norms(model, OfflineNorm, *LIVE_NORMS):
         kind = type(norm).__name__
@@ -117,7 +119,7 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
             side = 'input' if readers else 'output'
             layers = [layer for reader in readers for layer in _find_layers(model, reader)] or [fold.after]
             for layer in layers:
-                _check_layer(model, name, layer, side)
+                _check_layer(model, name, layer, side, names)
         except CannotFold as reason:
             fates.append(NormFate(name, kind, 'kept' if norm in absorbed else 'affine', reason=str(reason)))
         else:
@@ -127,10 +129,10 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
 
 
 def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
-    """Does with every norm of ``model``, in place, what :func:`plan_folds` found; what is done already stays.
+    """Folds the norms of ``model``, in place, as :func:`plan_folds` decided; what an earlier fusion did is left alone.
 
     Raises:
-        FusionError: If ``model`` has other norms or layers than the model that the fates were found for.
+        FusionError: If ``model`` has other norms or layers than the model that the plan was made for.
     """
     past = past_fates(model)
     try:
@@ -147,7 +149,7 @@ def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
 
 
 def apply_fold(model: nn.Module, fate: NormFate) -> None:
-    """Does with one norm what its fate says; an absorbed one leaves layers that can hold its affine map."""
+    """Folds one norm as decided; the layers of an absorbed norm only get the form that holds an affine map."""
     if fate.fate != 'kept':
         norm = model.get_submodule(fate.norm)
         replace_module(model, fate.norm, (_as_affine if fate.fate == 'affine' else _fold)(model, fate, norm))
@@ -175,7 +177,7 @@ def check_fusible(model: nn.Module) -> None:
     for name, norm in norms:
         if places[norm] > 1:
             raise FusionError(f'{name}: it stands in {places[norm]} places; give each place a norm of its own')
-        if not all(values.isfinite().all() for values in norm.float64_affine()):
+        if not all(values.isfinite().all() for values in norm.inference_affine()):
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; its statistics or weights '
                 'are damaged, take an earlier checkpoint or recalibrate'
@@ -187,7 +189,7 @@ def check_fusible(model: nn.Module) -> None:
 
 
 def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[str, int]]]:
-    """The fold of each norm, and of an output norm the backbone and the index of the output; names are the model's."""
+    """The fold of each norm, and for each output norm the backbone and the index of the output, by full names."""
     folds, outputs = {}, {}
     for prefix, module in model.named_modules():
         for question in ('folds', 'output_folds'):
@@ -203,7 +205,7 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
 
 
 def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
-    """The layers that read the input of a module or of its part; CannotFold if a module on the way does not say."""
+    """Names of the layers that read the input of a module or of its part; CannotFold if a module does not say."""
     name, part = split_part(reader)
     module = model.get_submodule(name)
     if type(module) in FOLDABLE_LAYERS:
@@ -216,20 +218,30 @@ def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
         yield from _find_layers(model, f'{name}.{layer}')
 
 
-def _check_layer(model: nn.Module, norm: str, target: str, side: Side) -> None:
-    """Raises CannotFold unless a layer can take a norm, and nothing else would change."""
+def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: dict[int, list[str]]) -> None:
+    """Raises CannotFold unless a layer can take a norm, and nothing else would change.
+
+    ``names`` are the names of all parameters, see :func:`_names_by_memory`.
+    """
     name, part = split_part(target)
     layer = model.get_submodule(name)
-    # A hook on what contains only the norm or only the layer stands between the two.
+    # A hook of a module that contains the norm or the layer, and not both, runs between the two.
     for between in sorted({*containers_of(norm)} ^ {*containers_of(name), name}):
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
     check_foldable(layer, side, part, target)
-    own = {*map(_memory, layer.parameters())}
-    names = [n for n, parameter in model.named_parameters(remove_duplicate=False) if _memory(parameter) in own]
-    others = [other for other in names if not other.startswith(f'{name}.')]
+    sharing = [other for parameter in layer.parameters() for other in names[_memory(parameter)]]
+    others = [other for other in sharing if not other.startswith(f'{name}.')]
     if others:
         raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
+
+
+def _names_by_memory(model: nn.Module) -> dict[int, list[str]]:
+    """The names of the parameters that lie at the same place in memory, by its address."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[_memory(parameter)].append(name)
+    return names
 
 
 def _memory(parameter: nn.Parameter) -> int:
@@ -238,13 +250,13 @@ def _memory(parameter: nn.Parameter) -> int:
 
 
 def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:
-    """Makes a norm part of its layers; returns what stands in the place of the norm."""
+    """Folds a norm into its layers; returns the identity that takes its place."""
     if fate.fate == 'absorbed':
-        # The layers get the form that takes an affine map; slab_det.absorb, or a checkpoint, brings its weights.
+        # An identity, so that the layers get their form; slab_det.absorb or a checkpoint brings the weights.
         norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
         affine = norm.scale, norm.shift
     else:
-        affine = norm.float64_affine()
+        affine = norm.double().inference_affine()
     fold_affine(model, fate, *affine)
     return nn.Identity().eval()
 
@@ -267,9 +279,9 @@ def fold_affine(model: nn.Module, fate: NormFate, scale: Tensor, shift: Tensor) 
 
 @torch.no_grad()
 def _as_affine(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> ChannelAffine:
-    scale, shift = norm.float64_affine()
-    # Of a parameter: statistics may have a higher precision than the layers around.
+    # Statistics may have a higher precision than the parameters.
     affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
+    scale, shift = norm.double().inference_affine()
     affine.scale.copy_(scale)
     affine.shift.copy_(shift)
     return affine

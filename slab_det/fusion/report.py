@@ -13,13 +13,13 @@ class NormFate:
     """What became of one norm.
 
     Attributes:
-        norm: Its dotted name in the model.
-        kind: Its class.
-        fate: 'folded' into a neighbour; 'absorbed' by a neighbour (:func:`slab_det.absorb`); left as one 'affine'
-            multiply-add; or 'kept' as it was.
-        into: The layers it was folded into, separated by commas, or ''.
+        norm: Dotted name of the norm in the model.
+        kind: Class of the norm.
+        fate: 'folded' into linear layers; 'absorbed' by them (:func:`slab_det.absorb`); 'affine', one multiply-add; or
+            'kept' as it was.
+        into: Names of the layers that took it, separated by commas, or ''.
         side: Whether the norm stood at the 'input' or at the 'output' of these layers.
-        reason: Why it was not folded, or ''.
+        reason: Why no layer took it, or ''.
     """
 
     norm: str
@@ -36,10 +36,10 @@ class NormFate:
 
 @dataclass
 class FusionReport:
-    """The fate of every norm, in the order of the model's modules.
+    """What became of every norm, in the order of the model's modules.
 
     Attributes:
-        norms: The fates.
+        norms: One entry for each norm.
         ffns: Hidden channels that :func:`slab_det.absorb` left in each FFN that it merged, by the name of the FFN.
     """
 
@@ -51,7 +51,7 @@ class FusionReport:
         return [norm for norm in self.norms if norm.fate == fate]
 
     def to_dict(self) -> dict:
-        """The number of norms of each fate, and every norm."""
+        """The number of norms with each fate, and every norm."""
         ffns = {'ffns': self.ffns} if self.ffns else {}
         return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **ffns}
 

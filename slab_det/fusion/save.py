@@ -1,4 +1,4 @@
-"""Writes a fused detector, as a checkpoint and the config that rebuilds it; builds the detector of such a config."""
+"""Writes a fused detector as a checkpoint and a config, and builds a fused detector from such a config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slab_det.norms import set_gamma
 from slab_det.runtime.config import drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.run_folder import save_with_config
 
-# What only training reads. The rest of the config serves the fused model too.
+# Keys that only training reads.
 TRAINING_KEYS = (
     'train_dataloader train_pipeline train_cfg optim_wrapper param_scheduler auto_scale_lr custom_hooks load_from '
     'resume work_dir launcher'
@@ -37,15 +37,14 @@ def FusedDetector(  # noqa: N802 (a config's type)
         model: The config of the unfused detector. Its pretrained weights are not loaded.
         folds: What became of each norm, as :func:`save_fused` writes it.
         ffns: Hidden channels of each FFN that is merged, by its name.
-        **changes: Merged into ``model``: options written for the unfused config, such as ``model.test_cfg``, hold for
-            the fused one.
+        **changes: Merged into ``model``, so that options for the unfused config, such as ``model.test_cfg``, work here.
 
     Returns:
-        The plain detector, key prefixes unchanged. Every way to load weights into it checks them: unfused ones, those
-        of another model and a part of its own raise CheckpointError.
+        The plain detector, key prefixes unchanged. Loading weights that are unfused, incomplete or from another model
+        raises CheckpointError.
 
     Raises:
-        FusionError: If ``folds`` are those of another model.
+        FusionError: If ``folds`` belong to another model.
     """
     cfg = Config(dict(model=copy.deepcopy(model)))
     cfg.merge_from_dict(dict(model=changes))
@@ -68,11 +67,11 @@ def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Confi
     values['model'] = values['model'].get('student', values['model'])
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
-        # The runner would hand it to FusedDetector.
+        # Outside of the model, the runner would give it to FusedDetector.
         values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
     if type_name(values['model'].get('data_preprocessor', {}).get('type', '')) == 'DetDataPreprocessor':
         values['model']['data_preprocessor']['type'] = 'CheckedDataPreprocessor'
-    # With its scope for other default scopes; mmdet's init_detector looks for a backbone here.
+    # The scope is for configs with another default scope; mmdet's init_detector expects a key `backbone`.
     values['model'] = dict(type='mmdet.FusedDetector', model=values['model'], folds=folds, backbone={})
     if ffns:
         values['model']['ffns'] = ffns
@@ -81,7 +80,7 @@ def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Confi
 
 
 def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: dict | None = None) -> tuple[Path, Path]:
-    """Writes the checkpoint ``path`` and, beside it, ``<stem>_config.py`` for all tools and DetInferencer.
+    """Writes the checkpoint ``path``, and beside it ``<stem>_config.py``, which all tools and DetInferencer read.
 
     Args:
         model: A detector that :func:`slab_det.fuse` returned.
@@ -90,7 +89,7 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
         dataset_meta: Class names and palette, for DetInferencer.
 
     Returns:
-        The checkpoint's and the config's path.
+        The paths of the checkpoint and of the config.
     """
     folds = [fate.to_dict() for fate in model.fusion_report.norms]
     fused_cfg = _fused_config(cfg, folds, model.fusion_report.ffns)

@@ -1,49 +1,47 @@
-"""Where norms go in mmdet's own modules: Swin, PVT, PVTv2, and the FPN of known detectors, which takes output norms."""
+"""Fold rules for mmdet's Swin, PVT and PVTv2, and for its FPN, which takes the output norms."""
 
 from __future__ import annotations
 
 import torch
 from mmcv.cnn import ConvModule
 from mmcv.cnn.bricks.transformer import FFN
-from mmdet.models import detectors
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer, SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinBlock, WindowMSA
+from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
 from mmdet.models.layers import PatchEmbed, PatchMerging
 from mmdet.models.necks import FPN, FPN_DropBlock
 from mmengine.model import Sequential
 from torch import nn
 
-from slab_det.attention import MapAttention, ShiftedWindowAttention
-from slab_det.attention.softmax import SoftmaxMapAttention, SoftmaxWindowAttention
+from slab_det.attention import MapAttention, ShiftedWindowAttention, SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 
-# Their extract_feat, that of Single- or TwoStageDetector, hands the outputs of the backbone to the neck, and nothing
-# else in mmdet 3.5.1 reads these outputs. Exact classes: a subclass may.
-DETECTORS = tuple(
-    getattr(detectors, name)
-    for name in (
-        'ATSS AutoAssign CascadeRCNN CenterNet CrowdDet DDOD FCOS FOVEA FSAF FastRCNN FasterRCNN GFL GLIP GridRCNN '
-        'HybridTaskCascade MaskRCNN MaskScoringRCNN NASFCOS PAA PanopticFPN PointRend QueryInst RPN RTMDet '
-        'RepPointsDetector RetinaNet SCNet SingleStageDetector SparseRCNN TOOD TwoStageDetector '
-        'TwoStagePanopticSegmentor VFNet YOLOF YOLOX'
-    ).split()
-)
+# They hand the outputs of the backbone to the neck, and to nothing else.
+EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
 
 
 def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs: bool) -> str:
-    """The part of the neck that alone reads output ``level`` of a backbone, or CannotFold if something else may.
+    """The part of the neck that alone reads output ``level`` of a backbone.
 
-    ``backbone`` is its name in ``model``; ``fold_outputs`` trusts detectors of any class, see :func:`slab_det.fuse`.
+    Args:
+        model: The detector, or a model that contains it.
+        backbone: Dotted name of the backbone.
+        level: Index of the output.
+        fold_outputs: Trust an ``extract_feat`` that is not mmdet's, see :func:`slab_det.fuse`.
+
+    Raises:
+        CannotFold: If something else may read the output.
     """
     owner, _, attribute = backbone.rpartition('.')
     detector = model.get_submodule(owner)
     if attribute != 'backbone' or not hasattr(detector, 'neck'):
         raise CannotFold('it is an output of the backbone, which no neck reads')
     kind = getattr(detector, 'student_class', type(detector))
-    if not fold_outputs and (kind not in DETECTORS or 'extract_feat' in vars(detector)):
+    is_known = getattr(kind, 'extract_feat', None) in EXTRACT_FEAT and 'extract_feat' not in vars(detector)
+    if not (is_known or fold_outputs):
         raise CannotFold(
-            f'{kind.__name__} may read the outputs of its backbone outside its neck; '
+            f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck; '
             'if it does not, fuse with fold_outputs=True'
         )
     return f'{backbone.removesuffix("backbone")}neck[{level}]'
@@ -72,15 +70,15 @@ def _conv_module_input_layers(module: ConvModule) -> tuple[str]:
 
 
 def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
-    """Our attention with the layers, parameters and buffers of mmdet's: it computes the same under the same keys.
+    """Our attention with the layers, parameters and buffers of mmdet's: the same results and state-dict keys.
 
-    Ours can give padding tokens another bias than qkv has: mmdet pads windows behind norm1 and before qkv, so its
-    padding tokens have the bias of qkv, which a fold changes.
+    mmdet pads maps between norm1 and qkv: padding tokens get the bias of qkv, which a fold changes. Ours can keep the
+    unfused bias for them.
     """
     theirs = attn.w_msa
     if type(theirs) is not WindowMSA:
         raise CannotFold(f'its attention is a {type(theirs).__name__}')
-    # Nothing is allocated or drawn: every tensor is taken from the original.
+    # On the meta device no weight is drawn; every tensor comes from the original.
     with torch.device('meta'):
         w_msa = SoftmaxWindowAttention(
             theirs.embed_dims,
@@ -99,9 +97,9 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
 
 
 def own_map_attention(attn: SpatialReductionAttention) -> MapAttention:
-    """Our attention with the layers of mmdet's: it computes the same under the same keys.
+    """Our attention with the layers of mmdet's: the same results and state-dict keys.
 
-    mmdet's output projection is never called as a module, so that nothing can see what it reads.
+    mmdet never calls the output projection as a module, so that :func:`slab_det.absorb` could not see its input.
     """
     if not attn.batch_first:
         raise CannotFold('its tokens come batch last')

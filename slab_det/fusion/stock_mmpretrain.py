@@ -1,4 +1,4 @@
-"""Where norms go in mmpretrain's ViT and T2T-ViT. The final norm stays: the head reads it."""
+"""Fold rules for mmpretrain's ViT and T2T-ViT. The final norm stays: the head reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where norms go in timm's ViT, DeiT and Swin. The final norm stays: ``forward_features`` returns what it makes."""
+"""Fold rules for timm's ViT, DeiT and Swin. The final norm stays: ``forward_features`` returns its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where norms go in torch.nn's Transformer if they stand first; if they stand last, the stream itself passes them."""
+"""Fold rules for torch.nn's Transformer with ``norm_first``; otherwise the residual stream passes the norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares a fused model with the unfused one on given inputs."""
+"""Checks on given images that a fused model computes what the unfused one does."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slab_det.fusion.fuse import FusionError, apply_folds
 from slab_det.norms import copy_module
 from slab_det.runtime.errors import SlabDetError, name_some
 
-# In float64 only rounding separates the two. In float32 random deep models differ from their own float64 self by
-# more than any fixed bound, so that distance is the yardstick.
+# In float64 the two differ by rounding alone. In float32 the rounding of a deep model has no fixed bound: the unfused
+# model's distance to itself in float64 is the measure.
 FLOAT64_BOUND = 1e-9
 FLOAT32_FACTOR = 10.0
 
@@ -24,11 +24,11 @@ class FusionCheck:
     """Largest differences over all inputs and outputs, relative to the largest value of each output.
 
     Attributes:
-        float64: Fused against unfused, both in float64.
-        float32: Fused against unfused, as they are.
-        float32_own: The unfused model as it is against itself in float64.
-        num_inputs: How many inputs were compared.
-        num_values: How many values of all outputs were compared.
+        float64: Between fused and unfused, both in float64.
+        float32: Between fused and unfused in their own dtype.
+        float32_own: Between the unfused model in its own dtype and in float64.
+        num_inputs: Inputs that were compared.
+        num_values: Values of all outputs that were compared.
     """
 
     float64: float
@@ -44,14 +44,14 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_finite(model: nn.Module, error: type[SlabDetError] = FusionError) -> None:
-    """Refuses a model with damaged weights: its detector would find nothing, and differ from nothing.
+    """Raises where parameters or buffers hold NaN or infinite values.
 
     Args:
         model: Any model.
-        error: What is raised.
+        error: Class of the error.
 
     Raises:
-        SlabDetError: ``error``, which names the parameters and buffers that hold NaN or infinite values.
+        SlabDetError: ``error``, with the names of these parameters and buffers.
     """
     # A tensor on the meta device has no values.
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value) and not value.is_meta}
@@ -96,7 +96,7 @@ def verify_fusion(
         raise FusionError('the models have no output, or there was no image: there was nothing to compare')
     check = FusionCheck(*(max(column) for column in zip(*differences, strict=True)), len(differences), num_values)
     if not math.isfinite(check.float32 + check.float32_own):
-        # Ten times infinity bounds nothing.
+        # Ten times infinity is no bound.
         raise FusionError(f'the outputs of the models are not finite: {check}; take an earlier checkpoint')
     if not (check.float64 <= FLOAT64_BOUND and check.float32 <= FLOAT32_FACTOR * check.float32_own + FLOAT64_BOUND):
         raise FusionError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from mmengine.logging import MMLogger
@@ -19,25 +18,20 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward pass, as activation checkpointing of either kind recomputes it."""
+    """Whether this forward runs inside a backward pass: activation checkpointing recomputes it there."""
     # -1 means "no backward in this thread".
     return torch._C._current_graph_task_id() != -1
 
 
 class OfflineNorm(nn.GroupNorm, ABC):
-    """A norm with two lives: its paper's rule in training, ``y = scale * x + shift`` at inference.
+    """A norm with two forms: its paper's rule in training, and ``y = scale * x + shift`` at inference.
 
     Fusion, recalibration, conversion and the hooks know norms only through this class. A new norm is a subclass with
-    :meth:`train_forward`, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`; buffers hold what
-    it averages. The base class does the rest:
-
-    - evaluation is the affine map, differentiable in the parameters;
-    - the recomputation of activation checkpointing changes no buffer, and neither does ``calibrating``;
-    - buffers are float32 at least, whatever casts the module, the default dtype or a checkpoint say.
+    :meth:`train_forward`, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`; its running
+    statistics are buffers. They stay float32 at least when the module is cast to half precision.
 
     A batch with NaN or infinite values stays in running statistics, as in PyTorch's BatchNorm, until recalibration
-    estimates them anew. torch.compile breaks its graph around the training forward and runs it as it is. Evaluation
-    compiles.
+    estimates them anew. ``torch.compile`` does not trace the training forward.
 
     Args:
         num_features: Channels C.
@@ -50,8 +44,8 @@ class OfflineNorm(nn.GroupNorm, ABC):
         ValueError: If the last dimension is not ``num_features``.
 
     Attributes:
-        calibrating: Normalise with the statistics of each batch, as in training, and change no buffer. Set by
-            :func:`slab_det.recalibrate` while statistics are collected.
+        calibrating: Normalise with the statistics of each batch in eval mode too. :func:`slab_det.recalibrate` sets it
+            while it collects statistics.
         statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only such statistics:
             frozen at the initial ones, mean 0 and variance 1, a norm would be switched off.
     """
@@ -61,20 +55,22 @@ class OfflineNorm(nn.GroupNorm, ABC):
     affine = False
     calibrating = False
     statistics_loaded = False
+    # Whether inference has looked for statistics that nobody estimated.
+    _is_checked = False
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         nn.Module.__init__(self)
         self.num_features = num_features
         self.eps = eps
-        # Whether the statistics are known to be other than the initial ones.
-        self._is_estimated = False
         self.register_load_state_dict_post_hook(_after_loading)
 
     @abstractmethod
     def train_forward(self, x: Tensor) -> Tensor:
         """Normalises a training batch ``x``, (..., C), and updates the buffers in place.
 
-        ``x`` may be in half precision, see :func:`at_least_float32`.
+        ``x`` may be in half precision, see :func:`at_least_float32`. Recalibration calls it too, and so does activation
+        checkpointing a second time for each batch. Updates of the statistics do no harm there: the end of a training
+        estimates them anew.
         """
 
     @abstractmethod
@@ -93,7 +89,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
         self.check_channels(x)
         if self.training or self.calibrating:
             return self._train(x)
-        if not (self._is_estimated or torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if not (self._is_checked or torch.compiler.is_compiling() or torch.jit.is_tracing()):
             self._warn_of_initial_statistics()
         return self.infer(x)
 
@@ -106,27 +102,11 @@ class OfflineNorm(nn.GroupNorm, ABC):
     # A graph holds neither numbers of Python that change nor the state that quadratic norms leave for backward.
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
-        if self.calibrating or is_recomputing():
-            with self._keeping_buffers():
-                return self.train_forward(x)
-        self._is_estimated = True
         return self.train_forward(x)
 
-    @contextmanager
-    def _keeping_buffers(self) -> Iterator[None]:
-        """Lets the block change copies of the buffers, which autograd may hold on to."""
-        originals = {module: module._buffers for module in self.modules()}
-        for module, buffers in originals.items():
-            module._buffers = {name: value if value is None else value.clone() for name, value in buffers.items()}
-        try:
-            yield
-        finally:
-            for module, buffers in originals.items():
-                module._buffers = buffers
-
     def _warn_of_initial_statistics(self) -> None:
-        """Warns where nothing estimated the statistics; looks at them once, so that no forward waits for a device."""
-        self._is_estimated = True
+        # Once: reading the statistics waits for the device.
+        self._is_checked = True
         if not self._has_statistics():
             # mmengine drops warnings that repeat.
             MMLogger.get_current_instance().warning(
@@ -140,20 +120,14 @@ class OfflineNorm(nn.GroupNorm, ABC):
         return not (_has_values(mean) and _has_values(var)) or bool(mean.any() or (var != 1).any())
 
     def read_numbers(self) -> None:
-        """Reads buffers that a forward needs as numbers of Python: after loading, and in ``train()`` and ``eval()``.
+        """Reads buffers that a forward needs as numbers of Python, so that no forward waits for the device.
 
-        No forward waits for the device. What changes such a buffer in place, as averages of weights do, counts from
-        the next ``train()`` or ``eval()`` on.
+        Called after loading, and by ``train()`` and ``eval()``: averages of weights change buffers in place.
         """
 
     def train(self, mode: bool = True) -> OfflineNorm:
         self.read_numbers()
         return super().train(mode)
-
-    def float64_affine(self) -> tuple[Tensor, Tensor]:
-        """:meth:`inference_affine` computed in float64 and without gradient, as folding needs it."""
-        scale, shift = copy_module(self).double().inference_affine()
-        return scale.detach(), shift.detach()
 
     def check_channels(self, x: Tensor) -> None:
         """Raises ValueError unless the last dimension of ``x`` is ``num_features``."""
@@ -163,27 +137,22 @@ class OfflineNorm(nn.GroupNorm, ABC):
                 f'got {tuple(x.shape)}'
             )
 
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Registers ``tensor`` in float32 where ``torch.set_default_dtype`` made it half precision."""
-        super().register_buffer(name, None if tensor is None else at_least_float32(tensor), persistent)
-
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if given and not self.state_dict().keys() & given:
-            # mmdet's own backbones load by key and would go on with random weights.
+            # mmdet's own backbones load by key, and would go on with random weights.
             raise RuntimeError(
-                f'{prefix[:-1]}: the weights ({", ".join(given)}) are those of another norm than '
-                f'{type(self).__name__}; for load_from of a detector add '
-                "default_hooks=dict(checked_load=dict(type='CheckedLoadHook')) to the config; load a backbone with "
-                'slab_det.load_pretrained(backbone, FILE), or convert its file first with slab-det convert --to native'
+                f'{prefix[:-1]}: the weights {", ".join(given)} belong to another norm than {type(self).__name__}; for '
+                "load_from of a detector add default_hooks=dict(checked_load=dict(type='CheckedLoadHook')) to the "
+                'config; load a backbone with slab_det.load_pretrained(backbone, FILE), or convert its file first with '
+                'slab-det convert --to native'
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OfflineNorm:
         """Moves and casts, but keeps buffers at float32 where ``fn`` lowers them to half precision.
 
-        float16 ends at 65504, the variance of a sigma of 256, and an average of bfloat16 stands still once its steps
-        are small.
+        float16 ends at 65504, the variance of a sigma of 256; in bfloat16 an average does not take small steps.
         """
         buffers = set(self.buffers())
 
@@ -208,7 +177,7 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """A deep copy, with tensors of a graph detached: detectors such as CondInst keep some of their last step."""
+    """A deep copy in which tensors of a graph are detached: detectors such as CondInst keep some of their last step."""
     with _DetachedCopies():
         return copy.deepcopy(module)
 
@@ -224,10 +193,10 @@ def read_number(buffer: Tensor, default: float) -> float:
 
 
 def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
-    # load_state_dict(assign=True) takes the checkpoint's tensors as they are: this raises buffers in half precision.
+    # load_state_dict(assign=True) takes the tensors of a checkpoint as they are: this raises buffers in half precision.
     norm._apply(lambda tensor: tensor)
     norm.read_numbers()
-    norm.statistics_loaded = norm._is_estimated = norm._has_statistics()
+    norm.statistics_loaded = norm._has_statistics()
 
 
 def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -251,7 +220,7 @@ def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
 
 
 class ChannelAffine(nn.Module):
-    """``y = scale * x + shift``: what is left of a norm that no neighbouring layer can take.
+    """``y = scale * x + shift``: what stays in the place of a norm that no neighbouring layer can take.
 
     Args:
         num_features: Channels C.

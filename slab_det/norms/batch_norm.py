@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-from mmengine.dist import get_world_size
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.distributed.nn.functional import all_reduce
 
-from slab_det.norms.base import OfflineNorm, at_least_float32
+from slab_det.norms.base import OfflineNorm, at_least_float32, is_recomputing
 
 
 @MODELS.register_module()
@@ -23,8 +21,6 @@ class TokenBN(OfflineNorm):
         num_features: Channels C.
         eps: Added to the variance.
         momentum: Weight of the new batch in the running statistics.
-        sync: Pool the batch over all processes in training, each token with the same weight, as SyncBatchNorm does.
-            All processes must then call the norm equally often.
 
     Shape:
         (..., C) -> (..., C), channels last.
@@ -33,24 +29,19 @@ class TokenBN(OfflineNorm):
         ValueError: If the last dimension is not ``num_features``, or on a single token in training.
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool = False) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
-        self.sync = sync
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer('running_mean', torch.zeros(num_features))
         self.register_buffer('running_var', torch.ones(num_features))
 
     def train_forward(self, x: Tensor) -> Tensor:
-        return self._normalize_pooled(x) if self._pools() else self._normalize(x)
-
-    def _pools(self) -> bool:
-        # In recalibration each process has a number of batches of its own.
-        return self.sync and not self.calibrating and get_world_size() > 1
+        return self._normalize(x)
 
     def _normalize(self, x: Tensor, eta: Tensor | None = None) -> Tensor:
-        """Normalises by the tokens of this process and adds ``eta x``."""
+        """Normalises by the tokens of the batch and adds ``eta x``."""
         if x.shape[:-1].numel() < 2:
             raise ValueError(
                 f'{type(self).__name__}({self.num_features}) got {tuple(x.shape)}: the variance of a batch needs more '
@@ -61,24 +52,6 @@ class TokenBN(OfflineNorm):
         # As a channels-last image (1, C, 1, N): on a CPU its kernel is 7 times as fast as the one for (N, C).
         image = x.reshape(1, 1, -1, self.num_features).permute(0, 3, 1, 2)
         return _BatchNorm.apply(image, weight, bias, eta, self).permute(0, 2, 3, 1).reshape(x.shape)
-
-    def _normalize_pooled(self, x: Tensor) -> Tensor:
-        """Normalises by the tokens of all processes."""
-        tokens = at_least_float32(x).reshape(-1, self.num_features)
-        var, mean = torch.var_mean(tokens, 0, correction=0)
-        # In float64: the difference of mean x^2 and the squared mean loses digits.
-        var, mean = var.double(), mean.double()
-        count = mean.new_full((1,), len(tokens))
-        total = all_reduce(torch.cat([count, count * mean, count * (var + mean.square())]))
-        count, mean, square = total.split([1, self.num_features, self.num_features])
-        mean = mean / count
-        var = square / count - mean.square()
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
-            self.running_var.lerp_((var * count / (count - 1)).to(self.running_var), self.momentum)
-        scale = self.weight / (var + self.eps).sqrt()
-        shift = self.bias - mean * scale
-        return torch.addcmul(shift.to(tokens), tokens, scale.to(tokens)).to(x.dtype).view(x.shape)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         scale = self.weight / (self.running_var + self.eps).sqrt()
@@ -99,21 +72,19 @@ class RepBN(TokenBN):
 
     Trains with batch statistics over every token; at inference it is the affine map of Lemma 4.1:
     scale = alpha / sigma + eta, shift = beta - alpha * mu / sigma, sigma = sqrt(var + eps).
-    Other arguments, shape and errors are those of :class:`TokenBN`.
+    :class:`TokenBN` describes the other arguments, shape and errors.
 
     Args:
-        eta: Where eta starts; 1 is the authors'. A PVT from scratch needs less, such as 0.1: its stream is not near
-            unit variance, and in tens of norms ``eta x`` grows without bound (``benchmarks/eta_start.py``).
+        eta: Start of eta; 1 is the authors'. A PVT from scratch needs less, such as 0.1: its stream is not near unit
+            variance, and in tens of norms ``eta x`` grows without bound.
     """
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, sync: bool = False, eta: float = 1.0
-    ) -> None:
-        super().__init__(num_features, eps, momentum, sync)
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, eta: float = 1.0) -> None:
+        super().__init__(num_features, eps, momentum)
         self.eta = nn.Parameter(torch.full((1,), float(eta)))
 
     def train_forward(self, x: Tensor) -> Tensor:
-        return self._normalize_pooled(x) + self.eta * x if self._pools() else self._normalize(x, self.eta)
+        return self._normalize(x, self.eta)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         scale, shift = super().inference_affine()
@@ -121,13 +92,14 @@ class RepBN(TokenBN):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm of a map plus ``eta x``, in few kernels: eta's gradient follows from those of weight and bias."""
+    """BatchNorm of a map plus ``eta x``, in few kernels: the gradients of weight and bias give the one of eta."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, eta: Tensor | None, norm: TokenBN) -> Tensor:
-        y, mean, inverse_sigma = torch.native_batch_norm(
-            x, weight, bias, norm.running_mean, norm.running_var, True, norm.momentum, norm.eps
-        )
+        # A recomputed forward has updated the running statistics before.
+        is_kept = norm.calibrating or is_recomputing()
+        running = (None, None) if is_kept else (norm.running_mean, norm.running_var)
+        y, mean, inverse_sigma = torch.native_batch_norm(x, weight, bias, *running, True, norm.momentum, norm.eps)
         ctx.save_for_backward(x, weight, eta, mean, inverse_sigma)
         ctx.eps = norm.eps
         if eta is None:

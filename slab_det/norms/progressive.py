@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -16,16 +15,15 @@ from slab_det.norms.batch_norm import RepBN
 class PRepBN(OfflineNorm):
     """``gamma * LN(x) + (1 - gamma) * RepBN(x)``: LayerNorm that training turns into RepBN (SLAB, eq. 3).
 
-    gamma belongs to the runner (:class:`slab_det.hooks.ProgressiveNormHook`): 1 is pure LayerNorm, 0 is pure
-    RepBN, where the LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0
-    is the norm an affine map that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
+    :class:`slab_det.hooks.ProgressiveNormHook` lowers gamma: 1 is pure LayerNorm, 0 is pure RepBN, where the
+    LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0 is the norm an affine map
+    that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
 
     Args:
         num_features: Channels C.
         eps: Added to the variance of the RepBN, and of the LayerNorm unless ``ln_eps`` says otherwise.
         ln_eps: Added to the variance of the LayerNorm; PVT uses 1e-6. None means ``eps``.
         momentum: Weight of the new batch in the running statistics.
-        sync: See :class:`TokenBN`; the LayerNorm has no statistics to pool.
         eta: See :class:`RepBN`.
 
     Shape:
@@ -41,16 +39,14 @@ class PRepBN(OfflineNorm):
         eps: float = 1e-5,
         ln_eps: float | None = None,
         momentum: float = 0.1,
-        sync: bool = False,
         eta: float = 1.0,
     ) -> None:
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
-        self.repbn = RepBN(num_features, eps, momentum, sync, eta)
-        # The buffer travels in checkpoints, the float is what forward reads: no device sync per layer.
+        self.repbn = RepBN(num_features, eps, momentum, eta)
+        # Checkpoints hold the buffer. Forward reads the float, so that it never waits for the device.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
-        self._is_managed = False
 
     @property
     def gamma(self) -> float:
@@ -63,7 +59,6 @@ class PRepBN(OfflineNorm):
             raise ValueError(f'gamma must lie in [0, 1], got {value}')
         self._gamma_value = float(value)
         self._gamma.fill_(self._gamma_value)
-        self._is_managed = True
 
     def read_numbers(self) -> None:
         self._gamma_value = read_number(self._gamma, self._gamma_value)
@@ -77,7 +72,7 @@ class PRepBN(OfflineNorm):
         self.repbn.calibrating = value
 
     def forward(self, x: Tensor) -> Tensor:
-        # The same in training and evaluation: the RepBN alone decides whose statistics it takes.
+        # The same in training and evaluation: the RepBN decides whether it takes the statistics of the batch.
         if self._gamma_value > 0.0:
             return self.train_forward(x)
         if torch.is_grad_enabled():
@@ -89,17 +84,9 @@ class PRepBN(OfflineNorm):
     def train_forward(self, x: Tensor) -> Tensor:
         """The mixture of eq. 3 at the current gamma."""
         self.check_channels(x)
-        if self.training and not self._is_managed:
-            self._is_managed = True
-            # mmengine drops warnings that repeat.
-            MMLogger.get_current_instance().warning(
-                'A PRepBN trains at gamma > 0, and nothing has set its gamma: it stays LayerNorm and cannot be fused. '
-                "Add dict(type='ProgressiveNormHook') to custom_hooks, which replaces the list of its _base_, or call "
-                'slab_det.set_gamma(model, gamma) in a training loop of your own'
-            )
         gamma = self._gamma_value
         is_frozen = not (self.repbn.training or self.calibrating)
-        # Statistics that nobody estimated do no harm, and are not warned of, where they have no share.
+        # At gamma = 1 initial statistics do no harm: no warning.
         repbn = self.repbn.infer(x) if gamma == 1.0 and is_frozen else self.repbn(x)
         # LayerNorm first: the sum takes its layout in memory, which later layers are fast for.
         return torch.add(gamma * self.ln(x), repbn, alpha=1.0 - gamma)
@@ -132,10 +119,10 @@ class PRepBN(OfflineNorm):
 
 
 class _KeepInGraph(torch.autograd.Function):
-    """Returns ``x`` and ties parameters to it that get no gradient.
+    """Returns ``x``, and lets parameters take part in the backward pass that get no gradient.
 
-    DistributedDataParallel waits for every parameter that it has not been told is unused. At gamma = 0 the
-    LayerNorm is skipped; through this its parameters still count as reached, at no cost.
+    DistributedDataParallel waits for all parameters of the model. At gamma = 0 nothing calls the LayerNorm; here its
+    parameters are reached nevertheless, at no cost.
     """
 
     @staticmethod

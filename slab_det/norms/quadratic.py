@@ -16,18 +16,18 @@ from slab_det.norms.base import OfflineNorm, at_least_float32, is_recomputing, r
 class QuadraticNorm(OfflineNorm):
     """``y = weight z + bias``, ``z = x / sqrt(s^ + eps)``: a norm without mean, s^ a moving average of mean x^2.
 
-    All tokens of all processes are pooled, per channel. The backward pass does not differentiate s^; a moving average
-    psi of ``gs = mean(g z)``, with ``g = weight dy``, stands for its part: ``dx = (g - z psi) / sqrt(s^ + eps)``. A
-    subclass says which averages; all that they remember are buffers, so that a run resumes where it was. They would
-    never forget a NaN: a channel whose mean x^2 or gs is not finite takes the running average in its place. Averages
-    of gs have the scale of the loss: after a gradient scaler has changed it they need as many iterations as they are
-    long.
+    Means are per channel, over all tokens of all processes. The backward pass does not differentiate s^. Instead it
+    subtracts a moving average psi of ``gs = mean(g z)``, with ``g = weight dy``:
+    ``dx = (g - z psi) / sqrt(s^ + eps)``. A subclass says which averages; they are buffers, so that a run resumes
+    where it was. A NaN would stay in them forever: a channel whose mean x^2 or gs is not finite takes the running
+    average in its place. Averages of gs have the scale of the loss: after a gradient scaler has changed it they need
+    as many iterations as they are long.
 
     Args:
         num_features: Channels C.
         eps: Added to s^ inside the root.
         momentum: Weight of the new value in running averages, 1 - a in the papers.
-        warmup_iters: So many iterations s^ is the batch's own mean x^2. The averages of the backward pass run from
+        warmup_iters: Iterations in which s^ is the batch's own mean x^2. The averages of the backward pass run from
             the first iteration on.
 
     Shape:
@@ -35,8 +35,8 @@ class QuadraticNorm(OfflineNorm):
 
     Raises:
         ValueError: If the last dimension is not ``num_features``.
-        RuntimeError: If activation checkpointing recomputes another forward than the last one in training mode, which
-            alone is remembered.
+        RuntimeError: If activation checkpointing recomputes another forward than the last one in training mode: the
+            norm remembers that one alone.
 
     Attributes:
         running_var: Average of mean x^2, (C,): what inference divides by.
@@ -53,7 +53,7 @@ class QuadraticNorm(OfflineNorm):
         self.register_buffer('running_var', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
-        # The same as a number of Python.
+        # The same as a number of Python, see read_numbers().
         self._iteration = 0
         # The last forward: its sum of x^2 over the tokens of this process, its 1 / sqrt(s^ + eps), and is_outlier.
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -98,7 +98,10 @@ class QuadraticNorm(OfflineNorm):
         return torch.addcmul(self.bias, values, self.weight * (square + self.eps).rsqrt()).to(x.dtype)
 
     def next_inverse_root(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """1 / sqrt(s^ + eps) of the iteration with tokens ``x``, and ``is_outlier``; recomputed, what they were."""
+        """1 / sqrt(s^ + eps) of the iteration with tokens ``x``, and ``is_outlier``.
+
+        A recomputed forward gets what the first one got.
+        """
         own = _sum_over_tokens(x * x)
         if is_recomputing():
             self._check_last(own)
@@ -123,8 +126,8 @@ class QuadraticNorm(OfflineNorm):
         )
         if self._last is None:
             raise RuntimeError(text)
-        # Layers before the norm need not repeat themselves to the last bit; other batches are further away. Overflows
-        # of mixed precision are NaN in the difference. Asserted on the device: no forward waits for its answer.
+        # Layers before the norm may differ in the last bits; other batches differ more. Overflows of mixed precision
+        # are NaN in the difference. Asserted on the device: no forward waits for the answer.
         torch._assert_async((own - self._last[0]).abs().nansum() <= 1e-3 * own.nansum(), text)
 
     @torch.no_grad()
@@ -151,7 +154,7 @@ class QuadraticNorm(OfflineNorm):
 
 
 class _DivideBySmoothedSquare(torch.autograd.Function):
-    """A training iteration of a QuadraticNorm. Keeps its input and vectors of C; z is computed again."""
+    """A training iteration of a QuadraticNorm. Saves its input and vectors of C; backward computes z again."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, norm: QuadraticNorm) -> Tensor:
@@ -160,7 +163,7 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
         inverse_root, is_outlier = norm.next_inverse_root(values)
         scale = weight * inverse_root
         ctx.norm = norm
-        # The decision of this iteration, for its own backward pass, whatever other forwards come between.
+        # Backward needs the decision of this iteration, whatever other forwards come between.
         ctx.save_for_backward(x, weight, inverse_root, scale, is_outlier)
         return torch.addcmul(bias, values, scale).to(x.dtype)
 
@@ -182,11 +185,9 @@ class _Window(nn.Module):
 
     def __init__(self, window_size: int, num_features: int) -> None:
         super().__init__()
-        if window_size < 1:
-            raise ValueError(f'window_size must be at least 1, got {window_size}')
-        self.register_buffer('values', at_least_float32(torch.zeros(window_size, num_features)))
+        self.register_buffer('values', torch.zeros(window_size, num_features))
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
-        # The same as a number of Python.
+        # The same as a number of Python, see OfflineNorm.read_numbers().
         self._count = 0
 
     def read_numbers(self) -> None:
@@ -226,19 +227,11 @@ class UN(QuadraticNorm):
     Two things of the released code are not in the paper's formulas and not here: the factor r between batch and running
     statistics in the gradient, and backward averages that also wait for the end of the warm-up.
 
+    :class:`QuadraticNorm` describes the other arguments, shape and errors.
+
     Args:
-        num_features: Channels C.
-        eps: Added to s^ inside the root.
-        momentum: Weight of the new value in running averages, 1 - a in the paper.
-        window_size: Values M of the moving means, forward and backward.
-        warmup_iters: So many iterations normalise by the batch alone.
+        window_size: Values M of the moving means, forward and backward; at least 1.
         filter_outliers: Use outlier filtration. The paper does for vision; without it its detectors did not train.
-
-    Shape:
-        (..., C) -> (..., C), channels last; a single token will do.
-
-    Raises:
-        ValueError: If the last dimension is not ``num_features``, or ``window_size`` is below 1.
 
     Attributes:
         num_filtered: Iterations in which the filter fired.
@@ -295,18 +288,11 @@ class MABN(QuadraticNorm):
     s^ <- a s^ + (1 - a) mean x^2, a = 1 - momentum; psi is the mean of the last M values of gs. Without the paper's
     centralized weights, and without the released code's factor r between batch and running statistics.
 
+    :class:`QuadraticNorm` describes the other arguments, shape and errors.
+
     Args:
-        num_features: Channels C.
-        eps: Added to s^ inside the root.
         momentum: Weight of the new value in s^; the released code has 0.02.
-        window_size: Values M of the backward average; 16 in the released code for detectors.
-        warmup_iters: So many iterations normalise by the batch alone.
-
-    Shape:
-        (..., C) -> (..., C), channels last; a single token will do.
-
-    Raises:
-        ValueError: If the last dimension is not ``num_features``, or ``window_size`` is below 1.
+        window_size: Values M of the backward average, at least 1; 16 in the released code for detectors.
     """
 
     def __init__(
@@ -330,22 +316,12 @@ class MABN(QuadraticNorm):
 
 @MODELS.register_module()
 class PowerNorm(QuadraticNorm):
-    """PowerNorm that stays offline: no mean, exponential averages forward and backward.
+    """PowerNorm without its scaling of each token: no mean, exponential averages forward and backward.
 
-    s^ <- a s^ + (1 - a) mean x^2 and psi <- a psi + (1 - a) gs, a = 1 - momentum. The paper's scaling of each token by
-    its own quadratic mean is left out, as in UN's comparison: at inference it would still need every token.
+    s^ <- a s^ + (1 - a) mean x^2 and psi <- a psi + (1 - a) gs, a = 1 - momentum. As in UN's comparison, tokens are not
+    divided by their own quadratic means, which is no affine map at inference.
 
-    Args:
-        num_features: Channels C.
-        eps: Added to s^ inside the root.
-        momentum: Weight of the new value in both averages.
-        warmup_iters: So many iterations normalise by the batch alone.
-
-    Shape:
-        (..., C) -> (..., C), channels last; a single token will do.
-
-    Raises:
-        ValueError: If the last dimension is not ``num_features``.
+    :class:`QuadraticNorm` describes arguments, shape and errors.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, warmup_iters: int = 10000) -> None:

@@ -6,11 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import differing, randomize, relative_difference
-from mmdet.models.layers import ExpMomentumEMA
-from mmengine.model import BaseAveragedModel, ExponentialMovingAverage, StochasticWeightAverage
 from test_backbones import CSWIN, PVT, SWIN, build
 from test_vit import VIT
-from timm.utils import ModelEmaV2
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -25,44 +22,6 @@ def used(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and floating-point buffers that a forward reads, by name."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-
-
-def averages(model: nn.Module) -> dict[str, tuple[nn.Module, list[float] | None]]:
-    """Every average of mmengine, mmdet and timm, and how much the start and each of two updates weigh in it."""
-    # mmengine's first update copies the model.
-    return {
-        'ExponentialMovingAverage': (
-            ExponentialMovingAverage(model, momentum=0.25, update_buffers=True),
-            [0, 0.75, 0.25],
-        ),
-        'ExpMomentumEMA': (ExpMomentumEMA(model, momentum=0.25, gamma=1, update_buffers=True), None),
-        'StochasticWeightAverage': (StochasticWeightAverage(model, update_buffers=True), [0, 0.5, 0.5]),
-        'ModelEmaV2': (ModelEmaV2(model, decay=0.75), [0.5625, 0.1875, 0.25]),
-    }
-
-
-@pytest.mark.parametrize('norm', ['LN', 'PRepBN'])
-@ALL
-@torch.no_grad()
-def test_every_average_is_the_mean_of_what_it_saw(small, norm):
-    model = build(small, norm_cfg=dict(type=norm)).eval()
-    states = [{name: tensor.clone() for name, tensor in used(model).items()}]
-    models = averages(model)
-    for seed in range(2):
-        randomize(model, seed)
-        states.append({name: tensor.clone() for name, tensor in used(model).items()})
-        for average, _ in models.values():
-            average.update_parameters(model) if isinstance(average, BaseAveragedModel) else average.update(model)
-    for name, (average, weights) in models.items():
-        if weights is None:
-            momentum = average.momentum + (1 - average.momentum) * torch.e**-2
-            weights = [0, 1 - momentum, momentum]
-        tensors = used(average.module)
-        for key in states[0]:
-            expected = sum(weight * state[key].double() for weight, state in zip(weights, states, strict=True))
-            torch.testing.assert_close(
-                tensors[key].double(), expected, rtol=1e-5, atol=1e-6, msg=lambda text, at=(name, key): f'{at}: {text}'
-            )
 
 
 @ALL

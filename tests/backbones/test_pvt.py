@@ -122,19 +122,6 @@ def test_one_word_pads_every_stage():
     assert [tuple(out.shape[2:]) for out in model(torch.randn(1, 3, 65, 97))] == [(17, 25), (9, 13), (5, 7), (3, 4)]
 
 
-@pytest.mark.parametrize(
-    ('options', 'size', 'message'),
-    [
-        ({}, (64, 31), '64x31 leaves stage 0 a map of 16x7, smaller than its reduction ratio 8'),
-        (dict(attention='sla'), (40, 20), 'stage 3 a map of 1x0'),
-        (dict(paddings='corner'), (64, 28), '64x28 leaves stage 0 a map of 16x7'),
-    ],
-)
-def test_an_image_that_leaves_too_small_a_map_is_refused(options, size, message):
-    with pytest.raises(ValueError, match=message):
-        build(PVT, **options)(torch.randn(1, 3, *size))
-
-
 def test_fewer_stages_take_the_default_paddings_and_ratios():
     two = dict(num_layers=(1, 1), num_heads=(1, 2), patch_sizes=(4, 2), strides=(4, 2), sr_ratios=(2, 1))
     model = SLABPVT(embed_dims=8, num_stages=2, out_indices=(0, 1), **two)

@@ -1,17 +1,12 @@
 """SLABSwin against timm's Swin, and what its own arguments promise."""
 
-import copy
-
 import pytest
 import torch
 from conftest import differing, randomize, relative_difference
 from mmdet.models.backbones import SwinTransformer
-from mmengine.model import ExponentialMovingAverage
-from mmengine.runner.checkpoint import get_state_dict, load_state_dict
 from test_backbones import SWIN, build, twins
 
 from slab_det.checkpoints import load_pretrained
-from slab_det.fusion import fuse
 from slab_det.norms import PRepBN, set_gamma
 
 PREPBN = dict(type='PRepBN')
@@ -25,23 +20,6 @@ def test_position_embedding_equals_mmdet_at_its_own_size():
     x = torch.randn(2, 3, 64, 64, dtype=torch.double)
     assert relative_difference(ours(x), theirs(x)) < 1e-9
     assert ours(torch.randn(1, 3, 50, 90, dtype=torch.double))[0].shape == (1, 8, 13, 23)
-
-
-@pytest.mark.parametrize('norm', ['LN', 'PRepBN', 'UN'])
-@torch.no_grad()
-def test_patch_merging_keeps_the_layout_of_mmdet_in_every_state_dict(norm):
-    source = randomize(build(SWIN, norm_cfg=dict(type=norm)).double()).eval()
-    state, x = source.state_dict(), torch.randn(1, 3, 45, 70, dtype=torch.double)
-    copies = {
-        way: build(SWIN, norm_cfg=dict(type=norm)).double().eval() for way in ('load_state_dict', 'assign', 'mmengine')
-    }
-    copies |= {'deepcopy': copy.deepcopy(source), 'EMA': ExponentialMovingAverage(source).module}
-    copies['load_state_dict'].load_state_dict(state)
-    copies['assign'].load_state_dict(state, assign=True)
-    load_state_dict(copies['mmengine'], get_state_dict(source), strict=True)
-    for way, model in copies.items():
-        assert not differing(model, state), way
-        assert relative_difference(model(x), source(x)) < 1e-9
 
 
 def test_one_word_or_one_per_stage():
@@ -91,33 +69,6 @@ def test_frozen_stages_stay_as_they_are():
     moved = differing(model, before)
     assert moved, 'statistics of the live stage'
     assert not [key for key in moved if key.startswith(frozen)]
-
-
-@pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm'])
-def test_norm_eval_freezes_no_statistics_that_were_never_estimated(norm):
-    """A LayerNorm model that was converted saves mean 0 and variance 1, which is no norm at all."""
-    source, model = (build(SWIN, norm_cfg=dict(type=norm), norm_eval=True) for _ in range(2))
-    set_gamma(source, 0.0)
-    model.load_state_dict(source.state_dict())
-    assert model.train().norm1.training
-    # One channel of one of them is enough.
-    for name in ('running_mean', 'running_var'):
-        state = source.state_dict()
-        for key in [key for key in state if key.startswith('norm1.') and key.endswith(name)]:
-            state[key] = state[key] + 0.25 * (torch.arange(16) == 3)
-            model.load_state_dict(state)
-            assert not model.train().norm1.training, name
-            assert model.norm0.training, name
-
-
-def test_tokens_lie_together_in_every_block_also_without_a_norm_before(small_detector):
-    backbone = fuse(small_detector(norm_cfg=PREPBN)).backbone
-    contiguous = []
-    for stage in backbone.stages:
-        for block in stage.blocks:
-            block.register_forward_pre_hook(lambda module, args: contiguous.append(args[0].is_contiguous()))
-    backbone(torch.randn(2, 3, 50, 62))
-    assert contiguous == [True] * sum(len(stage.blocks) for stage in backbone.stages)
 
 
 def test_an_ffn_norm_that_the_checkpoint_lacks_is_reported():

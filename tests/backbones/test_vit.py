@@ -61,10 +61,6 @@ def test_starts_from_scratch_as_deit():
     [
         (dict(out_type='map'), "unknown out_type 'map'.*'featmap'"),
         (dict(out_type='cls_token', attention='sla'), "'sla' convolves a map"),
-        (dict(attention='linear'), 'unknown attention.*linear'),
-        (dict(num_heads=3), 'does not divide'),
-        (dict(pretrain_img_size=15), r'no patch of 16 x 16'),
-        (dict(norm_cfg=dict(type='BN')), 'channels first.*TokenBN'),
     ],
 )
 def test_wrong_words_are_named(options, message):

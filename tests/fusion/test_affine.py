@@ -73,7 +73,7 @@ def test_fold_into_some_projections_of_an_attention(part, bias):
         assert same == (name not in part), name
         if not bias:
             assert layer.in_proj_bias[rows].any() == (name in part), name
-    # Of zeros too where it had none: the fused kernel reads both, or neither.
+    # A layer without bias gets zeros in both places: the fused kernel reads both, or neither.
     assert layer.in_proj_bias.requires_grad and not layer.out_proj.bias.any()
 
 

@@ -1,11 +1,7 @@
 """TokenBN, RepBN and PRepBN against torch and the formulas of the SLAB paper."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from mmdet.engine.hooks import MeanTeacherHook
-from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import nn
 
@@ -143,39 +139,3 @@ def test_what_writes_gamma_in_place_counts_from_the_next_train_or_eval_on():
             switch(norm)
             assert norm.gamma == norm._gamma.item() == 0.25
             assert torch.equal(norm.eval()(x), source.eval()(x))
-
-
-def test_the_mean_teacher_has_the_gamma_of_its_student():
-    """mmdet copies the student's weights before training, buffers too where they have to be."""
-
-    class Pair(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.student, self.teacher = PRepBN(C), PRepBN(C).eval()
-
-    model = Pair()
-    set_gamma(model.student, 0.25)
-    hook = MeanTeacherHook(skip_buffer=False)
-    hook.before_train(SimpleNamespace(model=model, iter=0))
-    # As the training loop does next.
-    model.train()
-    assert model.teacher.gamma == model.teacher._gamma.item() == 0.25
-
-
-def test_a_gamma_that_nobody_manages_is_warned_of_once(capsys, monkeypatch):
-    logger = MMLogger.get_instance('unmanaged gamma')
-    monkeypatch.setattr(MMLogger, 'get_current_instance', lambda: logger)
-
-    def warnings(model):
-        for _ in range(2):
-            model(torch.rand(2, 3, C))
-        return [line for line in capsys.readouterr().out.splitlines() if 'WARNING' in line]
-
-    def build():
-        return nn.Sequential(PRepBN(C), PRepBN(C))
-
-    managed = build()
-    set_gamma(managed, 0.5)
-    assert not warnings(managed) + warnings(build().eval())
-    (text,) = warnings(build())
-    assert 'ProgressiveNormHook' in text and 'set_gamma' in text

@@ -30,7 +30,8 @@ def make_norm(kind, gamma, dtype):
 
 def tokens(dtype):
     generator = torch.Generator().manual_seed(2)
-    return (torch.randn(3, 40, C, generator=generator) + 1).to(dtype)
+    # Their variance, 90000, is beyond float16.
+    return (300 * (torch.randn(3, 40, C, generator=generator) + 1)).to(dtype)
 
 
 def formula(norm, gamma, p, x):
@@ -137,37 +138,13 @@ def test_norms_keep_their_statistics_when_cast(kind, cast):
 
 
 @pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
-def test_norms_built_in_half_precision_or_given_its_tensors_average_in_float32(kind):
+def test_norms_that_are_assigned_tensors_in_half_precision_average_in_float32(kind):
     dtypes = {name: value.dtype for name, value in kind(C).named_buffers()}
     half = {name: value.half() if value.is_floating_point() else value for name, value in kind(C).state_dict().items()}
     assigned = nn.Sequential(kind(C))
     assigned.load_state_dict({f'0.{name}': value for name, value in half.items()}, assign=True)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        built = kind(C)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for norm in (assigned[0], built):
-        assert {name: value.dtype for name, value in norm.named_buffers()} == dtypes
-        assert {value.dtype for value in norm.parameters()} < set(HALF)
-
-
-@pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN, *QUADRATIC])
-def test_a_float16_module_knows_variances_beyond_float16(kind):
-    """Those of tokens of 1000, which float16 holds well."""
-    norm, parameters = make_norm(kind, 0.0, torch.float16)
-    (norm.repbn if kind is PRepBN else norm).momentum = 1.0
-    x = (1000 * torch.randn(2, 200, C, generator=torch.Generator().manual_seed(4))).half().requires_grad_()
-    y = norm(x)
-    y.sum().backward()
-    assert y.isfinite().all() and x.grad.isfinite().all()
-    mean, var = (value.double() for value in norm.statistics())
-    exact = x.detach().double().flatten(0, 1)
-    assert var.min() > 7e5 and error(var, exact.square().mean(0) if kind in QUADRATIC else exact.var(0)) < 1e-5
-    p = {name.removeprefix('repbn.'): value for name, value in parameters.items()}
-    wanted = (exact - mean) / (var + 1e-5).sqrt() * p['weight'] + p['bias'] + p.get('eta', 0) * exact
-    y = norm.eval()(x)
-    assert y.dtype == torch.float16 and error(y.flatten(0, 1), wanted) < 1e-3
+    assert {name: value.dtype for name, value in assigned[0].named_buffers()} == dtypes
+    assert {value.dtype for value in assigned.parameters()} < set(HALF)
 
 
 @pytest.mark.parametrize('kind', ['TokenBN', 'PRepBN', 'UN', 'MABN', 'PowerNorm'])

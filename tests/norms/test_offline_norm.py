@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import slab_det
-from slab_det.backbones import SLABSwin
 from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
 
 C = 5
@@ -63,15 +62,6 @@ def test_evaluation_is_the_affine_of_the_statistics_and_trains(kind):
     for got, wanted in zip(*(torch.autograd.grad(z.sin().sum(), trained) for z in (y, expected)), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     assert not differing(norm, before)
-
-
-@pytest.mark.parametrize('kind', NORMS)
-def test_folds_take_the_affine_in_float64(kind):
-    norm = make_norm(kind).float()
-    exact = copy.deepcopy(norm).double().inference_affine()
-    for got, wanted in zip(norm.float64_affine(), exact, strict=True):
-        assert got.dtype == torch.float64 and not got.requires_grad and torch.equal(got, wanted)
-    assert {value.dtype for value in norm.inference_affine()} == {torch.float32}
 
 
 @pytest.mark.parametrize('kind', NORMS)
@@ -185,21 +175,6 @@ def test_a_training_step_of_a_norm_launches_few_operators(name, bound):
     around = count_launches(nn.Identity(), None, 2, 7, C)
     found = count_launches(build_norm_layer(cfg, C)[1], gamma, 2, 7, C) - around
     assert found.total() <= bound, found
-
-
-@pytest.mark.parametrize(
-    'name, ratio', [('TokenBN', 1.2), ('PRepBN, gamma 0', 1.6), ('PRepBN, gamma 0.5', 2.5), ('UN', 3.0)]
-)
-def test_a_training_step_of_a_backbone_launches_few_operators(name, ratio):
-    """Over one with LayerNorm: a GPU waits for its launches in small batches."""
-
-    def count(name):
-        cfg, gamma = NORM_CFGS[name]
-        small = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
-        return count_launches(SLABSwin(norm_cfg=cfg, **small), gamma, 2, 3, 64, 64).total()
-
-    found = count(name), count('LayerNorm')
-    assert found[0] <= ratio * found[1], found
 
 
 @pytest.mark.parametrize('kind', NORMS)

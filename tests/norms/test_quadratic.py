@@ -187,24 +187,3 @@ def test_one_token_and_maps_that_are_not_contiguous_will_do(kind):
             torch.testing.assert_close(y.view_as(x), ys[0])
     single = make_norm(kind)
     torch.testing.assert_close(single(torch.full((C,), 3.0).double()), single.weight + single.bias, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize('kind', NORMS)
-def test_compiled_models_train_as_others_do_and_evaluate_in_one_graph(kind):
-    # Graphs of other norms count towards the limit of this forward.
-    torch._dynamo.reset()
-    plain, compiled = (torch.nn.Sequential(torch.nn.Linear(C, C), make_norm(kind)).double() for _ in range(2))
-    compiled.load_state_dict(plain.state_dict())
-    run = torch.compile(compiled, backend='eager')
-    for t in range(1, 9):
-        grads = []
-        for model in (plain, run):
-            x = batch(t).requires_grad_()
-            (model(x).sin() * (1 + t)).sum().backward()
-            grads.append(x.grad)
-        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-12, atol=1e-12, msg=key)
-    assert compiled[1].iteration == 8
-    norm = compiled[1].eval()
-    assert torch.equal(torch.compile(norm, backend='eager', fullgraph=True)(batch(1)), norm(batch(1)))

@@ -172,8 +172,3 @@ def test_a_batch_of_zeros_leaves_the_next_ones_finite():
         y = norm(torch.zeros(3, C) if t == 2 else torch.ones(3, C))
         assert y.abs().max() < 20, (t, y)
     torch.testing.assert_close(y, torch.ones(3, C), rtol=1e-4, atol=0)
-
-
-def test_window_size_is_checked():
-    with pytest.raises(ValueError, match='window_size'):
-        UN(C, window_size=0)

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.attention import ShiftedWindowAttention
+from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.attention.linear import SimplifiedWindowAttention
-from slab_det.attention.softmax import SoftmaxWindowAttention
 from slab_det.backbones.blocks import FFN
 from slab_det.deployment.blocks import two_layers
 from slab_det.deployment.constants import constant
