@@ -18,13 +18,13 @@ from slab_det.absorption.plan import AbsorptionPlan, Writer
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit
 from slab_det.absorption.report import AbsorptionReport, NormAbsorption, Refit
 from slab_det.absorption.walk import Probe, TensorStore, Walk
-from slab_det.conversion.convert import ConversionError
 from slab_det.fusion.folds import find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, replace_module
 from slab_det.fusion.report import FusionReport
 from slab_det.norms import copy_module
 from slab_det.recalibration.moments import Moments
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 

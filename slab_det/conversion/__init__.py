@@ -1,8 +1,9 @@
 """Conversion: the norms of a detector are replaced and its weights are kept."""
 
-from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
+from slab_det.conversion.convert import ConversionReport, convert_norms
 from slab_det.conversion.distill import DistillationError, DistilledDetector
 from slab_det.conversion.finetune import convert_detector, finetune_config, write_tune_config
+from slab_det.runtime.errors import ConversionError
 
 __all__ = [
     'ConversionError',

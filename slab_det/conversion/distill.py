@@ -18,11 +18,11 @@ from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.recalibration.moments import evaluating
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.tensors import tensors_in
 
 # Boxes of an image on which RoI heads are compared.
 NUM_PROPOSALS = 100
@@ -95,11 +95,6 @@ class Distillation:
     def __deepcopy__(self, memo: dict) -> Distillation:
         # Nothing of it is trained: copies of a student, such as EMAHook's, share it.
         return self
-
-
-def tensors_in(outputs: object) -> list[Tensor]:
-    """The tensors in tuples, lists and dicts of any depth."""
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def mean_relative_error(outputs: object, targets: object, name: str = 'outputs') -> Tensor:

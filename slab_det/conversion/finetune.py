@@ -12,10 +12,11 @@ from mmengine.fileio import put_text
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
+from slab_det.conversion.convert import ConversionReport, convert_norms
 from slab_det.norms import named_progressive_norms
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
+from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import save_with_config
 
