@@ -1,5 +1,5 @@
-# mmdet's defaults, with slab_det registered, every checkpoint checked, one set of statistics for all processes, a
-# warning where values are not finite, and after --resume the random numbers and gradients of the uninterrupted run.
+# mmdet's defaults, with slab_det registered, every checkpoint checked, a warning where statistics are not finite, and
+# after --resume the random numbers and gradients of the uninterrupted run.
 _base_ = ['mmdet::_base_/default_runtime.py']
 
 custom_imports = dict(imports=['slab_det'], allow_failed_imports=False)
@@ -8,5 +8,4 @@ default_hooks = dict(
     checked_load=dict(type='CheckedLoadHook'),
     exact_resume=dict(type='ExactResumeHook'),
     norm_state=dict(type='NormStateHook'),
-    pool_statistics=dict(type='PoolStatisticsHook'),
 )

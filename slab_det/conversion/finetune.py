@@ -25,7 +25,6 @@ DEFAULT_HOOKS = dict(
     checked_load=dict(type='CheckedLoadHook'),
     exact_resume=dict(type='ExactResumeHook'),
     norm_state=dict(type='NormStateHook'),
-    pool_statistics=dict(type='PoolStatisticsHook'),
 )
 # The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')

@@ -9,15 +9,13 @@ Hooks with the same event run in the order of their priorities, those of mmengin
 | 55 | ProgressiveNormHook | after EMAHook, whose average of gamma means nothing |
 | 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma |
 | 70 LOW | ExactResumeHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
-| 80 | PoolStatisticsHook | all that is served or saved is pooled |
-| 85 | RecalibrateFuseHook | on pooled statistics |
+| 85 | RecalibrateFuseHook | it reads and rewrites the last checkpoint |
 | 90 VERY_LOW | mmengine's CheckpointHook | it publishes what RecalibrateFuseHook wrote |
 """
 
 from slab_det.hooks.checked_load import CheckedLoadHook
 from slab_det.hooks.exact_resume import ExactResumeHook
 from slab_det.hooks.norm_state import NormStateHook
-from slab_det.hooks.pool_statistics import PoolStatisticsHook
 from slab_det.hooks.progressive_norm import ProgressiveNormHook
 from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook
 
@@ -25,7 +23,6 @@ __all__ = [
     'CheckedLoadHook',
     'ExactResumeHook',
     'NormStateHook',
-    'PoolStatisticsHook',
     'ProgressiveNormHook',
     'RecalibrateFuseHook',
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from mmengine.dist import get_rank, get_world_size
+from mmengine.dist import all_gather_object, get_rank, get_world_size
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
 
 from slab_det.runtime.distributed import unwrap
+from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.random_state import random_state, set_random_state
 
 
@@ -27,6 +28,8 @@ class ExactResumeHook(Hook):
     the size of the weights; mmengine drops the gradients and goes on counting. With several processes all get the
     gradients of the main one, a fair sample of what each had. Resumed with another ``accumulative_counts``, they are
     dropped.
+
+    If processes would start at different iterations, because only some of them see the checkpoint, all stop.
     """
 
     # Other hooks draw before this one saves; CheckpointHook (VERY_LOW) comes after.
@@ -58,6 +61,12 @@ class ExactResumeHook(Hook):
                 sampler.seed = seed
 
     def before_train(self, runner: Runner) -> None:
+        starts = all_gather_object(runner.iter)
+        if len(set(starts)) > 1:
+            raise SlabDetError(
+                f'the processes start at iterations {starts}: the checkpoint to resume from must be where each of them '
+                'looks for it; copy it there, or name it with --resume'
+            )
         # An iterator over a DataLoader draws a seed for its workers, in a resumed run once more than otherwise. Workers
         # whose worker_init_fn is not mmengine's augment by it: no two processes, and no two starts, draw alike.
         seed = runner.seed + runner.iter * get_world_size() + get_rank()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from mmengine.config import Config
-from mmengine.dist import all_gather_object, get_rank, init_dist
+from mmengine.dist import get_rank, init_dist
 from mmengine.hooks import EMAHook
 from mmengine.runner import Runner
 from recorder import StepRecorder, digest
@@ -32,7 +32,6 @@ from slab_det.data.synthetic import generate
 from slab_det.runtime.errors import DataError
 from slab_det.fusion import verify
 from slab_det.hooks import ExactResumeHook, ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
-from slab_det.hooks.pool_statistics import PoolStatisticsHook, pool_statistics
 from slab_det.norms import MABN, UN, PowerNorm, PRepBN, RepBN, TokenBN
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
@@ -111,28 +110,6 @@ def trained_together(alone):
     return found
 
 
-def pooled_statistics():
-    """Running statistics that differ between processes, of our norms and of PyTorch's."""
-    model = nn.Sequential(RepBN(CHANNELS), nn.BatchNorm1d(CHANNELS), UN(CHANNELS)).double()
-    generator = torch.Generator().manual_seed(get_rank())
-    for norm in model:
-        for name, buffer in norm.named_buffers():
-            if name.startswith('running'):
-                buffer.copy_(torch.rand(CHANNELS, generator=generator, dtype=torch.float64) + get_rank())
-    each = all_gather_object({name: value.clone() for name, value in model.named_buffers()})
-    pool_statistics(model)
-    first = digest(model.named_buffers())
-    found = {}
-    for index in range(3):
-        means = torch.stack([state.get(f'{index}.running_mean', torch.zeros(CHANNELS)) for state in each])
-        var = torch.stack([state[f'{index}.running_var'] for state in each]).mean(0) + means.var(0, correction=0)
-        found[f'{index}.running_var'] = distance(model[index].running_var, var)
-        if index < 2:
-            found[f'{index}.running_mean'] = distance(model[index].running_mean, means.mean(0))
-    pool_statistics(model)
-    return {'distances': found, 'digest': first, 'again': digest(model.named_buffers())}
-
-
 # Recalibration ---------------------------------------------------------------------------------------------------
 
 
@@ -191,12 +168,12 @@ def recalibration_fails_on_one():
 
 
 def training(folder):
-    """PRepBN, UN and PyTorch's BatchNorm, which has statistics of its own in each process."""
+    """A run with PRepBN, whose statistics are each process's own, and UN, whose statistics are shared."""
     folder, watch = folder / f'regression{get_rank()}', StepRecorder()
 
     def run(**options):
-        norms = iter([PRepBN(4, sync=True), nn.Sequential(UN(4, warmup_iters=1), nn.BatchNorm1d(5))])
-        hooks = [ProgressiveNormHook(total=4, unit='iter'), PoolStatisticsHook(), EMAHook(), ExactResumeHook(), watch]
+        norms = iter([PRepBN(4), UN(4, warmup_iters=1)])
+        hooks = [ProgressiveNormHook(total=4, unit='iter'), EMAHook(), ExactResumeHook(), watch]
         options.update(launcher='pytorch', default_scope='mmengine', max_iters=6, batch_size=1, interval=3)
         return train(folder, hooks, lambda: Regression(lambda c: next(norms)), val=True, accumulate=2, **options)
 
@@ -285,7 +262,6 @@ def run(rank, world_size, folder, port, norms, statistics, cfg):
     )
     found = {'launch': launch()}
     found['norms'] = trained_together(norms)
-    found['pooled statistics'] = pooled_statistics()
     found['recalibration'] = recalibrated_together(statistics)
     found['failed recalibration'] = recalibration_fails_on_one()
     found['failed download'] = download_fails()

@@ -81,10 +81,6 @@ def test_processes_train_alike_and_only_the_main_process_writes(folder, notes):
         changed = [after != before for before, after in zip(rank['parameters'], rank['parameters'][1:], strict=False)]
         assert changed == [True, False, True], 'one step of the optimizer in two iterations'
     assert first['parameters'] == second['parameters']
-    # Checkpoints are written after iterations 2 and 4; in between each process has statistics of its own images.
-    same = [a == b for a, b in zip(first['states'], second['states'], strict=True)]
-    assert same == [False, True, False, True]
-    assert first['validated'] == second['validated'] and len(first['validated']) == 2
     written = ({path.name for path in (folder / f'rank{rank}').glob('*')} for rank in range(2))
     results = {'fused.pth', 'iter_2.pth', 'iter_4.pth', 'report.json', 'fused_config.py'}
     assert [results & names for names in written] == [results, set()]

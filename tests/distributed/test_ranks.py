@@ -65,13 +65,6 @@ def test_norms_of_several_processes_are_those_of_one_whatever_the_shares(ranks):
             assert all(distance < 1e-10 for distance in distances.values()), (norm, distances)
 
 
-def test_running_statistics_become_those_of_the_union_once(ranks):
-    for found in of_all(ranks, 'pooled statistics'):
-        assert len(found['distances']) == 5 and all(each < 1e-12 for each in found['distances'].values()), found
-        assert found['again'] == found['digest']
-    assert all_equal(of_all(ranks, 'pooled statistics', 'digest'))
-
-
 def test_recalibration_finds_what_one_process_finds_on_all_images(ranks):
     assert all_equal(of_all(ranks, 'recalibration'))
     found = ranks[0]['recalibration']
@@ -92,15 +85,11 @@ def test_a_download_that_fails_stops_all(ranks):
     assert stops_all(of_all(ranks, 'failed download'), 0, 'CheckpointError', 'cannot be downloaded')
 
 
-def test_all_validate_and_go_on_with_the_model_that_is_saved(ranks):
+def test_all_train_the_model_that_the_main_process_saves(ranks):
     found = of_all(ranks, 'training')
-    # BatchNorm is not synchronised; checkpoints come after iterations 3 and 6, validations after 2, 4 and 6.
-    assert [len(set(states)) for states in zip(*of_all(found, 'states'), strict=True)] == [4, 4, 1, 4, 4, 1]
     assert found[0]['saved'] == found[0]['states'][2]
-    # PRepBN is asked to, and UN always is.
-    for key in ('parameters', 'norms', 'validated', 'ema', 'gammas'):
+    for key in ('parameters', 'gammas'):
         assert found[0][key] and all_equal(of_all(found, key)), key
-    assert len(found[0]['validated']) == 3
     assert found[0]['gammas'] == [[1], [0.75], [0.5], [0.25], [0], [0]]
     assert not any(of_all(found, 'find_unused'))
     assert of_all(found, 'files') == [2, 0, 0, 0]

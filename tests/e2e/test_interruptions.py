@@ -17,7 +17,6 @@ from benchmarks.interruptions import FORK_SERVER, Interruptions, KillPoint, Whol
 from slab_det.hooks import (
     CheckedLoadHook,
     ExactResumeHook,
-    PoolStatisticsHook,
     ProgressiveNormHook,
     RecalibrateFuseHook,
 )
@@ -74,8 +73,8 @@ def test_hooks_run_in_the_order_that_each_needs(cfg):
     """As :mod:`slab_det.hooks` says."""
     hooks = [type(hook) for hook in Runner.from_cfg(cfg).hooks]
     at = {hook: hooks.index(hook) for hook in hooks}
-    assert at[CheckedLoadHook] < at[EMAHook] < at[ProgressiveNormHook] < at[LoggerHook] < at[PoolStatisticsHook]
-    assert at[ExactResumeHook] < at[PoolStatisticsHook] < at[RecalibrateFuseHook] < at[CheckpointHook]
+    assert at[CheckedLoadHook] < at[EMAHook] < at[ProgressiveNormHook] < at[LoggerHook] < at[RecalibrateFuseHook]
+    assert at[ExactResumeHook] < at[RecalibrateFuseHook] < at[CheckpointHook]
 
 
 def test_the_comparison_sees_a_torn_file(tmp_path):

@@ -10,7 +10,7 @@ from mmengine.model import BaseModel
 from regression import train
 from torch import nn
 
-from slab_det.hooks import ExactResumeHook, NormStateHook, PoolStatisticsHook, ProgressiveNormHook
+from slab_det.hooks import ExactResumeHook, NormStateHook, ProgressiveNormHook
 from slab_det.norms import named_progressive_norms
 from slab_det.runtime.errors import SlabDetError
 
@@ -64,7 +64,7 @@ class Watch(Hook):
 
 def run(tmp_path, average, model, **options):
     watch = Watch()
-    ours = [ProgressiveNormHook(), NormStateHook(), ExactResumeHook(), PoolStatisticsHook()]
+    ours = [ProgressiveNormHook(), NormStateHook(), ExactResumeHook()]
     runner = train(tmp_path, [average, *ours, watch], model, max_iters=NUM_ITERS, **options)
     return runner, watch
 
