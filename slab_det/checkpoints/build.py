@@ -5,7 +5,6 @@ from pathlib import Path
 
 from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
-from mmengine.dataset import BaseDataset
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
@@ -61,9 +60,8 @@ def _training_classes(model: nn.Module, cfg: Config) -> dict | None:
     while inner := dataset.get('dataset') or (dataset.get('datasets') or [None])[0]:
         dataset = inner
     kind = DATASETS.get(dataset['type']) if isinstance(dataset.get('type'), str) else dataset.get('type')
-    if not (isinstance(kind, type) and issubclass(kind, BaseDataset)):
-        return None
-    classes = kind._load_metainfo(copy.deepcopy(dataset.get('metainfo'))).get('classes')
+    metainfo = {**getattr(kind, 'METAINFO', {}), **(dataset.get('metainfo') or {})}
+    classes = metainfo.get('classes')
     # An RPN has one.
     counts = [n for m in model.modules() if isinstance(n := getattr(m, 'num_classes', None), int)]
     return dict(classes=tuple(classes)) if classes and counts and len(classes) == max(counts) else None

@@ -9,7 +9,6 @@
 | BatchNorm | RepBN | eta = 0 |
 | LayerNorm | TokenBN, RepBN, UN, MABN, PowerNorm | weight and bias to start training; no statistics |
 | UN, MABN, PowerNorm | another of them, or another window | weight, bias and running_var; averages begin anew |
-| UN, MABN, PowerNorm | same, but at the start of a training | the same three |
 
 All else is an error: a LayerNorm cannot hold statistics; UN, MABN and PowerNorm subtract no mean, and their running_var
 is the mean of x^2; a part of a PRepBN at gamma > 0 is LayerNorm; eta has no place in a TokenBN.
@@ -51,15 +50,13 @@ FITS = {
 }
 
 
-def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_averages: bool = True) -> Weights:
+def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
     """Turns every norm of ``weights`` into what the norm of that name in ``model`` can load.
 
     Args:
         weights: Weights in the layout of ``model`` but for the kinds of norms.
         model: Where they will go; left as it is.
         report: Receives gammas, expected gaps and what has no place.
-        keep_averages: Whether counters, windows and psi of UN, MABN and PowerNorm belong to the weights. They do in
-            resuming and testing; another training starts its own.
 
     Raises:
         CheckpointError: If a norm cannot hold what the checkpoint has for it.
@@ -70,7 +67,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
         given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
         if not given:
             continue
-        values, reason = _fit_norm(name, given, norm, keep_averages)
+        values, reason = _fit_norm(name, given, norm)
         if reason:
             missing = norm.state_dict().keys() - values.keys()
             report.missing_expected.update({prefix + key: reason for key in missing})
@@ -82,23 +79,21 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
     return fitted
 
 
-def _fit_norm(name: str, given: Weights, norm: nn.Module, keep_averages: bool) -> tuple[Weights, str]:
+def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
     """The weights that ``norm`` loads, and the reason why others, of the norm or of the file, are left out."""
     targets = norm.state_dict()
     if isinstance(norm, nn.LayerNorm) and given.keys() <= targets.keys():
         return given, ''
     # A norm from outside this package may name its weights as it likes.
-    is_own = isinstance(norm, OfflineNorm) and given.keys() == targets.keys()
-    if is_own and not isinstance(norm, QuadraticNorm):
+    is_same = given.keys() == targets.keys()
+    if isinstance(norm, QuadraticNorm):
+        # The window has a size of its own.
+        is_same = is_same and all(given[key].value.shape == value.shape for key, value in targets.items())
+    if is_same:
         return given, ''
-    kind = QUADRATIC if is_own else _kind(name, given)
+    kind = held = _kind(name, given)
     if kind == QUADRATIC and isinstance(norm, QuadraticNorm):
-        is_same = is_own and all(given[key].value.shape == targets[key].shape for key in targets)
-        if is_same and keep_averages:
-            return given, ''
         return {key: given[key] for key in QUADRATIC_KEYS}, 'averages of another training'
-
-    held = kind
     if kind == 'PRepBN' and isinstance(norm, TokenBN):
         gamma = float(given['_gamma'].value)
         held = f'PRepBN at gamma {gamma:g}'
