@@ -1,4 +1,4 @@
-"""Conversion: the norms of a detector are replaced and its weights are kept."""
+"""Conversion: replaces the norms of a trained detector, and writes configs that train it further."""
 
 from slab_det.conversion.convert import ConversionReport, convert_norms
 from slab_det.conversion.distill import DistillationError, DistilledDetector

@@ -1,4 +1,4 @@
-"""Makes a LayerNorm model one whose LayerNorms can be trained away."""
+"""convert_norms: replaces the LayerNorms of a model by norms that fold away at inference."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slab_det.backbones.base import check_norm_cfg
 from slab_det.deployment import is_deployed
 from slab_det.fusion.fuse import replace_module
 from slab_det.fusion.layer_norms import describe_others, reason_to_keep
-from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_offline_norms
+from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_norms
 from slab_det.runtime.errors import ConversionError
 
 
 @dataclass
 class ConversionReport:
-    """What :func:`convert_norms` did; a norm with several names counts once, under the first.
+    """What :func:`convert_norms` did; a norm with several names counts under the first.
 
     Attributes:
         converted: Names of the norms that were replaced.
@@ -43,7 +43,7 @@ def convert_norms(
     inplace: bool = False,
     skip: Iterable[str] = (),
 ) -> nn.Module:
-    """Replaces every LayerNorm over the last dimension by an offline norm that keeps its weight and bias.
+    """Replaces every LayerNorm over the last dimension by a norm of slab_det that keeps its weight and bias.
 
     A PRepBN starts at gamma = 1 and computes what the LayerNorm did; :class:`slab_det.hooks.ProgressiveNormHook` trains
     it down to gamma = 0. ``model.conversion_report`` says what became of each norm.
@@ -67,21 +67,15 @@ def convert_norms(
         raise ConversionError(str(error)) from error
     if not inplace:
         model = copy_module(model)
-    # The LayerNorm of a PRepBN is converted already.
-    inner = {module for _, norm in named_offline_norms(model) for module in norm.modules()}
-    aliases: dict[nn.Module, list[str]] = {}
-    for name, norm in model.named_modules(remove_duplicate=False):
-        if isinstance(norm, nn.LayerNorm) and norm not in inner:
-            aliases.setdefault(norm, []).append(name)
-    report, replaced, skip = ConversionReport(), {}, tuple(skip)
-    for norm, names in aliases.items():
-        # A reason to keep a norm under one of its names keeps it under all: the norm stays shared.
-        skipped = any(name == part or name.startswith(f'{part}.') for name in names for part in skip)
-        reasons = [reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0])) for name in names]
-        if reason := 'skipped' if skipped else next(filter(None, reasons), None):
-            report.kept[names[0]] = reason
+    report, replaced, skipped = ConversionReport(), {}, tuple(f'{name}.' for name in skip)
+    # Not the LayerNorm of a PRepBN, which is converted already.
+    for name, norm in named_norms(model, nn.LayerNorm):
+        is_skipped = f'{name}.'.startswith(skipped)
+        owner = model.get_submodule(name.rpartition('.')[0])
+        if reason := 'skipped' if is_skipped else reason_to_keep(name, norm, owner):
+            report.kept[name] = reason
         else:
-            report.converted.append(names[0])
+            report.converted.append(name)
             replaced[norm] = _build_converted(norm, norm_cfg, model)
     if not replaced:
         raise ConversionError(f'the model has no LayerNorm to convert{describe_others(model, report.kept)}')
@@ -96,7 +90,7 @@ def convert_norms(
 
 @MODELS.register_module()
 def ConvertedModel(model: dict, norm_cfg: dict) -> nn.Module:  # noqa: N802 (a config's type)
-    """Builds a model, such as a backbone of another library, and gives all of its norms to :func:`convert_norms`."""
+    """Builds a model, such as a backbone of another library, and replaces its norms by :func:`convert_norms`."""
     return convert_norms(MODELS.build(model), norm_cfg, inplace=True)
 
 
@@ -112,7 +106,7 @@ def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> Of
     for name, parameter in given.items():
         getattr(target, name).copy_(parameter).requires_grad_(parameter.requires_grad)
     if given and not any(parameter.requires_grad for parameter in given.values()):
-        # A frozen stage gives no gradient to what only the new norm has, and DDP would wait for it.
+        # DDP would wait for gradients of what only the new norm has, and a frozen stage gives none.
         new.requires_grad_(False)
     example = next(chain(given.values(), model.parameters()), None)
     if example is not None:
