@@ -7,7 +7,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, SMALL_SWIN, StopAfter, as_trained, randomize, small_mmdet_cfg
+from conftest import CONFIGS, SMALL_SWIN, as_trained, randomize, small_mmdet_cfg
 from mmdet.apis import DetInferencer
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -195,18 +195,6 @@ def test_a_student_is_fused_and_served_without_its_teacher(absorbed, tmp_path):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     with pytest.raises(ConversionError, match='a FusedDetector cannot be converted; give config'):
         convert_detector(served_cfg, str(checkpoint), tmp_path / 'prepbn.pth', Config())
-
-
-def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(absorbed, whole_run):
-    runner = Runner.from_cfg(tune_cfg(absorbed, 'halted'))
-    runner.register_hook(StopAfter(1))
-    with pytest.raises(KeyboardInterrupt):
-        runner.train()
-    cfg = tune_cfg(absorbed, 'halted')
-    cfg.load_from, cfg.resume = str(Path(cfg.work_dir) / 'iter_1.pth'), True
-    resumed = Runner.from_cfg(cfg)
-    resumed.train()
-    torch.testing.assert_close(resumed.model.state_dict(), whole_run.model.state_dict())
 
 
 def test_without_a_task_loss_no_labels_are_read(absorbed):
