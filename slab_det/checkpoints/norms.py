@@ -1,5 +1,7 @@
 """Fits the norms of a checkpoint to the norms of a model.
 
+What fits:
+
 | checkpoint | model | |
 |---|---|---|
 | same | same | as it is |
@@ -10,8 +12,8 @@
 | LayerNorm | TokenBN, RepBN, UN, MABN, PowerNorm | weight and bias to start training; no statistics |
 | UN, MABN, PowerNorm | another of them, or another window | weight, bias and running_var; averages begin anew |
 
-All else is an error: a LayerNorm cannot hold statistics; UN, MABN and PowerNorm subtract no mean, and their running_var
-is the mean of x^2; a part of a PRepBN at gamma > 0 is LayerNorm; eta has no place in a TokenBN.
+Everything else is an error. A LayerNorm cannot hold statistics. UN, MABN and PowerNorm subtract no mean, and their
+running_var is the mean of x^2. A PRepBN at gamma > 0 is partly LayerNorm. A TokenBN has no eta.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ KEYS_OF_KIND = {
     'RepBN': _BATCH_NORM | {'eta'},
     'PRepBN': {'_gamma', *(f'ln.{key}' for key in _AFFINE), *(f'repbn.{key}' for key in (*_BATCH_NORM, 'eta'))},
 }
-# UN, MABN and PowerNorm: what inference needs. Their averages differ, and the authors' code has buffers of its own.
+# What UN, MABN and PowerNorm need at inference. Their averages differ, and the authors' code has buffers of its own.
 QUADRATIC = 'UN, MABN or PowerNorm'
 QUADRATIC_KEYS = _AFFINE | {'running_var'}
-# By the norms of checkpoint and model: what stands before the names of the weights, and what the file implies.
+# (norm of the checkpoint, norm of the model): prefix of the weights' names in the model, and values that follow.
 FITS = {
     ('LayerNorm', OfflineNorm): ('', {}),
     ('LayerNorm', PRepBN): ('ln.', {'_gamma': 1.0}),
@@ -56,7 +58,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
     Args:
         weights: Weights in the layout of ``model`` but for the kinds of norms.
         model: Where they will go; left as it is.
-        report: Receives gammas, expected gaps and what has no place.
+        report: Receives gammas, and keys that are missing or unused for a reason.
 
     Raises:
         CheckpointError: If a norm cannot hold what the checkpoint has for it.
@@ -80,7 +82,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
 
 
 def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
-    """The weights that ``norm`` loads, and the reason why others, of the norm or of the file, are left out."""
+    """Returns the weights that ``norm`` loads, and the reason why others of the norm or of the file are left out."""
     targets = norm.state_dict()
     if isinstance(norm, nn.LayerNorm) and given.keys() <= targets.keys():
         return given, ''
@@ -109,7 +111,7 @@ def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]
             + suited.get(kind, f"dict(type='{kind}')")
         )
     prefix, implied = fit
-    # A value that the file implies stands under the key of the norm's first weight.
+    # The report names implied values by the key of the norm's first weight.
     key = next(iter(given.values())).key
     fitted = {prefix + part: weight for part, weight in given.items()}
     for part, value in implied.items():
@@ -122,7 +124,7 @@ def _kind(name: str, given: Weights) -> str:
     """The kind of norm that a checkpoint holds.
 
     Raises:
-        CheckpointError: If it is no whole norm: its inference would run on statistics of no data, or be another one.
+        CheckpointError: If it is not a whole norm of a known kind.
     """
     keys = {key for key in given if not key.endswith('num_batches_tracked')}
     for kind, expected in KEYS_OF_KIND.items():
@@ -149,7 +151,7 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
     Args:
         keys: The names of its weights, as the model would call them.
         model: The detector or backbone that they are for.
-        prefix: ``backbone.`` for a detector: its heads may have other norms, or weights that the file has not.
+        prefix: ``backbone.`` for a detector: only its backbone tells, as heads may have norms that are never fused.
 
     Raises:
         CheckpointError: If only one of them is fused, or if other norms of the checkpoint were folded.
@@ -166,7 +168,7 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
         return
     known = named_norms(model, OfflineNorm, nn.LayerNorm)
     norms = tuple(f'{norm}.' for norm, _ in known if norm.startswith(prefix))
-    # Fusion turns a norm that it cannot fold into an affine, whose scale and shift are no weights of a norm.
+    # A norm that cannot be folded becomes a ChannelAffine, whose scale and shift are no weights of a norm.
     norm_keys = [key for key in keys if key in targets or not key.endswith(('.scale', '.shift'))]
     lacking = [norm for norm in norms if not any(key.startswith(norm) for key in norm_keys)]
     others = {key for key in targets if key.startswith(prefix) and not key.startswith(norms)}

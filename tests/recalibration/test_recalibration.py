@@ -91,15 +91,11 @@ def test_as_many_passes_as_norms_find_the_fixed_point_of_images_that_have_nothin
     assert left < report.tol < moved
 
 
-def test_errors_do_not_grow_from_norm_to_norm(monkeypatch):
+def test_errors_do_not_grow_from_norm_to_norm():
     batches = [batch.float() for batch in build_batches(10)]
     model = build_backbone(depths=(2, 2, 8, 2), norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act').float()
-    unguarded = copy.deepcopy(model)
     report = recalibrate(model, batches)
     assert report.converged and max(report.residuals) < 1000, report
-    monkeypatch.setattr('slab_det.recalibration.fixed_point.JUMP', math.inf)
-    with pytest.raises(RecalibrationError, match='NaN or beyond'):
-        recalibrate(unguarded, batches)
 
 
 class Chain(nn.Module):
