@@ -28,7 +28,7 @@ EXPECTED_UNUSED = (
     (r'^cls_token$', 'class token'),
     (r'\.unread_scale$', 'not read by the released code'),
 )
-# A classifier ends in one norm; only a detector has one after each stage.
+# A classifier has one norm at its end; only a detector has one after each stage.
 OUTPUT_NORM = (r'^(norm\d+|layers\.\d+\.2)\.', 'output norm, new in detection')
 
 
@@ -43,8 +43,8 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
             PyramidVisionTransformerV2 with any of our norms.
         path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
             that timm has under that name, or what such a file holds.
-        prefix: What stands before the names of the backbone's weights, such as ``ema.backbone.``; all others are
-            left out. Without it ``backbone.`` is found.
+        prefix: The backbone's weights are those whose names begin with this prefix, such as ``ema.backbone.``. By
+            default ``backbone.`` if there are any, else all weights.
 
     Raises:
         CheckpointError: If nothing matches, a shape does not fit, or norms cannot hold what the checkpoint has for
@@ -81,8 +81,8 @@ def check_detector_checkpoint(
 
     Args:
         model: A detector; nothing is loaded into it here.
-        checkpoint: What a file held. Afterwards its ``state_dict`` fills the model, with the model's own values where
-            the file has none: mmengine loads it without a word, so the report is where missing weights are named.
+        checkpoint: The content of a file. Afterwards its ``state_dict`` fills the whole model, with the model's own
+            values where the file has none. The report names these; mmengine, which loads it, does not.
         name: The file, for report and errors.
         complete: Whether every weight of the model must be there, as for resuming and testing.
         reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
@@ -114,7 +114,7 @@ def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
         model: A backbone or a detector.
         state_dict: The model's weights under ``prefix``, or none at all for the model. Surplus ones are left to the
             loader to report.
-        prefix: What stands before the names of the model's weights.
+        prefix: The names of the model's weights begin with it.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing or in another form.
@@ -149,10 +149,10 @@ def check_complete(report: LoadReport) -> None:
 
 
 def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, wherever they lie, without ``module.`` before their names.
+    """Finds the tensors of a checkpoint, and removes ``module.`` from the beginning of their names.
 
     Args:
-        checkpoint: What a file held: weights under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
+        checkpoint: The content of a file: weights under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
         name: The file, for the error.
 
     Raises:
@@ -173,12 +173,15 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
-    """What ``model.load_state_dict`` should get: converted, checked, and every key in the report.
+    """Converts weights to those that ``model`` can load, checks them, and reports every key.
 
     Args:
         weights: Weights of a backbone in any known layout, or of a detector whose backbone is.
         model: The backbone or detector they are for; left as it is.
-        report: Filled with what was found.
+        report: Filled with every key.
+
+    Returns:
+        The weights by their names in the model; keys that the model computes itself are left out.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`.
@@ -203,7 +206,7 @@ def _fit(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Te
     check_fused(given, model, prefix)
     given = resize_tables(fit_norms(given, model, report), model)
 
-    # The index follows from the window, which may be another one than the checkpoint's.
+    # The model computes the index from its window, which may be another than the checkpoint's.
     filled = {key: w for key, w in given.items() if key in targets and not key.endswith('relative_position_index')}
     if not filled:
         alone = "; a backbone's own weights belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
@@ -243,6 +246,6 @@ def _sort_out(names: dict[str, str], rules: tuple[tuple[str, str], ...], expecte
 
 
 def log_report(report: LoadReport) -> None:
-    """Prints the report; a warning if something is missing or unused that should not be."""
+    """Logs the report, as a warning if something is missing or unused that should not be."""
     logger = MMLogger.get_current_instance()
     (logger.info if report.complete else logger.warning)(f'Loaded {report}')

@@ -1,10 +1,8 @@
 """Fits the norms of a checkpoint to the norms of a model.
 
-What fits:
-
-| checkpoint | model | |
+| checkpoint | model | what is loaded |
 |---|---|---|
-| same | same | as it is |
+| same | same | all of it |
 | LayerNorm | PRepBN | its LayerNorm branch, gamma 1 |
 | RepBN or BatchNorm | PRepBN | its RepBN branch (eta = 0 for BatchNorm), gamma 0 |
 | PRepBN at gamma 0 | RepBN | the RepBN branch |
@@ -53,11 +51,11 @@ FITS = {
 
 
 def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
-    """Turns every norm of ``weights`` into what the norm of that name in ``model`` can load.
+    """Converts the weights of every norm to those that the norm of the same name in ``model`` can load.
 
     Args:
-        weights: Weights in the layout of ``model`` but for the kinds of norms.
-        model: Where they will go; left as it is.
+        weights: Weights in the layout of ``model``, except for the kinds of norms.
+        model: The model that will load them; left as it is.
         report: Receives gammas, and keys that are missing or unused for a reason.
 
     Raises:
@@ -149,12 +147,12 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
     """Refuses a fused checkpoint for an unfused model and the reverse.
 
     Args:
-        keys: The names of its weights, as the model would call them.
+        keys: The names of the checkpoint's weights, in the model's layout.
         model: The detector or backbone that they are for.
         prefix: ``backbone.`` for a detector: only its backbone tells, as heads may have norms that are never fused.
 
     Raises:
-        CheckpointError: If only one of them is fused, or if other norms of the checkpoint were folded.
+        CheckpointError: If only one of them is fused, or if the checkpoint has norms that were folded in the model.
     """
     targets = model.state_dict().keys()
     if is_fused(model):

@@ -19,7 +19,7 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
 
     Args:
         weights: Weights in the model's layout.
-        model: Where they will go; left as it is.
+        model: The model that will load them; left as it is.
 
     Raises:
         CheckpointError: If the positions of a table make no square.

@@ -21,7 +21,7 @@ from slab_det.runtime.errors import ConversionError
 
 @dataclass
 class ConversionReport:
-    """What :func:`convert_norms` did; a norm with several names counts under the first.
+    """The norms that :func:`convert_norms` replaced or left; a norm with several names counts under the first.
 
     Attributes:
         converted: Names of the norms that were replaced.
@@ -46,7 +46,7 @@ def convert_norms(
     """Replaces every LayerNorm over the last dimension by a norm of slab_det that keeps its weight and bias.
 
     A PRepBN starts at gamma = 1 and computes what the LayerNorm did; :class:`slab_det.hooks.ProgressiveNormHook` trains
-    it down to gamma = 0. ``model.conversion_report`` says what became of each norm.
+    it down to gamma = 0. ``model.conversion_report`` names the norms that were replaced or left.
 
     Args:
         model: Any model with ``nn.LayerNorm``: mmdet's, timm's, a whole detector.

@@ -40,11 +40,11 @@ def convert_detector(
     Args:
         cfg: The config that the LayerNorm detector was trained with.
         checkpoint: Its weights.
-        out: Where the new checkpoint goes, ending in .pth.
+        out: The file name of the new checkpoint, ending in .pth.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/finetune_prepbn.py.
 
     Returns:
-        The checkpoint's path, the config's path, and what became of each norm, by its name in the detector.
+        The checkpoint's path, the config's path, and a report that names the norms as the detector does.
 
     Raises:
         ConversionError: If the detector is fused or has a teacher, if its backbone has no LayerNorm or cannot be built
@@ -69,7 +69,7 @@ def convert_detector(
         )
     meta = dict(slab_det_version=slab_det.__version__)
     if model.dataset_meta is not None:
-        # DetInferencer expects the key to be absent where there are no class names.
+        # DetInferencer fails where the key is there and None.
         meta['dataset_meta'] = model.dataset_meta
     return *save_with_config(dict(meta=meta, state_dict=model.state_dict()), new_cfg, out), report
 
@@ -113,8 +113,8 @@ def write_tune_config(
 
     Args:
         cfg: The config that the LayerNorm detector, now the teacher, was trained with.
-        fused_config: What :func:`slab_det.fusion.save_fused` wrote for the absorbed detector.
-        fused_checkpoint: Its weights, ending in .pth.
+        fused_config: The config that :func:`slab_det.fusion.save_fused` wrote for the absorbed detector.
+        fused_checkpoint: The weights of the absorbed detector, ending in .pth.
         teacher_checkpoint: The teacher's weights.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/tune_absorbed.py.
         images: A folder of images to train on instead, without labels and without validation, as inference sees them.

@@ -1,4 +1,4 @@
-"""Which LayerNorms of a model can be replaced, and what to say of a model that has none."""
+"""Which LayerNorms of a model can be replaced, and a description of its norms where none can."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | Non
 
 
 def describe_others(model: nn.Module, kept: dict[str, str]) -> str:
-    """What a model without LayerNorms to replace has instead, in brackets for a message.
+    """Describes, in brackets for a message, the norms of a model that has no LayerNorm to replace.
 
     Args:
         model: The model.
-        kept: Reasons of its LayerNorms to stay, by name; each reason is given once.
+        kept: The reason why each of its LayerNorms stays, by name.
     """
     names = defaultdict(list)
     for name, reason in kept.items():

@@ -64,6 +64,6 @@ def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
     if changed:
         key, reason = next(iter(changed.items()))
         raise CheckpointError(
-            f'{name} cannot be resumed from: {len(changed)} values are not those of this model ({key}: {reason}). '
+            f'{name} cannot be resumed from: {len(changed)} values are of another model ({key}: {reason}). '
             'Resume with the config in its work_dir, or start a new training with --cfg-options load_from=FILE'
         )

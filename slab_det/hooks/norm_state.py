@@ -24,8 +24,8 @@ class NormStateHook(Hook):
       itself began.
     - A warning before validation names running statistics that are NaN or infinite, as mixed precision makes them now
       and then. Training does not read them, and recalibration estimates them anew.
-    - ``custom_hooks`` of a config replaces those of its base. A warning before the first iteration, and an error in the
-      log at the end, name PRepBN that no ProgressiveNormHook lowers and norms that no RecalibrateFuseHook fuses.
+    - ``custom_hooks`` of a config replaces the hooks of its base. A warning before the first iteration, and an error in
+      the log at the end, name PRepBN that no ProgressiveNormHook lowers and norms that no RecalibrateFuseHook fuses.
     """
 
     def __init__(self) -> None:

@@ -110,7 +110,7 @@ def test_shapes_that_do_not_fit_are_errors_unless_reinitialized():
     load(model, checkpoint, hook=dict(reinitialize=['bbox_head']))
     assert torch.equal(model.bbox_head.weight, before)
     assert torch.equal(model.neck.weight, checkpoint['state_dict']['neck.weight'])
-    # What a training began anew is loaded when it is resumed or tested.
+    # Weights that a training started anew are loaded when it is resumed or tested.
     for options in (dict(resume=True), dict(training=False)):
         checkpoint = checkpoint_of(model)
         load(model, checkpoint, hook=dict(reinitialize=['bbox_head']), **options)
@@ -293,7 +293,7 @@ def test_no_training_starts_from_a_fused_backbone(unfused_and_fused, hook):
     (cfg, _), (_, path) = unfused_and_fused
     model = MODELS.build(cfg.model)
     checkpoint = torch.load(path, weights_only=True)
-    # Most norms of the detector are those of its heads.
+    # Most norms of the detector belong to its heads.
     model.decoder = nn.ModuleList(nn.LayerNorm(4) for _ in range(60))
     checkpoint['state_dict'].update(model.decoder.state_dict(prefix='decoder.'))
     with pytest.raises(CheckpointError, match='the checkpoint is fused'):

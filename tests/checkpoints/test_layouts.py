@@ -348,7 +348,7 @@ def test_vit_features_are_those_of_timm():
     assert report.complete and report.format == 'official_vit', str(report)
     assert relative_difference(ours(image), [theirs.forward_features(image)[:, 0]]) < 1e-10
 
-    # Without class token: that of a file goes, and its position with it.
+    # Without class token: the token of a file is dropped, and its position too.
     theirs = timm_vit(class_token=False, global_pool='avg')
     state, token = theirs.state_dict(), torch.ones(1, 1, 16)
     table = torch.cat([token, state['pos_embed']], 1)

@@ -60,7 +60,7 @@ def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teach
         roi = [
             [
                 *model.roi_head.forward(maps, proposals, samples)[:2],
-                # Of one image after the other, as forward would for each alone.
+                # Image by image, as forward would mask each alone.
                 torch.cat([model.roi_head.forward([m[i : i + 1] for m in maps], few[i : i + 1])[2] for i in range(2)]),
             ]
             for model, maps in ((student, s), (teacher, t))
@@ -214,7 +214,7 @@ def test_a_tune_on_pictures_takes_nothing_that_needs_labels(absorbed, tmp_path):
     (tmp_path / 'elsewhere').mkdir()
     for i, size in enumerate([(70, 90), (96, 64), (64, 64)]):
         mmcv.imwrite(np.full((*size, 3), 80 * i, np.uint8), str(tmp_path / f'elsewhere/{i}.png'))
-    # What an archive of macOS holds.
+    # Archives of macOS hold such files.
     (tmp_path / 'elsewhere/._0.png').write_bytes(b'no PNG')
     (tmp_path / 'pictures').mkdir()
     (tmp_path / 'pictures/linked').symlink_to(tmp_path / 'elsewhere')

@@ -1,4 +1,4 @@
-"""What four gloo processes saw in ranks.py."""
+"""Checks the notes of the four gloo processes of ranks.py."""
 
 import json
 import os

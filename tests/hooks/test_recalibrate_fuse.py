@@ -74,7 +74,7 @@ def test_a_run_leaves_a_recalibrated_checkpoint_a_fused_twin_and_a_report(finish
     assert unfused_entry.recalibration['pipeline'] == 'train'
     assert fused_entry.fusion['folded'] == len(list(named_offline_norms(model)))
     assert 0 < fused_entry.fusion['difference']['float64'] < 1e-9
-    # The AP in the report is that of the recalibrated model.
+    # The report holds the AP of the recalibrated model.
     test_cfg = runner.cfg.copy()
     test_cfg.load_from, test_cfg.experiment_name = str(work_dir / 'iter_6.pth'), 'test-recalibrated'
     assert ap_from_metrics(Runner.from_cfg(test_cfg).test()) == unfused_entry.ap

@@ -1,4 +1,4 @@
-"""Moments of parts are those of the union, in float64, against numpy; over processes: tests/distributed."""
+"""Moments of parts, merged, equal the moments of all tokens; tests/distributed merges over processes."""
 
 import numpy as np
 import pytest
