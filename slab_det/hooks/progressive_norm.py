@@ -55,7 +55,7 @@ class ProgressiveNormHook(Hook):
         if unit not in ('fraction', 'iter', 'epoch'):
             raise ValueError(f"unknown unit {unit!r}: choose from ['epoch', 'fraction', 'iter']")
         if total < 0 or (unit == 'fraction' and total > 1):
-            raise ValueError(f'total={total} must not be negative, nor above 1 as a fraction of the run')
+            raise ValueError(f'total={total} {unit} is no length of a decay; for a fraction of the run use 0 to 1')
         self.decay = DECAYS[decay]
         self.total = total
         self.unit = unit
