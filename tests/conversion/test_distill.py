@@ -16,7 +16,7 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion import ConversionError, DistillationError, convert_detector, write_tune_config
+from slab_det.conversion import ConversionError, convert_detector, write_tune_config
 from slab_det.conversion.distill import NUM_PROPOSALS, Distillation, mean_relative_error
 from slab_det.data import set_data_root
 from slab_det.fusion import save_fused
@@ -42,8 +42,6 @@ def test_error_is_that_of_the_formula():
     assert mean_relative_error(dict(a=targets), [targets]) == 0
     halves = [tensor.half() * 1000 for tensor in outputs], [tensor.half() * 1000 for tensor in targets]
     assert mean_relative_error(*halves).item() == pytest.approx(0.625, rel=1e-2)
-    with pytest.raises(DistillationError, match=r'levels: student \[\(2,\)\], teacher \[\(3,\)\]'):
-        mean_relative_error([torch.ones(2)], [torch.ones(3)], 'levels')
 
 
 def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teacher(small_detector):
@@ -263,5 +261,3 @@ def test_a_wrong_teacher_is_refused(absorbed, tmp_path):
         MODELS.build(dict(cfg.model, teacher_checkpoint=str(absorbed[3])))
     with pytest.raises(CheckpointError, match=r'no checkpoint .*missing\.pth'):
         MODELS.build(dict(cfg.model, teacher_checkpoint=str(tmp_path / 'missing.pth')))
-    with pytest.raises(ValueError, match='negative'):
-        MODELS.build(dict(cfg.model, task_weight=-1.0))
