@@ -123,11 +123,13 @@ def one_pass(batches: Iterable) -> Iterable:
     stopped. What is returned for a loader can be read again, with the same images.
     """
     if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-        batched = batches.batch_sampler is not None
-        indices = [*islice(batches.batch_sampler if batched else batches.sampler, len(batches))]
+        if batches.batch_sampler is None:
+            order = dict(batch_size=None, sampler=[*islice(batches.sampler, len(batches))])
+        else:
+            order = dict(batch_sampler=[*islice(batches.batch_sampler, len(batches))])
         return DataLoader(
             batches.dataset,
-            **(dict(batch_sampler=indices) if batched else dict(batch_size=None, sampler=indices)),
+            **order,
             num_workers=batches.num_workers,
             collate_fn=batches.collate_fn,
             worker_init_fn=batches.worker_init_fn,
@@ -169,7 +171,7 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
         for pad in pads:
             inputs, samples = pad(inputs, samples)
         for sample in samples or ():
-            # Heads go back to the size before Resize, which not every training pipeline has.
+            # Heads divide boxes by it, and training pipelines without Resize do not set it.
             sample.set_metainfo(dict(scale_factor=sample.get('scale_factor', (1.0, 1.0))))
         return inputs, samples
 
