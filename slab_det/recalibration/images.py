@@ -25,7 +25,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
 
     Args:
         cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
-        num_images: How many images, evenly spaced over the training set; all of a smaller one.
+        num_images: The number of images, evenly spaced over the training set; all of a smaller one.
         pipeline: 'train': as training saw them, augmented and in batches of the training's size, padded to the largest
             image of each; a hook that switches the pipeline during training, as RTMDet's, is not followed. 'test': as
             inference sees them, one by one, without augmentation or batch padding.
@@ -46,7 +46,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
     train = cfg.train_dataloader
     dataset, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
     while type_name(dataset['type']) == 'RepeatDataset':
-        # Images evenly spaced over the repetitions may be repetitions of a few.
+        # Evenly spaced images of a repeated dataset could be the same few.
         dataset = dataset['dataset']
     if pipeline == 'test':
         dataset = _with_pipeline(dataset, inference_steps(cfg))
@@ -54,7 +54,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
-    # Transforms are found by the default scope, which nobody sets outside a runner.
+    # Names of transforms are looked up in the default scope, which only a runner would set.
     enter_scope(cfg)
     dataset = DATASETS.build(dataset)
     return Runner.build_dataloader(
@@ -77,8 +77,8 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
 
     Args:
         cfg: A config with ``test_dataloader`` or ``val_dataloader``, for the test-time pipeline.
-        folder: Searched for images with all its folders.
-        num_images: How many, evenly spaced over the sorted names; all of a smaller folder.
+        folder: A folder of images; its subfolders are searched too.
+        num_images: The number of images, evenly spaced over the sorted names; all of a smaller folder.
 
     Raises:
         DataError: If there is no test-time pipeline to take, no image, or ``num_images`` is below 1.
@@ -98,7 +98,7 @@ class RepeatableImages(Dataset):
 
     Args:
         dataset: Any dataset of mmdet.
-        num_images: How many, from the first on; all of a smaller dataset.
+        num_images: The number of items, the first included; all of a smaller dataset.
         test_mode: Whether the items are as inference sees them; :func:`slab_det.recalibrate` reads it.
     """
 
