@@ -9,8 +9,7 @@ from mmdet.apis import init_detector
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.model import BaseModel
-from mmengine.runner import BaseLoop, Runner, load_checkpoint
-from mmengine.runner.checkpoint import _load_checkpoint_to_model
+from mmengine.runner import BaseLoop, Runner, load_checkpoint, load_state_dict
 from torch import nn
 
 import slab_det
@@ -66,8 +65,9 @@ def runner_of(model: nn.Module, resume: bool = False, training: bool = True) -> 
 
 
 def load(model: nn.Module, checkpoint: dict, **options) -> None:
+    """As a runner loads a checkpoint, which takes ``module.`` off the names."""
     CheckedLoadHook(**options.pop('hook', {})).after_load_checkpoint(runner_of(model, **options), checkpoint)
-    _load_checkpoint_to_model(model, checkpoint)
+    load_state_dict(model, {key.removeprefix('module.'): value for key, value in checkpoint['state_dict'].items()})
 
 
 @pytest.mark.parametrize('options', [dict(), dict(resume=True), dict(training=False)])
