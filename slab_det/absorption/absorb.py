@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from slab_det.absorption.plan import AbsorptionPlan
 from slab_det.absorption.student import Absorption
-from slab_det.conversion.convert import ConversionError
 from slab_det.deployment import is_deployed
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
 from slab_det.recalibration.moments import evaluating
-from slab_det.runtime.errors import AgreementError
+from slab_det.runtime.errors import AgreementError, ConversionError
 
 
 def absorb(

@@ -13,11 +13,12 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.absorption.walk import Probe, TensorStore, last_uses, register_probe
-from slab_det.conversion.convert import ConversionError, describe_others, reason_to_keep
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
+from slab_det.fusion.layer_norms import describe_others, reason_to_keep
 from slab_det.norms import named_norms
 from slab_det.recalibration.moments import one_pass, prepare_inputs
+from slab_det.runtime.errors import ConversionError
 
 # Every so many batches one is held out: it chooses ridges and measures what is left.
 HELD_OUT = 5

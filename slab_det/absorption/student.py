@@ -18,7 +18,6 @@ from slab_det.absorption.plan import AbsorptionPlan, Writer
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, rank_channels
 from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption, Refit
 from slab_det.absorption.walk import Probe, TensorStore, Walk
-from slab_det.conversion.convert import ConversionError
 from slab_det.fusion.folds import CannotFold, find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, past_ffns, replace_module
 from slab_det.fusion.merged_ffn import find_ffn_layers, merge_ffn
@@ -26,6 +25,7 @@ from slab_det.fusion.report import FusionReport
 from slab_det.norms import copy_module
 from slab_det.recalibration.moments import Moments
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 

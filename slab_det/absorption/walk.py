@@ -12,9 +12,9 @@ import torch
 from mmengine.utils import apply_to
 from torch import Tensor, nn
 
-from slab_det.conversion.convert import ConversionError
-from slab_det.conversion.distill import tensors_in
 from slab_det.fusion.fuse import containers_of
+from slab_det.runtime.errors import ConversionError
+from slab_det.runtime.tensors import tensors_in
 
 # Bytes of a CPU's memory for what is stored. A GPU gives half of what is free first; what is beyond both goes to files.
 MEMORY = 2**30

@@ -1,4 +1,4 @@
-"""Checkpoints in our own and foreign layouts, loaded whole or not at all."""
+"""Loads checkpoints in native and foreign layouts, completely or not at all."""
 
 from slab_det.checkpoints.load import check_detector_checkpoint, check_state_dict, load_pretrained
 from slab_det.checkpoints.norms import is_fused

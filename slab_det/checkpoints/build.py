@@ -1,11 +1,10 @@
-"""Builds the detector or backbone of a config without a runner, and fills it from a checkpoint."""
+"""Builds the detector of a config without a runner, and loads its checkpoint."""
 
 import copy
 from pathlib import Path
 
 from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
-from mmengine.dataset import BaseDataset
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
@@ -21,12 +20,12 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
     Args:
         cfg: A config of a detector.
-        checkpoint: Weights to load, all of them; None leaves random ones. Nothing is downloaded: ``init_cfg``
-            is not run.
+        checkpoint: All weights of the detector; None leaves random ones. ``init_cfg`` is not run, so nothing is
+            downloaded.
 
     Returns:
-        The detector, with its config, ``cfg``, and ``dataset_meta``: class names and palette of the checkpoint, or
-        else the class names of the training set; None where there are none.
+        The detector, with its config as ``cfg``. With a checkpoint it has ``dataset_meta``: class names and palette of
+        the checkpoint, or else the class names of the training set, or None.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -49,7 +48,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     check_detector_checkpoint(model, loaded, checkpoint, complete=True)
     load_state_dict(model, loaded['state_dict'])
     meta = loaded.get('meta') or {}
-    # mmdet 2 wrote class names and palette in capitals, straight into meta.
+    # mmdet 2 wrote class names and palette in capitals, directly into meta.
     found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
     model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else _training_classes(model, cfg))
     return model
@@ -61,24 +60,23 @@ def _training_classes(model: nn.Module, cfg: Config) -> dict | None:
     while inner := dataset.get('dataset') or (dataset.get('datasets') or [None])[0]:
         dataset = inner
     kind = DATASETS.get(dataset['type']) if isinstance(dataset.get('type'), str) else dataset.get('type')
-    if not (isinstance(kind, type) and issubclass(kind, BaseDataset)):
-        return None
-    classes = kind._load_metainfo(copy.deepcopy(dataset.get('metainfo'))).get('classes')
+    metainfo = {**getattr(kind, 'METAINFO', {}), **(dataset.get('metainfo') or {})}
+    classes = metainfo.get('classes')
     # An RPN has one.
     counts = [n for m in model.modules() if isinstance(n := getattr(m, 'num_classes', None), int)]
     return dict(classes=tuple(classes)) if classes and counts and len(classes) == max(counts) else None
 
 
 def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
-    """Writes pretrained weights in mmdet's layout, for the backbone of ``cfg``, under ``state_dict``.
+    """Writes pretrained weights in mmdet's layout, for the backbone of ``cfg``, into a file.
 
     Args:
         cfg: A config of a detector; only its backbone is built.
         source: A file, URL or ``timm://NAME`` that :func:`slab_det.load_pretrained` understands.
-        out: Where the weights go, ending in .pth.
+        out: The new file, ending in .pth, with the weights under ``state_dict``.
 
     Returns:
-        What became of every key.
+        What happened to every key.
 
     Raises:
         CheckpointError: If the weights do not fit, or do not fill the backbone: random ones are not written.
@@ -90,8 +88,8 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
     if report.missing_unexpected:
         raise CheckpointError(
             f'{source} has nothing for {len(report.missing_unexpected)} weights of {type(backbone).__name__} '
-            f'({name_some(report.missing_unexpected)}), and random ones are not written; give a config whose backbone '
-            'is that of the weights'
+            f'({name_some(report.missing_unexpected)}), and random ones are not written; give the config '
+            'that the weights belong to'
         )
     save_checkpoint(dict(state_dict=backbone.state_dict()), str(out))
     return report

@@ -1,4 +1,4 @@
-"""Every layout of checkpoints that is known here, and how its weights become those of mmdet's layout, which is ours.
+"""Layouts of checkpoints, and how each is converted to mmdet's layout, which is the native one here.
 
 | layout | models | source | what differs |
 |---|---|---|---|
@@ -11,18 +11,18 @@
 | microsoft_cswin | CSWin | github.com/microsoft/CSWin-Transformer | stages from 1; names |
 | slab_official | Swin, PVT, DeiT, CSWin | github.com/xinghaochen/SLAB | the official one; progressive norms, counters |
 
-Classifiers and detectors have the same layout. Norms keep their kind here; :mod:`slab_det.checkpoints.norms` fits them.
+Classifiers and detectors have the same layout. Norms keep their kind; :mod:`slab_det.checkpoints.norms` fits them to
+the model.
 
-A progressive norm ``n`` of slab_official is ``n.norm1.*`` (LayerNorm), ``n.norm2.bn.*``, ``n.norm2.alpha`` (RepBN and
-its eta) and the counters ``n.warm``, ``n.iter``, ``n.total_step``; a plain RepBN is ``n.bn.*`` and ``n.alpha``. Without
-its counters a norm has gamma 0, as the released code evaluates ``norm2`` alone at the end.
+In slab_official, a progressive norm ``n`` has the weights ``n.norm1.*`` (LayerNorm), ``n.norm2.bn.*`` and
+``n.norm2.alpha`` (RepBN and its eta), and the counters ``n.warm``, ``n.iter`` and ``n.total_step``. A plain RepBN has
+``n.bn.*`` and ``n.alpha``. A norm without counters has gamma 0: the released code evaluates ``norm2`` alone at the end.
 
 PVT's LayerNorm has eps 1e-6 in the blocks and 1e-5 in patch embeddings and reductions; mmdet's has 1e-6 everywhere. A
 classifier of PVT ends in ``cls_token``, whose position is the first row of ``pos_embed4``.
 
-timm's Swin is not everywhere the function that Microsoft's and mmdet's detectors compute: timm does not shift windows
-where the map is no larger than one (the last stage at 224), and pads maps after the shift instead of before. Where
-windows fill the map both compute the same.
+timm's Swin computes the same as Microsoft's and mmdet's where windows fill the map. Elsewhere it differs: timm does not
+shift windows where the map is no larger than one (the last stage at 224), and pads maps after the shift, not before.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from slab_det.runtime.errors import CheckpointError, name_some
 
 
 class Weight(NamedTuple):
-    """A tensor of a checkpoint and what has happened to it.
+    """A tensor of a checkpoint, and how it was changed.
 
     Attributes:
         value: The tensor.
         key: Its name in the file.
-        change: How its values differ from the file's; empty if only its name does.
+        change: How its values differ from the file's; empty if they do not.
     """
 
     value: Tensor
@@ -52,7 +52,7 @@ class Weight(NamedTuple):
     change: str = ''
 
     def changed(self, value: Tensor, change: str) -> Weight:
-        """This weight with other values and the reason for them."""
+        """Returns this weight with other values, and a word for the change."""
         return Weight(value, self.key, f'{self.change}, {change}' if self.change else change)
 
 
@@ -63,11 +63,11 @@ class Layout(NamedTuple):
     """A layout of checkpoints.
 
     Attributes:
-        name: What ``source`` and the report call it.
-        has: Patterns. Every file of the layout has a key for each.
+        name: What the report calls it.
+        has: Patterns; every file of the layout has a key for each.
         renames: Patterns and their replacements, applied to each key one after the other.
-        steps: Functions that turn the renamed weights into ours, in this order.
-        lacks: Patterns. No file of the layout has a key for any.
+        steps: Functions that turn the renamed weights into native ones, in this order.
+        lacks: Patterns; no file of the layout has a key for any.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
         return all(map(occurs, self.has)) and not any(map(occurs, self.lacks))
 
     def to_native(self, weights: Weights) -> Weights:
-        """Gives weights the names, shapes and channel order of our own layout.
+        """Gives weights the names, shapes and channel order of the native layout.
 
         Raises:
             CheckpointError: If weights that belong together do not fit each other.
@@ -101,7 +101,7 @@ class Layout(NamedTuple):
 
 
 def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
-    """The layout that ``keys`` have.
+    """Finds the layout of a checkpoint.
 
     Args:
         keys: Keys of the checkpoint.
@@ -112,7 +112,7 @@ def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
     """
     keys, targets = set(keys), set(targets)
     found = next((layout for layout in LAYOUTS if layout.matches(keys)), None)
-    # A part of a model, or another architecture in its own layout. A key in common may be a coincidence.
+    # A part of a model, or another architecture in its own layout. A few keys in common may be a coincidence.
     if found is None and 2 * len(keys & targets) > min(len(keys), len(targets)):
         return LAYOUTS[-1]
     if found is None:
@@ -121,7 +121,7 @@ def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
 
 
 def nothing_matched(keys: Iterable[str], targets: Iterable[str], remedy: str = '') -> CheckpointError:
-    """The error of a checkpoint none of whose keys the model has."""
+    """The error for a checkpoint that has no key of the model."""
     layouts = ', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))
     return CheckpointError(
         f'nothing matches the model; the checkpoint has {name_some(keys)}, the model {name_some(targets)}; '
@@ -130,15 +130,15 @@ def nothing_matched(keys: Iterable[str], targets: Iterable[str], remedy: str = '
 
 
 def _stage_before(template: str) -> Callable[[re.Match], str]:
-    """A replacement for names whose first group is a stage counted from 1: ours are counted from 0."""
+    """A replacement for names that count stages from 1, in their first group; native names count from 0."""
     return lambda match: template.format(int(match[1]) - 1)
 
 
 def _to_unfold_order(weights: Weights) -> Weights:
-    """Reorders the 4 C channels of each merged 2x2 block, the last dimension.
+    """Reorders the 4 C channels of patch merging, the last dimension, as mmdet's unfold has them.
 
-    Microsoft, SLAB and timm concatenate four slices, at (row, column) (0, 0), (1, 0), (0, 1), (1, 1); mmdet unfolds:
-    channel c is followed by its four places, row by row.
+    Microsoft, SLAB and timm concatenate four slices of C channels, at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
+    mmdet has the four places of each channel next to each other, row by row.
     """
     native = dict(weights)
     for key, weight in weights.items():
@@ -151,7 +151,7 @@ def _to_unfold_order(weights: Weights) -> Weights:
 
 
 def _pack_projections(weights: Weights) -> Weights:
-    """``q`` and ``kv`` as the rows of one ``in_proj``.
+    """Makes ``q`` and ``kv`` the rows of one ``in_proj``.
 
     Raises:
         CheckpointError: If one is missing or they do not fit each other.
@@ -173,12 +173,12 @@ def _pack_projections(weights: Weights) -> Weights:
 
 
 def _finish_pvt(weights: Weights) -> Weights:
-    """Numbers blocks and layers as mmdet does; linear layers become 1x1 convolutions; the class position goes."""
+    """Numbers blocks and layers as mmdet does, makes linear layers 1x1 convolutions, drops the class position."""
     has_convs = any('.ffn.layers.1.' in key for key in weights)
     tables = sorted(key for key in weights if key.endswith('.pos_embed'))
     sizes = [weights[key].value.shape[1] for key in tables]
-    # Official detectors keep the row but not the token; the SLAB authors' PVT has neither. Without that row, the stage
-    # before has four times as many positions as the last one.
+    # Official detectors keep the position of the class token, but not the token; the SLAB authors' PVT has neither.
+    # Without it, the stage before has four times as many positions as the last one.
     has_class_position = bool(tables) and ('cls_token' in weights or 4 * sizes[-1] != sizes[-2:][0])
     native = {}
     for key, weight in weights.items():
@@ -187,7 +187,7 @@ def _finish_pvt(weights: Weights) -> Weights:
         if re.search(r'\.ffn\.layers\.[03]\.weight$', key) and weight.value.ndim == 2:
             weight = weight.changed(weight.value[..., None, None], 'linear to 1x1 convolution')
         if tables:
-            # mmdet's embedding is the first of the blocks.
+            # mmdet counts the position embedding as the first block.
             key = re.sub(r'^(layers\.\d+\.1)\.(\d+)\.(?!pos_embed)', lambda m: f'{m[1]}.{int(m[2]) + 1}.', key)
         if has_convs:
             key = key.replace('.ffn.layers.3.', '.ffn.layers.4.')
@@ -196,7 +196,7 @@ def _finish_pvt(weights: Weights) -> Weights:
 
 
 def _place_class_token(weights: Weights) -> Weights:
-    """Adds the first row of the positions, where there is one for it, to the class token: ours has its position."""
+    """Adds the position of the class token to the token, as SLABViT has it, and drops it from the table."""
     token, table = weights.get('cls_token'), weights.get(VIT_POSITIONS)
     # The SLAB authors' DeiT has a class token without a position, which its forward leaves out.
     if token is None or table is None or math.isqrt(table.value.shape[1]) ** 2 == table.value.shape[1]:
@@ -208,7 +208,7 @@ def _place_class_token(weights: Weights) -> Weights:
 
 
 def _add_gammas(weights: Weights) -> Weights:
-    """gamma of every progressive norm in place of its counters.
+    """Replaces the counters of every progressive norm by its gamma.
 
     In the released code ``iter`` counts down from ``total_step`` once ``warm`` has counted down to 0, and
     gamma = iter / total_step.
@@ -302,7 +302,7 @@ RELEASED_NORM = (r'\.alpha$', r'\.bn\.weight$')
 # Swin V2 has the names of Swin, but scales the cosine of queries and keys.
 SWIN_V2 = r'\.attn\.logit_scale$'
 
-# The first that matches counts; the last is ours.
+# The first that matches counts; the last is the native one.
 LAYOUTS = (
     Layout('slab_official', (SWIN, *RELEASED_NORM), SLAB_NORMS + SWIN_NAMES, (_add_gammas, _to_unfold_order)),
     Layout(

@@ -1,4 +1,4 @@
-"""Loads checkpoints of any known layout into backbones and detectors: all of it that has a place, or nothing."""
+"""Loads checkpoints of any known layout: read a file, fit its weights to the model, load all of them or none."""
 
 from __future__ import annotations
 
@@ -28,37 +28,31 @@ EXPECTED_UNUSED = (
     (r'^cls_token$', 'class token'),
     (r'\.unread_scale$', 'not read by the released code'),
 )
-# A classifier ends in one norm; only a detector has one after each stage.
+# A classifier has one norm at its end; only a detector has one after each stage.
 OUTPUT_NORM = (r'^(norm\d+|layers\.\d+\.2)\.', 'output norm, new in detection')
 
 
 def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping, prefix: str = '') -> LoadReport:
     """Loads pretrained weights into a backbone and logs what matched, was converted, is missing or unused.
 
-    Layouts: ``slab_official`` (Swin, PVT, DeiT, CSWin), ``official_pvt`` (V1, V2), ``timm_swin``, ``timm_pvt_v2``,
-    ``microsoft_swin``, ``microsoft_cswin``, ``official_vit``, ``native`` (mmdet's and our own); also the backbone of a
-    whole detector in any of them.
-    Everything is checked before the backbone is touched. A training starts here: counters, windows and psi of UN,
-    MABN and PowerNorm, which belong to another training, are not loaded. Resuming loads the whole detector.
+    Every layout of :mod:`slab_det.checkpoints.layouts` is recognised, also for the backbone of a whole detector. The
+    backbone is changed only if everything fits.
 
     Args:
         backbone: SLABSwin, SLABPVT, SLABViT, SLABCSwin, or mmdet's SwinTransformer, PyramidVisionTransformer or
             PyramidVisionTransformerV2 with any of our norms.
         path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
             that timm has under that name, or what such a file holds.
-        prefix: What stands before the names of the backbone's weights, such as ``ema.backbone.``; all others are
-            left out. Without it ``backbone.`` is found.
+        prefix: The backbone's weights are those whose names begin with this prefix, such as ``ema.backbone.``. By
+            default ``backbone.`` if there are any, else all weights.
 
     Raises:
         CheckpointError: If nothing matches, a shape does not fit, or norms cannot hold what the checkpoint has for
             them.
     """
-    if isinstance(path_or_state_dict, Mapping):
-        name, checkpoint = 'state dict', path_or_state_dict
-    else:
-        name = fspath(path_or_state_dict)
-        checkpoint = read_checkpoint(name)
-    state, report = find_state_dict(checkpoint, name), LoadReport(name)
+    is_loaded = isinstance(path_or_state_dict, Mapping)
+    name = 'state dict' if is_loaded else fspath(path_or_state_dict)
+    state = find_state_dict(path_or_state_dict if is_loaded else read_checkpoint(name), name)
     # mmengine's Pretrained takes the prefix with and without the dot; find_state_dict has dropped `module.`.
     wanted = f'{prefix.removesuffix(".")}.'.removeprefix('module.') if prefix else 'backbone.'
     if not any(key.startswith(wanted) for key in state):
@@ -68,10 +62,10 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
                 'prefix or leave it out'
             )
         wanted = ''
+    report = LoadReport(name)
     report.unused_expected = {key: 'not of the backbone' for key in state if not key.startswith(wanted)}
     weights = {key[len(wanted) :]: Weight(value, key) for key, value in state.items() if key.startswith(wanted)}
-    values = fit_weights(weights, backbone, report, keep_averages=False)
-    backbone.load_state_dict({**backbone.state_dict(), **values})
+    backbone.load_state_dict({**backbone.state_dict(), **fit_weights(weights, backbone, report)})
     log_report(report)
     return report
 
@@ -83,12 +77,12 @@ def check_detector_checkpoint(
     complete: bool = False,
     reinitialize: Sequence[str] = (),
 ) -> LoadReport:
-    """Checks ``checkpoint`` against ``model`` and logs the report; a foreign backbone is converted in place.
+    """Fits ``checkpoint``, in place, to ``model``, and logs the report; whoever calls it loads the checkpoint.
 
     Args:
         model: A detector; nothing is loaded into it here.
-        checkpoint: What a file held. Afterwards its ``state_dict`` fills the model, with the model's own values where
-            the file has none: mmengine loads it without a word, so the report is where missing weights are named.
+        checkpoint: The content of a file. Afterwards its ``state_dict`` fills the whole model, with the model's own
+            values where the file has none. The report names these; mmengine, which loads it, does not.
         name: The file, for report and errors.
         complete: Whether every weight of the model must be there, as for resuming and testing.
         reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
@@ -100,12 +94,10 @@ def check_detector_checkpoint(
     """
     report, dropped = LoadReport(name), tuple(reinitialize)
     state = find_state_dict(checkpoint, name)
-    kept = {key: value for key, value in state.items() if not key.startswith(dropped)}
-    report.unused_expected = {key: 'reinitialized' for key in state if key not in kept}
-    values = fit_weights({key: Weight(value, key) for key, value in kept.items()}, model, report)
-    report.missing_expected.update(
-        {key: 'reinitialized' for key in report.missing_unexpected if key.startswith(dropped)}
-    )
+    weights = {key: Weight(value, key) for key, value in state.items() if not key.startswith(dropped)}
+    report.unused_expected = {key: 'reinitialized' for key in state if key not in weights}
+    values = fit_weights(weights, model, report)
+    report.missing_expected |= {key: 'reinitialized' for key in report.missing_unexpected if key.startswith(dropped)}
     report.missing_unexpected = [key for key in report.missing_unexpected if not key.startswith(dropped)]
     if complete:
         check_complete(report)
@@ -116,15 +108,16 @@ def check_detector_checkpoint(
 
 
 def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Converts weights for ``model`` in place before ``load_state_dict`` copies them, and refuses a part of them.
+    """Refuses weights that are not all of the model's, or that must be converted; a pre-hook of ``load_state_dict``.
 
     Args:
         model: A backbone or a detector.
-        state_dict: Weights in any known layout under ``prefix``, or none at all for the model.
-        prefix: What stands before the names of the model's weights.
+        state_dict: The model's weights under ``prefix``, or none at all for the model. Surplus ones are left to the
+            loader to report.
+        prefix: The names of the model's weights begin with it.
 
     Raises:
-        CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing.
+        CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing or in another form.
     """
     given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     if not given or has_shapes_of(model, given):
@@ -132,17 +125,13 @@ def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     report = LoadReport('the state dict')
     values = fit_weights({key: Weight(value, prefix + key) for key, value in given.items()}, model, report)
     check_complete(report)
-    if report.converted:
-        log_report(report)
-    # Keys without a place stay: the loader reports them.
-    for key in {prefix + key for key in given} - set(report.unused_unexpected):
-        del state_dict[key]
-    # What the file lacks is the loader's to report, but for what the model computes, and for the LayerNorm of a PRepBN,
-    # which only files at gamma = 0 lack.
-    computed, own = {reason for _, reason in EXPECTED_MISSING}, model.state_dict()
-    spare = (key for key, why in report.missing_expected.items() if why in computed or re.search(r'\.ln\.\w+$', key))
-    values.update({key: own[key] for key in spare})
-    state_dict.update({prefix + key: value for key, value in values.items()})
+    converted = [key for key, value in values.items() if given.get(key) is not value]
+    if converted:
+        raise CheckpointError(
+            f'the state dict has the layout {report.format} or other norms than the model: {name_some(converted)} must '
+            'be converted. Load a backbone with slab_det.load_pretrained(backbone, FILE); for load_from of a detector '
+            "add default_hooks=dict(checked_load=dict(type='CheckedLoadHook')) to the config"
+        )
 
 
 def has_shapes_of(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
@@ -160,10 +149,10 @@ def check_complete(report: LoadReport) -> None:
 
 
 def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, wherever they lie, without ``module.`` before their names.
+    """Finds the tensors of a checkpoint, and removes ``module.`` from the beginning of their names.
 
     Args:
-        checkpoint: What a file held: weights under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
+        checkpoint: The content of a file: weights under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
         name: The file, for the error.
 
     Raises:
@@ -183,27 +172,27 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def fit_weights(
-    weights: Weights, model: nn.Module, report: LoadReport, keep_averages: bool = True
-) -> dict[str, Tensor]:
-    """What ``model.load_state_dict`` should get: converted, checked, and every key in the report.
+def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
+    """Converts weights to those that ``model`` can load, checks them, and reports every key.
 
     Args:
         weights: Weights of a backbone in any known layout, or of a detector whose backbone is.
         model: The backbone or detector they are for; left as it is.
-        report: Filled with what was found.
-        keep_averages: Whether what UN, MABN and PowerNorm remember of their training belongs to the weights.
+        report: Filled with every key.
+
+    Returns:
+        The weights by their names in the model; keys that the model computes itself are left out.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`.
     """
     try:
-        return _fit(weights, model, report, keep_averages)
+        return _fit(weights, model, report)
     except CheckpointError as error:
         raise CheckpointError(f'{report.source}: {error}') from error
 
 
-def _fit(weights: Weights, model: nn.Module, report: LoadReport, keep_averages: bool) -> dict[str, Tensor]:
+def _fit(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
     targets = model.state_dict()
     is_detector = isinstance(getattr(model, 'backbone', None), nn.Module)
     prefix = 'backbone.' if is_detector else ''
@@ -215,9 +204,9 @@ def _fit(weights: Weights, model: nn.Module, report: LoadReport, keep_averages: 
         report.format = layout.name
         given.update({prefix + key: weight for key, weight in layout.to_native(inner).items()})
     check_fused(given, model, prefix)
-    given = resize_tables(fit_norms(given, model, report, keep_averages), model)
+    given = resize_tables(fit_norms(given, model, report), model)
 
-    # The index follows from the window, which may be another one than the checkpoint's.
+    # The model computes the index from its window, which may be another than the checkpoint's.
     filled = {key: w for key, w in given.items() if key in targets and not key.endswith('relative_position_index')}
     if not filled:
         alone = "; a backbone's own weights belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
@@ -257,6 +246,6 @@ def _sort_out(names: dict[str, str], rules: tuple[tuple[str, str], ...], expecte
 
 
 def log_report(report: LoadReport) -> None:
-    """Prints the report; a warning if something is missing or unused that should not be."""
+    """Logs the report, as a warning if something is missing or unused that should not be."""
     logger = MMLogger.get_current_instance()
     (logger.info if report.complete else logger.warning)(f'Loaded {report}')

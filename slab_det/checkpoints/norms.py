@@ -1,18 +1,17 @@
 """Fits the norms of a checkpoint to the norms of a model.
 
-| checkpoint | model | |
+| checkpoint | model | what is loaded |
 |---|---|---|
-| same | same | as it is |
+| same | same | all of it |
 | LayerNorm | PRepBN | its LayerNorm branch, gamma 1 |
 | RepBN or BatchNorm | PRepBN | its RepBN branch (eta = 0 for BatchNorm), gamma 0 |
 | PRepBN at gamma 0 | RepBN | the RepBN branch |
 | BatchNorm | RepBN | eta = 0 |
 | LayerNorm | TokenBN, RepBN, UN, MABN, PowerNorm | weight and bias to start training; no statistics |
 | UN, MABN, PowerNorm | another of them, or another window | weight, bias and running_var; averages begin anew |
-| UN, MABN, PowerNorm | same, but at the start of a training | the same three |
 
-All else is an error: a LayerNorm cannot hold statistics; UN, MABN and PowerNorm subtract no mean, and their running_var
-is the mean of x^2; a part of a PRepBN at gamma > 0 is LayerNorm; eta has no place in a TokenBN.
+Everything else is an error. A LayerNorm cannot hold statistics. UN, MABN and PowerNorm subtract no mean, and their
+running_var is the mean of x^2. A PRepBN at gamma > 0 is partly LayerNorm. A TokenBN has no eta.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ KEYS_OF_KIND = {
     'RepBN': _BATCH_NORM | {'eta'},
     'PRepBN': {'_gamma', *(f'ln.{key}' for key in _AFFINE), *(f'repbn.{key}' for key in (*_BATCH_NORM, 'eta'))},
 }
-# UN, MABN and PowerNorm: what inference needs. Their averages differ, and the authors' code has buffers of its own.
+# What UN, MABN and PowerNorm need at inference. Their averages differ, and the authors' code has buffers of its own.
 QUADRATIC = 'UN, MABN or PowerNorm'
 QUADRATIC_KEYS = _AFFINE | {'running_var'}
-# By the norms of checkpoint and model: what stands before the names of the weights, and what the file implies.
+# (norm of the checkpoint, norm of the model): prefix of the weights' names in the model, and values that follow.
 FITS = {
     ('LayerNorm', OfflineNorm): ('', {}),
     ('LayerNorm', PRepBN): ('ln.', {'_gamma': 1.0}),
@@ -51,15 +50,13 @@ FITS = {
 }
 
 
-def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_averages: bool = True) -> Weights:
-    """Turns every norm of ``weights`` into what the norm of that name in ``model`` can load.
+def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
+    """Converts the weights of every norm to those that the norm of the same name in ``model`` can load.
 
     Args:
-        weights: Weights in the layout of ``model`` but for the kinds of norms.
-        model: Where they will go; left as it is.
-        report: Receives gammas, expected gaps and what has no place.
-        keep_averages: Whether counters, windows and psi of UN, MABN and PowerNorm belong to the weights. They do in
-            resuming and testing; another training starts its own.
+        weights: Weights in the layout of ``model``, except for the kinds of norms.
+        model: The model that will load them; left as it is.
+        report: Receives gammas, and keys that are missing or unused for a reason.
 
     Raises:
         CheckpointError: If a norm cannot hold what the checkpoint has for it.
@@ -70,7 +67,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
         given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
         if not given:
             continue
-        values, reason = _fit_norm(name, given, norm, keep_averages)
+        values, reason = _fit_norm(name, given, norm)
         if reason:
             missing = norm.state_dict().keys() - values.keys()
             report.missing_expected.update({prefix + key: reason for key in missing})
@@ -82,23 +79,21 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport, keep_avera
     return fitted
 
 
-def _fit_norm(name: str, given: Weights, norm: nn.Module, keep_averages: bool) -> tuple[Weights, str]:
-    """The weights that ``norm`` loads, and the reason why others, of the norm or of the file, are left out."""
+def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
+    """Returns the weights that ``norm`` loads, and the reason why others of the norm or of the file are left out."""
     targets = norm.state_dict()
     if isinstance(norm, nn.LayerNorm) and given.keys() <= targets.keys():
         return given, ''
     # A norm from outside this package may name its weights as it likes.
-    is_own = isinstance(norm, OfflineNorm) and given.keys() == targets.keys()
-    if is_own and not isinstance(norm, QuadraticNorm):
+    is_same = given.keys() == targets.keys()
+    if isinstance(norm, QuadraticNorm):
+        # The window has a size of its own.
+        is_same = is_same and all(given[key].value.shape == value.shape for key, value in targets.items())
+    if is_same:
         return given, ''
-    kind = QUADRATIC if is_own else _kind(name, given)
+    kind = held = _kind(name, given)
     if kind == QUADRATIC and isinstance(norm, QuadraticNorm):
-        is_same = is_own and all(given[key].value.shape == targets[key].shape for key in targets)
-        if is_same and keep_averages:
-            return given, ''
         return {key: given[key] for key in QUADRATIC_KEYS}, 'averages of another training'
-
-    held = kind
     if kind == 'PRepBN' and isinstance(norm, TokenBN):
         gamma = float(given['_gamma'].value)
         held = f'PRepBN at gamma {gamma:g}'
@@ -114,7 +109,7 @@ def _fit_norm(name: str, given: Weights, norm: nn.Module, keep_averages: bool) -
             + suited.get(kind, f"dict(type='{kind}')")
         )
     prefix, implied = fit
-    # A value that the file implies stands under the key of the norm's first weight.
+    # The report names implied values by the key of the norm's first weight.
     key = next(iter(given.values())).key
     fitted = {prefix + part: weight for part, weight in given.items()}
     for part, value in implied.items():
@@ -127,7 +122,7 @@ def _kind(name: str, given: Weights) -> str:
     """The kind of norm that a checkpoint holds.
 
     Raises:
-        CheckpointError: If it is no whole norm: its inference would run on statistics of no data, or be another one.
+        CheckpointError: If it is not a whole norm of a known kind.
     """
     keys = {key for key in given if not key.endswith('num_batches_tracked')}
     for kind, expected in KEYS_OF_KIND.items():
@@ -152,12 +147,12 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
     """Refuses a fused checkpoint for an unfused model and the reverse.
 
     Args:
-        keys: The names of its weights, as the model would call them.
+        keys: The names of the checkpoint's weights, in the model's layout.
         model: The detector or backbone that they are for.
-        prefix: ``backbone.`` for a detector: its heads may have other norms, or weights that the file has not.
+        prefix: ``backbone.`` for a detector: only its backbone tells, as heads may have norms that are never fused.
 
     Raises:
-        CheckpointError: If only one of them is fused, or if other norms of the checkpoint were folded.
+        CheckpointError: If only one of them is fused, or if the checkpoint has norms that were folded in the model.
     """
     targets = model.state_dict().keys()
     if is_fused(model):
@@ -171,7 +166,7 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
         return
     known = named_norms(model, OfflineNorm, nn.LayerNorm)
     norms = tuple(f'{norm}.' for norm, _ in known if norm.startswith(prefix))
-    # Fusion turns a norm that it cannot fold into an affine, whose scale and shift are no weights of a norm.
+    # A norm that cannot be folded becomes a ChannelAffine, whose scale and shift are no weights of a norm.
     norm_keys = [key for key in keys if key in targets or not key.endswith(('.scale', '.shift'))]
     lacking = [norm for norm in norms if not any(key.startswith(norm) for key in norm_keys)]
     others = {key for key in targets if key.startswith(prefix) and not key.startswith(norms)}

@@ -1,4 +1,4 @@
-"""Position tables of another window or image size are interpolated."""
+"""Interpolates position tables of another window or image size."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from slab_det.runtime.errors import CheckpointError
 
 
 def resize_tables(weights: Weights, model: nn.Module) -> Weights:
-    """Fits relative position biases and position embeddings to the sizes that the model has.
+    """Interpolates relative position biases and position embeddings to the sizes that the model has.
 
-    Swin's tables are interpolated bicubically, as its authors do; PVT's bilinearly, as PVT itself does for every image
-    of another size.
+    Swin's tables are interpolated bicubically, as by its authors; PVT's bilinearly, as PVT does in every forward.
 
     Args:
         weights: Weights in the model's layout.
-        model: Where they will go; left as it is.
+        model: The model that will load them; left as it is.
 
     Raises:
         CheckpointError: If the positions of a table make no square.

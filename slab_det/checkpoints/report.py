@@ -1,4 +1,4 @@
-"""LoadReport: what became of every key of a checkpoint."""
+"""LoadReport: which weights of a checkpoint were loaded, converted, missing or unused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slab_det.runtime.errors import name_some
 
 @dataclass
 class LoadReport:
-    """Every key of the model and of the checkpoint, and what became of it.
+    """What happened to every key of the model and of the checkpoint.
 
     Attributes:
         source: The file, or a word for what was given instead.

@@ -1,13 +1,13 @@
-"""Conversion: the norms of a detector are replaced and its weights are kept."""
+"""Conversion: replaces the norms of a trained detector, and writes configs that train it further."""
 
-from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
-from slab_det.conversion.distill import DistillationError, DistilledDetector
+from slab_det.conversion.convert import ConversionReport, convert_norms
+from slab_det.conversion.distill import DistilledDetector
 from slab_det.conversion.finetune import convert_detector, finetune_config, write_tune_config
+from slab_det.runtime.errors import ConversionError
 
 __all__ = [
     'ConversionError',
     'ConversionReport',
-    'DistillationError',
     'DistilledDetector',
     'convert_detector',
     'convert_norms',

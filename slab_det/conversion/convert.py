@@ -1,8 +1,7 @@
-"""Makes a LayerNorm model one whose LayerNorms can be trained away."""
+"""convert_norms: replaces the LayerNorms of a model by norms that fold away at inference."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -11,23 +10,18 @@ import torch
 from mmcv.cnn import build_norm_layer
 from mmdet.registry import MODELS
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.backbones.base import check_norm_cfg
 from slab_det.deployment import is_deployed
-from slab_det.fusion.folds import find_hooks
 from slab_det.fusion.fuse import replace_module
-from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_offline_norms
-from slab_det.runtime.errors import SlabDetError
-
-
-class ConversionError(SlabDetError):
-    """Norms that cannot be converted."""
+from slab_det.fusion.layer_norms import describe_others, reason_to_keep
+from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_norms
+from slab_det.runtime.errors import ConversionError
 
 
 @dataclass
 class ConversionReport:
-    """What :func:`convert_norms` did; a norm with several names counts once, under the first.
+    """The norms that :func:`convert_norms` replaced or left; a norm with several names counts under the first.
 
     Attributes:
         converted: Names of the norms that were replaced.
@@ -49,10 +43,10 @@ def convert_norms(
     inplace: bool = False,
     skip: Iterable[str] = (),
 ) -> nn.Module:
-    """Replaces every LayerNorm over the last dimension by an offline norm that keeps its weight and bias.
+    """Replaces every LayerNorm over the last dimension by a norm of slab_det that keeps its weight and bias.
 
     A PRepBN starts at gamma = 1 and computes what the LayerNorm did; :class:`slab_det.hooks.ProgressiveNormHook` trains
-    it down to gamma = 0. ``model.conversion_report`` says what became of each norm.
+    it down to gamma = 0. ``model.conversion_report`` names the norms that were replaced or left.
 
     Args:
         model: Any model with ``nn.LayerNorm``: mmdet's, timm's, a whole detector.
@@ -73,21 +67,15 @@ def convert_norms(
         raise ConversionError(str(error)) from error
     if not inplace:
         model = copy_module(model)
-    # The LayerNorm of a PRepBN is converted already.
-    inner = {module for _, norm in named_offline_norms(model) for module in norm.modules()}
-    aliases: dict[nn.Module, list[str]] = {}
-    for name, norm in model.named_modules(remove_duplicate=False):
-        if isinstance(norm, nn.LayerNorm) and norm not in inner:
-            aliases.setdefault(norm, []).append(name)
-    report, replaced, skip = ConversionReport(), {}, tuple(skip)
-    for norm, names in aliases.items():
-        # A reason to keep a norm under one of its names keeps it under all: the norm stays shared.
-        skipped = any(name == part or name.startswith(f'{part}.') for name in names for part in skip)
-        reasons = [reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0])) for name in names]
-        if reason := 'skipped' if skipped else next(filter(None, reasons), None):
-            report.kept[names[0]] = reason
+    report, replaced, skipped = ConversionReport(), {}, tuple(f'{name}.' for name in skip)
+    # Not the LayerNorm of a PRepBN, which is converted already.
+    for name, norm in named_norms(model, nn.LayerNorm):
+        is_skipped = f'{name}.'.startswith(skipped)
+        owner = model.get_submodule(name.rpartition('.')[0])
+        if reason := 'skipped' if is_skipped else reason_to_keep(name, norm, owner):
+            report.kept[name] = reason
         else:
-            report.converted.append(names[0])
+            report.converted.append(name)
             replaced[norm] = _build_converted(norm, norm_cfg, model)
     if not replaced:
         raise ConversionError(f'the model has no LayerNorm to convert{describe_others(model, report.kept)}')
@@ -102,44 +90,8 @@ def convert_norms(
 
 @MODELS.register_module()
 def ConvertedModel(model: dict, norm_cfg: dict) -> nn.Module:  # noqa: N802 (a config's type)
-    """Builds a model, such as a backbone of another library, and gives all of its norms to :func:`convert_norms`."""
+    """Builds a model, such as a backbone of another library, and replaces its norms by :func:`convert_norms`."""
     return convert_norms(MODELS.build(model), norm_cfg, inplace=True)
-
-
-def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | None:
-    """Why a LayerNorm of this name, an attribute of ``owner``, cannot be replaced; None if it can."""
-    # Takes half a second.
-    from timm.layers import LayerNorm, LayerNormFp32
-
-    if not name:
-        return 'it is the whole model'
-    if hooks := find_hooks(norm):
-        return f'it has {hooks}'
-    if len(norm.normalized_shape) != 1:
-        return f'it normalizes over {len(norm.normalized_shape)} dimensions'
-    # These normalize the last dimension and do no more. Any other forward may permute or apply an activation.
-    if type(norm).forward not in (nn.LayerNorm.forward, LayerNorm.forward, LayerNormFp32.forward):
-        return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
-    if isinstance(owner, nn.TransformerEncoderLayer) and not owner.norm_first:
-        return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
-    return None
-
-
-def describe_others(model: nn.Module, kept: dict[str, str]) -> str:
-    """What a model without LayerNorms to replace has instead, in brackets for a message.
-
-    Args:
-        model: The model.
-        kept: Reasons of its LayerNorms to stay, by name; each reason is given once.
-    """
-    names = defaultdict(list)
-    for name, reason in kept.items():
-        names[reason].append(name)
-    parts = [f'{first}{f" and {len(more)} more" * bool(more)}: {reason}' for reason, (first, *more) in names.items()]
-    others = Counter(type(m).__name__ for m in model.modules() if isinstance(m, (nn.GroupNorm, nn.RMSNorm, _NormBase)))
-    if others:
-        parts.append(f'its {", ".join(f"{count} {kind}" for kind, count in others.items())} are no LayerNorms')
-    return f' ({"; ".join(parts)})' if parts else ''
 
 
 @torch.no_grad()
@@ -154,7 +106,7 @@ def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> Of
     for name, parameter in given.items():
         getattr(target, name).copy_(parameter).requires_grad_(parameter.requires_grad)
     if given and not any(parameter.requires_grad for parameter in given.values()):
-        # A frozen stage gives no gradient to what only the new norm has, and DDP would wait for it.
+        # DDP would wait for gradients of what only the new norm has, and a frozen stage gives none.
         new.requires_grad_(False)
     example = next(chain(given.values(), model.parameters()), None)
     if example is not None:

@@ -1,4 +1,4 @@
-"""A detector learns to compute what another one does: feature maps, dense outputs and outputs on boxes."""
+"""DistilledDetector: learns the feature maps, dense outputs and outputs on boxes of another detector."""
 
 from __future__ import annotations
 
@@ -18,35 +18,30 @@ from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.recalibration.moments import evaluating
-from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.tensors import tensors_in
 
-# Boxes of an image on which RoI heads are compared.
+# RoI heads are compared on so many boxes of an image.
 NUM_PROPOSALS = 100
-# Of loss_features; the other losses have weight 1.
+# The weight of loss_features; the other losses have weight 1.
 FEATURE_WEIGHT = 5.0
 
 
-class DistillationError(SlabDetError):
-    """A student that cannot learn from its teacher."""
-
-
 class Distillation:
-    """What separates a student from its teacher, as losses.
+    """Losses that compare a student with its teacher.
 
-    The error of outputs s of the student against t of the teacher is ``sum (s - t)^2 / sum t^2``: 0 where they are
-    equal, 1 for a student that puts out zeros. The mean error of all tensors of a kind is that kind's loss:
+    The error of outputs s of the student against outputs t of the teacher is ``sum (s - t)^2 / sum t^2``: 0 where they
+    are equal, 1 for a student that puts out zeros. Each loss is the mean error of its tensors:
 
-    - ``loss_features``: what ``extract_feat`` returns, the levels of the neck.
+    - ``loss_features``: the feature maps that ``extract_feat`` returns.
     - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.
-    - ``loss_roi``: logits and deltas of the RoI head on the teacher's proposals, and masks on as many of each image as
-      make 100 of all. A cascade is compared stage by stage on these proposals, without its masks.
+    - ``loss_roi``: logits and deltas of the RoI head on the teacher's proposals, and masks on 100 of them in all. A
+      cascade is compared stage by stage on these proposals, without its masks.
 
-    Detectors of another kind, such as DETR's, are compared by their feature maps alone. Heads of the student put out
-    what they do in eval mode, because some compute something else in training mode.
+    Other kinds of detectors, such as DETR, are compared by their feature maps alone. Heads of the student run in eval
+    mode, because some compute something else in training mode.
 
     Args:
         teacher: A detector; it is set to eval mode and gets no gradient.
@@ -59,74 +54,59 @@ class Distillation:
     def __call__(
         self, student: nn.Module, features: Sequence[Tensor], images: Tensor, samples: list[DetDataSample]
     ) -> dict[str, Tensor]:
-        """The losses, weighted, and under ``feature_error`` the first without weight and gradient.
+        """Computes the weighted losses, and ``feature_error``: loss_features without weight and gradient.
 
         Args:
             student: A detector with the heads of the teacher.
-            features: What its ``extract_feat`` returns for the images.
+            features: Feature maps that its ``extract_feat`` returns for the images.
             images: (B, 3, H, W), as the data preprocessor returns them.
             samples: One for each image, with its shapes; labels are not read.
-
-        Raises:
-            DistillationError: If outputs of both have different shapes.
         """
         with torch.no_grad():
             targets = self.teacher.extract_feat(images)
-        error = mean_relative_error(features, targets, 'feature maps')
+        error = mean_relative_error(features, targets)
         losses = dict(loss_features=FEATURE_WEIGHT * error, feature_error=error.detach())
         if name := _dense_head(self.teacher):
             with torch.no_grad():
                 wanted = getattr(self.teacher, name)(targets)
             head = getattr(student, name)
             with evaluating(head):
-                losses['loss_dense'] = mean_relative_error(head(features), wanted, name)
+                losses['loss_dense'] = mean_relative_error(head(features), wanted)
         if name == 'rpn_head' and isinstance(getattr(self.teacher, 'roi_head', None), StandardRoIHead | CascadeRoIHead):
             with torch.no_grad():
                 metas = [sample.metainfo for sample in samples]
                 proposals = self.teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
-                # The surest first. All of them would cost more than the rest of both detectors.
+                # The surest come first. All of them would cost more than the rest of both detectors.
                 proposals = [found[:NUM_PROPOSALS] for found in proposals]
                 wanted = _roi_outputs(self.teacher.roi_head, targets, proposals)
             with evaluating(student.roi_head):
                 outputs = _roi_outputs(student.roi_head, features, proposals)
-            losses['loss_roi'] = mean_relative_error(outputs, wanted, 'roi_head')
+            losses['loss_roi'] = mean_relative_error(outputs, wanted)
         return losses
 
     def __deepcopy__(self, memo: dict) -> Distillation:
-        # Nothing of it is trained: copies of a student, such as EMAHook's, share it.
+        # The teacher is not trained: copies of a student, such as EMAHook's, share it.
         return self
 
 
-def tensors_in(outputs: object) -> list[Tensor]:
-    """The tensors in tuples, lists and dicts of any depth."""
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-
-
-def mean_relative_error(outputs: object, targets: object, name: str = 'outputs') -> Tensor:
+def mean_relative_error(outputs: object, targets: object) -> Tensor:
     """The mean over all tensors of ``sum (s - t)^2 / sum t^2``, in float32 at least.
 
     Args:
         outputs: Tensors s, in tuples, lists and dicts of any depth.
-        targets: Tensors t, in the same order.
-        name: What they are, for the error.
-
-    Raises:
-        DistillationError: If the shapes differ.
+        targets: Tensors t, of the same shapes in the same order.
     """
     outputs, targets = tensors_in(outputs), tensors_in(targets)
-    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (outputs, targets)]
-    if shapes[0] != shapes[1]:
-        raise DistillationError(f'{name}: student {shapes[0]}, teacher {shapes[1]}; give a student of the same config')
     errors = []
     for output, target in zip(outputs, targets, strict=True):
         if target.numel():
-            # A sum of squares exceeds half precision soon.
+            # A sum of squares soon exceeds half precision.
             output, target = (t if t.dtype == torch.float64 else t.float() for t in (output, target))
             smallest = torch.finfo(target.dtype).tiny
             errors.append((output - target).square().sum() / target.square().sum().clamp(min=smallest))
     if errors:
         return torch.stack(errors).mean()
-    # There were no proposals. Every parameter keeps its place in the graph, which DDP asks for.
+    # Without proposals all tensors are empty. Their sum is 0 and keeps the graph that DDP needs.
     return sum(output.sum() for output in outputs)
 
 
@@ -136,9 +116,9 @@ def DistilledDetector(  # noqa: N802 (a config's type)
 ) -> nn.Module:
     """Builds a detector that learns from another one as well as from labels.
 
-    It is the student, of a class of its own that differs in ``loss``: keys, parts and inference are the student's, so
-    that its checkpoints load into the student's config. The teacher is none of its parts: it follows to each device,
-    stays in eval mode, and is in no checkpoint. Drop-path is off: the teacher has none.
+    The result is the student, of a class that differs in ``loss`` alone: its checkpoints load into the student's
+    config. The teacher is no submodule of it: it follows to each device, stays in eval mode, and is in no checkpoint.
+    Drop-path is off, because the teacher has none.
 
     Args:
         student: Config of the detector to train; its weights come from a checkpoint (``load_from``).
@@ -149,13 +129,10 @@ def DistilledDetector(  # noqa: N802 (a config's type)
 
     Raises:
         CheckpointError: If the teacher's checkpoint is missing or does not fit.
-        ValueError: If the weight is negative.
     """
     # Takes half a second.
     from timm.layers import DropPath as TimmDropPath
 
-    if task_weight < 0:
-        raise ValueError(f'task_weight={task_weight} must not be negative')
     detector = MODELS.build(copy.deepcopy(student))
     scope = DefaultScope.get_current_instance()
     teacher_cfg = dict(model=copy.deepcopy(teacher), default_scope=scope.scope_name if scope else 'mmdet')
@@ -171,7 +148,7 @@ def DistilledDetector(  # noqa: N802 (a config's type)
 
 
 class _Distilled:
-    """What :func:`DistilledDetector` puts before the class of the student."""
+    """Methods that :func:`DistilledDetector` puts before the student's own."""
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list[DetDataSample]) -> dict:
         self.student_features = self.extract_feat(batch_inputs)
@@ -185,7 +162,7 @@ class _Distilled:
         return losses
 
     def extract_feat(self, *args: Tensor) -> Sequence[Tensor]:
-        # Within loss the student's own losses ask for the maps that are there already.
+        # The student's own losses, within loss, take the maps that are computed already.
         return super().extract_feat(*args) if self.student_features is None else self.student_features
 
     def _apply(self, *args: object, **kwargs: object) -> nn.Module:
@@ -204,13 +181,13 @@ def _dense_head(model: nn.Module) -> str | None:
 def _roi_outputs(head: nn.Module, features: Sequence[Tensor], proposals: list[InstanceData]) -> list:
     rois = bbox2roi([found.bboxes for found in proposals])
     if isinstance(head, CascadeRoIHead):
-        # Its forward refines the boxes by its own deltas, and would compare outputs on different boxes.
+        # The head's forward refines the boxes by its own deltas: outputs on different boxes would be compared.
         stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
         return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
     boxes = head._bbox_forward(features, rois)
     outputs = [boxes['cls_score'], boxes['bbox_pred']]
     if head.with_mask:
-        # Its forward takes the first hundred boxes of all: those of the first image.
+        # The head's forward would take the first hundred boxes of all, and these are of the first image.
         surest = [found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals]
         outputs.append(head._mask_forward(features, bbox2roi(surest))['mask_preds'])
     return outputs

@@ -1,4 +1,4 @@
-"""Configs that train a converted detector: the fine-tune of a PRepBN one, the tune of an absorbed one."""
+"""Writes configs that train a converted detector: the fine-tune of a PRepBN one, the tune of an absorbed one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from mmengine.fileio import put_text
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion.convert import ConversionError, ConversionReport, convert_norms
+from slab_det.conversion.convert import ConversionReport, convert_norms
 from slab_det.norms import named_progressive_norms
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
+from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import save_with_config
 
-# What every run of ours has.
+# As configs/_base_/runtime.py has them.
 DEFAULT_HOOKS = dict(
     checked_load=dict(type='CheckedLoadHook'),
     exact_resume=dict(type='ExactResumeHook'),
@@ -27,7 +28,7 @@ DEFAULT_HOOKS = dict(
 )
 # The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
-# There is no norm left for the first two, and an average would hardly follow so short a training.
+# An absorbed detector has no norm for the first two, and an average would hardly follow so short a training.
 NO_TUNE_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
 
 
@@ -39,11 +40,11 @@ def convert_detector(
     Args:
         cfg: The config that the LayerNorm detector was trained with.
         checkpoint: Its weights.
-        out: Where the new checkpoint goes, ending in .pth.
+        out: The file name of the new checkpoint, ending in .pth.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/finetune_prepbn.py.
 
     Returns:
-        The checkpoint's path, the config's path, and what became of each norm, by its name in the detector.
+        The checkpoint's path, the config's path, and a report that names the norms as the detector does.
 
     Raises:
         ConversionError: If the detector is fused or has a teacher, if its backbone has no LayerNorm or cannot be built
@@ -60,34 +61,30 @@ def convert_detector(
     report = convert_norms(model, inplace=True, skip=others).conversion_report
     eps, *more_eps = {norm.ln.eps for norm in named_progressive_norms(model).values()}
     new_cfg = finetune_config(cfg, schedule, dict(type='PRepBN', ln_eps=eps), out)
-    shapes, rebuilt = (
-        {key: value.shape for key, value in m.state_dict().items()}
-        for m in (model, MODELS.build(copy.deepcopy(new_cfg.model)))
-    )
-    if more_eps or shapes != rebuilt:
-        different = ', '.join(sorted(dict(shapes.items() ^ rebuilt.items()))[:3]) or 'their eps differ'
+    rebuilt = MODELS.build(copy.deepcopy(new_cfg.model))
+    if more_eps or rebuilt.state_dict().keys() != model.state_dict().keys():
         raise ConversionError(
-            f'not all norms of {type(model.backbone).__name__} follow its norm_cfg ({different}), so no config says '
-            'what the converted detector is; convert the model in Python with slab_det.convert_norms'
+            f'not all norms of {type(model.backbone).__name__} follow its norm_cfg, so no config says what the '
+            'converted detector is; convert the model in Python with slab_det.convert_norms'
         )
     meta = dict(slab_det_version=slab_det.__version__)
     if model.dataset_meta is not None:
-        # DetInferencer expects the key to be absent where there are no class names.
+        # DetInferencer fails where the key is there and None.
         meta['dataset_meta'] = model.dataset_meta
     return *save_with_config(dict(meta=meta, state_dict=model.state_dict()), new_cfg, out), report
 
 
 def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: Path) -> Config:
-    """The config of the fine-tune: ``SCHEDULE_KEYS`` are those of ``schedule``, everything else is as in ``cfg``.
+    """The config of the fine-tune: ``SCHEDULE_KEYS`` come from ``schedule``, everything else from ``cfg``.
 
-    Custom hooks of ``cfg`` stay unless ``schedule`` brings one of their type. Where one of both counts epochs and the
-    other iterations, checkpoints, logs and the sampler count as ``schedule`` does.
+    Custom hooks of ``cfg`` stay unless ``schedule`` brings one of their type. Checkpoints, logs and the sampler count
+    epochs or iterations as ``schedule`` does.
 
     Args:
         cfg: The config of the LayerNorm detector.
         schedule: See :func:`convert_detector`.
         norm_cfg: The new norms of the backbone.
-        checkpoint: What the run starts from.
+        checkpoint: The weights that the run starts from.
 
     Raises:
         ConversionError: If neither ``schedule`` nor ``cfg`` says how long to train.
@@ -109,18 +106,18 @@ def write_tune_config(
     schedule: Config,
     images: str | Path | None = None,
 ) -> Path:
-    """Writes ``<stem>_tune_config.py`` beside the checkpoint of an absorbed detector, which trains it a little more.
+    """Writes ``<stem>_tune_config.py``, which trains an absorbed detector a little more, beside its checkpoint.
 
     The detector learns from its teacher, see :func:`slab_det.conversion.distill.DistilledDetector`, and from the labels
     of the training set. Checkpoints of the run load into ``fused_config``.
 
     Args:
         cfg: The config that the LayerNorm detector, now the teacher, was trained with.
-        fused_config: What :func:`slab_det.fusion.save_fused` wrote for the absorbed detector.
-        fused_checkpoint: Its weights, ending in .pth.
+        fused_config: The config that :func:`slab_det.fusion.save_fused` wrote for the absorbed detector.
+        fused_checkpoint: The weights of the absorbed detector, ending in .pth.
         teacher_checkpoint: The teacher's weights.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/tune_absorbed.py.
-        images: A folder of pictures to train on instead, without labels and without validation, as inference sees them.
+        images: A folder of images to train on instead, without labels and without validation, as inference sees them.
 
     Returns:
         The path of the written config.
@@ -148,7 +145,7 @@ def write_tune_config(
         dataset = dict(type='mmdet.ImageFolder', folder=_absolute(images), pipeline=inference_steps(cfg))
         dataset_meta = read_checkpoint(fused_checkpoint)['meta'].get('dataset_meta')
         if isinstance(dataset_meta, dict) and dataset_meta.get('classes'):
-            # Not all that a dataset of mmdet may have there can be written to a config.
+            # Only the classes: other entries, such as OpenImages' matrix, cannot be written to a config.
             dataset['metainfo'] = dict(classes=tuple(dataset_meta['classes']))
         _train_on_pictures(values, dataset, _counts_epochs(schedule.get('train_cfg') or values.get('train_cfg')))
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
@@ -157,7 +154,7 @@ def write_tune_config(
 
 
 def _train_on_pictures(values: dict, dataset: dict, by_epoch: bool) -> None:
-    """Makes a dataset without labels the training set of a config, in place, and takes out what would read labels."""
+    """Makes a dataset without labels the training set of a config, in place, and removes all that reads labels."""
     values['train_dataloader'] = dict(
         batch_size=4,
         num_workers=2,
@@ -178,33 +175,25 @@ def _train_on_pictures(values: dict, dataset: dict, by_epoch: bool) -> None:
 
 
 def _absolute(checkpoint: str | Path) -> str:
-    """The name of a file as any folder's config may hold it; that of an address stays."""
+    """The absolute path of a file, for a config that may be read from any folder; an address stays as it is."""
     return str(checkpoint) if '://' in str(checkpoint) else str(Path(checkpoint).resolve())
 
 
 def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
-    """A config of ``values``, edited in place, with the ``SCHEDULE_KEYS`` of ``schedule``; it loads ``checkpoint``."""
+    """The config of ``values``, edited in place, with the ``SCHEDULE_KEYS`` of ``schedule``; loads ``checkpoint``."""
     changes = schedule.to_dict()
     hooks = changes.get('custom_hooks') or []
     brought = {type_name(hook['type']) for hook in hooks}
     own_hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in brought]
-    # mmdet's hooks count epochs, also those of a config from which the training was taken out.
-    was_by_epoch = 'max_epochs' in (values.get('train_cfg') or {'max_epochs': None})
     values.update(
         {key: value for key, value in changes.items() if key in SCHEDULE_KEYS}, custom_hooks=own_hooks + hooks
     )
     values['default_hooks'] = {**DEFAULT_HOOKS, **(values.get('default_hooks') or {})}
     by_epoch = _counts_epochs(values.get('train_cfg'))
-    if by_epoch != was_by_epoch:
-        _count_anew(values, by_epoch)
-    elif not by_epoch and 'train_cfg' in changes:
-        # The interval of a long training would save a short one at its end alone.
-        saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook', by_epoch=False))
-        saving['interval'] = min(saving.get('interval', math.inf), math.ceil(values['train_cfg']['max_iters'] / 3))
-        saving.pop('save_begin', None)
+    if 'train_cfg' in changes:
+        _count_as_training(values, by_epoch)
     import_slab_det(values)
-    # An absolute path is found from wherever the fine-tune is started.
-    values.update(load_from=str(checkpoint.resolve()), resume=False)
+    values.update(load_from=_absolute(checkpoint), resume=False)
     values.pop('work_dir', None)
     return Config(values)
 
@@ -220,14 +209,14 @@ def _counts_epochs(train_cfg: dict | None) -> bool:
     return 'max_epochs' in found
 
 
-def _count_anew(values: dict, by_epoch: bool) -> None:
-    """Makes checkpoints, logs and the sampler count as the training loop of this config does, in place."""
+def _count_as_training(values: dict, by_epoch: bool) -> None:
+    """Makes checkpoints, logs and the sampler of a config, in place, count as its training loop does."""
     saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
     # An interruption costs a third of the run at most.
     saving.update(by_epoch=by_epoch, interval=1 if by_epoch else math.ceil(values['train_cfg']['max_iters'] / 3))
     saving.pop('save_begin', None)
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
-    # An epoch of an endless sampler never ends; one that ends makes a loop of iterations start its workers anew.
+    # An epoch of InfiniteSampler never ends. With DefaultSampler, a loop of iterations starts its workers every epoch.
     old, new = ('InfiniteSampler', 'DefaultSampler') if by_epoch else ('DefaultSampler', 'InfiniteSampler')
     sampler = (values.get('train_dataloader') or {}).get('sampler')
     if sampler and type_name(sampler['type']) == old:

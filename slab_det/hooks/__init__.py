@@ -1,14 +1,14 @@
 """Runner hooks, registered in mmengine's HOOKS.
 
-Hooks with the same event run in the order of their priorities, those of mmengine among them:
+Hooks run in the order of their priorities, together with mmengine's:
 
 | priority | hook | because |
 |---|---|---|
-| 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads too |
+| 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads next |
 | 50 NORMAL | mmengine's EMAHook; NormStateHook | |
-| 55 | ProgressiveNormHook | after EMAHook, whose average of gamma means nothing |
+| 55 | ProgressiveNormHook | after EMAHook, which averages gamma too |
 | 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma |
-| 70 LOW | ExactResumeHook | what other hooks draw comes first; mmengine's ParamSchedulerHook has the same |
+| 70 LOW | ExactResumeHook | other hooks draw random numbers before it saves the generators |
 | 85 | RecalibrateFuseHook | it reads and rewrites the last checkpoint |
 | 90 VERY_LOW | mmengine's CheckpointHook | it publishes what RecalibrateFuseHook wrote |
 """

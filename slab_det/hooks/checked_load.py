@@ -1,4 +1,4 @@
-"""CheckedLoadHook: a checkpoint is never half loaded in silence."""
+"""CheckedLoadHook: checks and converts what a run loads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from slab_det.runtime.errors import CheckpointError
 
 @HOOKS.register_module()
 class CheckedLoadHook(Hook):
-    """Checks what ``load_from``, ``--resume`` or tools/test.py loads, prints a report, converts a foreign backbone.
+    """Checks what ``load_from``, ``--resume`` or a test loads, converts foreign backbones, and logs a report.
 
-    Nothing matching, a shape that does not fit and a fused checkpoint for an unfused model are errors. Missing weights
-    are errors when resuming and testing; training that starts from ``load_from`` only reports them.
+    It is an error if nothing matches, a shape does not fit, or only one of checkpoint and model is fused. Missing
+    weights are errors when resuming and testing; a training that starts from ``load_from`` only reports them.
 
     Args:
         reinitialize: Prefixes of keys that are not loaded, such as ``('roi_head.bbox_head.fc_cls',)`` for another
             number of classes. Only where a training starts: resuming and testing load them.
     """
 
-    # Before EMAHook, which loads the same weights.
+    # Before EMAHook, which loads the same weights: they must be converted by then.
     priority = 'VERY_HIGH'
 
     def __init__(self, reinitialize: Sequence[str] = ()) -> None:
@@ -52,8 +52,7 @@ class CheckedLoadHook(Hook):
 
 
 def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
-    """Raises CheckpointError unless a training can go on from ``checkpoint`` as if it had never stopped."""
-    # A checkpoint may lack the optimizer, which then starts anew.
+    """Raises CheckpointError unless ``checkpoint`` holds the state of a training of this very model."""
     if 'message_hub' not in checkpoint or not {'epoch', 'iter'} <= checkpoint.get('meta', {}).keys():
         raise CheckpointError(
             f'{name} cannot be resumed from: it holds weights, but not the state of a training. '
@@ -65,6 +64,6 @@ def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
     if changed:
         key, reason = next(iter(changed.items()))
         raise CheckpointError(
-            f'{name} cannot be resumed from: {len(changed)} values are not those of this model ({key}: {reason}). '
+            f'{name} cannot be resumed from: {len(changed)} values are of another model ({key}: {reason}). '
             'Resume with the config in its work_dir, or start a new training with --cfg-options load_from=FILE'
         )

@@ -1,4 +1,4 @@
-"""ExactResumeHook: a run that is interrupted and resumed ends as it would have ended without interruption."""
+"""ExactResumeHook: a resumed run ends as it would have ended without the interruption."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from slab_det.runtime.random_state import random_state, set_random_state
 
 @HOOKS.register_module()
 class ExactResumeHook(Hook):
-    """Saves what mmengine's checkpoints lack, random states and accumulated gradients, and restores it on ``--resume``.
+    """Saves random states and accumulated gradients in checkpoints, and restores them on ``--resume``.
 
-    RoI sampling, drop-path and augmentation draw random numbers, and mmengine starts their generators anew. With this
-    hook and ``num_workers=0``, in one process on a CPU, an interrupted and resumed run equals the uninterrupted one to
-    the last bit. The order of images goes on too where the config fixes no seed. Augmentation in the workers of data
-    loaders and processes other than the first go on with other draws, as good but not the same. Validation leaves the
-    generators as it found them: mmengine leaves out a validation that was due where a run is resumed.
+    mmengine saves neither, and starts the generators of random numbers anew, from which RoI sampling, drop-path and
+    augmentation draw. With this hook and ``num_workers=0``, in one process on a CPU, an interrupted and resumed run
+    equals the uninterrupted one to the last bit. Workers of data loaders and processes other than the first go on with
+    other random numbers. The order of images goes on, also without a seed in the config. Validation leaves the
+    generators as it found them, because mmengine leaves out a validation that was due where a run is resumed.
 
-    Between two updates of gradient accumulation the checkpoint also holds the gradients summed so far, and is larger by
-    the size of the weights; mmengine drops the gradients and goes on counting. With several processes all get the
-    gradients of the main one, a fair sample of what each had. Resumed with another ``accumulative_counts``, they are
-    dropped.
+    A checkpoint between two updates of gradient accumulation also holds the gradients summed so far, and is larger by
+    the size of the weights. With several processes all get the gradients of the main one. Resumed with another
+    ``accumulative_counts``, they are dropped.
 
     If processes would start at different iterations, because only some of them see the checkpoint, all stop.
     """
@@ -67,11 +66,11 @@ class ExactResumeHook(Hook):
                 f'the processes start at iterations {starts}: the checkpoint to resume from must be where each of them '
                 'looks for it; copy it there, or name it with --resume'
             )
-        # An iterator over a DataLoader draws a seed for its workers, in a resumed run once more than otherwise. Workers
-        # whose worker_init_fn is not mmengine's augment by it: no two processes, and no two starts, draw alike.
+        # A DataLoader draws the seed of its workers from the global generator, in a resumed run once more than
+        # otherwise. A generator of its own gives the workers of each process and of each start another seed.
         seed = runner.seed + runner.iter * get_world_size() + get_rank()
         runner.train_dataloader.generator = torch.Generator().manual_seed(seed)
-        # The checkpoint has the state of one process, and the others should not draw alike.
+        # The checkpoint has the state of the main process, and the others must not draw the same numbers.
         if self._random is not None and get_rank() == 0:
             set_random_state(self._random)
         if self._gradients is not None and self._gradients['counts'] == _accumulative_counts(runner):

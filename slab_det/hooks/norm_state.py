@@ -1,4 +1,4 @@
-"""NormStateHook: the training state of norms starts with a run; missing hooks and broken statistics are warned of."""
+"""NormStateHook: starts the moving averages of norms with a run, and warns of broken norms and missing hooks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from slab_det.runtime.distributed import unwrap
 
 @HOOKS.register_module()
 class NormStateHook(Hook):
-    """Resets moving averages where a training starts; warns of missing hooks, and of statistics that are not finite.
+    """Resets moving averages where a training starts, keeps them on ``--resume``, and logs what spoils the norms.
 
-    UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because its batches and gradients are
-    not those of the training before; their running variance comes from the loaded weights. ``--resume`` keeps the whole
-    state, and freezes no statistics under ``norm_eval`` that the run itself began.
-
-    A batch with NaN or infinite values, as mixed precision makes now and then, stays in the running statistics of
-    BatchNorm's kinds. Training does not read them, and recalibration estimates them anew: only validations before the
-    end of the run find nothing. A warning there says so.
-
-    ``custom_hooks`` of a config replaces those of its base. Before the first iteration a warning, and at the end an
-    error in the log, tell of PRepBN that no ProgressiveNormHook lowers, and of norms that no RecalibrateFuseHook fuses.
+    - UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because its batches and gradients
+      are not those of the training before. Their running variance stays.
+    - ``norm_eval`` freezes statistics that a checkpoint brought. A resumed run does not freeze statistics that the run
+      itself began.
+    - A warning before validation names running statistics that are NaN or infinite, as mixed precision makes them now
+      and then. Training does not read them, and recalibration estimates them anew.
+    - ``custom_hooks`` of a config replaces the hooks of its base. A warning before the first iteration, and an error in
+      the log at the end, name PRepBN that no ProgressiveNormHook lowers and norms that no RecalibrateFuseHook fuses.
     """
 
     def __init__(self) -> None:
         self._resumed = False
-        # Norms whose statistics are this run's own, as a resumed checkpoint says.
+        # Names of norms whose statistics this run began before it was interrupted.
         self._live: list[str] = []
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
@@ -41,10 +39,8 @@ class NormStateHook(Hook):
         self._live = checkpoint.get('slab_det', {}).get('live', []) if self._resumed else []
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        # norm_eval freezes statistics that were loaded. Resuming loads all of them, but must freeze no others.
         live = [name for name, norm in named_offline_norms(unwrap(runner.model)) if not norm.statistics_loaded]
-        if live:
-            checkpoint.setdefault('slab_det', {})['live'] = live
+        checkpoint.setdefault('slab_det', {})['live'] = live
 
     def before_train(self, runner: Runner) -> None:
         model = unwrap(runner.model)
@@ -65,30 +61,21 @@ class NormStateHook(Hook):
             # mmengine drops warnings that repeat.
             runner.logger.warning(
                 f'{len(broken)} of {len(norms)} norms have NaN or infinite running statistics, {broken[0]} for one, '
-                'from batches that overflowed: validation finds nothing. If the loss is finite, training goes on as '
-                'it should, and recalibration at the end of the run replaces them; else lower the learning rate or '
-                'look at the images'
+                'from batches that overflowed: validation finds nothing. If the loss is finite, go on: recalibration '
+                'at the end of the run replaces them. Otherwise lower the learning rate or check the images'
             )
 
 
 def _log_missing_hooks(runner: Runner, level: int) -> None:
-    """Tells of each hook that the norms of the model need and the run does not have."""
+    """Names each hook that the norms of the model need and the run does not have."""
     model = unwrap(runner.model)
-    needs = (
-        (
-            ProgressiveNormHook,
-            [name for name, norm in named_progressive_norms(model).items() if norm.gamma > 0],
-            'stay LayerNorm (gamma > 0) and cannot be fused',
-        ),
-        (
-            RecalibrateFuseHook,
-            [name for name, _ in named_offline_norms(model)],
-            'are neither recalibrated nor fused when the run ends (slab-det recalibrate and slab-det fuse do it later)',
-        ),
-    )
-    for hook, norms, consequence in needs:
+    mixed = [name for name, norm in named_progressive_norms(model).items() if norm.gamma > 0]
+    offline = [name for name, _ in named_offline_norms(model)]
+    for hook, norms, consequence in (
+        (ProgressiveNormHook, mixed, 'stay LayerNorm (gamma > 0) and cannot be fused'),
+        (RecalibrateFuseHook, offline, 'are not fused when the run ends (slab-det recalibrate and fuse do it later)'),
+    ):
         if norms and not any(isinstance(other, hook) for other in runner.hooks):
-            # mmengine drops warnings that repeat.
             runner.logger.log(
                 level,
                 f'Iteration {runner.iter}: this run has no {hook.__name__}, so {len(norms)} norms ({norms[0]} for one) '

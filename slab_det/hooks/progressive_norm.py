@@ -1,4 +1,4 @@
-"""ProgressiveNormHook: gamma goes from LayerNorm to RepBN with the iterations of the runner."""
+"""ProgressiveNormHook: lowers gamma from LayerNorm to RepBN over the iterations of the runner."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class ProgressiveNormHook(Hook):
     """Lowers gamma of every PRepBN: ``gamma(t) = gamma_start * decay(t / T)``, and 0 from iteration T on.
 
-    Iteration t runs with gamma(t); right after it gamma(t + 1) is set, so it is what validation and checkpoints
-    have, and T = the whole run ends at exactly 0. gamma_start is what each norm has once weights are loaded: 1 for
-    LayerNorm weights or from scratch, 0 where the checkpoint's decay was finished. It is never raised. After
-    ``--resume`` gamma goes on where it was. Gradient accumulation, activation checkpointing and validation do not
-    count: t is the runner's iteration. gamma is logged as ``gamma``.
+    t is the runner's iteration, whatever gradient accumulation, activation checkpointing and validation do. Iteration t
+    runs with gamma(t); right after it gamma(t + 1) is set, which validation and checkpoints then have. gamma_start is
+    the gamma of each norm once weights are loaded: 1 for LayerNorm weights or from scratch, 0 where the decay of the
+    checkpoint was finished. gamma is never raised, goes on after ``--resume`` where it was, and is logged as ``gamma``.
 
     Args:
         decay: Shape of the decay.
-        total: Its length T; 0 means gamma = 0 from the start.
+        total: Length T of the decay; 0 means gamma = 0 from the start.
         unit: What ``total`` counts: a fraction of the run in [0, 1], iterations, or epochs.
 
     Raises:
         ValueError: If ``decay`` or ``unit`` is unknown or ``total`` is negative or, as a fraction, above 1.
     """
 
-    # After EMAHook (NORMAL), whose average of gamma means nothing; before LoggerHook and CheckpointHook.
+    # After EMAHook (NORMAL), which averages gamma too; before LoggerHook and CheckpointHook.
     priority = 55
 
     def __init__(
@@ -78,8 +77,8 @@ class ProgressiveNormHook(Hook):
             self._gamma_start = {name: norm.gamma for name, norm in self._norms.items()}
         elif set(self._gamma_start) != set(self._norms):
             raise SlabDetError(
-                'the checkpoint to resume from was trained with other PRepBN layers than this config '
-                'has; resume with the config in its work_dir'
+                'the checkpoint to resume from was trained with other PRepBN layers than this config has; resume with '
+                'the config in its work_dir'
             )
         self._check_frozen(runner)
         self._set_gamma(runner.iter)
@@ -89,23 +88,22 @@ class ProgressiveNormHook(Hook):
         )
 
     def _check_frozen(self, runner: Runner) -> None:
-        """Raises SlabDetError if a frozen norm has a RepBN without statistics, to which gamma would hand over."""
-        # mmdet's MeanTeacherHook, whose module takes a second to import.
-        averaged = any(getattr(hook, 'skip_buffers', True) is False for hook in runner.hooks)
+        """Raises SlabDetError if gamma would hand over to the RepBN of a frozen norm, which has no statistics."""
+        # mmdet's MeanTeacherHook gives a frozen teacher the statistics of its student, if asked to.
+        has_teacher = any(getattr(hook, 'skip_buffers', True) is False for hook in runner.hooks)
         frozen = [
             name
             for name, norm in self._norms.items()
             if norm.gamma > 0
             and not norm.statistics_loaded
             and not any(parameter.requires_grad for parameter in norm.parameters())
-            and not (averaged and name.startswith('teacher.'))
+            and not (has_teacher and name.startswith('teacher.'))
         ]
         if frozen:
             raise SlabDetError(
                 f'{len(frozen)} frozen norms are still LayerNorm ({frozen[0]}, ...): lowering gamma would replace them '
-                'by a RepBN that never trained. Set frozen_stages=-1, or start from what slab-det convert '
-                'writes, or from a checkpoint whose decay was finished. The teacher of MeanTeacherHook needs its '
-                'skip_buffer=False, or its statistics stay those of no data'
+                'by a RepBN that never trained. Set frozen_stages=-1, or start from a checkpoint whose decay was '
+                'finished. The teacher of MeanTeacherHook needs its skip_buffer=False'
             )
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:

@@ -1,4 +1,4 @@
-"""RecalibrateFuseHook: the last checkpoint gets the statistics that are served, and a fused twin."""
+"""RecalibrateFuseHook: recalibrates, fuses and verifies the model at the end of its training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mmengine.runner.amp import autocast
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch.utils.data import DataLoader
 
-from slab_det.norms import copy_module, named_progressive_norms
+from slab_det.checkpoints.build import build_detector
+from slab_det.norms import named_progressive_norms
 from slab_det.recalibration import PIPELINES, RecalibrationReport, recalibrate, recalibration_dataloader
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
@@ -29,18 +30,17 @@ NUM_VERIFIED = 2
 
 @HOOKS.register_module()
 class RecalibrateFuseHook(Hook):
-    """After training: recalibrate, save the last checkpoint again, validate it, fuse, verify, save the fused twin.
-
-    It works on the weights in the last checkpoint, which with EMAHook are the averaged ones: those that are served.
-    Resuming a finished run does only this again, with the same result. Best checkpoints (``save_best``) are not
-    touched: they keep the statistics and the gamma of their time, and cannot be fused while that is above 0.
-
-    In a distributed run all processes recalibrate and validate, each on its share of the images. The main process
-    alone reads and writes files; the work directory need not be one that the others see. An error of one is an error
-    of all, except for an error in computing metrics, where the launcher ends the others.
+    """After training: recalibrates the last checkpoint, saves it again, validates it, and writes a fused one beside it.
 
     In the work directory it leaves the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
-    ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, and says so.
+    ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, with an error in the log.
+    With EMAHook the last checkpoint holds the averaged weights, and these are fused. Best checkpoints (``save_best``)
+    keep the statistics and the gamma of their time, and cannot be fused while that is above 0. Resuming a finished run
+    does only this again, with the same result.
+
+    In a distributed run all processes recalibrate and validate, each on its share of the images. The main process
+    alone reads and writes files. An error of one is an error of all, except for an error in computing metrics, where
+    the launcher ends the others.
 
     Args:
         num_images: Training images to recalibrate on.
@@ -65,7 +65,7 @@ class RecalibrateFuseHook(Hook):
         recalibrate: bool = True,
         pipeline: str = 'train',
     ) -> None:
-        # A wrong argument is told now, not after the last epoch.
+        # A wrong argument is refused now, not after the last epoch.
         if num_images < 1 or (max_passes is not None and max_passes < 1) or tol < 0:
             raise ValueError(
                 f'num_images={num_images} and max_passes={max_passes} must be at least 1, tol={tol} at least 0'
@@ -87,7 +87,16 @@ class RecalibrateFuseHook(Hook):
             )
             return
         try:
-            self._finish(runner)
+            with raise_on_all_ranks():
+                images = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
+            path, checkpoint = run_on_main(last_checkpoint, runner) or (None, None)
+            model = build_trained(runner, checkpoint)
+            recalibration = None
+            if self.recalibrate:
+                recalibration = self._recalibrate(runner, model, images)
+                run_on_main(save_weights, model, checkpoint, path)
+            metrics = validate(runner, model)
+            run_on_main(self._save_fused, runner, model, images, path, metrics, recalibration)
         except Exception:
             runner.logger.error(
                 'RecalibrateFuseHook failed, see below. The training is over and its last checkpoint is whole: once '
@@ -95,22 +104,10 @@ class RecalibrateFuseHook(Hook):
             )
             raise
 
-    def _finish(self, runner: Runner) -> None:
-        with raise_on_all_ranks():
-            images = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
-        path, checkpoint = run_on_main(last_checkpoint, runner) or (None, None)
-        model = served_model(runner, checkpoint)
-        recalibration = None
-        if self.recalibrate:
-            recalibration = self._recalibrate(runner, model, images)
-            run_on_main(save_weights, model, checkpoint, path)
-        metrics = validate(runner, model)
-        run_on_main(self._save_fused, runner, model, images, path, metrics, recalibration)
-
     def _recalibrate(self, runner: Runner, model: BaseModel, images: DataLoader) -> RecalibrationReport:
         report = recalibrate(model, images, max_passes=self.max_passes, tol=self.tol)
         runner.logger.log(logging.INFO if report.converged else logging.WARNING, str(report))
-        # With EMAHook the runner's model has other weights than those that are served.
+        # With EMAHook the runner's model has other weights than the last checkpoint.
         if not any(isinstance(hook, EMAHook) for hook in runner.hooks):
             unwrap(runner.model).load_state_dict(model.state_dict())
         return report
@@ -124,7 +121,7 @@ class RecalibrateFuseHook(Hook):
         metrics: dict,
         recalibration: RecalibrationReport | None,
     ) -> None:
-        """Fuses, verifies and writes ``model``, whose checkpoint is ``path``, and the report of both."""
+        """Fuses ``model``, whose checkpoint is ``path``, compares both, and writes the fused one and a report."""
         # Hooks are registered without mmdet's models, which take a second to import.
         from slab_det.fusion import fuse, save_fused, verify_fusion
         from slab_det.measure import ReportEntry, describe_environment
@@ -132,10 +129,10 @@ class RecalibrateFuseHook(Hook):
 
         fused = fuse(model)
         inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
-        check = verify_fusion(model, fused, inputs)
+        difference = verify_fusion(model, fused, inputs)
         runner.logger.info(
             f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: '
-            f'{check.float64:.1e} in float64, {check.float32:.1e} in float32'
+            f'{difference.float64:.1e} in float64, {difference.float32:.1e} in float32'
         )
         meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
         fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
@@ -160,39 +157,31 @@ class RecalibrateFuseHook(Hook):
             variant='fused',
             config=str(fused_config),
             checkpoint=str(fused_path),
-            fusion={**fused.fusion_report.to_dict(), 'difference': asdict(check)},
+            fusion={**fused.fusion_report.to_dict(), 'difference': asdict(difference)},
         )
         write_report(Path(runner.work_dir) / 'report.json', [unfused_entry, fused_entry])
 
 
 def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
-    """The checkpoint of the run's last iteration, saved now if no CheckpointHook has done it; on the main process.
-
-    Returns:
-        Its path and its content on the CPU.
-    """
-    saved = [hook.last_ckpt for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-    resumed_from = [runner._load_from, find_latest_checkpoint(runner.work_dir)] if runner._resume else []
-    for path in (*saved, *resumed_from):
-        if path is None or not Path(path).is_file():
-            continue
-        checkpoint = read_checkpoint(path)
-        if checkpoint.get('meta', {}).get('iter') == runner.iter:
-            return Path(path), checkpoint
+    """The path and the content of the checkpoint of the last iteration, saved now if no CheckpointHook has done it."""
+    paths = [hook.last_ckpt for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+    if runner._resume:
+        paths.append(find_latest_checkpoint(runner.work_dir))
+    for path in paths:
+        if path is not None and Path(path).is_file():
+            checkpoint = read_checkpoint(path)
+            if checkpoint.get('meta', {}).get('iter') == runner.iter:
+                return Path(path), checkpoint
     path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
     runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False, meta=dict(epoch=runner.epoch, iter=runner.iter))
     return path, read_checkpoint(path)
 
 
-def served_model(runner: Runner, checkpoint: dict | None) -> BaseModel:
-    """A copy of the runner's model with the weights of the last checkpoint, which only the main process has read."""
-    model = copy_module(unwrap(runner.model))
-    checkpointed = runner.cfg.get('activation_checkpointing') or []
-    for name in [checkpointed] if isinstance(checkpointed, str) else checkpointed:
-        # What mmengine put there calls the module that was copied.
-        vars(model.get_submodule(name)).pop('forward', None)
+def build_trained(runner: Runner, checkpoint: dict | None) -> BaseModel:
+    """The detector of the config with the weights of the last checkpoint, which only the main process has read."""
+    model = build_detector(runner.cfg).to(next(runner.model.parameters()).device)
     model.load_state_dict(broadcast_from_main(checkpoint and checkpoint['state_dict']))
-    return model.eval()
+    return model
 
 
 def save_weights(model: BaseModel, checkpoint: dict, path: Path) -> None:
@@ -203,7 +192,7 @@ def save_weights(model: BaseModel, checkpoint: dict, path: Path) -> None:
 
 @torch.no_grad()
 def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
-    """Evaluates ``model`` as the runner's validation loop would, without hooks, which save and swap weights.
+    """Evaluates ``model`` as the runner's validation loop would, but without hooks, which save and swap weights.
 
     Returns:
         The metrics; nothing where the config has no validation.

@@ -1,4 +1,4 @@
-"""Recalibration: the statistics of norms are found again on images."""
+"""Recalibration: estimates the statistics of norms anew on images."""
 
 from slab_det.recalibration.fixed_point import RecalibrationReport, recalibrate
 from slab_det.recalibration.images import (

@@ -1,4 +1,4 @@
-"""Recalibration: running statistics of given images at inference (SLAB, section 4.1, to a fixed point)."""
+"""recalibrate: replaces running statistics by those that inference sees on given images (SLAB, section 4.1)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import RecalibrationError, collect_moments, one_pass
 
 # A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
-# final. Normalising by what it found there would pass the error on: where images differ, it grows from norm to norm,
-# and with 32 norms reached 1e14 sigmas, with 50 infinity. A threshold of 1 took more passes than none (33 for 23), a
-# threshold of 3 as many.
+# final. It normalises by batch again in the next pass: with the statistics found there the error would grow from norm
+# to norm, to 1e14 sigmas after 32 norms. A threshold of 1 took more passes than 3 (33 against 23).
 JUMP = 3.0
-# Mean and variance, (C,) each, by the name of the norm.
-Statistics = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -45,12 +42,10 @@ class RecalibrationReport:
 
     def __str__(self) -> str:
         residuals = ', '.join(f'{residual:.2g}' for residual in self.residuals) or 'not measured'
-        text = (
-            f'Recalibrated {self.num_norms} norms on {self.num_batches} batches; change per further pass: {residuals}'
-        )
+        text = f'Recalibrated {self.num_norms} norms on {self.num_batches} batches; change per pass: {residuals}'
         if self.residuals and not self.converged:
             text += (
-                f'; not settled to tol={self.tol}, so statistics of late norms may be far off: give it more passes, '
+                f'; the last is above tol={self.tol}, so statistics of late norms may be far off: give it more passes, '
                 'and every pass the same images'
             )
         return text
@@ -63,16 +58,16 @@ def recalibrate(
     tol: float = 0.01,
     progress: bool = True,
 ) -> RecalibrationReport:
-    """Replaces the running statistics of every offline norm by those of ``batches`` at inference.
+    """Replaces the running statistics of every offline norm by those that inference sees on ``batches``.
 
     The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
     with the statistics of its batch; in further passes with those found so far, until the largest change is at most
     ``tol``. Where each norm is called once per forward, and every pass sees the same data, the statistics of the first
     p norms are final after pass p: as many passes as norms always suffice. Passes cut short may leave statistics that
-    are worse than those of the training (docs/results.md shows a case).
+    are worse than the running averages of the training (docs/results.md shows a case).
 
     Batches should be as in training, with padding where the training had it: weights are fitted to such statistics, and
-    those of other images cost detectors up to 0.05 of their AP (docs/results.md).
+    statistics of other images cost detectors up to 0.05 of their AP (docs/results.md).
 
     Parameters, gamma and training flags stay as they are; drop-path is off. Norms that were frozen in training get new
     statistics too. In a distributed run each rank gives its own batches, as many as it has, and all end with the
@@ -80,10 +75,10 @@ def recalibrate(
 
     Args:
         model: A detector or a backbone.
-        batches: A data loader or image tensors (B, 3, H, W), read once per pass, ``len(batches)`` where that is known:
-            the sampler of a config that counts iterations never ends. Batches of a loader are prepared as ``test_step``
-            does; where the data preprocessor pads to a fixed size in training (``BatchFixedSizePad``), they are padded
-            so too, unless the loader's dataset has ``test_mode``.
+        batches: A data loader or image tensors (B, 3, H, W). Each pass reads ``len(batches)`` of them, or all where
+            the length is unknown. Batches of a loader are prepared as ``test_step`` does; where the data preprocessor
+            pads to a fixed size in training (``BatchFixedSizePad``), they are padded too, unless the loader's dataset
+            has ``test_mode``.
         max_passes: Passes over ``batches``, at least 1; None for as many as it takes.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
@@ -105,7 +100,7 @@ def recalibrate(
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
     if isinstance(batches, DataLoader):
-        # Every pass sees the same images.
+        # Once for all passes: they must see the same images.
         batches = one_pass(batches)
     if max_passes is None:
         # The last pass finds that nothing changed. A norm that is called twice may need more than one pass.
@@ -113,7 +108,9 @@ def recalibrate(
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
     report = RecalibrationReport(len(norms), 0, tol)
-    by_batch, before = list(norms), copy_statistics(norms)
+    # Norms that normalise with the statistics of each batch.
+    by_batch = list(norms)
+    before = copy_statistics(norms)
     try:
         for index in range(max_passes):
             title = f'Recalibration, pass {index + 1}' if progress else None
@@ -127,7 +124,7 @@ def recalibrate(
             report.converged = not by_batch and report.residuals[-1] <= tol
             if report.converged:
                 break
-            # The first index + 1 norms in the order of calls are final. Every rank decides alike.
+            # The first index + 1 norms in the order of calls are final.
             by_batch = [name for name in order[index + 1 :] if drifts[name] > JUMP]
     except BaseException:
         for name, norm in norms.items():
@@ -147,19 +144,20 @@ def _run_pass(
     finally:
         for norm in norms.values():
             norm.calibrating = False
-    for name, norm in norms.items():
-        device = norm.statistics()[0].device
-        norm.set_statistics(moments[name].mean.to(device), moments[name].var.to(device))
+    # In the order of calls: the first norm that is not finite is the cause of the next ones.
+    for name, part in moments.items():
+        device = norms[name].statistics()[0].device
+        norms[name].set_statistics(part.mean.to(device), part.var.to(device))
         # Moments are float64, and may be finite where the buffers of a norm are not.
-        if not all(values.isfinite().all() for values in norm.statistics()):
+        if not all(values.isfinite().all() for values in norms[name].statistics()):
             raise RecalibrationError(
-                f'{name}: mean or variance is beyond {norm.statistics()[1].dtype}; '
-                'lower the learning rate or check the inputs'
+                f'{name}: mean or variance is NaN or beyond {norms[name].statistics()[1].dtype}; lower the learning '
+                'rate or check the inputs'
             )
     return list(moments), num_batches
 
 
-def copy_statistics(norms: Mapping[str, OfflineNorm]) -> Statistics:
+def copy_statistics(norms: Mapping[str, OfflineNorm]) -> dict[str, tuple[Tensor, ...]]:
     """Copies of the statistics that the norms have now."""
     return {name: tuple(values.clone() for values in norm.statistics()) for name, norm in norms.items()}
 

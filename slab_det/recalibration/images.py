@@ -1,4 +1,4 @@
-"""Images to recalibrate or absorb on: training images as training saw them, or any as inference sees them."""
+"""Loads images to recalibrate or absorb on, as training saw them or as inference sees them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PIPELINES = ('train', 'test')
 
 
 def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'train') -> DataLoader:
-    """Images of the training set, the same whenever they are read.
+    """Loads images of the training set, the same whenever they are read.
 
     Args:
         cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
-        num_images: How many images, evenly spaced over the training set; all of a smaller one.
-        pipeline: 'train': as training saw them, augmented and in its batches, padded to the largest of each. The
-            pipeline is that of the config: hooks that switch it during training, as RTMDet's, are not followed.
-            'test': as inference sees them, one by one, without augmentation or batch padding.
+        num_images: The number of images, evenly spaced over the training set; all of a smaller one.
+        pipeline: 'train': as training saw them, augmented and in batches of the training's size, padded to the largest
+            image of each; a hook that switches the pipeline during training, as RTMDet's, is not followed. 'test': as
+            inference sees them, one by one, without augmentation or batch padding.
 
     Raises:
         DataError: If there is no test-time pipeline to take, no training set, or ``num_images`` is below 1.
@@ -46,7 +46,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
     train = cfg.train_dataloader
     dataset, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
     while type_name(dataset['type']) == 'RepeatDataset':
-        # Images evenly spaced over the repetitions may be repetitions of a few.
+        # Evenly spaced images of a repeated dataset could be the same few.
         dataset = dataset['dataset']
     if pipeline == 'test':
         dataset = _with_pipeline(dataset, inference_steps(cfg))
@@ -54,18 +54,18 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
-    # Transforms are found by the default scope, which nobody sets outside a runner.
+    # Names of transforms are looked up in the default scope, which only a runner would set.
     enter_scope(cfg)
     dataset = DATASETS.build(dataset)
     return Runner.build_dataloader(
         dict(
             **batching,
             dataset=RepeatableImages(dataset, num_images, test_mode=pipeline == 'test'),
-            # Transforms with generators or caches of their own (Albu, CachedMosaic) would go on from pass to pass in
-            # this process. Workers begin each pass with a copy of the transforms as they were at first.
+            # In this process, transforms with generators or caches of their own (Albu, CachedMosaic) would differ from
+            # pass to pass. Workers begin each pass with a copy of the transforms as they were at first.
             num_workers=max(train.get('num_workers', 0), pipeline == 'train'),
-            # Images of one kind may follow each other in a dataset, and are mixed in the batches of training. Without
-            # a seed the sampler would wait for all processes to agree on one.
+            # Shuffled as in training: images of one kind may follow each other in a dataset. Without a seed the sampler
+            # would wait for all processes to agree on one.
             sampler=dict(type='DefaultSampler', shuffle=pipeline == 'train', round_up=False, seed=0),
             collate_fn=dict(type='pseudo_collate'),
         )
@@ -73,12 +73,12 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
 
 
 def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) -> DataLoader:
-    """The pictures of a folder as inference sees them, one by one; nothing but the pictures is read.
+    """Loads the images of a folder as inference sees them, one by one, without annotations.
 
     Args:
         cfg: A config with ``test_dataloader`` or ``val_dataloader``, for the test-time pipeline.
-        folder: Searched for images with all its folders.
-        num_images: How many, evenly spaced over the sorted names; all of a smaller folder.
+        folder: A folder of images; its subfolders are searched too.
+        num_images: The number of images, evenly spaced over the sorted names; all of a smaller folder.
 
     Raises:
         DataError: If there is no test-time pipeline to take, no image, or ``num_images`` is below 1.
@@ -94,11 +94,11 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
 
 
 class RepeatableImages(Dataset):
-    """Items evenly spaced over a dataset, augmented alike whenever they are read: all passes must see the same images.
+    """Items evenly spaced over a dataset, with the same random augmentation whenever they are read.
 
     Args:
         dataset: Any dataset of mmdet.
-        num_images: How many, from the first on; all of a smaller dataset.
+        num_images: The number of items, the first included; all of a smaller dataset.
         test_mode: Whether the items are as inference sees them; :func:`slab_det.recalibrate` reads it.
     """
 
@@ -120,13 +120,13 @@ class RepeatableImages(Dataset):
 
 
 def configured_pipeline(cfg: Config) -> str:
-    """The pipeline that the RecalibrateFuseHook of ``cfg`` recalibrates with; 'train' where the config has none."""
+    """The ``pipeline`` of the RecalibrateFuseHook in ``cfg``; 'train' where the config has none."""
     hooks = [hook for hook in cfg.get('custom_hooks') or () if type_name(hook['type']) == 'RecalibrateFuseHook']
     return hooks[0].get('pipeline', 'train') if hooks else 'train'
 
 
 def _with_pipeline(dataset: dict, pipeline: list) -> dict:
-    """The dataset with this pipeline at its root; a wrapper that mixes images is taken off."""
+    """Gives the inner dataset of a config this pipeline, and removes wrappers that mix images."""
     if type_name(dataset['type']) == 'MultiImageMixDataset':
         return _with_pipeline(dataset['dataset'], pipeline)
     if 'dataset' in dataset:

@@ -1,8 +1,7 @@
-"""Moments of what passes through the norms of a model, over batches and processes."""
+"""Mean and variance of what modules of a model read, over batches and processes."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -73,14 +72,14 @@ def collect_moments(
     Args:
         model: A detector or a backbone.
         modules: Modules of ``model`` that read (..., C), by their names.
-        batches: Those of this process, as many as it has; see :func:`slab_det.recalibrate`.
+        batches: Batches of this process, as many as it has; see :func:`slab_det.recalibrate`.
         title: Printed with a progress bar; None for neither.
 
     Returns:
         Moments by name, in the order in which the modules were first called, and the number of batches.
 
     Raises:
-        RecalibrationError: If there is no batch, a module was never reached, or values are not finite.
+        RecalibrationError: If there is no batch, or a module was never reached.
         RankError: On all other ranks, if one cannot go on.
     """
     forward = _prepare_forward(model, modules, batches)
@@ -98,7 +97,6 @@ def collect_moments(
         for batch in stack.enter_context(Progress(one_pass(batches), title, total, disable=not shown)):
             forward(batch)
             num_batches_here += 1
-            _check_finite(moments, num_batches_here)
     for part in moments.values():
         if part.count:
             # Another process could not unpickle a tensor of this one's GPU.
@@ -118,35 +116,31 @@ def collect_moments(
     return pooled, num_batches
 
 
-def _check_finite(moments: Mapping[str, Moments], num_batches: int) -> None:
-    sums = {name: part.mean.sum() + part.scatter.sum() for name, part in moments.items() if part.count}
-    # One read of the device per batch, not one per norm.
-    if sums and not torch.stack([*sums.values()]).isfinite().all():
-        name = next(name for name, value in sums.items() if not value.isfinite())
-        raise RecalibrationError(
-            f'{name}: mean or variance is NaN or infinite after batch {num_batches}; lower the learning rate or check '
-            'the inputs'
-        )
-
-
 def one_pass(batches: Iterable) -> Iterable:
-    """``batches`` up to their length: the loader of a config that counts iterations never ends.
+    """The first ``len(batches)`` batches, or all where the length is unknown.
 
-    What it returns for a loader can be read again, with the same images; anything else once.
+    The loader of a config that counts iterations never ends, and its sampler goes on from where the last iterator
+    stopped. What is returned for a loader can be read again, with the same images.
     """
     if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-        # mmengine's InfiniteSampler is used up after its first iterator: a list of its indices is not.
-        kind = 'sampler' if batches.batch_sampler is None else 'batch_sampler'
-        loader = copy.copy(batches)
-        vars(loader).update({kind: [*islice(getattr(batches, kind), len(batches))], '_iterator': None})
-        return loader
+        if batches.batch_sampler is None:
+            order = dict(batch_size=None, sampler=[*islice(batches.sampler, len(batches))])
+        else:
+            order = dict(batch_sampler=[*islice(batches.batch_sampler, len(batches))])
+        return DataLoader(
+            batches.dataset,
+            **order,
+            num_workers=batches.num_workers,
+            collate_fn=batches.collate_fn,
+            worker_init_fn=batches.worker_init_fn,
+        )
     length = length_hint(batches, -1)
     return batches if length < 0 else islice(batches, length)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module of ``model`` in eval mode; afterwards each as it was. mmdet's ``train`` would unfreeze some."""
+    """Puts every module of ``model`` into eval mode, and back afterwards; mmdet's ``train`` would unfreeze some."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, 'training', module.training)
@@ -155,15 +149,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tuple[Tensor, list[DetDataSample]]]:
-    """A function that makes of a batch of ``batches`` the images (B, 3, H, W) and samples that a detector predicts on.
+    """Returns a function from one of ``batches`` to images (B, 3, H, W) and samples that a detector predicts on.
 
-    What a data loader yields is prepared as ``test_step`` does, and padded to the fixed size of the training unless the
+    Batches of a data loader are prepared as ``test_step`` does, and padded to the fixed size of the training unless the
     loader's dataset has ``test_mode``. Image tensors (B, 3, H, W) are taken as they are, without padding.
     """
     # Hooks are registered without mmdet's models, which take a second to import.
     from mmdet.models import BatchFixedSizePad
 
-    # Other augmentations of batches draw random numbers, and every pass must see the same images.
+    # Not other augmentations of batches: they draw random numbers, and every pass must see the same images.
     parts = () if getattr(getattr(batches, 'dataset', None), 'test_mode', False) else model.modules()
     pads = [part for part in parts if isinstance(part, BatchFixedSizePad)]
 
@@ -177,7 +171,7 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
         for pad in pads:
             inputs, samples = pad(inputs, samples)
         for sample in samples or ():
-            # Heads go back to the size before Resize, which not every training pipeline has.
+            # Heads divide boxes by it, and training pipelines without Resize do not set it.
             sample.set_metainfo(dict(scale_factor=sample.get('scale_factor', (1.0, 1.0))))
         return inputs, samples
 
@@ -185,7 +179,7 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
 
 
 def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Callable[[object], object]:
-    """A function that runs ``model`` on a batch, no further than needed to reach the modules named."""
+    """Returns a function that runs ``model`` on a batch, only as far as the named modules need."""
     before_heads = all(name.startswith(('backbone.', 'neck.')) for name in names)
     prepare = prepare_inputs(model, batches)
 

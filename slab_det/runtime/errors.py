@@ -35,6 +35,10 @@ class CheckpointError(SlabDetError):
     """A checkpoint that cannot be read, or that does not fit the model it is loaded into."""
 
 
+class ConversionError(SlabDetError):
+    """Norms that cannot be converted or absorbed."""
+
+
 class RankError(SlabDetError):
     """An error of another process of a distributed run, which ends this one too."""
 

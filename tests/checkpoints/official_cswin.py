@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from official_pvt import conv, layer_norm, linear, mix_heads, slab_norm, to_image, to_tokens
 from torch import Tensor
 
-# Of each stage of a small CSWin.
+# The stages of a small CSWin.
 DIMS, DEPTHS, HEADS, WIDTHS = (8, 16, 32, 64), (1, 2, 1, 1), (2, 2, 4, 4), (1, 3, 3, None)
 # SLAB's: linear attention over the whole map in the first two stages.
 SLAB_WIDTHS = (None, None, 3, None)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of each stage of a small PVT.
+# The stages of a small PVT.
 DIMS, DEPTHS, HEADS, RATIOS, REDUCTIONS = (8, 16, 16, 32), (1, 2, 1, 1), (1, 2, 2, 4), (8, 8, 4, 4), (8, 4, 2, 1)
 
 

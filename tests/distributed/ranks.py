@@ -36,7 +36,7 @@ from slab_det.norms import MABN, UN, PowerNorm, PRepBN
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 CHANNELS = 6
-# Of each process; one of them has a single token, which alone has no variance.
+# Tokens of each process. A single token alone has no variance.
 TOKENS = [5, 1, 7, 3]
 # Images of each process in a recalibration: unequal in number and size, and one process has none.
 IMAGES = ([(64, 80), (33, 90), (48, 40)], [(90, 33)], [(40, 40), (64, 32)], [])

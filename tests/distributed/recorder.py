@@ -1,4 +1,4 @@
-"""What a process of a run notes for the tests; imported by the config of the command lines too."""
+"""A hook that notes what each process of a run computes; the config of test_command_lines.py imports it."""
 
 import hashlib
 import json

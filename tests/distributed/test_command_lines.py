@@ -28,7 +28,7 @@ test_evaluator = val_evaluator
 model = dict(
     backbone=dict(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4), window_sizes=(10, 6, 7, 7)),
     neck=dict(in_channels=[8, 16, 32, 64]))
-train_cfg = dict(max_iters=4, val_interval=2)
+train_cfg = dict(max_iters=4, val_interval=10)
 default_hooks = dict(checkpoint=dict(interval=2))
 optim_wrapper = dict(accumulative_counts=2)
 auto_scale_lr = dict(enable=False, base_batch_size=2)

@@ -78,18 +78,12 @@ def assert_equals(state, expected, keys):
     assert not different, f'{len(different)} of {len(keys)} are not the mean: {different}'
 
 
-SWA = dict(ema_type='StochasticWeightAverage')
-
-
 @pytest.mark.parametrize(
     'options',
     [
         dict(momentum=MOMENTUM),
-        dict(momentum=MOMENTUM, begin_iter=4),
-        dict(momentum=MOMENTUM, update_buffers=True),
         dict(momentum=MOMENTUM, update_buffers=True, begin_iter=4),
-        SWA,
-        dict(SWA, update_buffers=True),
+        dict(ema_type='StochasticWeightAverage', update_buffers=True),
     ],
     ids=str,
 )

@@ -1,11 +1,11 @@
-"""Moments of parts are those of the union, in float64, against numpy; over processes: tests/distributed."""
+"""Moments of parts, merged, equal the moments of all tokens; tests/distributed merges over processes."""
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from slab_det.recalibration.moments import Moments, _prepare_forward
+from slab_det.recalibration.moments import Moments, prepare_inputs
 
 C = 3
 # One part is a single token, one has none.
@@ -33,5 +33,5 @@ def test_moments_of_batches_are_those_of_all_tokens(offset, rtol, dtype):
 
 
 def test_image_tensors_go_to_the_device_of_the_model():
-    forward = _prepare_forward(nn.Linear(4, 1, device='meta'), (), [])
-    assert forward(torch.randn(1, 3, 4, 4)).device.type == 'meta'
+    images, _ = prepare_inputs(nn.Linear(4, 1, device='meta'), [])(torch.randn(1, 3, 4, 4))
+    assert images.device.type == 'meta'

@@ -91,15 +91,11 @@ def test_as_many_passes_as_norms_find_the_fixed_point_of_images_that_have_nothin
     assert left < report.tol < moved
 
 
-def test_errors_do_not_grow_from_norm_to_norm(monkeypatch):
+def test_errors_do_not_grow_from_norm_to_norm():
     batches = [batch.float() for batch in build_batches(10)]
     model = build_backbone(depths=(2, 2, 8, 2), norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act').float()
-    unguarded = copy.deepcopy(model)
     report = recalibrate(model, batches)
     assert report.converged and max(report.residuals) < 1000, report
-    monkeypatch.setattr('slab_det.recalibration.fixed_point.JUMP', math.inf)
-    with pytest.raises(RecalibrationError, match='NaN or infinite|beyond'):
-        recalibrate(unguarded, batches)
 
 
 class Chain(nn.Module):
@@ -157,19 +153,14 @@ def test_old_statistics_gamma_and_modes_do_not_matter_and_stay():
     assert not differing(*results)
 
 
-@pytest.mark.parametrize(
-    'bad, message',
-    [
-        (math.inf, r'^stages\.1\.blocks\.1\.norm1: .* NaN or infinite after batch 1; lower the learning'),
-        # Moments are float64, buffers are not. The next norm is the first to see what this layer gives.
-        (1e25, r'^stages\.1\.blocks\.1\.norm1: .*beyond torch\.float32; lower the learning rate'),
-    ],
-)
-def test_values_that_are_not_finite_stop_it_with_the_layers_name_and_keep_the_old_statistics(bad, message):
+# Moments are float64, where 1e25 is finite; buffers are not. The next norm is the first to see what this layer gives.
+@pytest.mark.parametrize('bad', [math.inf, 1e25])
+def test_values_that_are_not_finite_stop_it_with_the_layers_name_and_keep_the_old_statistics(bad):
     model = build_backbone(norm_cfg=dict(type='TokenBN')).float()
     with torch.no_grad():
         model.stages[1].blocks[0].ffn.layers[1].weight[2] *= bad
     before = copy.deepcopy(model.state_dict())
+    message = r'^stages\.1\.blocks\.1\.norm1: .* NaN or beyond torch\.float32; lower the learning rate'
     with pytest.raises(RecalibrationError, match=message):
         recalibrate(model, [batch.float() for batch in build_batches()])
     for key, value in model.state_dict().items():

@@ -1,0 +1,11 @@
+"""Finds tensors in the outputs of modules."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(outputs: object) -> list[Tensor]:
+    """The tensors in tuples, lists and dicts of any depth."""
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
