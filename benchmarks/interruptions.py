@@ -37,7 +37,7 @@ POLL_SECONDS = 0.0005
 # A process stops within this time after SIGSTOP, unless it is inside a system call.
 STOP_SECONDS = 0.02
 FORK_SERVER = multiprocessing.get_context('forkserver')
-FORK_SERVER.set_forkserver_preload(['slab_det.cli', 'slab_det.backbones', 'mmdet.utils', 'mmdet.evaluation'])
+FORK_SERVER.set_forkserver_preload(['slab_det.cli.config', 'slab_det.backbones', 'mmdet.utils', 'mmdet.evaluation'])
 TRAIN = str(ROOT / 'tools' / 'train.py')
 
 

@@ -180,10 +180,6 @@ COMMANDS = [
     ('report.py nowhere.json --out x', 'nowhere.json: No such file.*check the name'),
     ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', 'bad_backbone.py: TypeError'),
     ('test.py no_test.py small.pth', r'no_test\.py has no test_dataloader.*add them'),
-    (
-        'train.py small.py --cfg-options runner_type=FlexibleRunner',
-        "FlexibleRunner' is no subclass of mmengine's Runner",
-    ),
     ('fuse.py small.py layernorm.pth --out x.pth', 'layernorm.pth: .* norms have no statistics of data'),
     ('export_onnx.py small.py layernorm.pth --out x.onnx', 'layernorm.pth: .* norms have no statistics of data'),
     ('test.py small.py small.pth --cfg-options test_evaluator.type=Koko', 'small.py: KeyError.*Koko.*correct'),
@@ -265,7 +261,7 @@ def test_a_test_leaves_the_config_of_a_run_as_it_is(world, run):
     cfg.dump('run/boxes.py')
     config = Path('run/boxes.py').read_text()
     torch.save(dict(state_dict=randomize(MODELS.build(cfg.model)).state_dict()), 'run/boxes.pth')
-    for option in ('--verbose', '--tta'):
+    for option in ('', '--tta'):
         run(f'test.py run/boxes.py run/boxes.pth --work-dir run {option}', code=0)
     assert Path('run/boxes.py').read_text() == config
     entries = read_report('run/report.json')

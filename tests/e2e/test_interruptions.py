@@ -50,7 +50,9 @@ def runs(cfg, tmp_path_factory) -> Iterator[Interruptions]:
     with pytest.MonkeyPatch.context() as patch:
         # All runs are forked from a process that imports this file's conftest, for what it saves in runs.
         patch.setenv('PYTHONPATH', f'{Path(__file__).parents[1]}:{CONFIGS.parent}')
-        FORK_SERVER.set_forkserver_preload(['conftest', 'slab_det.cli', 'slab_det.backbones', 'mmdet.evaluation'])
+        FORK_SERVER.set_forkserver_preload(
+            ['conftest', 'slab_det.cli.config', 'slab_det.backbones', 'mmdet.evaluation']
+        )
         yield Interruptions(folder / 'small.py', folder)
 
 

@@ -9,9 +9,10 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
+from slab_det.cli import quickstart
+from slab_det.cli.quickstart import call
+from slab_det.cli.quickstart_results import compare, draw_objects, objects_figure
 from slab_det.measure.report import ReportEntry
-from tools import quickstart
-from tools.quickstart import call, compare, draw_objects, objects_figure
 
 
 def forms(name: str, ms: float, deployed_ms: float, mask_ap: float, norms: int) -> list[ReportEntry]:
