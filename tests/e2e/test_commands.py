@@ -91,8 +91,7 @@ def test_convert_and_finetune_a_layernorm_detector(small_run_cfg, run, tmp_path)
     cfg.model.backbone.norm_cfg = dict(type='LN')
     cfg.custom_hooks = []
     cfg.dump(tmp_path / 'layernorm.py')
-    screen = run('train.py layernorm.py --work-dir run')
-    assert not [message for message in PREAMBLE if message not in screen]
+    run('train.py layernorm.py --work-dir run')
     convert = 'convert_checkpoint.py run/iter_2.pth prepbn.pth --config layernorm.py'
     assert re.search(r'2\d norms converted, 0 kept\n', run(f'{convert} --schedule schedule.py'))
     run('train.py prepbn_config.py --work-dir tuned')
