@@ -177,7 +177,7 @@ COMMANDS = [
     ('fuse.py own_config.py small.pth --out own.pth', 'own.pth would put a new config in the place of own_config.py'),
     ('convert_checkpoint.py small.pth own.pth --config own_config.py', 'in the place of own_config.py'),
     ('absorb.py own_tune_config.py small.pth --out own.pth', 'in the place of own_tune_config.py'),
-    ('report.py nowhere.json --out x', 'nowhere.json: No such file.*check the name'),
+    ('report.py nowhere.json --out x', 'nowhere.json: No such file'),
     ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', 'bad_backbone.py: TypeError'),
     ('test.py no_test.py small.pth', r'no_test\.py has no test_dataloader.*add them'),
     ('fuse.py small.py layernorm.pth --out x.pth', 'layernorm.pth: .* norms have no statistics of data'),
@@ -211,7 +211,7 @@ def test_a_wrong_command_is_one_message_and_nothing_half_done(command, expected,
     after = contents(world)
     assert {path: after.get(path) for path in before} == before, 'a file was changed or removed'
     # Logs of a run that began may stay.
-    new = [path for path in after.keys() - before.keys() if not re.match(r'run/(\d{8}_\d{6}/.*|\w+\.py|\.lock)$', path)]
+    new = [path for path in after.keys() - before.keys() if not re.match(r'run/(\d{8}_\d{6}/.*|\w+\.py)$', path)]
     assert not new, new
     assert not (world / 'ran').exists(), 'the checkpoint ran code'
 
@@ -234,7 +234,7 @@ def test_a_full_disk_at_the_last_checkpoint_leaves_the_one_before(world, run, mo
         patch.setattr(os, 'fsync', sync_until_full)
         result = run('train.py small.py --work-dir full')
     assert 'Traceback' not in result.err
-    message = r'error: \S*/full/iter_4\.pth: No space left on device; free some space.*--resume.*'
+    message = r'error: \S*/full/iter_4\.pth: No space left on device'
     assert re.fullmatch(message, result.err.splitlines()[-1])
     # max_keep_ckpts=1: mmengine alone would have removed it before.
     assert Path((folder / 'last_checkpoint').read_text()) == folder / 'iter_2.pth'

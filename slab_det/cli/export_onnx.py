@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.deployment.export.parity import SIZES
     from slab_det.fusion import check_statistics
     from slab_det.runtime.errors import SlabDetError
-    from slab_det.runtime.run_folder import check_writable, whole_files
+    from slab_det.runtime.run_folder import check_writable, whole_file
 
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
         images.append(np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32))
     detector = build_detector(read_config(args.config), args.checkpoint)
     check_statistics(detector, args.checkpoint)
-    with whole_files(args.out) as (name,):
+    with whole_file(args.out) as name:
         export_onnx(detector, name, args.scope, args.opset)
         print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
         for check in check_parity(detector, load_runtime(name), images):
