@@ -129,12 +129,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def enable_test_time_augmentation(cfg: Config) -> None:
-    """Wraps model and test pipeline of a config for TTA, in place; by flips where it has no tta_pipeline."""
-    dataset = cfg.test_dataloader.dataset
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
+    """Wraps model and test pipeline of a config for TTA, in place; it flips images if it has no tta_pipeline."""
+    from slab_det.runtime.config import walk_datasets
+
+    datasets = [dataset for dataset in walk_datasets(cfg.test_dataloader.dataset) if 'pipeline' in dataset]
     if 'tta_pipeline' not in cfg:
-        *steps, pack = dataset.pipeline
+        *steps, pack = datasets[0].pipeline
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
         pack = {**pack, 'meta_keys': [*dict.fromkeys([*keys, *pack.get('meta_keys', ())])]}
         flips = [{'type': 'RandomFlip', 'prob': prob} for prob in (1.0, 0.0)]
@@ -143,4 +143,5 @@ def enable_test_time_augmentation(cfg: Config) -> None:
         nms = {'type': 'nms', 'iou_threshold': 0.5}
         cfg.tta_model = {'type': 'DetTTAModel', 'tta_cfg': {'nms': nms, 'max_per_img': 100}}
     cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
-    dataset.pipeline = cfg.tta_pipeline
+    for dataset in datasets:
+        dataset.pipeline = cfg.tta_pipeline

@@ -99,8 +99,8 @@ def load_detector(
             :func:`slab_det.deployment.export.export_onnx` wrote.
         runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
         device: Of the runtime 'torch'; None takes a GPU where PyTorch finds one. The others run on the CPU.
-        fetch_timeout: Seconds for the download of an image whose name begins with http:// or https://; 0 refuses such
-            names.
+        fetch_timeout: Seconds to wait for the server of an image whose name begins with http:// or https://; 0 refuses
+            such names.
         masks: 'full', as mmdet gives them, (n, H, W): 100 masks of 4000x8000 are 3.2 GB. Or 'rle': a list of n dicts,
             as ``pycocotools.mask.encode`` gives them; one mask at a time is in memory. mmdet's evaluators take both.
         **options: Those of :func:`slab_det.deploy` (``dtype``) or of

@@ -123,9 +123,9 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
     except Exception as error:  # whatever timm, the hub's client and its network raise
         reason = str(error).partition('\n')[0] or type(error).__name__
         raise CheckpointError(
-            f'{filename}: timm cannot get the weights ({reason}). Save them as a file where '
-            f"there is a network, with torch.save(timm.create_model('{name}', pretrained=True).state_dict(), '{name}.pth'), "
-            'and name that file; or train from scratch with init_cfg=None'
+            f'{filename}: timm cannot get the weights ({reason}). Where there is a network, write the state_dict of '
+            f"timm.create_model('{name}', pretrained=True) with torch.save and name that file; or train from scratch "
+            'with init_cfg=None'
         ) from error
 
 

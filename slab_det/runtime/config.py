@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 
 
 def type_name(kind: str | Callable) -> str:
@@ -28,6 +28,16 @@ def to_values(cfg: Config) -> dict:
         return dict(value, type=type_name(value['type'])) if key in ('nms', 'roi_layer') and 'type' in value else value
 
     return rename(copy.deepcopy(cfg).to_dict())
+
+
+def walk_datasets(dataset: ConfigDict) -> Iterator[ConfigDict]:
+    """Yields the config of a dataset and those inside it, through RepeatDataset, ConcatDataset and every other wrapper.
+
+    A wrapper comes before what it holds. Wrappers of mmengine and mmdet hold ``dataset`` or ``datasets``.
+    """
+    yield dataset
+    for inner in dataset.get('datasets') or ([dataset['dataset']] if 'dataset' in dataset else []):
+        yield from walk_datasets(inner)
 
 
 def detector_config(model: dict) -> dict:

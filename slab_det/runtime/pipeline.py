@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -18,18 +18,15 @@ from mmcv.transforms import LoadImageFromFile, Resize
 from mmengine import fileio
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from slab_det.runtime.config import type_name
+from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.errors import DataError
 
 Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
-# How files of floats begin: Radiance HDR, two kinds of PFM, OpenEXR. OpenCV would cut their values to eight bits.
-FLOAT_FILES = (b'#?', b'PF', b'Pf', b'v/')
 
 
 def inference_steps(cfg: Config) -> list[dict]:
-    """Configs of the transforms of ``test_dataloader``, or ``val_dataloader``, or a training on a folder of pictures.
+    """Returns the transforms of ``test_dataloader``, or ``val_dataloader``, or of a training on a folder of pictures.
 
     Raises:
         DataError: If the config has none of them.
@@ -40,10 +37,7 @@ def inference_steps(cfg: Config) -> list[dict]:
     loader = cfg.get('test_dataloader') or cfg.get('val_dataloader') or pictures
     if not loader:
         raise DataError('images as inference sees them need the pipeline of test_dataloader or val_dataloader')
-    source = loader.dataset
-    while 'pipeline' not in source:
-        source = source['dataset'] if 'dataset' in source else source['datasets'][0]
-    return source['pipeline']
+    return next(dataset.pipeline for dataset in walk_datasets(loader.dataset) if 'pipeline' in dataset)
 
 
 class ImagePipeline:
@@ -57,8 +51,8 @@ class ImagePipeline:
     Args:
         steps: Configs of the transforms, LoadImageFromFile first, in mmengine's default scope. Annotations are not
             loaded.
-        fetch_timeout: Seconds for the download of an address, a name that begins with http:// or https://; 0 refuses
-            addresses.
+        fetch_timeout: Seconds to wait for the server of an address, a name that begins with http:// or https://; 0
+            refuses addresses.
 
     Raises:
         DataError: If the first transform is another one; when an image cannot be read or decoded, has more than
@@ -116,27 +110,35 @@ class ImagePipeline:
         if is_address and not self.fetch_timeout:
             raise DataError(f'{name} is an address, and fetch_timeout=0 refuses addresses: give the bytes of the file')
         try:
-            return _fetch(path, self.fetch_timeout) if is_address else fileio.get(path, self.loader.backend_args)
+            if not is_address:
+                return fileio.get(path, self.loader.backend_args)
+            with urlopen(path, timeout=self.fetch_timeout) as response:
+                return response.read()
         except Exception as error:
             reason = getattr(error, 'strerror', None) or error
             raise DataError(f'{name} cannot be read ({type(error).__name__}: {reason}): give a file') from error
 
     def _decode(self, content: bytes, name: str) -> np.ndarray:
-        if content[:2] in FLOAT_FILES:
-            raise DataError(f'{name} holds floats: give an array of 0 to 255, or a file of 8 or 16 bits')
-        num_pixels, pixels = _count_pixels(content), None
+        try:
+            # The header alone: an image that is too large is never decoded, nor one of unknown size.
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore', PIL.Image.DecompressionBombWarning)
+                with PIL.Image.open(BytesIO(content)) as image:
+                    num_pixels, kind = image.width * image.height, (image.format, image.mode)
+        except PIL.Image.DecompressionBombError:
+            num_pixels, kind = float('inf'), None
+        except Exception:
+            num_pixels, kind = 0, None
         _check_count(num_pixels, name)
-        # What has no known size is not decoded.
+        # OpenCV would cut floats to eight bits, and make noise of a TIFF of 32 bits.
+        if kind in (('TIFF', 'I'), ('TIFF', 'F'), ('PPM', 'F')):
+            raise DataError(f'{name} has 32 bits per value: give an array of 0 to 255, or a file of 8 or 16 bits')
+        pixels = None
         with suppress(Exception):
             if num_pixels:
                 pixels = mmcv.imfrombytes(content, self.loader.color_type, backend=self.loader.imdecode_backend)
         if pixels is None:
-            raise DataError(f'{name} does not pass the test pipeline: it is no image, or a damaged one')
-        if content[:2] in (b'II', b'MM'):
-            # OpenCV makes noise of a TIFF in other numbers.
-            kind = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED).dtype
-            if kind not in (np.uint8, np.uint16):
-                raise DataError(f'{name} is a TIFF of {kind}: give an array of 0 to 255, or a file of 8 or 16 bits')
+            raise DataError(f'{name} is no image of 8 or 16 bits that can be decoded, or a damaged one')
         return pixels.astype(np.float32) if self.loader.to_float32 else pixels
 
 
@@ -184,41 +186,9 @@ def _load(image: PIL.Image.Image) -> np.ndarray:
         raise DataError(f'the image of Pillow cannot be decoded ({error}): it may be damaged') from error
 
 
-def _count_pixels(content: bytes) -> float:
-    """Pixels of a file, from its header; 0 where Pillow does not know it."""
-    try:
-        if content[:2] in (b'II', b'MM'):
-            # Pillow opens fewer kinds of TIFF than OpenCV, and reads the tags of all. BigTIFF has a longer header.
-            file = BytesIO(content)
-            tags = ImageFileDirectory_v2(file.read(16 if 43 in content[2:4] else 8))
-            file.seek(tags.next)
-            tags.load(file)
-            return tags[256] * tags[257]
-        with PIL.Image.open(BytesIO(content)) as image:
-            return image.width * image.height
-    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
-        return float('inf')
-    except Exception:
-        return 0
-
-
 def _check_count(num_pixels: float, name: str) -> None:
     limit = PIL.Image.MAX_IMAGE_PIXELS
     if limit and num_pixels > limit:
         raise DataError(
             f'{name} has more than {limit:,} pixels: give a smaller one, or raise the limit, PIL.Image.MAX_IMAGE_PIXELS'
         )
-
-
-def _fetch(address: str, seconds: float) -> bytes:
-    """Downloads a file; raises OSError if that takes longer, or the file is cut off."""
-    end = time.monotonic() + seconds
-    content = bytearray()
-    with urlopen(address, timeout=seconds) as response:
-        while part := response.read1(2**16):
-            content += part
-            if time.monotonic() > end:
-                raise TimeoutError(f'not there after {seconds:g} seconds')
-        if len(content) < int(response.headers.get('Content-Length', 0)):
-            raise ConnectionError('the connection ended early')
-    return bytes(content)
