@@ -56,19 +56,13 @@ def read_checkpoint(name: str | os.PathLike) -> Any:
 def load_from_local(filename: str, map_location: Any = None) -> Any:
     """Reads a local file; raises as :func:`read_checkpoint`."""
     path = os.path.expanduser(filename)
-    scheme, separator, _ = path.partition('://')
-    if separator:
-        raise CheckpointError(
-            f'{path}: nothing here can read {scheme}://; give a file, or an address that begins with '
-            'https:// or timm://.'
-        )
-    if os.path.isdir(path):
-        raise CheckpointError(f'{path} is a folder; name the checkpoint in it.')
     if not os.path.isfile(path):
-        raise CheckpointError(f'There is no checkpoint {path or repr(path)}; check its name.')
+        raise CheckpointError(
+            f'There is no checkpoint {path}; check its name, which is a file or begins with https:// or timm://'
+        )
     if not path.endswith(SAFETENSORS):
         return read_torch_file(path, map_location)
-    # timm needs it, so it is there.
+    # A requirement of timm.
     from safetensors.torch import load_file
 
     with checkpoint_errors(path):
@@ -80,12 +74,6 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
 
     All processes of a run call it.
     """
-    if filename.partition('?')[0].endswith(SAFETENSORS):
-        # torch names its copy after the last part of the address, and on model hubs that is the same for all models.
-        raise CheckpointError(
-            f'{filename}: safetensors are read from files; download it and name the file, or use '
-            'timm://NAME for weights that timm knows.'
-        )
 
     def load() -> Any:
         try:
@@ -100,13 +88,13 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
                 '--cfg-options model.backbone.init_cfg=None'
             ) from error
 
-    # The other processes find the main one's copy in the cache, or learn of its error.
+    # The other processes read the copy that the main one downloaded, or raise its error.
     checkpoint = run_on_main(load)
     return checkpoint if is_main_process() else load()
 
 
 def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.Tensor]:
-    """The state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`.
+    """Returns the state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`.
 
     timm downloads it once, into its own cache.
     """
@@ -130,7 +118,7 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
 
 
 def read_torch_file(file: Any, map_location: Any = None) -> Any:
-    """``torch.load`` for what mmengine and its kin write; raises as :func:`read_checkpoint`."""
+    """Reads a file as ``torch.load`` does, with the allow-list of this module; raises as :func:`read_checkpoint`."""
     with torch.serialization.safe_globals(CHECKPOINT_GLOBALS), checkpoint_errors(file):
         return torch.load(file, map_location=map_location, weights_only=True)  # noqa: TID251
 
@@ -157,7 +145,7 @@ def checkpoint_errors(file: Any) -> Iterator[None]:
 
 
 def known_method(owner: type, name: str) -> Callable:
-    """``getattr`` as far as pickled methods of the message hub and of the schedulers need it."""
+    """Returns what ``getattr`` does for the classes in ``METHOD_OWNERS``, whose pickled methods checkpoints hold."""
     if owner not in METHOD_OWNERS or name.startswith('__'):
         raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
     return getattr(owner, name)
@@ -169,7 +157,7 @@ NUMPY_CORE = np._core.multiarray if hasattr(np, '_core') else np.core.multiarray
 DTYPE_CODES = '?' + np.typecodes['AllInteger'] + np.typecodes['Float'] + 'SU'
 CHECKPOINT_GLOBALS = (
     *METHOD_OWNERS,
-    # mmengine's own list has the real one, by which a file reaches any attribute of any class above.
+    # In place of getattr itself, which mmengine allows: it reaches any attribute of any class on the list.
     (known_method, 'builtins.getattr'),
     # Metrics and learning rates are numpy scalars, histories are arrays. numpy 2 renamed the module.
     *(

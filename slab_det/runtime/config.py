@@ -9,14 +9,14 @@ from mmengine.config import Config, ConfigDict
 
 
 def type_name(kind: str | Callable) -> str:
-    """The bare name of a config's ``type``: 'mmdet.MaskRCNN', 'MaskRCNN' and the class itself all give 'MaskRCNN'."""
+    """Returns the bare name of a config's ``type``: 'MaskRCNN' for 'mmdet.MaskRCNN', 'MaskRCNN' and the class."""
     return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
 
 
 def to_values(cfg: Config) -> dict:
-    """A copy of a config in plain dictionaries, with bare names where mmcv and mmdet look operators up by their names.
+    """Copies a config to plain dictionaries, with bare names where mmcv and mmdet look operators up by name.
 
-    Python-style configs have the operators themselves there, which become ``'mmcv.ops.nms'``.
+    Python-style configs hold the operators themselves there, which mmengine would write as ``'mmcv.ops.nms'``.
     """
 
     def rename(value: object, key: str = '') -> object:
@@ -41,7 +41,7 @@ def walk_datasets(dataset: ConfigDict) -> Iterator[ConfigDict]:
 
 
 def detector_config(model: dict) -> dict:
-    """The config of the plain detector inside that of a DistilledDetector or FusedDetector; else ``model`` itself."""
+    """Returns the config of the detector inside a DistilledDetector or FusedDetector, or else ``model`` itself."""
     inside = {'DistilledDetector': 'student', 'FusedDetector': 'model'}
     while type_name(model['type']) in inside:
         model = model[inside[type_name(model['type'])]]

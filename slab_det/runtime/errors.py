@@ -15,7 +15,7 @@ class ConfigError(SlabDetError):
 
 
 class DataError(SlabDetError):
-    """An annotation file, an image folder or an image that is missing or does not fit config or model."""
+    """An annotation file, an image folder or an image that is missing, or does not fit config or model."""
 
 
 class LatencyError(SlabDetError):
@@ -48,13 +48,13 @@ class ExportError(SlabDetError):
 
 @contextmanager
 def config_errors(config: str) -> Iterator[None]:
-    """Turns whatever reading or building a config raises into one error that names the config.
+    """Turns what reading or building a config raises into an error that names the config.
 
     Args:
         config: Its file name.
 
     Raises:
-        ConfigError: For any exception but those that say all already: ours, and those of the file system.
+        ConfigError: For every exception except SlabDetError and OSError, which pass as they are.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The test pipeline of a config, for an image in any form."""
+"""Runs the test pipeline of a config on an image in any form: a file, bytes, an array, an image of Pillow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inference_steps(cfg: Config) -> list[dict]:
 
 
 class ImagePipeline:
-    """Makes of an image what a test dataset yields: 'inputs' (3, H, W) and 'data_samples'.
+    """Turns an image into what a test dataset yields: 'inputs' (3, H, W) and 'data_samples'.
 
     Files and their bytes are decoded as the pipeline decodes files, to eight bits of BGR: OpenCV expands gray and
     palettes, leaves out alpha, converts CMYK, keeps the high byte of 16 bits, and turns JPEG, PNG and TIFF upright as
@@ -74,11 +74,11 @@ class ImagePipeline:
         Args:
             image: A file or an address, the bytes of a file, an image of Pillow, or an array (H, W), (H, W, 1),
                 (H, W, 3) in BGR or (H, W, 4) in BGRA, 0 to 255.
-            **values: What the transforms get besides, such as ``img_id``.
+            **values: Further entries for the transforms, such as ``img_id``.
         """
         name, path = 'the image', ''
         if isinstance(image, (str, Path)):
-            # Something else than a name may be long, or hold what no line of text holds.
+            # A string that is not a name may be long, or hold bytes that cannot be printed.
             name, path = repr(str(image)[:200])[1:-1], str(image)
             image = self._read(path, name)
         if isinstance(image, bytes):
@@ -90,7 +90,7 @@ class ImagePipeline:
         else:
             raise DataError(f'an image is a path, bytes, an array or an image of Pillow, not a {type(image).__name__}')
         shape = pixels.shape[:2]
-        # Heads ask for the scale also where nothing is resized.
+        # Heads need the scale factor even if no transform resizes the image.
         data = dict(values, img=pixels, img_path=path, img_shape=shape, ori_shape=shape, scale_factor=(1.0, 1.0))
         for transform in self.transforms:
             try:
@@ -143,10 +143,10 @@ class ImagePipeline:
 
 
 def check_range(image: np.ndarray) -> None:
-    """Raises DataError unless the values of an array of any shape are 0 to 255, rounded, or eight bits.
+    """Raises DataError unless the values of an array, of any shape, round to 0 to 255.
 
-    A detector would find anything in other values. An array that ends below 4 is no picture of 0 to 255, unless it is
-    black.
+    A detector finds anything in other values. An array whose largest value is below 4 is taken for one of 0 to 1,
+    unless it is black.
     """
     if image.dtype == np.uint8:
         return
@@ -162,7 +162,7 @@ def check_range(image: np.ndarray) -> None:
 
 
 def _as_bgr(image: np.ndarray) -> np.ndarray:
-    """An array in three channels; uint8 or float32, which OpenCV resizes."""
+    """Returns an array with three channels, uint8 or float32, which are the types that OpenCV resizes."""
     if image.ndim == 2:
         image = image[..., None]
     if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or 0 in image.shape:
@@ -177,10 +177,10 @@ def _as_bgr(image: np.ndarray) -> np.ndarray:
 
 
 def _load(image: PIL.Image.Image) -> np.ndarray:
-    """An image of Pillow as an array: (H, W, 3) in BGR, or (H, W) where a pixel has more than eight bits."""
+    """Returns an image of Pillow as an array: (H, W, 3) in BGR, or (H, W) if a pixel has more than eight bits."""
     _check_count(image.width * image.height, 'the image')
     try:
-        # Pillow would cut what has more than eight bits to 255.
+        # Pillow's convert() would cut more than eight bits to 255.
         return np.asarray(image) if image.mode[0] in 'IF' else np.asarray(image.convert('RGB'))[..., ::-1]
     except Exception as error:
         raise DataError(f'the image of Pillow cannot be decoded ({error}): it may be damaged') from error
