@@ -119,7 +119,6 @@ COMMANDS = [
     ('train.py small.py --cfg-options custom_hooks.0.total=-1', 'total=-1 fraction is no length.*use 0 to 1'),
     ('train.py small.py --cfg-options custom_hooks.1.pipeline=val', "pipeline='val'.*one of train, test"),
     ('train.py small.py --cfg-options optim_wrapper.optimizer.type=AdamQ', 'AdamQ is not in.*correct'),
-    ('train.py small.py --launcher pytorch', r'--launcher pytorch: RANK is not set.*torchrun or tools/dist_train\.sh'),
     (
         'train.py small.py --auto-scale-lr --cfg-options auto_scale_lr=None',
         r'small\.py has no auto_scale_lr\.base_batch_size',

@@ -6,7 +6,6 @@ from typing import Any
 from mmengine.config import DictAction
 
 # Copies of names that the package has: importing them takes seconds. tests/tools/test_tools.py compares them.
-LAUNCHERS = ('none', 'pytorch', 'slurm', 'mpi')
 SCOPES = ('backbone', 'backbone+neck', 'detector', 'end-to-end')
 DTYPES = ('float32', 'float16', 'bfloat16')
 COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
@@ -33,7 +32,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='KEY=VALUE',
         help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
     )
-    parser.add_argument('--launcher', choices=LAUNCHERS, default='none', help='job launcher')
+    parser.add_argument('--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none', help='job launcher')
     # torchrun sets LOCAL_RANK; torch.distributed.launch passes the flag, spelled either way.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 

@@ -10,16 +10,10 @@ from torch.utils.data import DataLoader
 
 from slab_det.data import check_data, set_data_root
 from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
-from slab_det.runtime.errors import CheckpointError, ConfigError, SlabDetError, config_errors
+from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
 from slab_det.runtime.run_folder import check_writable
 
 CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
-# Launcher: the variable that it sets for every process, and the command to start it with.
-LAUNCHERS = {
-    'pytorch': ('RANK', 'torchrun or tools/dist_train.sh'),
-    'slurm': ('SLURM_PROCID', 'srun'),
-    'mpi': ('OMPI_COMM_WORLD_RANK', 'mpirun'),
-}
 
 
 def read_config(path: str, options: dict | None = None, data_root: str | None = None) -> Config:
@@ -51,14 +45,8 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
 
     Raises:
         ConfigError: If it is no config of a detector.
-        SlabDetError: If a launcher is named that has not launched this process.
+        DataError: If ``--data-root`` is not a folder.
     """
-    variable, command = LAUNCHERS.get(args.launcher, (None, None))
-    if variable is not None and variable not in os.environ:
-        raise SlabDetError(
-            f'--launcher {args.launcher}: {variable} is not set, so nothing launched this process; start it with '
-            f'{command}, or leave the flag out for one process'
-        )
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config, args.cfg_options, args.data_root)
     cfg.launcher = args.launcher

@@ -15,7 +15,6 @@ from mmengine.config import Config
 from torch.nn import functional
 
 from slab_det.cli import COMMANDS, arguments
-from slab_det.cli.config import LAUNCHERS
 from slab_det.deployment import export
 from slab_det.fusion.affine import fold_into_output
 from slab_det.measure import latency
@@ -45,7 +44,6 @@ def test_every_command_has_a_tool_whose_help_waits_for_no_import() -> None:
 @pytest.mark.parametrize(
     ('tool', 'flag', 'names'),
     [
-        ('train.py', 'launcher', ['none', *LAUNCHERS]),
         ('latency.py', 'scope', latency.SCOPES),
         ('latency.py', 'dtype', latency.DTYPES),
         ('absorb.py', 'pipeline', PIPELINES),
