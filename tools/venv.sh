@@ -82,21 +82,15 @@ except OSError as error:
     print(f'Cannot lock ({error}); do not run two set-ups at a time.')
 PY
 
-# Written last, so its absence tells an environment that was half made. The interpreter may also have gone since.
+# Written last: what was half made is made again. The interpreter of an old environment may have gone.
 if [[ $(cat "$state" 2>/dev/null) != "complete $key" ]] || ! "$venv/bin/python" -c '' 2>/dev/null; then
     # Nothing is deleted that this script did not make.
     if [[ ! -e $state && -n $(ls -A "$venv" 2>/dev/null) ]]; then
         fail "$venv exists and is not an environment of slab_det: choose another SLAB_DET_VENV."
     fi
     echo "Setting up $venv (a few minutes, about 6 GB with CUDA libraries) ..."
-    # First no longer complete, then gone.
-    if [[ -e $state ]]; then
-        echo building >"$state"
-        find "$venv" -mindepth 1 -maxdepth 1 ! -name .slab_det -exec rm -rf {} +
-    fi
-    mkdir -p "$venv"
+    "$python" -m venv --clear "$venv"
     echo building >"$state"
-    "$python" -m venv "$venv"
     if [[ -n $lock ]]; then
         # The lock names every package, so none is looked for beside it. pip hashes no editable install: there is none.
         "$venv/bin/python" -m pip install --require-hashes --no-deps -r "$lock" || fail \
