@@ -86,6 +86,8 @@ def find_folder(name: str) -> Path:
 
 
 def is_command(program: str) -> bool:
-    """Whether ``sys.argv[0]`` is the command slab-det or a program of tools/."""
+    """Whether ``sys.argv[0]`` is the command slab-det or one of the programs in tools/."""
     path = Path(program)
-    return path.stem == 'slab-det' or (path.is_file() and path.resolve().parent == find_folder('tools').resolve())
+    if path.stem in COMMANDS.values() and path.is_file():
+        return path.resolve().parent == find_folder('tools').resolve()
+    return path.stem == 'slab-det'
