@@ -33,17 +33,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'to agree with the teacher, at most a quarter)',
     )
     parser.add_argument(
-        '--int8', action='store_true', help='for a student that is quantized: costs AP in float32 and saves it in int8'
+        '--int8', action='store_true', help='absorb for int8: the AP is better in int8 and worse in float32'
     )
     parser.add_argument(
-        '--curve', type=int, nargs='+', default=[], metavar='K', help='also measure with the worst K kept'
+        '--curve',
+        type=int,
+        nargs='+',
+        default=[],
+        metavar='K',
+        help='also measure with the K least affine LayerNorms kept',
     )
     parser.add_argument('--eval', action='store_true', help="measure AP too, on the config's validation images")
-    parser.add_argument('--rounds', type=int, default=30, help='of the latency; 0: none (default %(default)s)')
+    parser.add_argument('--rounds', type=int, default=30, help='rounds of the latency; 0: none (default %(default)s)')
     parser.add_argument('--threads', type=int, metavar='N', help="CPU threads of the latency (default: torch's)")
-    parser.add_argument('--work-dir', metavar='DIR', help='for what is finished: the same command goes on from there')
+    parser.add_argument(
+        '--work-dir', metavar='DIR', help='folder of intermediate results: the same command goes on from there'
+    )
     parser.add_argument('--json', metavar='FILE', help='report of every norm and of every row of the table')
-    parser.add_argument('--figure', metavar='FILE.svg', help='draw what is left of every norm')
+    parser.add_argument('--figure', metavar='FILE.svg', help='draw the error that is left of every norm')
 
 
 @command(add_arguments)
@@ -82,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
             raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
     teacher = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
     images = read_images(cfg, args.num_images, args.pipeline, args.images)
-    # Students of the curve are not absorbed twice.
+    # Without a folder, the norms that students of the curve share would be absorbed again for each of them.
     finished = tempfile.TemporaryDirectory(prefix='slab_det_curve_') if args.curve else None
     work_dir = args.work_dir or (finished and finished.name)
     absorb = partial(slab_det.absorb, teacher, images, int8=args.int8, work_dir=work_dir)
@@ -93,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
         students = {f'worst {k} kept': absorb(keep=ranked[:k]) if k else everything for k in sorted({*args.curve})}
     students['written'] = student = absorb(keep=keep)
     report = student.absorption_report
-    # Before what may fail or be interrupted: absorption may have taken hours.
+    # At once: absorption may have taken hours, and what follows may fail.
     checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
     print(f'Written to {checkpoint} and {config}')
     hint = ''
@@ -128,7 +135,7 @@ def main(args: argparse.Namespace) -> None:
         from slab_det.absorption.figure import absorption_figure
         from slab_det.measure.figure import save_figure
 
-        # The teacher alone, which agrees with itself, is no curve.
+        # Without an agreement of every student there is no curve.
         compared = all(point.agreement is not None for point in points)
         agreements = {point.num_kept: point.agreement for point in points} if compared else {}
         latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}

@@ -51,7 +51,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
         help=f'image size in pixels before padding (default: {size or "the size of the first test image"})',
     )
     group.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
-    group.add_argument('--repeat', type=int, default=1, metavar='N', help='whole measurements: spread of their medians')
+    group.add_argument('--repeat', type=int, default=1, metavar='N', help='measurements, whose medians show the spread')
     group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16, bfloat16: autocast')
     group.add_argument(
         '--compile',
@@ -64,7 +64,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
     )
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
     group.add_argument(
-        '--keep-memory', action='store_true', help='no fresh pages of memory between layers, as on servers; with glibc'
+        '--keep-memory', action='store_true', help='keep freed memory for the next layer, as servers do; needs glibc'
     )
     group.add_argument('--image', metavar='FILE', help='photograph to run on')
 

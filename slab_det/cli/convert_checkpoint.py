@@ -1,5 +1,5 @@
-"""Makes a trained LayerNorm detector a PRepBN detector, ready for a fine-tune that ends without norms. Or brings
-pretrained weights of a backbone into mmdet's layout (``--to native``)."""
+"""Converts a LayerNorm detector to PRepBN, for a fine-tune that ends without norms. With --to native: converts
+pretrained weights of a backbone to mmdet's layout."""
 
 import argparse
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--config',
         required=True,
         help='prepbn: what the LayerNorm detector was trained with; native: a config with the backbone '
-        'that the weights are for. Weights alone tell neither windows, heads, eps nor norms',
+        'that the weights are for, which do not tell its windows, heads, eps and norms',
     )
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
     parser.add_argument(

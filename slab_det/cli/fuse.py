@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--fold-outputs',
         action='store_true',
-        help='fold output norms of a detector class of your own: nothing but its neck reads its backbone',
+        help='fold the output norms of a detector class of your own; only its neck may read its backbone',
     )
 
 

@@ -1,4 +1,4 @@
-"""Measures the batch-1 latency of several configs, interleaved round by round in one process."""
+"""Measures the batch-1 latency of several configs, in turns, in one process."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from slab_det.cli.arguments import ConfigOptions, add_latency_arguments, latency
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('configs', nargs='+', metavar='CONFIG', help='ratios are to the first')
+    parser.add_argument('configs', nargs='+', metavar='CONFIG', help='models to measure; ratios are to the first')
     parser.add_argument(
         '--checkpoint',
         nargs='+',
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
     parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
     parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')
-    parser.add_argument('--json', metavar='FILE', help='report to fill, read by slab-det report')
+    parser.add_argument('--json', metavar='FILE', help='report to fill, which slab-det report reads')
     parser.add_argument('--cfg-options', nargs='+', action=ConfigOptions, metavar='KEY=VALUE')
     add_latency_arguments(parser, size=(800, 1333))
 

@@ -1,5 +1,5 @@
-"""LayerNorm, the same absorbed, and SLAB, on generated images: trained, fused and compared. No GPU, no download.
-Runs the commands that you would type, and prints each of them first."""
+"""Trains a LayerNorm and a SLAB detector on generated images, takes out their norms, and compares AP and latency. Needs
+no GPU and no download. Prints every command before it runs it."""
 
 import argparse
 import shlex
@@ -60,24 +60,24 @@ def main(args: argparse.Namespace) -> None:
 
 
 def call(tool: str, *arguments: object) -> None:
-    """Runs one tool as a user would and stops the quick start with its exit code if it fails."""
+    """Runs a program of tools/ in its own process; if it fails, the quick start ends with its exit code."""
     command = ['python', relative(TOOLS / tool), *map(str, arguments)]
     print(f'\n$ {shlex.join(command)}', flush=True)
     process = subprocess.Popen([sys.executable, *command[1:]])
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        # The tool got Ctrl-C too, and says how far it came; subprocess.run would kill it after a quarter of a second.
+        # The program got Ctrl-C too, and says how to go on; subprocess.run would kill it after a quarter of a second.
         code = process.wait()
     if code:
         raise SystemExit(code)
 
 
 def relative(path: Path) -> str:
-    """The path as one would type it here."""
+    """Returns the path relative to the current folder, if it lies below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def find_config(name: str) -> str:
-    """The path of a config; an installed package has its configs in folders."""
+    """Returns the path of a config; an installed package has its configs in subfolders."""
     return relative(next(find_folder('configs').rglob(name)))

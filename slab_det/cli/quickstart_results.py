@@ -29,7 +29,7 @@ NUM_DRAWN = 3  # images
 def measure(
     cfg: Config, dataset: BaseDataset, files: Mapping[str, tuple[Path, Path]]
 ) -> tuple[dict[str, nn.Module], list[ReportEntry]]:
-    """AP and latency of each model as built and deployed, in turns in this process.
+    """Measures AP and latency of each model, as built and deployed, in turns in this process.
 
     Args:
         cfg: The config that the first model was trained with.
@@ -64,10 +64,10 @@ def measure(
 
 
 def compare(entries: Sequence[ReportEntry]) -> str:
-    """One Markdown row per model, LayerNorm first, with the form to take; below it what the numbers depend on.
+    """Returns a Markdown table with one row per model, and below it what the numbers depend on.
 
     Args:
-        entries: As :func:`measure` returns them.
+        entries: What :func:`measure` returned, LayerNorm first.
     """
     forms, rows = ('as built', 'deployed'), []
     header = ['model', 'norms left', 'box AP', 'mask AP', *(f'{form}: ms (ratio)' for form in forms), 'form to take']
@@ -95,7 +95,11 @@ def compare(entries: Sequence[ReportEntry]) -> str:
 
 @torch.no_grad()
 def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[dict[str, np.ndarray]]:
-    """The first images with the true objects, and with those that each model finds with a score of 0.5 or more."""
+    """Draws the first images with the true objects, and with those that each model finds with a score of 0.5 or more.
+
+    Returns:
+        For each image the pictures, (H, W, 3) uint8 in RGB, by the name of the model, or 'truth'.
+    """
     visualizer = DetLocalVisualizer()
     visualizer.dataset_meta = dataset.metainfo
     drawn = []
@@ -113,7 +117,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
 
 @styled
 def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
-    """The images of :func:`draw_objects`, one row per image."""
+    """Draws the pictures that :func:`draw_objects` returned, one row per image."""
     figure = Figure(figsize=(WIDTH, 1.65 * len(drawn)))
     for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):
         for axes, (name, pixels) in zip(row, panels.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Recalibrates a checkpoint: gives its norms the statistics of training images. It is not fused."""
+"""Recalibrates a checkpoint: its norms get the statistics of training images. The checkpoint is not fused."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from slab_det.cli import command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config that the detector was trained with')
-    parser.add_argument('checkpoint', help='any of its checkpoints, best_*.pth for one; gamma stays as it is')
+    parser.add_argument('checkpoint', help='one of its checkpoints, such as best_*.pth; gamma is not changed')
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
     parser.add_argument('--num-images', type=int, default=500, help='training images (default %(default)s)')
     parser.add_argument(
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
     )
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
-    parser.add_argument('--json', metavar='FILE', help='how it went')
+    parser.add_argument('--json', metavar='FILE', help='write the report to FILE')
 
 
 @command(add_arguments)
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     pipeline = args.pipeline or configured_pipeline(cfg)
     images = read_images(cfg, args.num_images, pipeline)
     report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
-    # Absent is what DetInferencer understands.
+    # DetInferencer understands a missing dataset_meta, and not None.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:

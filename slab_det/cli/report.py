@@ -28,14 +28,14 @@ def main(args: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / 'table.md').write_text(table)
     print(table)
-    # Beside the report of a training lies what it logged.
+    # A training logs beside its report.
     folders = [Path(path).resolve().parent for path in args.reports]
     root = os.path.commonpath([folder.parent for folder in folders])
-    # seed0 of one run is not seed0 of another.
+    # Names that differ: every run may have a folder seed0.
     names = {str(folder.relative_to(root)): folder for folder in folders}
     runs = {name: scalars for name, folder in names.items() if (scalars := read_scalars(folder))}
     if runs:
         save_figure(training_figure(runs), out / 'training.svg')
-    # Last: it is an error where nothing has a latency.
+    # Last: it raises if no entry has a latency.
     save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
     print(f'Table and pictures written to {out}')

@@ -1,4 +1,4 @@
-"""Evaluates a detector and fills report.json. mmdet's arguments, and --data-root --fuse --deploy --dtype --latency."""
+"""Evaluates a detector and fills report.json. mmdet's arguments, and --data-root, --fuse, --deploy and --latency."""
 
 import argparse
 from dataclasses import replace
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--out', metavar='PKL', help='dump predictions to a pickle file')
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
     parser.add_argument('--show-dir', metavar='DIR', help='save drawn predictions in WORK_DIR/TIMESTAMP/DIR')
-    parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
+    parser.add_argument('--wait-time', type=float, default=2, help='seconds that an image is shown')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
     parser.add_argument('--fuse', action='store_true', help='fuse the loaded model before testing it')
     parser.add_argument('--deploy', action='store_true', help='test what slab_det.deploy makes of it, in --dtype')
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
     if path.exists():
         # A file that cannot be added to is found now, not after the test.
         read_report(path)
-    # Every form of a detector has an entry of its own.
+    # Each form of a detector has its own entry.
     description = describe_model(cfg.model)
     description['name'] += '-TTA' * args.tta + form_suffix(args.deploy, args.dtype)
     # The config of a resumed run would resume again.
@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> None:
         ap=ap_from_metrics(metrics) or None,
         environment=describe_environment(device),
     )
-    # AP took longer than what may fail now.
+    # At once: AP took long, and the measurement of latency may fail.
     update_report(path, entry)
     if args.latency:
         options = latency_options(args)

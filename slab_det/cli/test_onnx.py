@@ -7,8 +7,8 @@ from slab_det.cli.arguments import add_runner_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('config', help='config with test_dataloader and test_evaluator, the fused one will do')
-    parser.add_argument('file', help='what slab-det export wrote, of scope detector')
+    parser.add_argument('config', help='config with test_dataloader and test_evaluator, such as the fused one')
+    parser.add_argument('file', help='what slab-det export wrote, with --scope detector')
     add_runner_arguments(parser)
     parser.add_argument(
         '--runtime', choices=('onnxruntime', 'openvino'), default='onnxruntime', help='(default %(default)s)'
