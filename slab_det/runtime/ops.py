@@ -7,7 +7,6 @@ detectors need, and every other operator raises when it is called.
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,42 +14,19 @@ from typing import Any, NoReturn
 
 import mmcv
 import torch
+import torchvision
 from torch import Tensor
 
 from slab_det.runtime.errors import SlabDetError
-
-try:
-    import torchvision
-except RuntimeError as error:
-    # "operator torchvision::nms does not exist": torch and torchvision came from different package indexes.
-    raise ImportError(
-        f'torchvision was not built for the installed torch {torch.__version__} ({error}). Install both from one '
-        'place:\n  pip install --force-reinstall torch torchvision'
-    ) from error
 
 EXTENSION = 'mmcv._ext'
 COMPILE = 'pip install --force-reinstall --no-deps --no-build-isolation --no-binary onedl-mmcv onedl-mmcv'
 
 
 def install_ops() -> None:
-    """Puts the stand-in in the place of ``mmcv._ext`` if mmcv has no compiled operators; otherwise does nothing.
-
-    Raises:
-        ImportError: If there is a compiled extension and it does not load; with the commands that repair it.
-    """
-    if EXTENSION not in sys.modules:
-        if find_spec(EXTENSION) is None:
-            sys.modules[EXTENSION] = mmcv._ext = TorchvisionOps()
-        else:
-            try:
-                import_module(EXTENSION)
-            except ImportError as error:
-                raise ImportError(
-                    f'mmcv has compiled operators, but they do not load with torch {torch.__version__}: {error}\n'
-                    f'Compile them again:\n  {COMPILE}\n'
-                    'or remove them (slab_det then takes NMS and RoIAlign from torchvision):\n'
-                    '  pip install --force-reinstall --no-deps onedl-mmcv'
-                ) from error
+    """Puts the stand-in in the place of ``mmcv._ext`` if mmcv has no compiled operators; otherwise does nothing."""
+    if EXTENSION not in sys.modules and find_spec(EXTENSION) is None:
+        sys.modules[EXTENSION] = mmcv._ext = TorchvisionOps()
 
 
 class TorchvisionOps(ModuleType):
