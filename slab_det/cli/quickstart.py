@@ -63,14 +63,9 @@ def call(tool: str, *arguments: object) -> None:
     """Runs a program of tools/ in its own process; if it fails, the quick start ends with its exit code."""
     command = ['python', relative(TOOLS / tool), *map(str, arguments)]
     print(f'\n$ {shlex.join(command)}', flush=True)
-    process = subprocess.Popen([sys.executable, *command[1:]])
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        # The program got Ctrl-C too, and says how to go on; subprocess.run would kill it after a quarter of a second.
-        code = process.wait()
-    if code:
-        raise SystemExit(code)
+    done = subprocess.run([sys.executable, *command[1:]], check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
 
 
 def relative(path: Path) -> str:
