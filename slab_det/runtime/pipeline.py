@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -121,11 +120,9 @@ class ImagePipeline:
     def _decode(self, content: bytes, name: str) -> np.ndarray:
         try:
             # The header alone: an image that is too large is never decoded, nor one of unknown size.
-            with warnings.catch_warnings():
-                warnings.simplefilter('ignore', PIL.Image.DecompressionBombWarning)
-                with PIL.Image.open(BytesIO(content)) as image:
-                    num_pixels, kind = image.width * image.height, (image.format, image.mode)
-        except PIL.Image.DecompressionBombError:
+            with PIL.Image.open(BytesIO(content)) as image:
+                num_pixels, kind = image.width * image.height, (image.format, image.mode)
+        except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
             num_pixels, kind = float('inf'), None
         except Exception:
             num_pixels, kind = 0, None
