@@ -22,7 +22,7 @@ import numpy as np
 import onnx
 
 from benchmarks.absorb.run import CONFIGS, ROOT
-from slab_det.cli import read_config
+from slab_det.cli.config import read_config
 from slab_det.data import set_data_root
 from slab_det.deployment.export import quantize_onnx
 from slab_det.deployment.export.quantize import FLOAT_LAYERS, fold_constants

@@ -37,7 +37,7 @@ POLL_SECONDS = 0.0005
 # A process stops within this time after SIGSTOP, unless it is inside a system call.
 STOP_SECONDS = 0.02
 FORK_SERVER = multiprocessing.get_context('forkserver')
-FORK_SERVER.set_forkserver_preload(['slab_det.cli', 'slab_det.backbones', 'mmdet.utils', 'mmdet.evaluation'])
+FORK_SERVER.set_forkserver_preload(['slab_det.cli.config', 'slab_det.backbones', 'mmdet.utils', 'mmdet.evaluation'])
 TRAIN = str(ROOT / 'tools' / 'train.py')
 
 
@@ -82,11 +82,6 @@ def _read(path: Path) -> None:
         raise ValueError('empty')
     elif path.name == 'report.json':
         read_report(path)
-    elif path.name == 'last_checkpoint':
-        named = path.read_text()
-        # Between the two readings the run may have gone on.
-        if not Path(named).is_file() and path.read_text() == named:
-            raise ValueError(f'there is no {named!r}')
 
 
 def run_in_this_process(script: str, arguments: list[str], folder: str, output: str) -> None:
@@ -223,10 +218,10 @@ def random_points(count: int, max_iters: int, seed: int) -> list[KillPoint]:
         delay = draw.uniform(0, 0.2)
         kinds = (
             KillPoint('decay', f'Iter(train) [{iteration:>{len(str(max_iters))}}/{max_iters}]', delay=delay),
-            KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.*.tmp'),
+            KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.tmp'),
             KillPoint('recalibration', f'Recalibration, pass {draw.randint(1, 3)}', delay=delay),
-            KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.*.tmp'),
-            KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.*.tmp'),
+            KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.tmp'),
+            KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.tmp'),
         )
         points.append(kinds[i % len(kinds)])
     return points

@@ -1,35 +1,23 @@
 """Fast Swin and PVT detectors for MMDetection: SLAB (Guo et al., ICML 2024) and the norms around it.
 
 Importing this package registers its norms, backbones, hooks, datasets and configs, and supplies the operators that mmcv
-lacks. Nothing else of torch, mmengine, mmcv or mmdet changes; ``slab_det.runtime.install()`` mends mmengine, as tools/
-do.
+lacks. Nothing else of torch, mmengine, mmcv or mmdet changes. ``slab_det.runtime.install()``, which every command
+calls, patches mmengine.
 
 What needs mmdet's models or datasets is imported when it is first asked for: they take seconds.
 """
 
 import sys
+from functools import cache
 from importlib import import_module
+from multiprocessing import parent_process
 from typing import Any
 
-# First: it looks whether the packages that all others need are there, and supplies operators.
-from slab_det import runtime  # noqa: F401
-
-# isort: split
-from mmdet.registry import DATASETS, MODELS
-
-from slab_det import hooks, norms  # noqa: F401 (register themselves)
-from slab_det.norms import set_gamma
-from slab_det.runtime.scope import register_on_demand
-
-register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion', 'slab_det.data')
-register_on_demand(DATASETS, 'slab_det.data')
+from slab_det.cli import is_command
 
 __version__ = '0.1.0'
 
-# The name of the norms' room in 0.1.
-sys.modules[f'{__name__}.layers'] = layers = norms
-
-# The room of each function.
+# The subpackage of each function.
 _FUNCTIONS = {
     'absorb': 'absorption',
     'convert_norms': 'conversion',
@@ -39,16 +27,38 @@ _FUNCTIONS = {
     'load_pretrained': 'checkpoints',
     'measure_latency': 'measure',
     'recalibrate': 'recalibration',
+    'set_gamma': 'norms',
 }
-_ROOMS = ('absorption', 'attention', 'backbones', 'conversion', 'data', 'deployment', 'fusion', 'measure')
+_SUBPACKAGES = ('absorption', 'attention', 'backbones', 'conversion', 'data', 'deployment', 'fusion', 'measure')
 
-__all__ = [*_FUNCTIONS, 'set_gamma']
+__all__ = [*_FUNCTIONS]
+
+
+@cache
+def register() -> None:
+    """Registers the classes of this package with mmengine and mmdet, and supplies the operators that mmcv lacks."""
+    # First: it checks that the packages that all others need are there.
+    from slab_det import runtime  # noqa: F401
+
+    # isort: split
+    from mmdet.registry import DATASETS, MODELS
+
+    from slab_det import hooks, norms  # noqa: F401 (register themselves)
+    from slab_det.runtime.scope import register_on_demand
+
+    register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion', 'slab_det.data')
+    register_on_demand(DATASETS, 'slab_det.data')
 
 
 def __getattr__(name: str) -> Any:
-    """A function or a room that is not imported yet."""
+    """A function or a subpackage that is not imported yet."""
     if name in _FUNCTIONS:
         return getattr(import_module(f'{__name__}.{_FUNCTIONS[name]}'), name)
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return import_module(f'{__name__}.{name}')
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+# A command registers after it has parsed its arguments: torch takes seconds, and --help does not need it.
+if parent_process() or not is_command(sys.argv[0]):
+    register()

@@ -1,65 +1,6 @@
-"""Fuses a trained detector: writes a checkpoint without norms, and the config that loads it."""
+"""Fuses a trained detector: see slab_det/cli/fuse.py."""
 
-import argparse
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config that the detector was trained with')
-    parser.add_argument('checkpoint', help='its last checkpoint, recalibrated, gamma = 0')
-    parser.add_argument('--out', required=True, metavar='FILE.pth', help='FILE_config.py is written beside it')
-    parser.add_argument(
-        '--size',
-        type=int,
-        nargs=2,
-        default=(203, 331),
-        metavar=('H', 'W'),
-        help='size of the image on which the fused model is compared with the original (default 203 331)',
-    )
-    parser.add_argument(
-        '--fold-outputs',
-        action='store_true',
-        help='fold output norms of a detector class of your own: nothing but its neck reads its backbone',
-    )
-    return parser.parse_args()
-
+from slab_det.cli.fuse import main
 
 if __name__ == '__main__':
-    # Before the imports that take seconds.
-    args = parse_arguments()
-
-import slab_det  # noqa: I001 (before mmdet: registers everything)
-
-import torch
-
-from slab_det.cli import check_out, read_config, run_cli
-from slab_det.checkpoints.build import build_detector
-from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
-from slab_det.norms import named_offline_norms
-
-
-def main(args: argparse.Namespace) -> None:
-    if min(args.size) < 1:
-        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
-    check_out(args.out, args.checkpoint, args.config)
-    cfg = read_config(args.config)
-    model = build_detector(cfg, args.checkpoint)
-    if not any(named_offline_norms(model)):
-        raise FusionError(
-            f'{args.config} has no norm to fold away: it is fused already, or has norms that stay, such '
-            'as LayerNorm: slab-det absorb takes those out without training, slab-det convert for a fine-tune'
-        )
-    check_statistics(model, args.checkpoint)
-    fused = slab_det.fuse(model, fold_outputs=args.fold_outputs)
-    image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
-    check = verify_fusion(model, fused, [image])
-    checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)
-    print(
-        f'{fused.fusion_report}\nLargest relative difference of {check.num_values:,} values in the feature maps of a '
-        f'random {args.size[0]}x{args.size[1]} image: {check.float64:.1e} in float64, {check.float32:.1e} in float32\n'
-        f'Written to {checkpoint} and {config}'
-    )
-
-
-if __name__ == '__main__':
-    run_cli(main, args)
+    main()

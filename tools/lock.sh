@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Writes requirements/lock.txt: what tools/venv.sh installs, exact versions with their hashes, for Python 3.10 to 3.13.
 #
-#   tools/lock.sh            after a change in setup.py: keeps every version that is still allowed
+#   tools/lock.sh            after a change in pyproject.toml: keeps every version that is still allowed
 #   tools/lock.sh --upgrade  takes the newest versions; other options of `uv pip compile` work too
 #
 # Run `make test` afterwards, and audit: pip-audit --requirement requirements/lock.txt --require-hashes --disable-pip
@@ -15,6 +15,6 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p requirements
 # It resolves for other Pythons than the one at hand, and needs none of them.
 export UV_PYTHON_DOWNLOADS=never
-"$work/venv/bin/uv" pip compile setup.py --extra test --universal --python-version 3.10 --generate-hashes \
+"$work/venv/bin/uv" pip compile pyproject.toml --extra test --universal --python-version 3.10 --generate-hashes \
     --no-annotate --no-emit-index-url --custom-compile-command tools/lock.sh \
     --output-file requirements/lock.txt "$@"

@@ -1,62 +1,6 @@
-"""Recalibrates a checkpoint: gives its norms the statistics of training images. It is not fused."""
+"""Recalibrates a checkpoint: see slab_det/cli/recalibrate.py."""
 
-import argparse
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config that the detector was trained with')
-    parser.add_argument('checkpoint', help='any of its checkpoints, best_*.pth for one; gamma stays as it is')
-    parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
-    parser.add_argument('--num-images', type=int, default=500, help='training images (default %(default)s)')
-    parser.add_argument(
-        '--pipeline',
-        choices=('train', 'test'),
-        help="these images as training saw them, or as inference does (default: as the config's "
-        'RecalibrateFuseHook has it, or else train)',
-    )
-    parser.add_argument(
-        '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
-    )
-    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
-    parser.add_argument('--json', metavar='FILE', help='how it went')
-    return parser.parse_args()
-
+from slab_det.cli.recalibrate import main
 
 if __name__ == '__main__':
-    # Before the imports that take seconds.
-    args = parse_arguments()
-
-import slab_det  # noqa: I001 (before mmdet: registers everything)
-
-import json
-
-import torch
-from mmengine.fileio import put_text
-from mmengine.runner import save_checkpoint
-from mmengine.runner.checkpoint import weights_to_cpu
-
-from slab_det.cli import check_out, read_config, read_images, run_cli
-from slab_det.checkpoints.build import build_detector
-from slab_det.recalibration import configured_pipeline
-from slab_det.runtime.run_folder import check_writable
-
-
-def main(args: argparse.Namespace) -> None:
-    check_out(args.out, args.checkpoint)
-    check_writable(args.json)
-    cfg = read_config(args.config, data_root=args.data_root)
-    model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
-    pipeline = args.pipeline or configured_pipeline(cfg)
-    images = read_images(cfg, args.num_images, pipeline)
-    report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
-    # Absent is what DetInferencer understands.
-    meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
-    save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
-    if args.json is not None:
-        put_text(json.dumps(dict(**report.to_dict(), pipeline=pipeline), indent=1) + '\n', args.json)
-    print(f'{report}, on images as in pipeline {pipeline!r}\nWritten to {args.out}')
-
-
-if __name__ == '__main__':
-    run_cli(main, args)
+    main()

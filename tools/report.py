@@ -1,51 +1,6 @@
-"""Turns report.json files into one Markdown table and pictures: AP over latency, AP and gamma over trainings."""
+"""Makes a table and pictures of report.json files: see slab_det/cli/report.py."""
 
-import argparse
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('reports', nargs='+', metavar='REPORT.json', help='later files win where they overlap')
-    parser.add_argument('--out', required=True, metavar='DIR', help='folder for table.md and pictures')
-    return parser.parse_args()
-
+from slab_det.cli.report import main
 
 if __name__ == '__main__':
-    # Before the imports that take seconds.
-    args = parse_arguments()
-
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
-
-import os
-from pathlib import Path
-
-from slab_det.cli import run_cli
-from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
-from slab_det.measure.report import markdown_table, merge_entries, read_report
-from slab_det.runtime.errors import ReportError
-
-
-def main(args: argparse.Namespace) -> None:
-    entries = merge_entries(entry for path in args.reports for entry in read_report(path))
-    if not entries:
-        raise ReportError(f'no entries in {", ".join(args.reports)}; slab-det train, test and latency write them')
-    table = markdown_table(entries)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / 'table.md').write_text(table)
-    print(table)
-    # Beside the report of a training lies what it logged.
-    folders = [Path(path).resolve().parent for path in args.reports]
-    root = os.path.commonpath([folder.parent for folder in folders])
-    # seed0 of one run is not seed0 of another.
-    names = {str(folder.relative_to(root)): folder for folder in folders}
-    runs = {name: scalars for name, folder in names.items() if (scalars := read_scalars(folder))}
-    if runs:
-        save_figure(training_figure(runs), out / 'training.svg')
-    # Last: it is an error where nothing has a latency.
-    save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
-    print(f'Table and pictures written to {out}')
-
-
-if __name__ == '__main__':
-    run_cli(main, args)
+    main()

@@ -3,7 +3,7 @@
 #
 #   SLAB_DET_VENV   where it is (default: a folder below ~/.cache, one for each set of requirements and Python version)
 #   PYTHON          the interpreter to make it with (default: python3, or else the newest of 3.13 to 3.10)
-#   SLAB_DET_LOCK   off: install the newest versions that setup.py allows, not those of requirements/lock.txt
+#   SLAB_DET_LOCK   off: install the newest versions that pyproject.toml allows, not those of requirements/lock.txt
 #
 # The path is the only line on stdout; everything else goes to stderr. Clones share environments, so they hold the
 # dependencies and not slab_det itself: an editable install points to one checkout, and would run the code of a clone
@@ -44,20 +44,19 @@ python=$(choose_python) || fail "needs Python 3.10 to 3.13 with its venv module,
 
 # Exactly the versions that were tested, by their hashes, where all of them exist.
 lock=$repo/requirements/lock.txt
-requirements=("$repo/setup.py")
+requirements=$lock
 case ${SLAB_DET_LOCK:-on},$(uname -sm) in
-on,"Linux x86_64" | on,"Linux aarch64" | on,"Darwin arm64") requirements+=("$lock") ;;
+on,"Linux x86_64" | on,"Linux aarch64" | on,"Darwin arm64") ;;
 on,*) why="no versions are pinned for $(uname -sm)" lock= ;;
 off,*) why='SLAB_DET_LOCK=off' lock= ;;
 *) fail "SLAB_DET_LOCK is on or off, not $SLAB_DET_LOCK." ;;
 esac
+[[ -n $lock ]] || requirements=$repo/pyproject.toml
 
-key=$("$python" - "${requirements[@]}" <<'PY'
+key=$("$python" - "$requirements" <<'PY'
 import hashlib, platform, sys
-digest = hashlib.sha256()
-for path in sys.argv[1:]:
-    with open(path, 'rb') as file:
-        digest.update(file.read())
+with open(sys.argv[1], 'rb') as file:
+    digest = hashlib.sha256(file.read())
 # The machine: clusters share home directories.
 print(f'py{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}-{digest.hexdigest()[:12]}')
 PY
@@ -83,28 +82,22 @@ except OSError as error:
     print(f'Cannot lock ({error}); do not run two set-ups at a time.')
 PY
 
-# Written last, so its absence tells an environment that was half made. The interpreter may also have gone since.
+# Written last: what was half made is made again. The interpreter of an old environment may have gone.
 if [[ $(cat "$state" 2>/dev/null) != "complete $key" ]] || ! "$venv/bin/python" -c '' 2>/dev/null; then
     # Nothing is deleted that this script did not make.
     if [[ ! -e $state && -n $(ls -A "$venv" 2>/dev/null) ]]; then
         fail "$venv exists and is not an environment of slab_det: choose another SLAB_DET_VENV."
     fi
     echo "Setting up $venv (a few minutes, about 6 GB with CUDA libraries) ..."
-    # First no longer complete, then gone.
-    if [[ -e $state ]]; then
-        echo building >"$state"
-        find "$venv" -mindepth 1 -maxdepth 1 ! -name .slab_det -exec rm -rf {} +
-    fi
-    mkdir -p "$venv"
+    "$python" -m venv --clear "$venv"
     echo building >"$state"
-    "$python" -m venv "$venv"
     if [[ -n $lock ]]; then
         # The lock names every package, so none is looked for beside it. pip hashes no editable install: there is none.
         "$venv/bin/python" -m pip install --require-hashes --no-deps -r "$lock" || fail \
             'pip cannot install the versions of requirements/lock.txt, see above. If their hashes do not match, the' \
             'packages are not those that were tested: find out why. Else SLAB_DET_LOCK=off make ... takes others.'
     else
-        echo "Taking the newest versions that setup.py allows, because $why."
+        echo "Taking the newest versions that pyproject.toml allows, because $why."
         "$venv/bin/python" -m pip install -e "$repo[test]"
         "$venv/bin/python" -m pip uninstall --yes --quiet slab_det
     fi

@@ -1,11 +1,4 @@
-"""Datasets: generated shapes, a folder of pictures; and checks: data is there and fits, an image is 0 to 255."""
-
-import io
-from contextlib import redirect_stdout
-
-# It prints that it cannot import the datasets of another product.
-with redirect_stdout(io.StringIO()):
-    import mmdet.datasets  # noqa: F401
+"""Datasets of generated shapes and of a folder of pictures, and checks of a config's data before it is used."""
 
 from slab_det.data.check import check_data, check_num_classes, set_data_root
 from slab_det.data.folder import ImageFolder

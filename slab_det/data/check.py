@@ -1,4 +1,4 @@
-"""Looks for a config's annotation files and image folders, and at the classes, before anything slow happens."""
+"""Checks that the data of a config is there and fits it, before a training or a test begins."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from slab_det.data.synthetic import SyntheticShapes
-from slab_det.runtime.config import type_name
+from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import DataError, name_some
 from slab_det.runtime.scope import enter_scope
@@ -25,9 +25,9 @@ MAX_PARSED_BYTES = 50 * 2**20
 
 
 def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
-    """Raises where the data of a config is not there, does not fit it, or is empty.
+    """Raises an error if files of a config's datasets are missing, or annotations do not fit the config.
 
-    Datasets are found through every wrapper. Remote paths (``s3://…``) and generated images are left alone.
+    Datasets are found through every wrapper. Remote paths (``s3://…``) and generated images are not checked.
 
     Args:
         cfg: A config with ``<split>_dataloader`` entries; absent ones are skipped.
@@ -38,29 +38,21 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     """
     enter_scope(cfg)
     for split in splits:
-        datasets = [*_datasets(cfg, split)]
-        for dataset in datasets:
+        for dataset in _file_datasets(cfg, split):
             _check_dataset(dataset, split)
         for evaluator in _evaluators(cfg, split):
-            ann_file = evaluator.get('ann_file') or ''
-            # The file for several datasets holds the images of several folders.
-            if ann_file and '://' not in ann_file and len(datasets) == 1:
-                (dataset,) = datasets
-                read = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
-                # An absolute name is not joined to data_root.
-                ann_file = osp.abspath(ann_file)
-                if ann_file != osp.abspath(read):
-                    _check_dataset(ConfigDict(dataset, ann_file=ann_file), f'{split}_evaluator')
+            if evaluator.get('ann_file'):
+                _check_path(evaluator.ann_file, f'{split}_evaluator annotation file', 'ann_file=…')
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
-    """Raises where a head of ``model`` has another number of classes than a dataset.
+    """Raises an error if a head of ``model`` has another number of classes than a dataset.
 
     mmdet would index classes that are not there, or take the surplus class of the data for background.
 
     Args:
-        model: A detector, whose box, mask and panoptic heads are looked at, also those of a cascade, or a classifier.
-        dataset: With ``metainfo``, where classes are named; others are left alone.
+        model: A detector, whose box, mask and panoptic heads are checked, also those in a cascade, or a classifier.
+        dataset: A dataset with ``metainfo``; one that names no classes is not checked.
         split: What the message calls the dataset.
 
     Raises:
@@ -68,7 +60,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     """
     model = unwrap(model)
     if hasattr(model, 'language_model'):
-        # Grounding DINO's number is the length of its text.
+        # In Grounding DINO num_classes is the length of the text.
         return
     metainfo = getattr(dataset, 'metainfo', {})
     classes = metainfo.get('classes')
@@ -102,7 +94,7 @@ def set_data_root(cfg: Config, root: str) -> None:
         raise DataError(f'--data-root {root} is not a folder')
     for split in SPLITS:
         # A folder of pictures has no layout below a root.
-        datasets = [dataset for dataset in _datasets(cfg, split) if type_name(dataset.type) != 'ImageFolder']
+        datasets = [part for part in _file_datasets(cfg, split) if type_name(part.type) != 'ImageFolder']
         old_roots = {osp.normpath(dataset.data_root) for dataset in datasets if dataset.get('data_root')}
         for evaluator in _evaluators(cfg, split):
             ann_file = osp.normpath(evaluator.get('ann_file') or '')
@@ -120,16 +112,11 @@ def set_data_root(cfg: Config, root: str) -> None:
         cfg.data_root = root
 
 
-def _datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
-    """The datasets that read files, through RepeatDataset, ConcatDataset and every other wrapper."""
+def _file_datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
+    """The datasets of a split that read files: all but the wrappers."""
     dataloader = cfg.get(f'{split}_dataloader')
-    pending = [] if dataloader is None else [dataloader.dataset]
-    while pending:
-        dataset = pending.pop(0)
-        # Wrappers hold `dataset` or `datasets`, and no wrapper of mmengine or mmdet reads files itself.
-        inner = dataset.get('datasets') or ([dataset.dataset] if 'dataset' in dataset else [])
-        pending += inner
-        if not inner:
+    for dataset in walk_datasets(dataloader.dataset) if dataloader else ():
+        if 'dataset' not in dataset and not dataset.get('datasets'):
             yield dataset
 
 
@@ -139,7 +126,7 @@ def _evaluators(cfg: Config, split: str) -> list[ConfigDict]:
 
 
 def _check_dataset(dataset: ConfigDict, split: str) -> None:
-    # Where the runner looks.
+    # The runner looks for the class in the same way.
     with DATASETS.switch_scope_and_registry(dataset.get('_scope_')) as registry:
         dataset_class = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     if dataset_class is None:
@@ -148,73 +135,64 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
     if issubclass(dataset_class, SyntheticShapes) or not issubclass(dataset_class, BaseDetDataset):
         return
     root, ann_file, prefixes = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix', {})
-    classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
-    paths = [('image folder', 'data_prefix=dict(img=…)', osp.join(root, prefix)) for prefix in prefixes.values()]
     if ann_file:
         ann_file = osp.join(root, ann_file)
-        paths.insert(0, ('annotation file', 'ann_file=…', ann_file))
-    for what, argument, path in paths:
-        # mmengine's file backends read remote paths; only they know what is there.
-        if not osp.exists(path) and '://' not in path:
-            start = '' if osp.isabs(path) else f' from {os.getcwd()}'
-            raise DataError(
-                f'{split} {what} {path} not found{start}: correct {argument} of the dataset, or add --data-root DIR; '
-                'docs/reproduce-coco.md downloads COCO, and `slab-det quickstart` trains on images that it generates'
-            )
-    # Classes that read their files otherwise, such as LVIS's and the panoptic ones, are left alone.
+        _check_path(ann_file, f'{split} annotation file', 'ann_file=…')
+    for prefix in prefixes.values():
+        _check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
+    classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
+    # Classes that read their files otherwise, such as LVIS's and the panoptic ones, are not checked.
     reads_coco = all(
         getattr(dataset_class, name, None) is getattr(CocoDataset, name)
         for name in ('load_data_list', 'parse_data_info')
     )
-    if ann_file and classes and reads_coco and osp.isfile(ann_file):
-        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
+    if ann_file and classes and reads_coco and osp.isfile(ann_file) and osp.getsize(ann_file) <= MAX_PARSED_BYTES:
+        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, f'{split} annotation file')
 
 
-def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
-    if osp.getsize(ann_file) > MAX_PARSED_BYTES:
-        return
-    named, is_test = f'{split} annotation file {ann_file}', split.startswith('test')
+def _check_path(path: str, what: str, argument: str) -> None:
+    # mmengine's file backends read remote paths; only they know what is there.
+    if not osp.exists(path) and '://' not in path:
+        start = '' if osp.isabs(path) else f' from {os.getcwd()}'
+        raise DataError(
+            f'{what} {path} not found{start}: correct {argument}, or add --data-root DIR; docs/reproduce-coco.md '
+            'downloads COCO, and `slab-det quickstart` trains on images that it generates'
+        )
+
+
+def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], what: str) -> None:
     try:
         with open(ann_file) as file:
             content = json.load(file)
-        categories = {category['id']: category['name'] for category in content['categories']}
+        names = [category['name'] for category in content['categories']]
         images = {image['id']: image for image in content['images']}
         files = [osp.join(folder, image['file_name']) for image in images.values()]
         # Test sets are published without annotations.
-        annotations = content.get('annotations', []) if is_test else content['annotations']
-        outside = [item for item in annotations if _box_leaves(item, images)]
+        annotations = [item for item in content.get('annotations', ()) if item['image_id'] in images]
+        boxes = [(item['bbox'], images[item['image_id']]) for item in annotations]
+        outside = [(box, image) for box, image in boxes if _leaves_image(box, image)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f'{named} is not COCO JSON: {error!r}') from error
-    lost = [] if '://' in folder else [file for file in files if not osp.exists(file)]
-    if lost:
+        raise DataError(f'{what} {ann_file} is not COCO JSON: {error!r}') from error
+    missing = next((file for file in files if '://' not in file and not osp.exists(file)), None)
+    if missing:
+        raise DataError(f'{what} {ann_file}: image {missing} not found: correct data_prefix=dict(img=…) of the dataset')
+    # mmdet numbers the classes in the order of the file.
+    if [name for name in names if name in classes] != [*classes]:
         raise DataError(
-            f'{named} names {len(files)} images, {len(lost)} of which are not there, {lost[0]} for one. Unpack them '
-            'there, correct data_prefix=dict(img=…) of the dataset, or take them out of the file.'
+            f"{what} {ann_file}: the config's {len(classes)} classes ({name_some(classes)}) are not among its "
+            f'{len(names)} categories ({name_some(names)}), or not in the same order: set '
+            f'metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads'
         )
-    if not images or not (annotations or is_test):
-        raise DataError(f'{named} holds {len(images)} images and {len(annotations)} annotations.')
-    found = [name for name in categories.values() if name in classes]
-    # mmdet numbers them as they come in the file: others would go under wrong names.
-    if found != [*classes]:
+    # Of boxes that are corners, half or more end outside; of real ones a few, which the border cuts off.
+    if len(outside) > len(boxes) / 4:
+        box, image = outside[0]
         raise DataError(
-            f'{named}: {len(found)} of its {len(categories)} categories ({name_some(categories.values())}) are among '
-            f"the config's {len(classes)} classes ({name_some(classes)}). Classes must be categories of the file, in "
-            f'its order: for all, set metainfo=dict(classes={(*categories.values(),)}) in the dataset and '
-            f'num_classes={len(categories)} in the heads.'
-        )
-    # Half of the boxes or more, where corners stand in the place of sizes; few, where images cut boxes off.
-    if len(outside) > len(annotations) / 4:
-        image = images[outside[0]['image_id']]
-        raise DataError(
-            f'{named}: {len(outside)} of its {len(annotations)} boxes end outside of their image: '
-            f'annotation {outside[0]["id"]}, {outside[0]["bbox"]} in {image["width"]} x {image["height"]} pixels, for '
-            'one. COCO has [x, y, width, height]; of corners, [x1, y1, x2, y2], take [x1, y1, x2 - x1, y2 - y1].'
+            f'{what} {ann_file}: {len(outside)} of its {len(boxes)} boxes end outside of their image, such as {box} in '
+            f'{image["width"]} x {image["height"]} pixels: COCO boxes are [x, y, width, height], not corners'
         )
 
 
-def _box_leaves(annotation: dict, images: dict[int, dict]) -> bool:
-    """Whether the box ends outside of its image by more than the few pixels that boxes of real data do."""
-    if annotation['image_id'] not in images:
-        return False
-    image, (x, y, width, height) = images[annotation['image_id']], annotation['bbox']
+def _leaves_image(box: Sequence[float], image: dict) -> bool:
+    """Whether a box ends outside of its image by more than the few pixels that boxes of real data do."""
+    x, y, width, height = box
     return x + width > 1.05 * image['width'] or y + height > 1.05 * image['height']

@@ -1,4 +1,4 @@
-"""The pictures in a folder as a dataset: to absorb on, to recalibrate on, and to learn from a teacher on."""
+"""A dataset of the pictures in a folder, to absorb on, to recalibrate on, and to learn from a teacher on."""
 
 from collections.abc import Sequence
 from glob import glob
@@ -15,19 +15,19 @@ IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 @DATASETS.register_module()
 class ImageFolder(Dataset):
-    """The images in a folder and its folders, by name, without labels; hidden files are left out.
+    """The images in a folder and its subfolders, sorted by name, without labels and without hidden files.
 
     Args:
-        folder: Where they lie.
-        pipeline: Configs of the transforms that they go through; those that load annotations are left out.
-        metainfo: What checkpoints of a training on it store, the class names of the detector.
+        folder: The folder.
+        pipeline: Configs of the transforms; those that load annotations are left out.
+        metainfo: What checkpoints of a training on it store: the class names of the detector.
 
     Raises:
-        DataError: If there is none; when one is read that does not pass the pipeline.
+        DataError: If the folder holds no image; also when an image is read that does not pass the pipeline.
     """
 
     def __init__(self, folder: str | Path, pipeline: Sequence[dict], metainfo: dict | None = None) -> None:
-        # Unlike rglob, it follows links to folders.
+        # Unlike rglob, glob follows links to folders.
         found = [Path(folder, name) for name in glob('**/*', root_dir=folder, recursive=True)]
         self.files = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
         if not self.files:
@@ -38,7 +38,7 @@ class ImageFolder(Dataset):
             )
         self.pipeline = ImagePipeline(pipeline)
         if metainfo is not None:
-            # DetInferencer expects none in a checkpoint without class names; ours are read back without ConfigDict.
+            # A plain dict: the allow-list for checkpoints has no ConfigDict.
             self.metainfo = dict(metainfo)
 
     def __len__(self) -> int:

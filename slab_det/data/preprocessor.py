@@ -1,4 +1,4 @@
-"""mmdet's preprocessor, which refuses arrays that are no images of 0 to 255."""
+"""mmdet's preprocessor with a check: it refuses arrays that are not images of 0 to 255."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slab_det.runtime.pipeline import check_range
 
 @MODELS.register_module()
 class CheckedDataPreprocessor(DetDataPreprocessor):
-    """mmdet's DetDataPreprocessor that looks at arrays first, in inference.
+    """mmdet's DetDataPreprocessor, which in inference checks images that come as arrays.
 
-    mmdet would go on, and the detector would find anything; of BGRA it leaves out A. Files are not looked at: mmdet
-    reads them as 0 to 255.
+    In arrays of other values a detector finds anything. The alpha channel of BGRA is ignored. Images that come from
+    files are not checked: mmdet reads them as 0 to 255.
 
     Raises:
-        DataError: For an array of other channels, or other values than 0 to 255, see
+        DataError: If an array has another number of channels, or values outside of 0 to 255, see
             :func:`~slab_det.runtime.pipeline.check_range`.
     """
 

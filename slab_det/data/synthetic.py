@@ -1,8 +1,8 @@
-"""Generated COCO-format images of shapes: a detection task that is learnt in minutes, without a download.
+"""Generates COCO-format images of shapes: a detection task that is learnt in minutes, without a download.
 
 Every image shows a few filled shapes over a textured, dull background. Classes differ in outline and in their typical
-hue, which overlaps with the neighbours'; sizes, rotations, stretches, brightness and textures are alike for all.
-Shapes may overlap and may be cut by the border; an annotation is what stays visible, as polygons.
+hue, which overlaps with the neighbours'. Sizes, rotations, brightness and textures are the same for all classes.
+Shapes may overlap and may be cut by the border; an annotation is the visible part, as polygons.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from pycocotools import mask as coco_mask
 from slab_det.runtime.errors import DataError
 
 CLASSES = ('circle', 'square', 'triangle', 'star')
-# Bump with every change that alters a pixel or an annotation: the cache key contains it.
+# Part of the cache key: increase it with every change of a pixel or an annotation.
 GENERATOR_VERSION = 2
-# A shape is left out if it would leave less than this fraction of what is visible of another one.
+# A shape is left out if it would leave less than this fraction of the visible part of another one.
 MIN_VISIBLE = 0.5
 # Objects are this many pixels across, whatever the image size is.
 OBJECT_SIZE = (28, 76)
@@ -40,18 +40,17 @@ def generate(
 ) -> Path:
     """Writes the images and annotations once and returns the folder that holds them.
 
-    The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It is
-    built beside its place and renamed into it, so an interrupted run leaves nothing half written and two
-    processes may generate the same images at once.
+    The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It gets its name
+    when all of it is written: an interrupted run leaves no half of it, and two processes may generate it at once.
 
     Args:
-        root: The folder to write; None means ``synthetic-<key>`` in the cache folder, ``$SLAB_DET_CACHE`` or
-            ``slab_det`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A folder that exists is returned as it is if it was
-            generated with the same arguments.
+        root: The folder to write. None means ``synthetic-<key>`` in the cache folder: ``$SLAB_DET_CACHE``, or
+            ``slab_det`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A folder that was generated with the same arguments is
+            returned as it is.
         num_train: Images of the train split.
         num_val: Images of the val split.
         size: (width, height) of every image in pixels.
-        seed: The same seed gives the same bytes with the same versions of numpy and OpenCV.
+        seed: The same seed gives the same bytes, with the same versions of numpy and OpenCV.
 
     Raises:
         DataError: If ``root`` exists and holds something else.
@@ -61,7 +60,6 @@ def generate(
         raise ValueError(f'both splits need an image, got num_train={num_train}, num_val={num_val}')
     if min(size) < OBJECT_SIZE[1]:
         raise ValueError(f'size={tuple(size)}: width and height must be at least {OBJECT_SIZE[1]} pixels')
-    # All that determines the images.
     spec = dict(version=GENERATOR_VERSION, num_train=num_train, num_val=num_val, size=list(size), seed=seed)
     spec['key'] = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
     if root is None:
@@ -79,7 +77,7 @@ def generate(
         try:
             building.rename(root)
         except OSError:
-            # Another process was faster. Its images are the same ones, or _check_same says so.
+            # Another process was faster. _check_same raises unless its images are the same.
             _check_same(root, spec)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -92,15 +90,14 @@ class SyntheticShapes(CocoDataset):
 
     Args:
         split: 'train' or 'val'.
-        data_root: None generates the images into the cache folder; a path reads what :func:`generate` wrote
-            there.
-        generator: Arguments of :func:`generate` besides ``root``; must be the same for both splits.
+        data_root: The folder that :func:`generate` wrote; None generates it in the cache folder.
+        generator: Arguments of :func:`generate` besides ``root``; the same for both splits.
         kwargs: Arguments of CocoDataset. ``ann_file`` and ``data_prefix`` follow from ``split``.
     """
 
     METAINFO = {
         'classes': CLASSES,
-        # Their typical hues.
+        # The typical hues of the classes.
         'palette': [(220, 50, 50), (135, 200, 40), (40, 190, 200), (140, 70, 220)],
     }
 
@@ -135,7 +132,7 @@ def _write_splits(root: Path, spec: dict) -> None:
         folder.mkdir(parents=True)
         images, annotations = [], []
         for index in range(spec[f'num_{split}']):
-            # One stream per image: more images leave the earlier ones as they are.
+            # One random stream per image: with more images the first ones stay the same.
             rng = np.random.default_rng([spec['seed'], split_index, index])
             pixels, objects = draw_image(rng, (width, height))
             file_name = f'{index:05d}.png'
@@ -160,7 +157,7 @@ def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndar
         The image as (H, W, 3) uint8, BGR, and one dict per object with ``category_id`` (1-based),
         ``segmentation`` (polygons in pixels), ``bbox`` (x, y, width, height) and ``area`` in square pixels.
     """
-    # Nearly grey: a detector trained from scratch for minutes has to find the objects first.
+    # Nearly grey, so that a detector trained from scratch for minutes finds the objects.
     pixels = _texture(rng, size, contrast=10.0) + rng.uniform(50, 205) + rng.normal(0.0, 8.0, 3)
     placed: list[tuple[int, np.ndarray]] = []  # class index, visible mask
     for _ in range(rng.integers(OBJECTS_PER_IMAGE[0], OBJECTS_PER_IMAGE[1] + 1)):

@@ -30,7 +30,7 @@ from slab_det.measure.report import (
     score,
 )
 from slab_det.runtime.errors import ReportError
-from slab_det.runtime.run_folder import whole_files
+from slab_det.runtime.run_folder import whole_file
 
 WIDTH = 7.2  # inches: the text width of A4
 INK = '#000000'
@@ -71,7 +71,7 @@ _FACES = {'unfused': 'white', 'fused': INK}
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Writes a picture in the format of its suffix; the folder need not exist."""
     suffix = Path(path).suffix
-    with whole_files(path) as (name,):
+    with whole_file(path) as name:
         figure.savefig(name, format=suffix[1:] or 'png', metadata={'Date': None} if suffix == '.svg' else None)
 
 

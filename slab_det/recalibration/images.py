@@ -11,7 +11,7 @@ from mmengine.dataset import pseudo_collate
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
-from slab_det.runtime.config import type_name
+from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.errors import DataError
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.random_state import fixed_random_state
@@ -49,7 +49,12 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         # Evenly spaced images of a repeated dataset could be the same few.
         dataset = dataset['dataset']
     if pipeline == 'test':
-        dataset = _with_pipeline(dataset, inference_steps(cfg))
+        steps = inference_steps(cfg)
+        for part in walk_datasets(dataset):
+            is_wrapper = 'dataset' in part or 'datasets' in part
+            # Wrappers that mix images, which have a pipeline of their own, pass them on as they are.
+            if 'pipeline' in part or not is_wrapper:
+                part['pipeline'] = [] if is_wrapper else steps
     else:
         # Which images share a batch decides how much of it is padding.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
@@ -123,14 +128,3 @@ def configured_pipeline(cfg: Config) -> str:
     """The ``pipeline`` of the RecalibrateFuseHook in ``cfg``; 'train' where the config has none."""
     hooks = [hook for hook in cfg.get('custom_hooks') or () if type_name(hook['type']) == 'RecalibrateFuseHook']
     return hooks[0].get('pipeline', 'train') if hooks else 'train'
-
-
-def _with_pipeline(dataset: dict, pipeline: list) -> dict:
-    """Gives the inner dataset of a config this pipeline, and removes wrappers that mix images."""
-    if type_name(dataset['type']) == 'MultiImageMixDataset':
-        return _with_pipeline(dataset['dataset'], pipeline)
-    if 'dataset' in dataset:
-        return {**dataset, 'dataset': _with_pipeline(dataset['dataset'], pipeline)}
-    if 'datasets' in dataset:
-        return {**dataset, 'datasets': [_with_pipeline(part, pipeline) for part in dataset['datasets']]}
-    return {**dataset, 'pipeline': pipeline}

@@ -1,13 +1,13 @@
-"""What stands below all rooms: errors, the operators that mmcv lacks, and the mends of mmengine.
+"""What all other subpackages need: errors, the operators that mmcv lacks, and patches of mmengine.
 
-Importing the room checks the installation, supplies missing operators, which must happen before the first import of
-``mmdet.models``, and makes ``slab_det::`` a name that mmengine knows. Nothing else of torch, mmengine, mmcv or mmdet
-changes until :func:`install` is called.
+Importing this subpackage checks the installation, supplies missing operators, and makes ``slab_det::`` a name that
+mmengine knows. It must happen before the first import of ``mmdet.models``. Nothing else of torch, mmengine, mmcv or
+mmdet changes until :func:`install` is called.
 """
 
 from slab_det.runtime.distributions import check_distributions
 
-# Before the next imports: they need the packages that the check looks for.
+# Before the next imports, which need the packages that the check looks for.
 check_distributions()
 
 from slab_det.runtime.checkpoint_files import install_safe_reading, read_checkpoint  # noqa: E402
@@ -21,9 +21,9 @@ register_scope()
 
 
 def install() -> None:
-    """Mends mmengine in this process. Every program in ``tools/`` calls it first; call it in a script of your own too.
+    """Patches mmengine in this process. Every command calls it first; call it in a script of your own too.
 
-    | mend | without it |
+    | patch | without it |
     |---|---|
     | :func:`~slab_det.runtime.checkpoint_files.install_safe_reading` | a checkpoint can run code |
     | :func:`~slab_det.runtime.run_folder.install_run_folder` | a killed run can leave no whole checkpoint |

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +24,8 @@ SAFETENSORS, TIMM = '.safetensors', 'timm://'
 def install_safe_reading() -> None:
     """Reads every checkpoint that mmengine is asked for with the allow-list of this module, ``timm://NAME`` too.
 
-    Mends ``_safe_torch_load``, which tries again with ``weights_only=False`` where the allow-list refuses a file, and
-    ``load_from_http``, which has no list: https://github.com/open-mmlab/mmengine/blob/main/mmengine/runner/checkpoint.py
+    Patches ``_safe_torch_load``, which tries again with ``weights_only=False`` where the allow-list refuses a file, and
+    ``load_from_http``, which has no allow-list: https://github.com/open-mmlab/mmengine/blob/main/mmengine/runner/checkpoint.py
     (onedl-mmengine 0.10.12).
     """
     CheckpointLoader.register_scheme(TIMM, load_from_timm, force=True)
@@ -57,19 +56,13 @@ def read_checkpoint(name: str | os.PathLike) -> Any:
 def load_from_local(filename: str, map_location: Any = None) -> Any:
     """Reads a local file; raises as :func:`read_checkpoint`."""
     path = os.path.expanduser(filename)
-    scheme, separator, _ = path.partition('://')
-    if separator:
-        raise CheckpointError(
-            f'{path}: nothing here can read {scheme}://; give a file, or an address that begins with '
-            'https:// or timm://.'
-        )
-    if os.path.isdir(path):
-        raise CheckpointError(f'{path} is a folder; name the checkpoint in it.')
     if not os.path.isfile(path):
-        raise CheckpointError(f'There is no checkpoint {path or repr(path)}; check its name.')
+        raise CheckpointError(
+            f'There is no checkpoint {path}; check its name, which is a file or begins with https:// or timm://'
+        )
     if not path.endswith(SAFETENSORS):
         return read_torch_file(path, map_location)
-    # timm needs it, so it is there.
+    # A requirement of timm.
     from safetensors.torch import load_file
 
     with checkpoint_errors(path):
@@ -81,12 +74,6 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
 
     All processes of a run call it.
     """
-    if filename.partition('?')[0].endswith(SAFETENSORS):
-        # torch names its copy after the last part of the address, and on model hubs that is the same for all models.
-        raise CheckpointError(
-            f'{filename}: safetensors are read from files; download it and name the file, or use '
-            'timm://NAME for weights that timm knows.'
-        )
 
     def load() -> Any:
         try:
@@ -101,13 +88,13 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
                 '--cfg-options model.backbone.init_cfg=None'
             ) from error
 
-    # The other processes find the main one's copy in the cache, or learn of its error.
+    # The other processes read the copy that the main one downloaded, or raise its error.
     checkpoint = run_on_main(load)
     return checkpoint if is_main_process() else load()
 
 
 def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.Tensor]:
-    """The state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`.
+    """Returns the state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`.
 
     timm downloads it once, into its own cache.
     """
@@ -119,64 +106,46 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
             f'{filename}: timm has no pretrained weights of this name; python -c "import timm; '
             "print(timm.list_models(['swin_*', 'pvt_v2_b?'], pretrained=True))\" lists those that load here"
         )
-    # With the first variable torch refuses to run what a file holds, whatever the installed timm asks for. With both
-    # set it refuses every file.
-    force, forbid = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'
-    before = {name: os.environ.pop(name) for name in (force, forbid) if name in os.environ}
-    os.environ[force] = '1'
     try:
         return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # whatever timm, the hub's client and its network raise
-        reason = str(error).strip().partition('\n')[0] or type(error).__name__
+        reason = str(error).partition('\n')[0] or type(error).__name__
         raise CheckpointError(
-            f'{filename}: timm cannot get the weights ({reason}). Where there is a network, run python -c "import '
-            f"timm, torch; torch.save(timm.create_model('{name}', pretrained=True).state_dict(), '{name}.pth')\" "
-            f'and name that file; or train from scratch with init_cfg=None'
+            f'{filename}: timm cannot get the weights ({reason}). Where there is a network, write the state_dict of '
+            f"timm.create_model('{name}', pretrained=True) with torch.save and name that file; or train from scratch "
+            'with init_cfg=None'
         ) from error
-    finally:
-        del os.environ[force]
-        os.environ.update(before)
 
 
 def read_torch_file(file: Any, map_location: Any = None) -> Any:
-    """``torch.load`` for what mmengine and its kin write; raises as :func:`read_checkpoint`."""
+    """Reads a file as ``torch.load`` does, with the allow-list of this module; raises as :func:`read_checkpoint`."""
     with torch.serialization.safe_globals(CHECKPOINT_GLOBALS), checkpoint_errors(file):
         return torch.load(file, map_location=map_location, weights_only=True)  # noqa: TID251
 
 
 @contextmanager
 def checkpoint_errors(file: Any) -> Iterator[None]:
-    """Turns the many errors of reading a broken or unsafe checkpoint into one that says what to do."""
+    """Turns the errors of reading a broken or unsafe checkpoint into one that says what to do."""
     try:
         yield
     except (MemoryError, torch.cuda.OutOfMemoryError, URLError, PermissionError):
         raise
     except Exception as error:
-        reason = str(error).partition('\n')[0].partition('. ')[0] or type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):
-            # torch words it differently for a name it does not know and for a call it does not allow.
-            found = re.search(
-                r'GLOBAL (\S+)|unrecognized function (<.+?>)|instantiate (?:class|object) (\S+)', str(error)
-            )
-            if found is not None:
-                raise CheckpointError(
-                    f'{file}: holds {next(filter(None, found.groups()))}, which is neither weights nor what mmengine '
-                    'saves, and could run code. Not loaded. If you trust where it comes from, save its weights alone: '
-                    "import torch; x = torch.load('FILE', weights_only=False); "
-                    "x = x.get('state_dict', x.get('model', x)) if isinstance(x, dict) else x; "
-                    "x = getattr(x, 'state_dict', lambda: x)(); "
-                    "torch.save({key: value for key, value in x.items() if torch.is_tensor(value)}, 'NEW_FILE')"
-                ) from error
-            # torch's own message recommends weights_only=False.
-            reason = "its content is not in torch's format"
+        _, _, unsafe = str(error).partition(' GLOBAL ')
+        if isinstance(error, pickle.UnpicklingError) and unsafe:
+            raise CheckpointError(
+                f'{file}: holds {unsafe.split()[0]}, which is neither weights nor what mmengine saves, and could run '
+                'code. Not loaded. If you trust where it comes from, read it with torch.load(FILE, weights_only=False) '
+                'and save its state_dict alone.'
+            ) from error
         raise CheckpointError(
-            f'{file}: cannot be read as a checkpoint ({reason}). It may have been cut off while it was written or '
-            'downloaded, or be no checkpoint: get it again, or take an earlier one.'
+            f'{file}: cannot be read as a checkpoint. It may have been cut off while it was written or downloaded, or '
+            'be no checkpoint: get it again, or take an earlier one.'
         ) from error
 
 
 def known_method(owner: type, name: str) -> Callable:
-    """``getattr`` as far as pickled methods of the message hub and of the schedulers need it."""
+    """Returns what ``getattr`` does for the classes in ``METHOD_OWNERS``, whose pickled methods checkpoints hold."""
     if owner not in METHOD_OWNERS or name.startswith('__'):
         raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
     return getattr(owner, name)
@@ -188,7 +157,7 @@ NUMPY_CORE = np._core.multiarray if hasattr(np, '_core') else np.core.multiarray
 DTYPE_CODES = '?' + np.typecodes['AllInteger'] + np.typecodes['Float'] + 'SU'
 CHECKPOINT_GLOBALS = (
     *METHOD_OWNERS,
-    # mmengine's own list has the real one, by which a file reaches any attribute of any class above.
+    # In place of getattr itself, which mmengine allows: it reaches any attribute of any class on the list.
     (known_method, 'builtins.getattr'),
     # Metrics and learning rates are numpy scalars, histories are arrays. numpy 2 renamed the module.
     *(

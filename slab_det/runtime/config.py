@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 
 
 def type_name(kind: str | Callable) -> str:
-    """The bare name of a config's ``type``: 'mmdet.MaskRCNN', 'MaskRCNN' and the class itself all give 'MaskRCNN'."""
+    """Returns the bare name of a config's ``type``: 'MaskRCNN' for 'mmdet.MaskRCNN', 'MaskRCNN' and the class."""
     return kind.rpartition('.')[2] if isinstance(kind, str) else kind.__name__
 
 
 def to_values(cfg: Config) -> dict:
-    """A copy of a config in plain dictionaries, with bare names where mmcv and mmdet look operators up by their names.
+    """Copies a config to plain dictionaries, with bare names where mmcv and mmdet look operators up by name.
 
-    Python-style configs have the operators themselves there, which become ``'mmcv.ops.nms'``.
+    Python-style configs hold the operators themselves there, which mmengine would write as ``'mmcv.ops.nms'``.
     """
 
     def rename(value: object, key: str = '') -> object:
@@ -30,8 +30,18 @@ def to_values(cfg: Config) -> dict:
     return rename(copy.deepcopy(cfg).to_dict())
 
 
+def walk_datasets(dataset: ConfigDict) -> Iterator[ConfigDict]:
+    """Yields the config of a dataset and those inside it, through RepeatDataset, ConcatDataset and every other wrapper.
+
+    A wrapper comes before what it holds. Wrappers of mmengine and mmdet hold ``dataset`` or ``datasets``.
+    """
+    yield dataset
+    for inner in dataset.get('datasets') or ([dataset['dataset']] if 'dataset' in dataset else []):
+        yield from walk_datasets(inner)
+
+
 def detector_config(model: dict) -> dict:
-    """The config of the plain detector inside that of a DistilledDetector or FusedDetector; else ``model`` itself."""
+    """Returns the config of the detector inside a DistilledDetector or FusedDetector, or else ``model`` itself."""
     inside = {'DistilledDetector': 'student', 'FusedDetector': 'model'}
     while type_name(model['type']) in inside:
         model = model[inside[type_name(model['type'])]]

@@ -21,7 +21,7 @@ from slab_det.runtime.errors import SlabDetError
 def install_cpu_training() -> None:
     """Lets ``--launcher pytorch`` and ``--amp`` use the CPU where there is no accelerator.
 
-    Mends ``_init_dist_pytorch``, which sets a CUDA device, ``Runner.wrap_model``, which passes ``device_ids``, and
+    Patches ``_init_dist_pytorch``, which sets a CUDA device, ``Runner.wrap_model``, which passes ``device_ids``, and
     ``AmpOptimWrapper.__init__``, which asserts an accelerator:
     https://github.com/open-mmlab/mmengine/blob/main/mmengine/dist/utils.py
     https://github.com/open-mmlab/mmengine/blob/main/mmengine/runner/runner.py

@@ -1,4 +1,4 @@
-"""Processes of a distributed run: errors, values and sums that all of them share."""
+"""Errors and values that all processes of a distributed run share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar('T')
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside wrappers, distributed ones and that of test-time augmentation, or the model itself."""
+    """Returns the model inside wrappers (distributed, test-time augmentation), or the model itself."""
     while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
         model = model.module
     return model
@@ -24,9 +24,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Makes an error of one process an error of all, which would wait for that process until a timeout ends them.
+    """Makes an error in one process an error in all: the others would wait for that process until a timeout.
 
-    All processes enter it, and nothing in it communicates.
+    All processes enter the block, and nothing in it communicates.
 
     Raises:
         RankError: If another process raised and this one did not.
@@ -47,13 +47,13 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def run_on_main(function: Callable[..., T], *args: object) -> T | None:
-    """Calls ``function`` in the main process alone, which must not communicate; the others get None, or its error."""
+    """Calls ``function``, which must not communicate, in the main process; the others get None, or its error."""
     with raise_on_all_ranks():
         return function(*args) if is_main_process() else None
 
 
 def broadcast_from_main(value: T) -> T:
-    """The ``value`` that the main process gives, in every process; no common file system is needed."""
+    """Returns the ``value`` of the main process in every process; no common file system is needed."""
     values = [value]
     broadcast_object_list(values)
     return values[0]

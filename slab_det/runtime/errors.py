@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,7 +15,7 @@ class ConfigError(SlabDetError):
 
 
 class DataError(SlabDetError):
-    """An annotation file, an image folder or an image that is missing or does not fit config or model."""
+    """An annotation file, an image folder or an image that is missing, or does not fit config or model."""
 
 
 class LatencyError(SlabDetError):
@@ -53,13 +52,13 @@ class ExportError(SlabDetError):
 
 @contextmanager
 def config_errors(config: str) -> Iterator[None]:
-    """Turns whatever reading or building a config raises into one error that names the config.
+    """Turns what reading or building a config raises into an error that names the config.
 
     Args:
         config: Its file name.
 
     Raises:
-        ConfigError: For any exception but those that say all already: ours, and those of the file system.
+        ConfigError: For every exception except SlabDetError and OSError, which pass as they are.
     """
     try:
         yield
@@ -81,36 +80,11 @@ def name_some(names: Iterable[str]) -> str:
     return ', '.join(names[:5]) + more
 
 
-def describe_error(error: SlabDetError | OSError, resumes: bool = False) -> str:
-    """An expected error as the user reads it; one of the file system as one line, with what to do about it.
-
-    Args:
-        error: What a command raised.
-        resumes: The command is a training, which goes on from its last checkpoint.
-    """
+def describe_error(error: SlabDetError | OSError) -> str:
+    """Returns the text of an expected error, as the user reads it."""
     if 'Original Traceback' in str(error):
         # A data loader's worker sends its whole traceback as the text, which ends with "type: message".
         return str(error).strip().splitlines()[-1].partition(': ')[2]
     if isinstance(error, SlabDetError) or error.errno is None:
         return str(error)
-    files = ' -> '.join(str(name) for name in (error.filename, error.filename2) if name is not None)
-    remedy = OS_REMEDIES.get(error.errno)
-    if error.errno in NO_SPACE:
-        remedy = NO_SPACE[error.errno] + (
-            ', then go on with --resume: the checkpoints that are there are whole'
-            if resumes
-            else ', then run the command again: a file that was there before is whole'
-        )
-    return ''.join([f'{files}: ' if files else '', error.strerror or str(error), f'; {remedy}' if remedy else ''])
-
-
-_OTHER_FOLDER = 'choose a folder that you can write to, with --work-dir or --out'
-OS_REMEDIES = {
-    errno.ENOENT: 'check the name',
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR), _OTHER_FOLDER),
-    errno.EISDIR: 'it is a folder, give a file',
-}
-NO_SPACE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), 'free some space'),
-    errno.EFBIG: 'allow larger files (ulimit -f)',
-}
+    return ': '.join(str(part) for part in (error.filename, error.strerror) if part)

@@ -1,13 +1,12 @@
 """NMS and RoIAlign for an mmcv without compiled operators, on torchvision's.
 
 ``mmcv.ops`` imports all its operators from the extension ``mmcv._ext`` at once, and mmdet imports ``mmcv.ops``. Where
-the extension was not compiled, a module of that name stands in: it computes what mmdet's two-stage detectors need and
-raises for everything else, but only when it is called.
+the extension was not compiled, a module of that name takes its place: it has the operators that mmdet's two-stage
+detectors need, and every other operator raises when it is called.
 """
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,43 +14,19 @@ from typing import Any, NoReturn
 
 import mmcv
 import torch
+import torchvision
 from torch import Tensor
 
 from slab_det.runtime.errors import SlabDetError
-
-try:
-    import torchvision
-except RuntimeError as error:
-    # "operator torchvision::nms does not exist": torch came from one index, say the one for CPUs, torchvision from
-    # another.
-    raise ImportError(
-        f'torchvision was not built for the installed torch {torch.__version__} ({error}). Install both from one '
-        'place:\n  pip install --force-reinstall torch torchvision'
-    ) from error
 
 EXTENSION = 'mmcv._ext'
 COMPILE = 'pip install --force-reinstall --no-deps --no-build-isolation --no-binary onedl-mmcv onedl-mmcv'
 
 
 def install_ops() -> None:
-    """Puts the stand-in in the place of ``mmcv._ext`` if mmcv has no compiled operators; otherwise does nothing.
-
-    Raises:
-        ImportError: If there is a compiled extension and it does not load; with the commands that repair it.
-    """
-    if EXTENSION not in sys.modules:
-        if find_spec(EXTENSION) is None:
-            sys.modules[EXTENSION] = mmcv._ext = TorchvisionOps()
-        else:
-            try:
-                import_module(EXTENSION)
-            except ImportError as error:
-                raise ImportError(
-                    f'mmcv has compiled operators, but they do not load with torch {torch.__version__}: {error}\n'
-                    f'Compile them again:\n  {COMPILE}\n'
-                    'or remove them (slab_det then takes NMS and RoIAlign from torchvision):\n'
-                    '  pip install --force-reinstall --no-deps onedl-mmcv'
-                ) from error
+    """Puts the stand-in in the place of ``mmcv._ext`` if mmcv has no compiled operators; otherwise does nothing."""
+    if EXTENSION not in sys.modules and find_spec(EXTENSION) is None:
+        sys.modules[EXTENSION] = mmcv._ext = TorchvisionOps()
 
 
 class TorchvisionOps(ModuleType):
@@ -59,18 +34,18 @@ class TorchvisionOps(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(EXTENSION, self.__doc__)
-        # importlib and pkgutil raise ValueError for a module in sys.modules that has no spec. Without a loader,
-        # mmcv.utils.check_ops_exist() rightly says that nothing is compiled.
+        # importlib and pkgutil raise ValueError for a module in sys.modules that has no spec. Without a loader in it,
+        # mmcv.utils.check_ops_exist() finds that nothing is compiled.
         self.__spec__ = ModuleSpec(EXTENSION, loader=None, origin=__file__)
         self.nms = nms
         self.roi_align_forward = roi_align_forward
         self.roi_align_backward = roi_align_backward
-        # mmcv's collect_env asks these two; they are no operators.
+        # Not operators: mmcv's collect_env calls these two.
         self.get_compiler_version = lambda: f'not compiled, operators of torchvision {torchvision.__version__}'
         self.get_compiling_cuda_version = lambda: 'not compiled'
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
-        # Only operators exist under any name: __path__ would make it a package, __file__ a file to read.
+        # Python must not find its own names here: __path__ would make the module a package.
         if name.startswith('__'):
             raise AttributeError(name)
 
@@ -81,7 +56,7 @@ class TorchvisionOps(ModuleType):
 
 
 def raise_unavailable(op: str) -> NoReturn:
-    """Raises SlabDetError: an operator of mmcv exists nowhere here."""
+    """Raises SlabDetError for an operator that neither mmcv nor torchvision has here."""
     raise SlabDetError(
         f'mmcv.ops: this model calls the operator "{op}". The installed mmcv has no compiled operators, and slab_det '
         'supplies only nms and roi_align (average pooling), from torchvision. Choose a model without this operator, '
@@ -90,18 +65,18 @@ def raise_unavailable(op: str) -> NoReturn:
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Indices of the boxes that greedy NMS keeps, by descending score.
+    """Returns the indices of the boxes that greedy NMS keeps, by descending score.
 
     Args:
         boxes: Corners x1, y1, x2, y2.
         scores: One per box.
-        iou_threshold: A box goes if it overlaps a better one by more.
+        iou_threshold: A box is removed if its IoU with a better one is larger.
         offset: What mmcv adds to widths and heights: 1 where x2 and y2 are the last pixel inside, as in MMDetection 1.
 
     Shape:
         (N, 4), (N,) -> (M,)
     """
-    # torchvision wants one dtype and mmcv does not: under AMP the boxes are float32 and the scores half.
+    # torchvision wants one dtype: under AMP the boxes are float32 and the scores half.
     dtype = torch.promote_types(torch.promote_types(boxes.dtype, scores.dtype), torch.float32)
     boxes = boxes.to(dtype)
     if offset:
@@ -135,8 +110,8 @@ def roi_align_backward(
     """Writes the gradient of :func:`roi_align_forward`'s ``input`` into ``grad_input``; other arguments as there."""
     scale, height, width, ratio, aligned = roi_align_options(**options)
     dtype = torch.promote_types(grad_output.dtype, torch.float32)
-    # The operator that torchvision's own autograd calls. Differentiating torchvision.ops.roi_align instead would
-    # repeat the forward.
+    # The operator that torchvision's autograd calls. Differentiating torchvision.ops.roi_align would run the forward
+    # again.
     backward = torch.ops.torchvision._roi_align_backward
     grad_input.copy_(
         backward(grad_output.to(dtype), rois.to(dtype), scale, height, width, *grad_input.shape, ratio, aligned)
@@ -152,7 +127,7 @@ def roi_align_options(
     pool_mode: int,
     aligned: bool,
 ) -> tuple[float, int, int, int, bool]:
-    """The options of mmcv's RoIAlign in torchvision's order, which has no maximum pooling."""
+    """Returns the options of mmcv's RoIAlign in torchvision's order; torchvision has no maximum pooling."""
     if pool_mode != 1:
         raise_unavailable("roi_align with pool_mode='max'")
     return spatial_scale, aligned_height, aligned_width, sampling_ratio, aligned

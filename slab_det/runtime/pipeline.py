@@ -1,8 +1,7 @@
-"""The test pipeline of a config, for an image in any form."""
+"""Runs the test pipeline of a config on an image in any form: a file, bytes, an array, an image of Pillow."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -18,18 +17,15 @@ from mmcv.transforms import LoadImageFromFile, Resize
 from mmengine import fileio
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from slab_det.runtime.config import type_name
+from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.errors import DataError
 
 Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
-# How files of floats begin: Radiance HDR, two kinds of PFM, OpenEXR. OpenCV would cut their values to eight bits.
-FLOAT_FILES = (b'#?', b'PF', b'Pf', b'v/')
 
 
 def inference_steps(cfg: Config) -> list[dict]:
-    """Configs of the transforms of ``test_dataloader``, or ``val_dataloader``, or a training on a folder of pictures.
+    """Returns the transforms of ``test_dataloader``, or ``val_dataloader``, or of a training on a folder of pictures.
 
     Raises:
         DataError: If the config has none of them.
@@ -40,14 +36,11 @@ def inference_steps(cfg: Config) -> list[dict]:
     loader = cfg.get('test_dataloader') or cfg.get('val_dataloader') or pictures
     if not loader:
         raise DataError('images as inference sees them need the pipeline of test_dataloader or val_dataloader')
-    source = loader.dataset
-    while 'pipeline' not in source:
-        source = source['dataset'] if 'dataset' in source else source['datasets'][0]
-    return source['pipeline']
+    return next(dataset.pipeline for dataset in walk_datasets(loader.dataset) if 'pipeline' in dataset)
 
 
 class ImagePipeline:
-    """Makes of an image what a test dataset yields: 'inputs' (3, H, W) and 'data_samples'.
+    """Turns an image into what a test dataset yields: 'inputs' (3, H, W) and 'data_samples'.
 
     Files and their bytes are decoded as the pipeline decodes files, to eight bits of BGR: OpenCV expands gray and
     palettes, leaves out alpha, converts CMYK, keeps the high byte of 16 bits, and turns JPEG, PNG and TIFF upright as
@@ -57,8 +50,8 @@ class ImagePipeline:
     Args:
         steps: Configs of the transforms, LoadImageFromFile first, in mmengine's default scope. Annotations are not
             loaded.
-        fetch_timeout: Seconds for the download of an address, a name that begins with http:// or https://; 0 refuses
-            addresses.
+        fetch_timeout: Seconds to wait for the server of an address, a name that begins with http:// or https://; 0
+            refuses addresses.
 
     Raises:
         DataError: If the first transform is another one; when an image cannot be read or decoded, has more than
@@ -80,11 +73,11 @@ class ImagePipeline:
         Args:
             image: A file or an address, the bytes of a file, an image of Pillow, or an array (H, W), (H, W, 1),
                 (H, W, 3) in BGR or (H, W, 4) in BGRA, 0 to 255.
-            **values: What the transforms get besides, such as ``img_id``.
+            **values: Further entries for the transforms, such as ``img_id``.
         """
         name, path = 'the image', ''
         if isinstance(image, (str, Path)):
-            # Something else than a name may be long, or hold what no line of text holds.
+            # A string that is not a name may be long, or hold bytes that cannot be printed.
             name, path = repr(str(image)[:200])[1:-1], str(image)
             image = self._read(path, name)
         if isinstance(image, bytes):
@@ -96,7 +89,7 @@ class ImagePipeline:
         else:
             raise DataError(f'an image is a path, bytes, an array or an image of Pillow, not a {type(image).__name__}')
         shape = pixels.shape[:2]
-        # Heads ask for the scale also where nothing is resized.
+        # Heads need the scale factor even if no transform resizes the image.
         data = dict(values, img=pixels, img_path=path, img_shape=shape, ori_shape=shape, scale_factor=(1.0, 1.0))
         for transform in self.transforms:
             try:
@@ -116,35 +109,41 @@ class ImagePipeline:
         if is_address and not self.fetch_timeout:
             raise DataError(f'{name} is an address, and fetch_timeout=0 refuses addresses: give the bytes of the file')
         try:
-            return _fetch(path, self.fetch_timeout) if is_address else fileio.get(path, self.loader.backend_args)
+            if not is_address:
+                return fileio.get(path, self.loader.backend_args)
+            with urlopen(path, timeout=self.fetch_timeout) as response:
+                return response.read()
         except Exception as error:
             reason = getattr(error, 'strerror', None) or error
             raise DataError(f'{name} cannot be read ({type(error).__name__}: {reason}): give a file') from error
 
     def _decode(self, content: bytes, name: str) -> np.ndarray:
-        if content[:2] in FLOAT_FILES:
-            raise DataError(f'{name} holds floats: give an array of 0 to 255, or a file of 8 or 16 bits')
-        num_pixels, pixels = _count_pixels(content), None
+        try:
+            # The header alone: an image that is too large is never decoded, nor one of unknown size.
+            with PIL.Image.open(BytesIO(content)) as image:
+                num_pixels, kind = image.width * image.height, (image.format, image.mode)
+        except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+            num_pixels, kind = float('inf'), None
+        except Exception:
+            num_pixels, kind = 0, None
         _check_count(num_pixels, name)
-        # What has no known size is not decoded.
+        # OpenCV would cut floats to eight bits, and make noise of a TIFF of 32 bits.
+        if kind in (('TIFF', 'I'), ('TIFF', 'F'), ('PPM', 'F')):
+            raise DataError(f'{name} has 32 bits per value: give an array of 0 to 255, or a file of 8 or 16 bits')
+        pixels = None
         with suppress(Exception):
             if num_pixels:
                 pixels = mmcv.imfrombytes(content, self.loader.color_type, backend=self.loader.imdecode_backend)
         if pixels is None:
-            raise DataError(f'{name} does not pass the test pipeline: it is no image, or a damaged one')
-        if content[:2] in (b'II', b'MM'):
-            # OpenCV makes noise of a TIFF in other numbers.
-            kind = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED).dtype
-            if kind not in (np.uint8, np.uint16):
-                raise DataError(f'{name} is a TIFF of {kind}: give an array of 0 to 255, or a file of 8 or 16 bits')
+            raise DataError(f'{name} is no image of 8 or 16 bits that can be decoded, or a damaged one')
         return pixels.astype(np.float32) if self.loader.to_float32 else pixels
 
 
 def check_range(image: np.ndarray) -> None:
-    """Raises DataError unless the values of an array of any shape are 0 to 255, rounded, or eight bits.
+    """Raises DataError unless the values of an array, of any shape, round to 0 to 255.
 
-    A detector would find anything in other values. An array that ends below 4 is no picture of 0 to 255, unless it is
-    black.
+    A detector finds anything in other values. An array whose largest value is below 4 is taken for one of 0 to 1,
+    unless it is black.
     """
     if image.dtype == np.uint8:
         return
@@ -160,7 +159,7 @@ def check_range(image: np.ndarray) -> None:
 
 
 def _as_bgr(image: np.ndarray) -> np.ndarray:
-    """An array in three channels; uint8 or float32, which OpenCV resizes."""
+    """Returns an array with three channels, uint8 or float32, which are the types that OpenCV resizes."""
     if image.ndim == 2:
         image = image[..., None]
     if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or 0 in image.shape:
@@ -175,31 +174,13 @@ def _as_bgr(image: np.ndarray) -> np.ndarray:
 
 
 def _load(image: PIL.Image.Image) -> np.ndarray:
-    """An image of Pillow as an array: (H, W, 3) in BGR, or (H, W) where a pixel has more than eight bits."""
+    """Returns an image of Pillow as an array: (H, W, 3) in BGR, or (H, W) if a pixel has more than eight bits."""
     _check_count(image.width * image.height, 'the image')
     try:
-        # Pillow would cut what has more than eight bits to 255.
+        # Pillow's convert() would cut more than eight bits to 255.
         return np.asarray(image) if image.mode[0] in 'IF' else np.asarray(image.convert('RGB'))[..., ::-1]
     except Exception as error:
         raise DataError(f'the image of Pillow cannot be decoded ({error}): it may be damaged') from error
-
-
-def _count_pixels(content: bytes) -> float:
-    """Pixels of a file, from its header; 0 where Pillow does not know it."""
-    try:
-        if content[:2] in (b'II', b'MM'):
-            # Pillow opens fewer kinds of TIFF than OpenCV, and reads the tags of all. BigTIFF has a longer header.
-            file = BytesIO(content)
-            tags = ImageFileDirectory_v2(file.read(16 if 43 in content[2:4] else 8))
-            file.seek(tags.next)
-            tags.load(file)
-            return tags[256] * tags[257]
-        with PIL.Image.open(BytesIO(content)) as image:
-            return image.width * image.height
-    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
-        return float('inf')
-    except Exception:
-        return 0
 
 
 def _check_count(num_pixels: float, name: str) -> None:
@@ -208,17 +189,3 @@ def _check_count(num_pixels: float, name: str) -> None:
         raise DataError(
             f'{name} has more than {limit:,} pixels: give a smaller one, or raise the limit, PIL.Image.MAX_IMAGE_PIXELS'
         )
-
-
-def _fetch(address: str, seconds: float) -> bytes:
-    """Downloads a file; raises OSError if that takes longer, or the file is cut off."""
-    end = time.monotonic() + seconds
-    content = bytearray()
-    with urlopen(address, timeout=seconds) as response:
-        while part := response.read1(2**16):
-            content += part
-            if time.monotonic() > end:
-                raise TimeoutError(f'not there after {seconds:g} seconds')
-        if len(content) < int(response.headers.get('Content-Length', 0)):
-            raise ConnectionError('the connection ended early')
-    return bytes(content)

@@ -1,4 +1,4 @@
-"""How far long work is."""
+"""A progress bar for terminals and log files."""
 
 import sys
 from typing import Any
@@ -7,13 +7,13 @@ from tqdm import tqdm
 
 
 class Progress(tqdm):
-    """tqdm; where stderr is no terminal, a line at each tenth stands for the bar, which is drawn over itself.
+    """tqdm that prints a line at each tenth instead of a bar if stderr is not a terminal.
 
     Args:
         args, kwargs: As tqdm takes them.
     """
 
-    # No thread beside data loaders, whose workers are forked.
+    # No monitor thread: data loaders fork their workers.
     monitor_interval = 0
     _tenths = -1
 
@@ -21,7 +21,7 @@ class Progress(tqdm):
         super().__init__(*args, leave=sys.stderr.isatty(), dynamic_ncols=True, **kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
-        """What tqdm calls to draw the bar, and to remove the bar that shall not stay."""
+        """Draws the bar, or prints a line; tqdm calls it."""
         if self.leave:
             return super().display(msg, pos)
         tenths = 10 * self.n // self.total if self.total else 0

@@ -1,4 +1,4 @@
-"""The state of the random generators: taken, set, and fixed for a while."""
+"""Saves, restores and seeds the random generators of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict:
-    """The state of Python's, numpy's and torch's generators, as what may stand in a checkpoint."""
+    """Returns the state of Python's, numpy's and torch's generators, in types that a checkpoint may hold."""
     state = dict(python=random.getstate(), numpy=np.random.get_state(legacy=False), torch=torch.get_rng_state())
     if torch.cuda.is_available():
         state['cuda'] = torch.cuda.get_rng_state()
@@ -30,9 +30,9 @@ def set_random_state(state: Mapping) -> None:
 
 @contextmanager
 def fixed_random_state(seed: int) -> Iterator[None]:
-    """Within, what these generators draw on the CPU depends on ``seed`` alone; after it they go on undisturbed."""
+    """Seeds the generators on the CPU inside the block; after it they go on as if the block had not been."""
     python, legacy = random.getstate(), np.random.get_state()
-    # Not the CUDA generators: a worker of a data loader must not touch them.
+    # Not the CUDA generators, which a worker of a data loader must not touch.
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed)

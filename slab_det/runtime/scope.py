@@ -1,4 +1,4 @@
-"""slab_det as a package of mmengine, whose configs are named ``slab_det::folder/file.py``."""
+"""Makes slab_det a package of mmengine, whose configs are named ``slab_det::folder/file.py``."""
 
 import sys
 from importlib import import_module
@@ -22,15 +22,15 @@ def register_all_modules(init_default_scope: bool = False) -> None:
 
 
 def register_scope() -> None:
-    """Enters slab_det into mmengine's table of packages, and gives each of mmdet's registries a child of its scope.
+    """Adds slab_det to mmengine's table of packages, and to each of mmdet's registries a child with the scope slab_det.
 
-    A config that inherits from ``slab_det::...`` has the scope of slab_det. Its names are those of mmdet, where our
-    classes are registered too.
+    A config that inherits from ``slab_det::...`` has the scope slab_det. Its names are found in mmdet's registries,
+    where our classes are registered too.
     """
     MODULE2PACKAGE['slab_det'] = 'slab_det'
     for registry in REGISTRIES:
         Registry(registry.name, scope='slab_det', parent=registry)
-    # Under these names mmengine imports the registries of a scope, and register_all_modules.
+    # mmengine imports the registries of a scope, and register_all_modules, under these names.
     sys.modules['slab_det.registry'] = sys.modules['slab_det.utils'] = sys.modules[__name__]
 
 
@@ -43,6 +43,6 @@ def register_on_demand(registry: Registry, *modules: str) -> None:
 
 
 def enter_scope(cfg: Config) -> None:
-    """Has mmengine look names up in the ``default_scope`` of a config, as its runner does; without one, in mmdet's."""
-    # Python-style configs say None.
+    """Makes the ``default_scope`` of a config, or else mmdet, the scope in which mmengine looks names up."""
+    # In Python-style configs default_scope may be None.
     init_default_scope(cfg.get('default_scope') or 'mmdet')

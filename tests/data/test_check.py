@@ -109,13 +109,13 @@ def test_missing_data_offers_its_argument_another_root_coco_and_the_quick_start(
 @pytest.mark.parametrize(
     ('classes', 'message'),
     [
-        (('nucleus',), r'0 of its 2 categories \(cat, dog\).* 1 classes \(nucleus\).*metainfo=dict\(classes='),
+        (('nucleus',), r'1 classes \(nucleus\).* 2 categories \(cat, dog\).*metainfo=dict\(classes='),
         # mmdet would call the dogs cats, and train a class without images.
-        (('dog', 'cat'), r'2 of its 2 categories \(cat, dog\).* 2 classes \(dog, cat\).*in its order'),
+        (('dog', 'cat'), r'2 classes \(dog, cat\).* 2 categories \(cat, dog\).*not in the same order'),
         # Pasted as it is, the text is right.
-        (('cat', 'cow', 'dog'), r"2 of its 2 .* 3 classes .*metainfo=dict\(classes=\('cat', 'dog'\)\).*num_classes=2"),
-        ('cat', r'0 of its 2 categories .* 3 classes \(c, a, t\)'),
-        (None, r'2 of its 2 categories .* 80 classes \(person, bicycle, car, motorcycle, airplane and 75 more\)'),
+        (('cat', 'cow', 'dog'), r"3 classes .*metainfo=dict\(classes=\('cat', 'dog'\)\).*num_classes=2"),
+        ('cat', r'3 classes \(c, a, t\).* 2 categories'),
+        (None, r'80 classes \(person, bicycle, car, motorcycle, airplane and 75 more\).* 2 categories'),
     ],
 )
 def test_class_names_that_do_not_match_are_an_error(root: Path, classes, message: str) -> None:
@@ -154,30 +154,12 @@ def test_corners_in_the_place_of_sizes_are_an_error(root: Path) -> None:
     write_annotations(root, 'train', annotations=[{**BOX, 'id': i, 'bbox': box} for i, box in enumerate(boxes)])
     with pytest.raises(
         DataError,
-        match=r'2 of its 4 .*annotation 1, \[5, 1, 8, 3\] in 8 x 8 pixels.*\[x, y, width, height\]; of corners',
+        match=r'2 of its 4 boxes .*\[5, 1, 8, 3\] in 8 x 8 pixels: .*\[x, y, width, height\], not corners',
     ):
         check_data(config(root))
     boxes = [[5, 5, 3.4, 3.4], *boxes[:2], boxes[3]]
     write_annotations(root, 'train', annotations=[{**BOX, 'id': i, 'bbox': box} for i, box in enumerate(boxes)])
     check_data(config(root))
-
-
-@pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-        ({'images': []}, 'holds 0 images and 1 annotations'),
-        ({'annotations': []}, 'holds 1 images and 0 annotations'),
-    ],
-)
-def test_annotation_file_with_nothing_to_learn_is_an_error(root: Path, changes: dict, message: str) -> None:
-    write_annotations(root, 'val', **changes)
-    cfg = config(root)
-    with pytest.raises(DataError, match=f'val annotation file .*{message}'):
-        check_data(cfg)
-    cfg.test_dataloader = cfg.val_dataloader
-    if changes.get('images') is None:
-        # Test sets are published without annotations.
-        check_data(cfg, splits=('test',))
 
 
 def test_relative_name_is_told_with_the_folder_that_it_starts_from(tmp_path: Path, monkeypatch) -> None:
@@ -189,7 +171,7 @@ def test_relative_name_is_told_with_the_folder_that_it_starts_from(tmp_path: Pat
 def test_any_image_that_is_not_there_is_named(root: Path) -> None:
     image = {'id': 1, 'file_name': 'a.png', 'width': 8, 'height': 8}
     write_annotations(root, 'val', images=[image, {**image, 'id': 2, 'file_name': 'gone.png'}])
-    with pytest.raises(DataError, match=r'names 2 images, 1 of which are not there, .*val/gone\.png for one'):
+    with pytest.raises(DataError, match=r'image .*val/gone\.png not found: correct data_prefix'):
         check_data(config(root))
 
 
@@ -198,15 +180,11 @@ def test_annotations_that_mmdet_reads_otherwise_are_left_alone(root: Path) -> No
     check_data(config(root, leaf(root, 'train', type='CocoPanopticDataset')))
 
 
-def test_file_of_the_evaluator_is_checked_as_that_of_its_dataset(root: Path) -> None:
+def test_missing_file_of_the_evaluator_is_named(root: Path) -> None:
     cfg = config(root)
     # As without the slash in data_root + 'annotations/val.json'.
     cfg.val_evaluator.ann_file = f'{root}annotations/val.json'
     with pytest.raises(DataError, match=r'val_evaluator .*blobsannotations/val\.json not found: correct ann_file'):
-        check_data(cfg)
-    write_annotations(root, 'other', names=('person',))
-    cfg.val_evaluator.ann_file = f'{root}/annotations/other.json'
-    with pytest.raises(DataError, match=r'val_evaluator .*other\.json: 0 of its 1 categories'):
         check_data(cfg)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import CONFIGS, Outcome, differing
 
-from slab_det.cli import PREAMBLE
 from slab_det.measure.report import read_report
 
 ROOT = CONFIGS.parent
@@ -48,17 +47,14 @@ def dump_without_folder(cfg, path: Path) -> None:
 def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     dump_without_folder(small_run_cfg('unused'), tmp_path / 'small.py')
     screen = run_in_process('train.py small.py --work-dir run')
-    assert len(screen.partition('Iter(train)')[0].splitlines()) <= 40, screen
     assert 'Recalibration, pass 1: 100%' in screen and not {'\r', '\b'} & set(screen)
-    (log,) = (tmp_path / 'run').glob('*/*.log')
-    assert not [message for message in PREAMBLE if message in screen or message not in log.read_text()]
     checkpoint = Path((tmp_path / 'run' / 'last_checkpoint').read_text())
     assert (tmp_path / checkpoint).name == 'iter_6.pth'
     rounds = '--rounds 3 --warmup 1'
     for model, run_test in ((f'small.py {checkpoint}', run_in_process), ('run/fused_config.py run/fused.pth', run)):
         report = '--work-dir tested --report run/report.json --show-dir drawn --latency'
         screen = run_test(f'test.py {model} {report} {rounds}')
-        assert re.search(r'\| ms \|.*box AP', screen) and not [message for message in PREAMBLE if message in screen]
+        assert re.search(r'\| ms \|.*box AP', screen)
         assert [*Path(re.search('Predictions drawn in (.*)', screen)[1]).iterdir()]
 
     entries = {entry.variant: entry for entry in read_report(tmp_path / 'run' / 'report.json')}
@@ -95,8 +91,7 @@ def test_convert_and_finetune_a_layernorm_detector(small_run_cfg, run, tmp_path)
     cfg.model.backbone.norm_cfg = dict(type='LN')
     cfg.custom_hooks = []
     cfg.dump(tmp_path / 'layernorm.py')
-    screen = run('train.py layernorm.py --work-dir run --verbose')
-    assert not [message for message in PREAMBLE if message not in screen]
+    run('train.py layernorm.py --work-dir run')
     convert = 'convert_checkpoint.py run/iter_2.pth prepbn.pth --config layernorm.py'
     assert re.search(r'2\d norms converted, 0 kept\n', run(f'{convert} --schedule schedule.py'))
     run('train.py prepbn_config.py --work-dir tuned')

@@ -289,7 +289,7 @@ def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
 
     call('train.py', 'small.py', '--work-dir', 'run', '--data-root', 'shapes')
     for model in (('small.py', 'run/epoch_3.pth'), ('run/fused_config.py', 'run/fused.pth')):
-        options = '--work-dir tested --report run/report.json --latency --rounds 2 --warmup 1 --verbose'.split()
+        options = '--work-dir tested --report run/report.json --latency --rounds 2 --warmup 1'.split()
         out = call('test.py', *model, '--data-root', 'shapes', *options).out
         # It would swap in the statistics of before the recalibration.
         assert '| top-1 accuracy / top5 |' in out and 'EMAHook' not in out

@@ -138,12 +138,6 @@ def test_extension_on_disk_is_left_alone(without_stand_in):
     assert importlib.import_module('mmcv._ext').nms is print
 
 
-def test_extension_of_another_torch_is_named(without_stand_in):
-    (without_stand_in / '_ext.py').write_text('raise ImportError("undefined symbol: _ZN3c10")')
-    with pytest.raises(ImportError, match='undefined symbol: _ZN3c10\nCompile them again'):
-        install_ops()
-
-
 def test_stand_in_passes_for_a_module():
     assert importlib.util.find_spec('mmcv._ext').name == 'mmcv._ext'
     assert importlib.import_module('mmcv._ext') is mmcv._ext

@@ -9,9 +9,8 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
+from slab_det.cli.quickstart_results import compare, draw_objects, objects_figure
 from slab_det.measure.report import ReportEntry
-from tools import quickstart
-from tools.quickstart import call, compare, draw_objects, objects_figure
 
 
 def forms(name: str, ms: float, deployed_ms: float, mask_ap: float, norms: int) -> list[ReportEntry]:
@@ -40,21 +39,6 @@ def test_table_says_which_form_to_take_and_which_is_slower_than_layernorm() -> N
         ['SLAB-Swin', '0', '56.0', '66.0', '44.0 (1.10)', '24.0 (0.80)', 'deployed; slower than LayerNorm as built'],
     ]
     assert '100 images' in table and '160x192' in table and 'by at most 0.1' in table
-
-
-def test_a_tool_that_ctrl_c_ends_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In the place of a terminal, which would interrupt both.
-    (tmp_path / 'tool.py').write_text(
-        'import os, signal, sys, time\n'
-        'os.kill(os.getppid(), signal.SIGINT)\n'
-        'time.sleep(1)\n'
-        "open(sys.argv[1], 'w').write('said')\n"
-        'sys.exit(130)\n'
-    )
-    monkeypatch.setattr(quickstart, 'TOOLS', tmp_path)
-    with pytest.raises(BaseException) as caught:
-        call('tool.py', tmp_path / 'word')
-    assert repr(caught.value) == 'SystemExit(130)' and (tmp_path / 'word').read_text() == 'said'
 
 
 # A random detector finds boxes that leave the image.

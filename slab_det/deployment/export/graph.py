@@ -21,7 +21,7 @@ from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import inference_steps
-from slab_det.runtime.run_folder import whole_files
+from slab_det.runtime.run_folder import whole_file
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
     'backbone': BackboneGraph,
@@ -102,7 +102,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
         metadata['mask_threshold'] = detector.roi_head.test_cfg.mask_thr_binary
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
     onnx.checker.check_model(model)
-    with whole_files(path) as (name,):
+    with whole_file(path) as name:
         name.write_bytes(model.SerializeToString())
 
 

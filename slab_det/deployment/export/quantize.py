@@ -10,7 +10,7 @@ import numpy as np
 
 from slab_det.deployment.export.runtime import import_extra
 from slab_det.runtime.errors import ExportError
-from slab_det.runtime.run_folder import whole_files
+from slab_det.runtime.run_folder import whole_file
 
 # Layers that stay in float32, by a part of their node's name: the first, which reads pixels and is a hundredth of the
 # work, and the last ones, because one step of a delta moves a large anchor by pixels.
@@ -40,7 +40,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
         def get_next(self) -> dict[str, np.ndarray] | None:
             return next(self.inputs, None)
 
-    with whole_files(target) as (name,), tempfile.TemporaryDirectory() as folder:
+    with whole_file(target) as name, tempfile.TemporaryDirectory() as folder:
         prepared = Path(folder) / 'prepared.onnx'
         fold_constants(source, prepared)
         graph = onnx.load(prepared).graph

@@ -1,22 +1,18 @@
-"""Arguments that several programs of tools/ take.
-
-The module stands beside the package: importing slab_det takes torch's seconds, for which --help does not wait.
-"""
+"""Arguments that several commands take."""
 
 import argparse
 from typing import Any
 
 from mmengine.config import DictAction
 
-# The names that the package has for these; tests/tools/test_tools.py compares them.
-LAUNCHERS = ('none', 'pytorch', 'slurm', 'mpi')
+# Copies of names that the package has: importing them takes seconds. tests/tools/test_tools.py compares them.
 SCOPES = ('backbone', 'backbone+neck', 'detector', 'end-to-end')
 DTYPES = ('float32', 'float16', 'bfloat16')
 COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
 
 
 class ConfigOptions(DictAction):
-    """mmengine's ``--cfg-options``; words that are no KEY=VALUE are a usage error in place of a traceback."""
+    """mmengine's ``--cfg-options``, which reports words that are no KEY=VALUE as a usage error."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list[str], *args: Any) -> None:
         try:
@@ -26,10 +22,9 @@ class ConfigOptions(DictAction):
 
 
 def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that mmdet's train.py and test.py have in common, ``--data-root`` and ``--verbose``."""
+    """Adds ``--data-root`` and the arguments that mmdet's train.py and test.py have in common."""
     parser.add_argument('--work-dir', help='folder for logs, checkpoints and report.json')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
-    parser.add_argument('--verbose', action='store_true', help='environment, config and hooks on the screen too')
     parser.add_argument(
         '--cfg-options',
         nargs='+',
@@ -37,13 +32,13 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='KEY=VALUE',
         help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
     )
-    parser.add_argument('--launcher', choices=LAUNCHERS, default='none', help='job launcher')
+    parser.add_argument('--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none', help='job launcher')
     # torchrun sets LOCAL_RANK; torch.distributed.launch passes the flag, spelled either way.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 
 
 def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int] | None = None) -> None:
-    """Adds the options of :func:`slab_det.measure_latency`, but for the device; ``size`` is the default one."""
+    """Adds the options of :func:`slab_det.measure_latency` except the device; ``size`` is the default of ``--size``."""
     group = parser.add_argument_group('latency')
     group.add_argument('--rounds', type=int, default=100, help='timed rounds (default %(default)s)')
     group.add_argument('--warmup', type=int, default=20, help='rounds before them (default %(default)s)')
@@ -53,10 +48,10 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
         nargs=2,
         default=size,
         metavar=('H', 'W'),
-        help=f'image size in pixels before padding (default: {size or "that of the first image that is tested"})',
+        help=f'image size in pixels before padding (default: {size or "the size of the first test image"})',
     )
     group.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
-    group.add_argument('--repeat', type=int, default=1, metavar='N', help='whole measurements: spread of their medians')
+    group.add_argument('--repeat', type=int, default=1, metavar='N', help='measurements, whose medians show the spread')
     group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16, bfloat16: autocast')
     group.add_argument(
         '--compile',
@@ -69,6 +64,12 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
     )
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
     group.add_argument(
-        '--keep-memory', action='store_true', help='no fresh pages of memory between layers, as on servers; with glibc'
+        '--keep-memory', action='store_true', help='keep freed memory for the next layer, as servers do; needs glibc'
     )
     group.add_argument('--image', metavar='FILE', help='photograph to run on')
+
+
+def latency_options(args: argparse.Namespace) -> dict:
+    """Returns what ``add_latency_arguments`` parsed as keyword arguments of ``measure_latency``."""
+    names = ('rounds', 'warmup', 'scope', 'repeat', 'dtype', 'compile', 'threads', 'image', 'keep_memory')
+    return {'size': args.size and tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}

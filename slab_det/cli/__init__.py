@@ -1,0 +1,93 @@
+"""The command ``slab-det``. Each module here is one of its commands, and each program of tools/ calls one of them.
+
+A command parses its arguments before it imports what takes seconds: ``--help`` does not wait for torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+
+# Command: the module with its ``main()``.
+COMMANDS = {
+    'quickstart': 'quickstart',
+    'train': 'train',
+    'test': 'test',
+    'latency': 'latency',
+    'absorb': 'absorb',
+    'recalibrate': 'recalibrate',
+    'fuse': 'fuse',
+    'convert': 'convert_checkpoint',
+    'export': 'export_onnx',
+    'test-onnx': 'test_onnx',
+    'report': 'report',
+}
+
+
+def main() -> None:
+    """Runs the command that the first argument names, with the other arguments."""
+    name, *arguments = sys.argv[1:] or ['--help']
+    if name in ('-h', '--help'):
+        print('usage: slab-det COMMAND [arguments]; slab-det COMMAND --help lists them\n')
+        for name, module in COMMANDS.items():
+            summary = import_module(f'slab_det.cli.{module}').__doc__.partition('.')[0]
+            print(f'  {name:13}{" ".join(summary.split())}')
+    elif name in COMMANDS:
+        sys.argv = [f'slab-det {name}', *arguments]
+        import_module(f'slab_det.cli.{COMMANDS[name]}').main()
+    else:
+        raise SystemExit(f'slab-det: no command {name}; slab-det --help lists them')
+
+
+def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callable[[Callable], Callable[[], None]]:
+    """Makes a command of a function that takes parsed arguments; the docstring of its module describes the command."""
+
+    def decorate(function: Callable[[argparse.Namespace], None]) -> Callable[[], None]:
+        @wraps(function)
+        def main() -> None:
+            parser = argparse.ArgumentParser(description=sys.modules[function.__module__].__doc__)
+            add_arguments(parser)
+            run_cli(function, parser.parse_args())
+
+        return main
+
+    return decorate
+
+
+def run_cli(function: Callable[..., None], *args: argparse.Namespace) -> None:
+    """Registers slab_det, installs its runtime and calls ``function``.
+
+    An expected error becomes ``error: …`` on stderr and the exit code 1.
+    """
+    import slab_det
+
+    slab_det.register()
+    from slab_det import runtime
+    from slab_det.runtime.errors import SlabDetError, describe_error
+
+    runtime.install()
+    try:
+        function(*args)
+    except (SlabDetError, OSError) as error:
+        print(f'error: {describe_error(error)}', file=sys.stderr)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        # The exit code that shells give a program that Ctrl-C ended.
+        raise SystemExit(130) from None
+
+
+def find_folder(name: str) -> Path:
+    """``configs`` or ``tools``: inside the package where it is installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / '.mim' / name
+    return installed if installed.is_dir() else package.parent / name
+
+
+def is_command(program: str) -> bool:
+    """Whether ``sys.argv[0]`` is the command slab-det or one of the programs in tools/."""
+    path = Path(program)
+    if path.stem in COMMANDS.values() and path.is_file():
+        return path.resolve().parent == find_folder('tools').resolve()
+    return path.stem == 'slab-det'

@@ -1,0 +1,85 @@
+"""Reads what commands are given: configs, images, and names of files to write."""
+
+import argparse
+import os
+from pathlib import Path
+
+from mmengine.config import Config
+from mmengine.hub import get_config
+from torch.utils.data import DataLoader
+
+from slab_det.data import check_data, set_data_root
+from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
+from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
+from slab_det.runtime.run_folder import check_writable
+
+CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
+
+
+def read_config(path: str, options: dict | None = None, data_root: str | None = None) -> Config:
+    """Reads the config of a detector.
+
+    Args:
+        path: A .py, .json or .yaml file, or one of an installed package, such as ``slab_det::slab/NAME.py``.
+        options: What ``--cfg-options`` parsed.
+        data_root: The folder below which every dataset is read, see :func:`slab_det.data.set_data_root`.
+
+    Raises:
+        ConfigError: If the file is not a config, or has no model.
+        DataError: If ``data_root`` is not a folder.
+    """
+    if not path.endswith(CONFIG_SUFFIXES):
+        raise ConfigError(f'{path} is no config: its name does not end in {", ".join(CONFIG_SUFFIXES)}')
+    with config_errors(path):
+        cfg = get_config(path) if '::' in path else Config.fromfile(path)
+        cfg.merge_from_dict(options or {})
+    if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
+        raise ConfigError(f'{path} is no config of a detector: it has no model=dict(type=...)')
+    if data_root is not None:
+        set_data_root(cfg, data_root)
+    return cfg
+
+
+def config_from_arguments(args: argparse.Namespace) -> Config:
+    """Reads ``args.config`` and applies what ``add_runner_arguments`` parsed; the command line wins.
+
+    Raises:
+        ConfigError: If it is no config of a detector.
+        DataError: If ``--data-root`` is not a folder.
+    """
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    cfg = read_config(args.config, args.cfg_options, args.data_root)
+    cfg.launcher = args.launcher
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    elif cfg.get('work_dir') is None:
+        cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
+    return cfg
+
+
+def read_images(cfg: Config, num_images: int, pipeline: str = 'test', folder: str | None = None) -> DataLoader:
+    """Returns a loader of the images in ``folder``, or of training images of the config if ``folder`` is None.
+
+    Raises:
+        DataError: If there are no images, or files are missing.
+    """
+    if folder is not None:
+        return image_folder_dataloader(cfg, folder, num_images)
+    check_data(cfg, ('train',))
+    return recalibration_dataloader(cfg, num_images, pipeline)
+
+
+def check_out(out: str, checkpoint: str, config: str | None = None) -> None:
+    """Refuses to overwrite the checkpoint of a training, which holds more than its weights, or its config.
+
+    Raises:
+        CheckpointError: If ``out`` is a folder or the checkpoint, or ``config`` is one that goes beside ``out``.
+        OSError: If ``out`` cannot be written.
+    """
+    path = Path(out)
+    if path.is_dir() or path.resolve() == Path(checkpoint).resolve():
+        raise CheckpointError(f'{out} is a folder or the checkpoint itself; give another file')
+    for beside in (path.with_name(f'{path.stem}{kind}_config.py') for kind in ('', '_tune')):
+        if config is not None and beside.resolve() == Path(config).resolve():
+            raise CheckpointError(f'{out} would put a new config in the place of {config}; give another file')
+    check_writable(out)

@@ -1,0 +1,65 @@
+"""Converts a LayerNorm detector to PRepBN, for a fine-tune that ends without norms. With --to native: converts
+pretrained weights of a backbone to mmdet's layout."""
+
+import argparse
+
+from slab_det.cli import command, find_folder
+
+SCHEDULE = find_folder('configs') / '_base_/schedules/finetune_prepbn.py'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        'source',
+        help='checkpoint of the LayerNorm detector; for native, weights of a backbone in any '
+        'layout that slab_det.load_pretrained knows, or timm://NAME',
+    )
+    parser.add_argument(
+        'destination',
+        metavar='FILE.pth',
+        help='what is written; for prepbn, FILE_config.py for the fine-tune goes beside it',
+    )
+    parser.add_argument(
+        '--to',
+        choices=('prepbn', 'native'),
+        default='prepbn',
+        help="prepbn: a PRepBN detector; native: mmdet's layout of a backbone, for "
+        "init_cfg=dict(type='Pretrained', checkpoint=FILE.pth) (default %(default)s)",
+    )
+    parser.add_argument(
+        '--config',
+        required=True,
+        help='prepbn: what the LayerNorm detector was trained with; native: a config with the backbone '
+        'that the weights are for, which do not tell its windows, heads, eps and norms',
+    )
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
+    parser.add_argument(
+        '--schedule',
+        default=str(SCHEDULE),
+        help="config of the fine-tune's schedule and hooks (prepbn; default configs/_base_/schedules/"
+        'finetune_prepbn.py: 3 epochs)',
+    )
+
+
+@command(add_arguments)
+def main(args: argparse.Namespace) -> None:
+    """Converts ``args.source`` and writes it to ``args.destination``."""
+    from mmengine.config import Config
+
+    from slab_det.checkpoints.build import rewrite_as_native
+    from slab_det.cli.config import check_out, read_config
+    from slab_det.conversion import convert_detector
+    from slab_det.runtime.errors import config_errors
+
+    cfg = read_config(args.config, data_root=args.data_root)
+    if args.to == 'native':
+        check_out(args.destination, args.source)
+        # The loader logs its report.
+        rewrite_as_native(cfg, args.source, args.destination)
+        print(f'Written to {args.destination}')
+        return
+    check_out(args.destination, args.source, args.config)
+    with config_errors(args.schedule):
+        schedule = Config.fromfile(args.schedule)
+    checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule)
+    print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: slab-det train {config}')

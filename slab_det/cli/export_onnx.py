@@ -1,0 +1,82 @@
+"""Exports a detector to ONNX, fused, for images of any size, and compares the file with the detector."""
+
+import argparse
+from pathlib import Path
+
+from slab_det.cli import command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('config', help='config of the detector, fused or not')
+    parser.add_argument('checkpoint', help='its weights; recalibrated, gamma = 0')
+    parser.add_argument('--out', required=True, metavar='FILE.onnx')
+    parser.add_argument(
+        '--scope',
+        choices=('backbone', 'backbone+neck+rpn', 'detector'),
+        default='detector',
+        help='(default %(default)s)',
+    )
+    parser.add_argument('--opset', type=int, default=17, help='(default %(default)s)')
+    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')
+    parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='compare on photographs too')
+    group = parser.add_argument_group('int8')
+    group.add_argument(
+        '--int8',
+        action='store_true',
+        help='write FILE_int8.onnx beside it, weights and activations in int8, calibrated on images',
+    )
+    group.add_argument(
+        '--images', metavar='DIR', help='pictures to calibrate on, without annotations (default: training images)'
+    )
+    group.add_argument('--num-images', type=int, default=100, help='calibration images (default %(default)s)')
+    group.add_argument(
+        '--calibrate-with',
+        metavar='CONFIG',
+        help='config with the train_dataloader; a fused config has none (default: CONFIG)',
+    )
+    group.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+
+
+@command(add_arguments)
+def main(args: argparse.Namespace) -> None:
+    """Exports ``args.checkpoint`` to ``args.out``, and with ``--int8`` to a second file."""
+    import mmcv
+    import numpy as np
+
+    from slab_det.checkpoints.build import build_detector
+    from slab_det.cli.config import read_config, read_images
+    from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
+    from slab_det.deployment.export.parity import SIZES
+    from slab_det.fusion import check_statistics
+    from slab_det.runtime.errors import SlabDetError
+    from slab_det.runtime.run_folder import check_writable, whole_file
+
+    if not args.out.endswith('.onnx'):
+        raise SlabDetError(f'--out {args.out} must end in .onnx')
+    int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
+    # Now, not after minutes of exporting: missing images, and folders that cannot be written to.
+    check_writable(args.out, int8 if args.int8 else None)
+    if args.int8:
+        cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)
+        loader = read_images(cfg, args.num_images, folder=args.images)
+        calibration = (batch['inputs'][0][None].float().numpy() for batch in loader)
+    sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
+    images = [*random_images(sizes)]
+    height, width = args.size or (800, 1333)
+    for path in args.check_images:
+        image = mmcv.imread(path) if Path(path).is_file() else None
+        if image is None:
+            raise SlabDetError(f'--check-images: {path} is no image that can be decoded')
+        image = mmcv.imrescale(image, (max(height, width), min(height, width)))
+        images.append(np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32))
+    detector = build_detector(read_config(args.config), args.checkpoint)
+    check_statistics(detector, args.checkpoint)
+    with whole_file(args.out) as name:
+        export_onnx(detector, name, args.scope, args.opset)
+        print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
+        for check in check_parity(detector, load_runtime(name), images):
+            print(f'  {check}')
+    print(f'Written to {args.out}')
+    if args.int8:
+        nodes = quantize_onnx(args.out, int8, calibration)
+        print(f'{len(nodes)} layers in int8, written to {int8}; slab-det test-onnx measures its AP')

@@ -1,0 +1,78 @@
+"""Trains a LayerNorm and a SLAB detector on generated images, takes out their norms, and compares AP and latency. Needs
+no GPU and no download. Prints every command before it runs it."""
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slab_det.cli import command, find_folder
+
+TOOLS = find_folder('tools').resolve()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--work-dir', default='work_dirs/quickstart', help='(default %(default)s)')
+    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE', help='for both trainings')
+
+
+@command(add_arguments)
+def main(args: argparse.Namespace) -> None:
+    """Trains two detectors, absorbs the norms of one, and writes the comparison of all three into ``args.work_dir``."""
+    from mmdet.registry import DATASETS
+    from mmengine.registry import init_default_scope
+
+    from slab_det.cli.config import read_config
+    from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
+    from slab_det.measure import update_report
+    from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
+
+    start = time.monotonic()
+    work_dir = Path(args.work_dir)
+    twin = work_dir / 'layernorm'
+    options = ['--cfg-options', *args.cfg_options] if args.cfg_options else []
+
+    call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
+    trained = (twin / 'quickstart_mask_rcnn_swin.py', Path((twin / 'last_checkpoint').read_text().strip()))
+    absorbed = (work_dir / 'absorbed_config.py', work_dir / 'absorbed.pth')
+    quickly = ('--num-images', 40, '--rounds', 0, '--figure', work_dir / 'absorbed.svg')
+    call('absorb.py', *trained, '--out', absorbed[1], *quickly)
+    call('train.py', find_config('quickstart_mask_rcnn_slab_swin.py'), '--work-dir', work_dir, *options)
+
+    cfg = read_config(str(trained[0]))
+    init_default_scope('mmdet')
+    dataset = DATASETS.build(cfg.val_dataloader.dataset)
+    fused = (work_dir / 'fused_config.py', work_dir / 'fused.pth')
+    models, entries = measure(cfg, dataset, {'Swin': trained, 'Swin-absorbed': absorbed, 'SLAB-Swin': fused})
+    update_report(work_dir / 'report.json', *entries)
+    table = compare(entries)
+    (work_dir / 'table.md').write_text(table)
+    save_figure(ap_latency_figure(entries), work_dir / 'ap_latency.svg')
+    runs = {'Swin': read_scalars(twin), 'SLAB-Swin': read_scalars(work_dir)}
+    save_figure(training_figure(runs), work_dir / 'training.svg')
+    save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
+    print(f'\n{table}')
+    print('Written to ' + ', '.join(str(work_dir / name) for name in ('table.md', 'report.json')))
+    print('Pictures:  ' + ', '.join(map(str, (*sorted(work_dir.glob('*.svg')), work_dir / 'predictions.png'))))
+    print(f'Took {(time.monotonic() - start) / 60:.1f} minutes.')
+
+
+def call(tool: str, *arguments: object) -> None:
+    """Runs a program of tools/ in its own process; if it fails, the quick start ends with its exit code."""
+    command = ['python', relative(TOOLS / tool), *map(str, arguments)]
+    print(f'\n$ {shlex.join(command)}', flush=True)
+    done = subprocess.run([sys.executable, *command[1:]], check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+
+
+def relative(path: Path) -> str:
+    """Returns the path relative to the current folder, if it lies below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def find_config(name: str) -> str:
+    """Returns the path of a config; an installed package has its configs in subfolders."""
+    return relative(next(find_folder('configs').rglob(name)))

@@ -1,0 +1,54 @@
+"""Recalibrates a checkpoint: its norms get the statistics of training images. The checkpoint is not fused."""
+
+import argparse
+
+from slab_det.cli import command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('config', help='config that the detector was trained with')
+    parser.add_argument('checkpoint', help='one of its checkpoints, such as best_*.pth; gamma is not changed')
+    parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
+    parser.add_argument('--num-images', type=int, default=500, help='training images (default %(default)s)')
+    parser.add_argument(
+        '--pipeline',
+        choices=('train', 'test'),
+        help="these images as training saw them, or as inference does (default: as the config's "
+        'RecalibrateFuseHook has it, or else train)',
+    )
+    parser.add_argument(
+        '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
+    )
+    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument('--json', metavar='FILE', help='write the report to FILE')
+
+
+@command(add_arguments)
+def main(args: argparse.Namespace) -> None:
+    """Recalibrates ``args.checkpoint`` and writes it to ``args.out``."""
+    import json
+
+    import torch
+    from mmengine.fileio import put_text
+    from mmengine.runner import save_checkpoint
+    from mmengine.runner.checkpoint import weights_to_cpu
+
+    import slab_det
+    from slab_det.checkpoints.build import build_detector
+    from slab_det.cli.config import check_out, read_config, read_images
+    from slab_det.recalibration import configured_pipeline
+    from slab_det.runtime.run_folder import check_writable
+
+    check_out(args.out, args.checkpoint)
+    check_writable(args.json)
+    cfg = read_config(args.config, data_root=args.data_root)
+    model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
+    pipeline = args.pipeline or configured_pipeline(cfg)
+    images = read_images(cfg, args.num_images, pipeline)
+    report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
+    # DetInferencer understands a missing dataset_meta, and not None.
+    meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
+    save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
+    if args.json is not None:
+        put_text(json.dumps(dict(**report.to_dict(), pipeline=pipeline), indent=1) + '\n', args.json)
+    print(f'{report}, on images as in pipeline {pipeline!r}\nWritten to {args.out}')

@@ -1,0 +1,62 @@
+"""Evaluates an exported detector on the test set of a config: AP by mmdet's own evaluators."""
+
+import argparse
+
+from slab_det.cli import command
+from slab_det.cli.arguments import add_runner_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('config', help='config with test_dataloader and test_evaluator, such as the fused one')
+    parser.add_argument('file', help='what slab-det export wrote, with --scope detector')
+    add_runner_arguments(parser)
+    parser.add_argument(
+        '--runtime', choices=('onnxruntime', 'openvino'), default='onnxruntime', help='(default %(default)s)'
+    )
+    parser.add_argument('--precision', choices=('f32', 'bf16'), default='f32', help='bf16 needs --runtime openvino')
+    parser.add_argument('--threads', type=int, default=0, help='CPU threads (default: the runtime chooses)')
+    parser.add_argument('--json', metavar='FILE', help='write AP and its scope to FILE')
+
+
+@command(add_arguments)
+def main(args: argparse.Namespace) -> None:
+    """Evaluates ``args.file`` and prints its AP."""
+    import json
+
+    from mmengine.fileio import put_text
+
+    from slab_det.cli.config import config_from_arguments
+    from slab_det.cli.runner import build_test_runner
+    from slab_det.data import check_data
+    from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
+    from slab_det.measure.environment import describe_environment
+    from slab_det.measure.report import ap_from_metrics, describe_dataset
+    from slab_det.runtime.pipeline import inference_steps
+    from slab_det.runtime.run_folder import check_writable
+
+    check_writable(args.json)
+    cfg = config_from_arguments(args)
+    check_data(cfg, ('test',))
+    options = dict(runtime=args.runtime, threads=args.threads, precision=args.precision)
+    cfg.model = dict(type='ExportedDetector', file=args.file, pipeline=inference_steps(cfg), **options)
+    # The file has its own weights, and no layers for hooks of a training.
+    cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
+    # The runner would hand it to ExportedDetector.
+    cfg.pop('data_preprocessor', None)
+    runner = build_test_runner(cfg)
+    metrics = runner.test()
+    result = dict(
+        config=args.config,
+        file=args.file,
+        runtime=args.runtime,
+        precision=args.precision,
+        dataset=describe_dataset(runner.test_dataloader.dataset),
+        ap=ap_from_metrics(metrics),
+        environment=describe_environment(),
+    )
+    for kind, values in result['ap'].items():
+        print(
+            f'{kind}: ' + ', '.join(f'{name} {100 * value:.1f}' for name, value in values.items() if value is not None)
+        )
+    if args.json:
+        put_text(json.dumps(result, indent=1) + '\n', args.json)

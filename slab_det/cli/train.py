@@ -1,0 +1,78 @@
+"""Trains, recalibrates and fuses a detector. mmdet's arguments, and --data-root."""
+
+import argparse
+import sys
+
+from slab_det.cli import command
+from slab_det.cli.arguments import add_runner_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('config', help='config of the run')
+    add_runner_arguments(parser)
+    parser.add_argument('--amp', action='store_true', help='train with automatic mixed precision')
+    parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate to the batch size')
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        metavar='CHECKPOINT',
+        help='resume from a checkpoint; without a path from the latest in the work dir',
+    )
+
+
+@command(add_arguments)
+def main(args: argparse.Namespace) -> None:
+    """Trains the detector of ``args.config``."""
+    from mmdet.utils import setup_cache_size_limit_of_dynamo
+    from mmengine.dist import is_main_process
+    from mmengine.registry import RUNNERS
+    from mmengine.runner import Runner
+
+    from slab_det.cli.config import config_from_arguments
+    from slab_det.data import check_data, check_num_classes
+    from slab_det.hooks import NormStateHook
+    from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
+    from slab_det.runtime.run_folder import find_latest_checkpoint
+
+    setup_cache_size_limit_of_dynamo()
+    cfg = config_from_arguments(args)
+    if not cfg.get('train_dataloader'):
+        raise ConfigError(
+            f'{args.config} has no train_dataloader, so there is nothing to train on; to train a fused detector, train '
+            'the config that it was fused from, and fuse again'
+        )
+    if args.amp:
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.loss_scale = 'dynamic'
+    if args.auto_scale_lr:
+        if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
+            raise SlabDetError(f'--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size')
+        cfg.auto_scale_lr.enable = True
+    if args.resume is not None:
+        checkpoint = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
+        cfg.resume = checkpoint is not None
+        if cfg.resume:
+            cfg.load_from = checkpoint
+        else:
+            # mmengine would start without the config's load_from.
+            print(f'--resume: {cfg.work_dir} has no checkpoint yet, so this run starts from the beginning')
+    check_data(cfg, ('train', 'val'))
+    # Builds everything now: an error in the config is an error of the config, not one of the training.
+    with config_errors(cfg.filename):
+        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+        for split, loop in (('train', runner.train_loop), ('val', runner.val_loop)):
+            if loop is not None:
+                check_num_classes(runner.model, loop.dataloader.dataset, split)
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    # Configs that do not start from configs/_base_/runtime.py lack it. It reports hooks that are missing.
+    if not any(isinstance(hook, NormStateHook) for hook in runner.hooks):
+        runner.register_hook(NormStateHook())
+    try:
+        runner.train()
+    except KeyboardInterrupt:
+        if is_main_process():
+            latest = find_latest_checkpoint(cfg.work_dir)
+            how = f'the same command with --resume goes on from {latest}' if latest else 'there is no checkpoint yet'
+            print(f'Interrupted after {runner.iter} of {runner.max_iters} iterations: {how}', file=sys.stderr)
+        raise
