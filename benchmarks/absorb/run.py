@@ -37,9 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {
     'bccd': 'benchmarks/bccd/faster_rcnn_swin_small.py',
     'dsb2018': 'benchmarks/dsb2018/mask_rcnn_swin_small.py',
-    'animals': 'benchmarks/animals/faster_rcnn_swin_small.py',
 }
-METRICS = {'bccd': 'bbox', 'dsb2018': 'segm', 'animals': 'bbox'}
+METRICS = {'bccd': 'bbox', 'dsb2018': 'segm'}
 FINETUNE = ROOT / 'benchmarks/finetune/schedule.py'
 TUNE = ROOT / 'configs/_base_/schedules/tune_absorbed.py'
 IN_PROCESS = dict(num_workers=0, persistent_workers=False)

@@ -103,7 +103,7 @@ class RepBN(TokenBN):
 
     Args:
         eta: Where eta starts; 1 is the authors'. A PVT from scratch needs less, such as 0.1: its stream is not near
-            unit variance, and in tens of norms ``eta x`` grows without bound (``benchmarks/eta_start.py``).
+            unit variance, and in tens of norms ``eta x`` grows without bound (docs/norms.md).
     """
 
     def __init__(

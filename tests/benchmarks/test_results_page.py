@@ -14,7 +14,6 @@ from benchmarks.gpu import tables as gpu_tables
 from benchmarks.int8 import table as int8_table
 from benchmarks.norms.run import ROOT, publish
 from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
-from benchmarks.parts import table as parts_table
 from benchmarks.runtimes import table as runtimes_table
 
 PAGE = ROOT / 'docs' / 'results.md'
@@ -128,7 +127,6 @@ def test_tables_of_runtimes_are_the_stored_results():
     for scopes in load('runtimes')['columns'].values():
         for columns in scopes.values():
             assert runtimes_table(columns) in page
-    assert parts_table(load('parts')) in page
     assert int8_table(load('int8')) in (ROOT / 'docs/deploy.md').read_text()
 
 
