@@ -23,17 +23,13 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from benchmarks.norms.table import markdown, replace_table
-from slab_det.measure.environment import describe_environment
+from benchmarks.norms.table import replace_table, study_table
+from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path('docs/results.md')
-CLASSIFIER, CLASSIFIER_ITERATIONS = Path('benchmarks/bccd/classifier_swin_small.py'), 600
 # A diverged run ends at once, as failed, and not an hour later with AP 0.
 STOP_AT_NAN = dict(type='mmdet.CheckInvalidLossHook', interval=10)
-
-
 PROGRESS = dict(type='ProgressiveNormHook', total=0.8, unit='fraction')
 # Label in the table, changes of the backbone, and hooks.
 RUNS = {
@@ -131,13 +127,13 @@ def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> d
     if not (folder / 'done').exists():
         run_tool(run_config(study, name, seed), folder, data_root)
     logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
-    # Not the line of the recalibrated model, whose keys only end like these.
+    # The keys of the recalibrated model only end like this one.
     all_ap = ap_from_metrics([values for values in map(json.loads, logs.splitlines()) if key in values][-1])
-    result = dict(ap=all_ap[study.metric]['AP'], all_ap=all_ap)
+    result = dict(AP=all_ap[study.metric]['AP'], all_ap=all_ap)
     if report.exists():
         entry = read_report(report)[0]
-        before = dict(ap_before_recalibration=result['ap'], recalibration=entry.recalibration)
-        result = dict(ap=entry.ap[study.metric]['AP'], all_ap=entry.ap, **before)
+        before = dict(AP_before_recalibration=result['AP'], recalibration=entry.recalibration)
+        result = dict(AP=entry.ap[study.metric]['AP'], all_ap=entry.ap, **before)
     return result
 
 
@@ -153,24 +149,16 @@ def run_tool(config: Config, folder: Path, data_root: str | Path) -> None:
 
 def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> None:
     """Adds one run with one seed to the stored results."""
-    if file.exists():
-        results = json.loads(file.read_text())
-    else:
-        setting = f'{study.setting}, {study.iterations} iterations of 4 images'
-        results = dict(setting=setting, metric=AP_KINDS[study.metric], runs={}, environments=[])
-    entry = results['runs'].setdefault(name, dict(seeds={}))
-    entry |= dict(label=RUNS[name][0], control='ln')
-    entry['seeds'][str(seed)] = result
-    environment = describe_environment()
-    if environment not in results.setdefault('environments', []):
-        results['environments'].append(environment)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + '\n')
+    text = f'{study.setting}, {study.iterations} iterations of 4 images'
+    label, control = RUNS[name][0], RUNS['ln'][0]
+    identity = dict(name=label, seed=seed) | ({} if label == control else dict(control=control))
+    Results(file, text=text, metric=AP_KINDS[study.metric]).add(identity, result)
 
 
-def publish(study: str, page: Path = PAGE, folder: Path = Path('benchmarks/results')) -> None:
+def publish(study: str, page: Path, folder: Path) -> None:
     """Prints the table of a study and writes it below its mark on the page."""
-    table = markdown(json.loads((folder / f'norms_{study}.json').read_text()))
+    results = Results(folder / f'norms_{study}.json')
+    table = study_table(results.rows, results.setting['metric'])
     print(table)
     replace_table(page, f'norms {study}', table)
 
@@ -199,8 +187,8 @@ def main() -> None:
                 # A run that fails does not stop the others.
                 failed.append(f'{name} seed {seed} failed: call again to go on, output above')
                 continue
-            add_result(Path(f'benchmarks/results/norms_{name_of_study}.json'), study, name, seed, result)
-    publish(name_of_study)
+            add_result(FOLDER / f'norms_{name_of_study}.json', study, name, seed, result)
+    publish(name_of_study, PAGE, FOLDER)
     if failed:
         raise SystemExit('\n'.join(failed))
 
