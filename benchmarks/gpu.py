@@ -1,10 +1,10 @@
-"""What docs/gpu.md says, in one call on one GPU: tests, whole detectors, their parts, training steps, absorption.
+"""Measures what docs/gpu.md shows, on one GPU: tests, whole detectors, their parts, training steps, absorption.
 
     python -m benchmarks.gpu
 
 Weights are random, with heads made to find 32 objects. "As built" is PyTorch's eager mode, in float16 its autocast;
 "graph" is what `slab_det.deploy` makes. The forms of a family are timed in the same rounds. Results are written to
-benchmarks/results/gpu.json after each part; what the time does not suffice for is named there as skipped.
+benchmarks/results/gpu.json after each part; parts for which the time does not suffice are skipped.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -12,8 +12,6 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 import argparse
 import copy
 import gc
-import importlib.util
-import json
 import subprocess
 import sys
 import tempfile
@@ -28,20 +26,22 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from benchmarks.runtimes import ROOT, Row, build
+from benchmarks.absorb.size import MIB
+from benchmarks.results import FOLDER, ROOT, Results
+from benchmarks.runtimes import Row, build
 from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
 from slab_det.deployment import detection
 from slab_det.deployment.gpu.graph import GraphCache
 from slab_det.deployment.gpu.static import Frame, static_form
-from slab_det.measure.environment import describe_environment, device_name
+from slab_det.measure.environment import device_name
 from slab_det.measure.latency import DTYPES, LatencyResult, measure_latency, repeat_ratios
+from slab_det.measure.markdown import format_table
 
 SIZE, PADDED = (800, 1333), (800, 1344)
 TESTS = 'tests/test_cuda.py', 'tests/deployment/test_kernels.py'
 SECONDS_OF_TESTS = 110
-ABSORPTION = 'benchmarks.absorb.speed'
-# Of each row in each form.
+# The models of each row by their form.
 Models = Mapping[str, Mapping[str, nn.Module]]
 
 
@@ -68,7 +68,7 @@ WITH_PARTS = 'Swin-T, LayerNorm', 'Swin-T-PRepBN', 'PVT-S, LayerNorm', 'PVT-S-PR
 
 
 def variants(name: str, row: Row) -> dict[str, nn.Module]:
-    """A detector in its forms; of mmdet's ours in a graph are LayerNorm's."""
+    """A detector by its forms. mmdet's own are not deployed: LayerNorm's row shows that."""
     model = build(row).cuda()
     made = {FORMS[0]: model}
     if name == row.stock:
@@ -85,10 +85,8 @@ def first_call(name: str, model: nn.Module) -> float:
     return time.perf_counter() - start
 
 
-def measure_family(
-    rows: Mapping[str, Row], models: Mapping[str, Mapping[str, nn.Module]], args: argparse.Namespace
-) -> dict:
-    """For each row and form milliseconds, and ratios to mmdet's as built in float32 and to LayerNorm in this form."""
+def measure_family(rows: Mapping[str, Row], models: Models, args: argparse.Namespace) -> dict[tuple[str, str], dict]:
+    """Milliseconds of each row and form, with ratios to mmdet's as built in float32 and to LayerNorm in this form."""
     flat = {f'{name}, {form}': model for name in rows for form, model in models.get(name, {}).items()}
     options = dict(size=SIZE, rounds=args.rounds, repeat=args.repeat, warmup=2, device='cuda')
     results: dict[str, LatencyResult] = measure_latency(flat, **options)
@@ -96,19 +94,21 @@ def measure_family(
     def ratio(result: LatencyResult, base: str) -> float | None:
         return round(median(repeat_ratios(result, results[base])), 4) if base in results else None
 
-    def cell(row: Row, name: str, form: str) -> dict:
+    def values(row: Row, name: str, form: str) -> dict:
         result, cache = results[f'{name}, {form}'], getattr(models[name][form].predict, '_graphs', None)
         graphs = [*cache._graphs.values()] if cache else []
+        ratios = dict(
+            to_mmdet=ratio(result, f'{row.stock}, {FORMS[0]}'), to_layer_norm=ratio(result, f'{row.layer_norm}, {form}')
+        )
         return dict(
             median_ms=round(result.median_ms, 3),
             p95_ms=round(result.p95_ms, 3),
-            to_mmdet=ratio(result, f'{row.stock}, {FORMS[0]}'),
-            to_layer_norm=ratio(result, f'{row.layer_norm}, {form}'),
+            **{key: value for key, value in ratios.items() if value is not None},
             detections=result.detections,
             graph_mib=[graph and graph.num_bytes >> 20 for graph in graphs],
         )
 
-    return {name: {form: cell(rows[name], name, form) for form in models[name]} for name in rows if name in models}
+    return {(name, form): values(row, name, form) for name, row in rows.items() for form in models.get(name, {})}
 
 
 def replay(cache: GraphCache, times: int = 20) -> float:
@@ -157,15 +157,15 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     return caches
 
 
-def measure_parts(models: Mapping[str, nn.Module]) -> dict[str, dict[str, float]]:
-    """Milliseconds of each part, in rounds of all rows and parts."""
+def measure_parts(models: Mapping[str, nn.Module]) -> dict[tuple[str, str], dict]:
+    """Milliseconds of each part of deployed detectors in float16, in rounds of all rows and parts."""
     captured = {name: capture_parts(model) for name, model in models.items()}
     rounds = [
         {name: {part: replay(cache) for part, cache in caches.items()} for name, caches in captured.items()}
         for _ in range(8)
     ]
     return {
-        name: {part: round(median(one[name][part] for one in rounds), 3) for part in caches}
+        (name, FORMS[3]): dict(ms={part: round(median(one[name][part] for one in rounds), 3) for part in caches})
         for name, caches in captured.items()
     }
 
@@ -191,94 +191,87 @@ def start_tests(path: str) -> Callable[[], str]:
     return wait
 
 
-def measure_absorption(limit: float) -> list[str]:
-    """What the benchmark of absorption prints."""
-    command = sys.executable, '-m', ABSORPTION, '--device', 'cuda', '--images', '6', '--size', *map(str, PADDED)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return [line for line in done.stdout.splitlines() if 'WARNING' not in line]
+def measure_absorption(num_images: int = 6) -> dict[str, float]:
+    """Seconds and memory of an absorption of every norm, and seconds of a forward of backbone and neck."""
+    model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).cuda().requires_grad_(False)
+    images = torch.randn(num_images, 1, 3, *PADDED, device='cuda').unbind()
+    # Libraries start with their first call.
+    slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device='cuda')], keep=0, progress=False)
+
+    def seconds(run: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        return round((time.perf_counter() - start) / num_images, 4)
+
+    forward = seconds(lambda: [model.extract_feat(image) for image in images])
+    torch.cuda.reset_peak_memory_stats()
+    idle = torch.cuda.memory_allocated()
+    absorb = seconds(lambda: slab_det.absorb(model, images, keep=0, progress=False))
+    above = (torch.cuda.max_memory_allocated() - idle) / MIB
+    return dict(seconds_per_pass=absorb, forward_seconds=forward, above_idle_mib=round(above))
 
 
-class Report:
-    """The results so far, which are written after each part.
+class Parts:
+    """Runs the parts one after another and stores their rows.
 
     Args:
-        path: Of the JSON file.
+        results: Where rows are added.
         seconds: How long all parts may take together.
     """
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        self.path, self.end = path, time.monotonic() + seconds
-        self.results: dict = dict(size=SIZE, batch=1, skipped=[], failed={})
-
-    def left(self) -> float:
-        """Seconds."""
-        return self.end - time.monotonic()
+    def __init__(self, results: Results, seconds: float) -> None:
+        self.results, self.end = results, time.monotonic() + seconds
+        self.missing: list[str] = []
 
     def run(self, name: str, needs: float, part: Callable[[], object]) -> object:
-        """Runs a part unless there are not the seconds that it needs; None if it was skipped or failed."""
-        result, start = None, time.monotonic()
-        if self.left() < needs:
-            self.results['skipped'].append(name)
-            print(f'{name}: skipped, {self.left():.0f} s left', flush=True)
-        else:
+        """The result of a part; None if it failed, or if fewer seconds are left than it needs."""
+        left, result = self.end - time.monotonic(), None
+        if left >= needs:
             try:
                 result = part()
-                print(f'{name}: {time.monotonic() - start:.1f} s, {self.left():.0f} s left', flush=True)
-            except Exception as error:
-                self.results['failed'][name] = f'{type(error).__name__}: {error}'[:500]
-                print(f'{name}: failed', flush=True)
+            except Exception:
                 traceback.print_exc(file=sys.stdout)
-        self.write()
+        if result is None:
+            self.missing.append(name)
+        print(f'{name}: {"failed or skipped" if result is None else "done"}, {left:.0f} s were left', flush=True)
         return result
 
-    def add(self, key: str, name: str, needs: float, part: Callable[[], object]) -> None:
-        """Runs a part, and keeps its result."""
-        result = self.run(f'{key}, {name}', needs, part)
-        if result is not None:
-            self.results.setdefault(key, {})[name] = result
-            self.write()
-
-    def write(self) -> None:
-        """Writes what there is."""
-        self.path.write_text(json.dumps(self.results, indent=1) + '\n')
+    def add(self, part: str, name: str, needs: float, measure: Callable[[], Mapping]) -> None:
+        """Runs a part, and stores the values that it returns by the name and form of a row."""
+        for (row, form), values in (self.run(f'{part}, {name}', needs, measure) or {}).items():
+            self.results.add(dict(part=part, name=row, form=form), values)
 
 
-def tables(results: Mapping) -> dict[str, str]:
+def tables(results: Results) -> dict[str, str]:
     """The tables of docs/gpu.md."""
-    made = {}
-    if 'detectors' in results:
-        rows = {name: cells for family in results['detectors'].values() for name, cells in family.items()}
+    cells = {(row['name'], row['form']): row for row in results.select(part='detectors')}
 
-        def show(cell: dict | None) -> str:
-            ratio = f' ({cell["to_mmdet"]:.2f})' if cell and cell['to_mmdet'] else ''
-            return f'{cell["median_ms"]:.2f}{ratio}' if cell else '–'
+    def time(cell: dict | None) -> str:
+        ratio = f' ({cell["to_mmdet"]:.2f})' if cell and 'to_mmdet' in cell else ''
+        return f'{cell["median_ms"]:.2f}{ratio}' if cell else '–'
 
-        def norms(cells: dict) -> list[str]:
-            ratios = [cells.get(form, {}).get('to_layer_norm') for form in FORMS[2:]]
-            return [f'{ratio:.2f}' if ratio else '–' for ratio in ratios]
+    def ratio(cell: dict | None) -> str:
+        return f'{cell["to_layer_norm"]:.2f}' if cell and 'to_layer_norm' in cell else '–'
 
-        made['detectors'] = grid(
-            ('', *FORMS, 'over LayerNorm, float32', 'float16'),
-            [(name, *(show(cells.get(form)) for form in FORMS), *norms(cells)) for name, cells in rows.items()],
-        )
-    if 'parts' in results:
-        parts = results['parts']['float16']
-        titles = next(iter(parts.values()))
-        made['parts'] = grid(('', *titles), [(n, *(f'{cells[t]:.2f}' for t in titles)) for n, cells in parts.items()])
-    if 'training' in results:
-        steps = results['training']['Swin-T'].items()
-        cells = [(n, f'{s["median_ms"]:.0f}', f'{s["time_ratio"]:.2f}', f'{s["memory_ratio"]:.2f}') for n, s in steps]
-        made['training'] = grid(('', 'ms', 'time', 'peak memory'), cells)
-    return made
-
-
-def grid(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [f'| {" | ".join(cells)} |' for cells in (titles, *rows)]
-    lines.insert(1, '|---|' + '---:|' * (len(titles) - 1))
-    return '\n'.join(line.replace('|  |', '| |') for line in lines)
+    detectors = [
+        (name, *(time(cells.get((name, form))) for form in FORMS), *(ratio(cells.get((name, f))) for f in FORMS[2:]))
+        for name in dict.fromkeys(name for name, _ in cells)
+    ]
+    parts = [(row['name'], row['ms']) for row in results.select(part='parts')]
+    training = [
+        (row['name'], f'{row["median_ms"]:.0f}', f'{row["time_ratio"]:.2f}', f'{row["memory_ratio"]:.2f}')
+        for row in results.select(part='training')
+    ]
+    return {
+        'detectors': format_table(('', *FORMS, 'over LayerNorm, float32', 'float16'), detectors),
+        'parts': format_table(
+            ('', *dict.fromkeys(title for _, ms in parts for title in ms)),
+            [(name, *(f'{value:.2f}' for value in ms.values())) for name, ms in parts],
+        ),
+        'training': format_table(('', 'ms', 'time', 'peak memory'), training),
+    }
 
 
 def main() -> None:
@@ -286,39 +279,43 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=10)
     parser.add_argument('--repeat', type=int, default=4)
     parser.add_argument('--seconds', type=float, default=300, help='what does not fit is skipped (default %(default)s)')
-    parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks/results/gpu.json')
+    parser.add_argument('--out', type=Path, default=FOLDER / 'gpu.json')
     args = parser.parse_args()
-    report = Report(args.out, args.seconds)
-    environment = dict(describe_environment('cuda'), cpu=device_name('cpu'), triton=triton.__version__)
-    report.results |= dict(rounds=args.rounds, repeat=args.repeat, environment=environment)
-    print(environment, flush=True)
+    args.out.unlink(missing_ok=True)
+    host = dict(cpu=device_name('cpu'), triton=triton.__version__)
+    results = Results(args.out, 'cuda', size=SIZE, batch=1, rounds=args.rounds, repeat=args.repeat, **host)
+    parts = Parts(results, args.seconds)
     tests = {path: start_tests(path) for path in TESTS}
     # Models are built and graphs captured meanwhile.
     models: dict[str, dict[str, nn.Module]] = {}
     for rows in FAMILIES.values():
         for name, row in rows.items():
-            for form, model in (report.run(f'build, {name}', 60, partial(variants, name, row)) or {}).items():
+            for form, model in (parts.run(f'build, {name}', 60, partial(variants, name, row)) or {}).items():
                 key = f'{name}, {form}'
-                report.add('first call', key, 60, partial(first_call, key, model))
-                if key in report.results.get('first call', {}):
+                seconds = parts.run(f'first call, {key}', 60, partial(first_call, key, model))
+                if seconds is not None:
+                    results.add(dict(part='first call', name=name, form=form), dict(seconds=seconds))
                     models.setdefault(name, {})[form] = model
     for path, wait in tests.items():
-        report.add('tests', path, -600, wait)
+        results.add(dict(part='tests', name=path), dict(summary=wait()))
     for family in ('Swin-T', 'PVT-S'):
-        report.add('detectors', family, 30, partial(measure_family, FAMILIES[family], models, args))
+        parts.add('detectors', family, 30, partial(measure_family, FAMILIES[family], models, args))
     chosen = {name: models[name][FORMS[3]] for name in WITH_PARTS if FORMS[3] in models.get(name, {})}
-    report.add('parts', 'float16', 20, partial(measure_parts, chosen))
+    parts.add('parts', 'float16', 20, partial(measure_parts, chosen))
     for family in ('Swin-S', 'PVT-T'):
-        report.add('detectors', family, 60, partial(measure_family, FAMILIES[family], models, args))
+        parts.add('detectors', family, 60, partial(measure_family, FAMILIES[family], models, args))
     models = chosen = model = None
     gc.collect()
     torch.cuda.empty_cache()
-    report.add('training', 'Swin-T', 40, lambda: measure_steps(detector_steps(PADDED, 2, 'cuda'), 6))
-    if importlib.util.find_spec(ABSORPTION):
-        report.add('absorption', 'Swin-T', 20, lambda: measure_absorption(report.left()))
-    for title, table in tables(report.results).items():
+    steps = parts.run('training', 40, lambda: measure_steps(detector_steps(PADDED, 2, 'cuda'), 6))
+    for name, values in (steps or {}).items():
+        results.add(dict(part='training', name=name), values)
+    absorption = parts.run('absorption', 20, measure_absorption)
+    if absorption:
+        results.add(dict(part='absorption', name='Swin-T, LayerNorm'), absorption)
+    for title, table in tables(results).items():
         print(f'\n{title}\n\n{table}')
-    print(f'\n{report.results.get("tests")}, skipped {report.results["skipped"]}, failed {report.results["failed"]}')
+    print(f'\nfailed or skipped: {", ".join(parts.missing) or "nothing"}')
 
 
 if __name__ == '__main__':

@@ -5,15 +5,14 @@
 
 Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every detector; int8 is calibrated on
 noise, which costs the same. The rows of a column are measured at once, interleaved, and added to
-benchmarks/results/runtimes.json, and new rows later beside their LayerNorm. Freed memory is kept, or equal models
-would differ by it (docs/measuring.md).
+benchmarks/results/runtimes.json; rows that are missing later are measured beside their LayerNorm. Freed memory is
+kept, because equal models differ by it otherwise (docs/measuring.md).
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import copy
-import json
 import statistics
 import tempfile
 import time
@@ -28,18 +27,18 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
-from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.deployment import ServedDetector
 from slab_det.deployment.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
 )  # fmt: skip
-from slab_det.measure.environment import describe_environment
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
 from slab_det.measure.latency import keep_freed_memory
+from slab_det.measure.markdown import format_table
+from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.runtime.progress import Progress
 
-ROOT = Path(__file__).resolve().parents[1]
 CALIBRATION_SIZE = (320, 416)
 # The test pipeline without resizing.
 STEPS = (dict(type='LoadImageFromFile'), dict(type='PackDetInputs'))
@@ -213,35 +212,36 @@ def measure_column(
     }
 
 
-def table(columns: Mapping[str, Mapping[str, dict]]) -> str:
-    """Milliseconds (over mmdet as built) of LayerNorm; of the others the ratio to ours with LayerNorm in the column."""
-    columns = {form: columns[form] for form in FORMS if form in columns}
-    lines = [f'| | {" | ".join(columns)} |', '|---|' + '---:|' * len(columns)]
-    measured = {name for column in columns.values() for name in column}
+def table(rows: Sequence[dict]) -> str:
+    """The rows of one size and scope, with a column for each form.
+
+    mmdet's detector and ours with LayerNorm have milliseconds and the ratio to mmdet's as built; the others have the
+    ratio to ours with LayerNorm in the same column.
+    """
+    measured = {(row['name'], row['form']): row for row in rows}
+    forms = [form for form in FORMS if form in {row['form'] for row in rows}]
+    lines = []
     for name, row in ROWS.items():
-        if name not in measured:
-            continue
-        cells = []
-        for cell in (column.get(name) for column in columns.values()):
-            if cell is None:
-                cells.append('–')
-            elif name in (row.stock, row.layer_norm):
-                cells.append(f'{cell["median_ms"]:.0f} ({cell["to_mmdet"]:.2f})')
-            else:
-                cells.append(f'{cell["to_layer_norm"]:.2f}')
-        lines.append(f'| {name} | {" | ".join(cells)} |')
-    return '\n'.join(lines)
+        cells = [measured.get((name, form)) for form in forms]
+        if name in (row.stock, row.layer_norm):
+            shown = [cell and f'{cell["median_ms"]:.0f} ({cell["to_mmdet"]:.2f})' for cell in cells]
+        else:
+            shown = [cell and f'{cell["to_layer_norm"]:.2f}' for cell in cells]
+        if any(cells):
+            lines.append([name, *(cell or '–' for cell in shown)])
+    return format_table(('', *forms), lines)
 
 
 @styled
-def draw(columns: Mapping[str, Mapping[str, dict]], path: Path) -> None:
-    """Draws each form's time over mmdet as built: with LayerNorm, absorbed, and SLAB's, where a form has them."""
-    forms = [form for form in FORMS if form in columns]
-    rows = {SWIN[1]: '0.6', 'Swin-T, absorbed, none kept': INK, 'SLAB-Swin-T': '0.85'}
+def draw(rows: Sequence[dict], path: Path) -> None:
+    """Draws each form's time over mmdet as built, with LayerNorm, absorbed, and SLAB's."""
+    measured = {(row['name'], row['form']): row for row in rows}
+    forms = [form for form in FORMS if form in {row['form'] for row in rows}]
+    models = {SWIN[1]: '0.6', 'Swin-T, absorbed, none kept': INK, 'SLAB-Swin-T': '0.85'}
     figure = Figure(figsize=(WIDTH, 0.5 * len(forms) + 0.7))
     axes = figure.subplots()
-    for index, (name, colour) in enumerate(rows.items()):
-        ratios = [columns[form][name]['to_mmdet'] for form in forms]
+    for index, (name, colour) in enumerate(models.items()):
+        ratios = [measured[name, form]['to_mmdet'] for form in forms]
         bars = axes.barh(
             [row + 0.27 * (index - 1) for row in range(len(forms))], ratios, 0.25, color=colour, label=name
         )
@@ -263,33 +263,30 @@ def main() -> None:
     parser.add_argument('--rows', nargs='+', choices=list(ROWS), default=list(ROWS), metavar='ROW')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--threads', type=int, default=2)
-    parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks/results/runtimes.json')
+    parser.add_argument('--out', type=Path, default=FOLDER / 'runtimes.json')
     parser.add_argument('--figure', type=Path, metavar='SVG', help="draw the first size's whole detectors, and stop")
     args = parser.parse_args()
     if args.figure:
-        return draw(json.loads(args.out.read_text())['columns'][args.sizes[0]]['detector'], args.figure)
+        return draw(Results(args.out).select(size=args.sizes[0], scope='detector'), args.figure)
+    runtimes = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
+    results = Results(args.out, rounds=args.rounds, threads=args.threads, batch=1, runtimes=runtimes)
     keep_freed_memory()
     torch.set_num_threads(args.threads)
-    results = json.loads(args.out.read_text()) if args.out.exists() else {'columns': {}}
-    run = dict(rounds=args.rounds, threads=args.threads, batch=1, environment=describe_environment())
-    run['runtimes'] = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
-    other = [key for key, value in run.items() if results.get(key) != value]
-    if results['columns'] and other:
-        parser.error(f'{args.out} was measured with another {", ".join(other)}; give another --out')
-    results |= run
     names = {name for row in args.rows for name in (row, ROWS[row].stock, ROWS[row].layer_norm)}
     models = {name: build(ROWS[name]) for name in names}
     for scope in args.scopes:
         with tempfile.TemporaryDirectory() as folder:
             for size in args.sizes:
-                columns = results['columns'].setdefault(size, {}).setdefault(scope, {})
                 for form in args.forms:
-                    column = columns.setdefault(form, {})
-                    missing = [name for name in args.rows if name not in column and runs_as(name, form)]
+                    column = dict(size=size, scope=scope, form=form)
+                    known = {row['name'] for row in results.select(**column)}
+                    missing = [name for name in args.rows if name not in known and runs_as(name, form)]
                     if missing:
-                        column |= measure_column(models, missing, scope, form, size, Path(folder), args)
-                        args.out.write_text(json.dumps(results, indent=1) + '\n')
-                print(f'\n{scope}, batch 1, {size} (HxW), {args.threads} threads\n\n{table(columns)}', flush=True)
+                        measured = measure_column(models, missing, scope, form, size, Path(folder), args)
+                        for name, values in measured.items():
+                            results.add(dict(name=name, **column), values)
+                rows = results.select(size=size, scope=scope)
+                print(f'\n{scope}, batch 1, {size} (HxW), {args.threads} threads\n\n{table(rows)}', flush=True)
 
 
 if __name__ == '__main__':

@@ -7,7 +7,6 @@ Ratios are compared where device, threads, size and dtype are the same; for anyt
 """
 
 import argparse
-import json
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
 from slab_det.cli import run_cli
-from slab_det.measure.environment import library_versions
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
+from slab_det.measure.markdown import format_table
 
-ROOT = Path(__file__).resolve().parents[1]
 STOCK = {'type': 'SwinTransformer'}
 
 
@@ -65,15 +64,13 @@ def ratios(results: Sequence[LatencyResult]) -> dict[str, dict[str, float]]:
     return {name: {'ratio': median(r), 'low': min(r), 'high': max(r)} for name, r in found.items()}
 
 
-def report(name: str, here: Mapping[str, float], stored: Mapping[str, float] | None) -> str:
-    """One row: this commit's ratio with its range, the stored one, and the first over the second."""
-    cells = [name, *(f'{r["ratio"]:.3f} ({r["low"]:.3f} – {r["high"]:.3f})' if r else '–' for r in (here, stored))]
-    cells.append(f'{here["ratio"] / stored["ratio"]:.3f}' if stored else '–')
-    return f'| {" | ".join(cells)} |'
+def show(ratio: Mapping | None) -> str:
+    """A ratio with its range, for one cell."""
+    return f'{ratio["ratio"]:.3f} ({ratio["low"]:.3f} – {ratio["high"]:.3f})' if ratio else '–'
 
 
 def commit() -> str:
-    """The commit of this tree, with a mark where it was changed since."""
+    """The commit of this tree, with '-dirty' where files were changed since."""
     command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
     if shutil.which('git') is None:
         return 'unknown'
@@ -87,37 +84,23 @@ def main() -> None:
     parser.add_argument('--repeat', type=int, default=3, help='whole measurements (default %(default)s)')
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--device', default='cpu')
-    parser.add_argument(
-        '--file', type=Path, default=ROOT / 'benchmarks' / 'results' / 'speed_check.json', help='the stored ratios'
-    )
+    parser.add_argument('--file', type=Path, default=FOLDER / 'speed_check.json', help='the stored ratios')
     parser.add_argument('--store', action='store_true', help="store this commit's ratios")
     args = parser.parse_args()
-    stored = json.loads(args.file.read_text()) if args.file.exists() else {}
+    stored = Results(args.file, args.device)
     for check in CHECKS:
         results = measure(check, args)
-        scope, here = describe_scope(results[0].to_dict()), ratios(results)
-        before = stored.get(scope, {'ratios': {}})
-        print(
-            f'\n{scope}, over {results[0].name} at {results[0].median_ms:.1f} ms\n\n'
-            f'| model | this commit ({commit()}) | stored ({before.get("commit", "nothing yet")}) '
-            '| this commit / stored |\n|---|---:|---:|---:|'
-        )
-        for name, ratio in here.items():
-            print(report(name, ratio, before['ratios'].get(name)))
-        if args.store:
-            stored[scope] = {
-                'commit': commit(),
-                'ratios': here,
-                'base': results[0].name,
-                'base_ms': results[0].median_ms,
-                'rounds': args.rounds,
-                'repeats': args.repeat,
-                'versions': library_versions(),
-            }
-    if args.store:
-        args.file.parent.mkdir(parents=True, exist_ok=True)
-        args.file.write_text(json.dumps(stored, indent=1) + '\n')
-        print(f'\nWritten to {args.file}')
+        base, scope, lines = results[0], describe_scope(results[0].to_dict()), []
+        for name, here in ratios(results).items():
+            identity = dict(name=name, scope=scope)
+            before = next(iter(stored.select(**identity)), None)
+            quotient = f'{here["ratio"] / before["ratio"]:.3f}' if before else '–'
+            lines.append((name, show(here), show(before), quotient))
+            if args.store:
+                made = dict(base=base.name, base_ms=base.median_ms, rounds=args.rounds, repeats=args.repeat)
+                stored.add(identity, dict(commit=commit(), **here, **made))
+        titles = ('model', f'this commit ({commit()})', 'stored', 'this commit / stored')
+        print(f'\n{scope}, over {base.name} at {base.median_ms:.1f} ms\n\n{format_table(titles, lines)}')
 
 
 if __name__ == '__main__':

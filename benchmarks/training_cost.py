@@ -1,4 +1,4 @@
-"""Time and peak memory of a training step with PRepBN over one with LayerNorm, interleaved in one process.
+"""Time and peak memory of training steps with PRepBN and UN over those with LayerNorm, interleaved in one process.
 
     python -m benchmarks.training_cost --threads 2
     python -m benchmarks.training_cost --device cuda --size 800 1333
@@ -10,11 +10,9 @@ Mask R-CNNs with Swin-T are in `python -m benchmarks.gpu`.
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,12 +25,12 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.checkpoints.build import build_detector
-from slab_det.measure.environment import describe_environment
+from slab_det.measure.markdown import format_table
 from slab_det.norms import set_gamma
 from slab_det.runtime.progress import Progress
 
-ROOT = Path(__file__).resolve().parents[1]
 BACKBONES = {
     'Swin-T': dict(type='SLABSwin'),
     'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
@@ -42,11 +40,11 @@ LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)
 
 
 class Step:
-    """One training step: forward, backward and AdamW.
+    """One training step of a model with an optimizer of its own: forward, backward and AdamW.
 
     Args:
-        model: With an optimizer of its own.
-        loss: What is minimised, a scalar.
+        model: The model, on its device.
+        loss: Computes the loss of the model, a scalar.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
@@ -80,13 +78,13 @@ def peak_bytes(step: Step) -> int:
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with recorder:
         step()
-    # Each allocation is an event with the bytes that it adds, each release one with those that it takes away.
+    # An allocation is an event with its bytes, a release one with its bytes below zero.
     events = [event for event in recorder.profiler.kineto_results.events() if event.name() == '[memory]']
     return max(accumulate((event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), initial=0))
 
 
 def backbone_steps(backbone: dict, images: Tensor) -> dict[str, Step]:
-    """A step of the backbone with each norm, LayerNorm first."""
+    """A step of the backbone with each norm, on images (B, 3, H, W); LayerNorm first."""
 
     def step(norm_cfg: dict, gamma: float = 0.0) -> Step:
         torch.manual_seed(0)
@@ -97,14 +95,14 @@ def backbone_steps(backbone: dict, images: Tensor) -> dict[str, Step]:
     return _with_each_norm(step, LAYER_NORMS[backbone['type']])
 
 
-def detector_steps(size: tuple[int, int], batch_size: int, device: str, config: str = CONFIG) -> dict[str, Step]:
-    """A step of the whole detector of a config with each norm, on images of random pixels with seven objects each."""
+def detector_steps(size: tuple[int, int], batch_size: int, device: str) -> dict[str, Step]:
+    """A step of a whole Mask R-CNN with Swin-T, with each norm, on images of random pixels with seven objects each."""
     generator = np.random.default_rng(0)
     images = torch.randn(batch_size, 3, *size, device=device)
     samples = [_random_sample(size, generator).to(device) for _ in images]
 
     def step(norm_cfg: dict, gamma: float = 0.0) -> Step:
-        cfg = Config.fromfile(ROOT / 'configs' / config)
+        cfg = Config.fromfile(ROOT / 'configs' / CONFIG)
         cfg.merge_from_dict({'model.backbone': dict(init_cfg=None, drop_path_rate=0.0)})
         cfg.model.backbone.norm_cfg = norm_cfg
         torch.manual_seed(0)
@@ -116,7 +114,7 @@ def detector_steps(size: tuple[int, int], batch_size: int, device: str, config: 
 
 
 def _random_sample(size: tuple[int, int], generator: np.random.Generator, objects: int = 7) -> DetDataSample:
-    """What is known of an image in training; COCO has seven objects in an image."""
+    """Random objects of an image for training; COCO has seven objects in an image."""
     shape = dict(img_shape=size, pad_shape=size, batch_input_shape=size, ori_shape=size, scale_factor=(1.0, 1.0))
     corner = generator.random((objects, 2)) * 0.6
     extent = 0.05 + generator.random((objects, 2)) * 0.35
@@ -139,13 +137,13 @@ def _with_each_norm(step: Callable[..., Step], layer_norm: dict) -> dict[str, St
 
 
 def measure(rows: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
-    """Median time of a step and its peak memory, over those of the first row, for every row."""
+    """Median time and peak memory of a step, and their ratios to the first row, for every row."""
     for step in rows.values():
         for _ in range(2):
             step()
     times = {name: [] for name in rows}
     for i in Progress(range(rounds)):
-        # Another one begins each round: the first and the last would run twice in a row otherwise.
+        # Each round begins with another row: in a fixed order each row would always follow the same one.
         first = i % len(rows)
         for name in [*list(rows)[first:], *list(rows)[:first]]:
             times[name].append(seconds(rows[name]))
@@ -163,45 +161,30 @@ def measure(rows: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def table(results: dict[str, dict[str, float]], title: str) -> str:
-    """What :func:`measure` returns, in Markdown."""
-    lines = [f'| {title} | ms | time | MiB | memory |', '|---|---:|---:|---:|---:|']
-    for row, r in results.items():
-        cells = f'{r["median_ms"]:.0f}', f'{r["time_ratio"]:.3f}', f'{r["peak_mib"]:.0f}', f'{r["memory_ratio"]:.3f}'
-        lines.append(f'| {row} | {" | ".join(cells)} |')
-    return '\n'.join(lines)
-
-
-def arguments(doc: str, size: tuple[int, int], batch_size: int) -> argparse.ArgumentParser:
-    """What a measurement of training steps is asked for."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--size', type=int, nargs=2, default=size, metavar=('H', 'W'))
-    parser.add_argument('--batch-size', type=int, default=batch_size)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--size', type=int, nargs=2, default=(320, 416), metavar=('H', 'W'))
+    parser.add_argument('--batch-size', type=int, default=2)
     parser.add_argument('--rounds', type=int, default=12)
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
     parser.add_argument('--device', default='cpu')
-    return parser
-
-
-def write(name: str, args: argparse.Namespace, timed: str, results: dict) -> None:
-    """Stores the results, with what they hold for."""
-    scope = dict(vars(args), dtype='float32', timed=timed)
-    content = dict(scope=scope, environment=describe_environment(args.device), results=results)
-    path = ROOT / 'benchmarks' / 'results' / f'{name}_{args.device.replace(":", "")}.json'
-    path.write_text(json.dumps(content, indent=1) + '\n')
-    print(f'Written to {path}')
-
-
-def main() -> None:
-    args = arguments(__doc__, (320, 416), 2).parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     init_default_scope('mmdet')
     images = torch.randn(args.batch_size, 3, *args.size, device=args.device)
-    results = {}
-    for name, backbone in BACKBONES.items():
-        results[name] = measure(backbone_steps(backbone, images), args.rounds)
-        print(table(results[name], name))
-    write('training_cost', args, 'forward, backward and AdamW of the backbone', results)
+    path = FOLDER / f'training_cost_{args.device.replace(":", "")}.json'
+    timed = 'forward, backward and AdamW of the backbone'
+    path.unlink(missing_ok=True)
+    results = Results(path, args.device, **vars(args) | dict(dtype='float32', timed=timed))
+    for model, backbone in BACKBONES.items():
+        for name, values in measure(backbone_steps(backbone, images), args.rounds).items():
+            results.add(dict(model=model, name=name), values)
+    keys = {'median_ms': '.0f', 'time_ratio': '.3f', 'peak_mib': '.0f', 'memory_ratio': '.3f'}
+    lines = [
+        (f'{row["model"]}, {row["name"]}', *(f'{row[key]:{form}}' for key, form in keys.items()))
+        for row in results.rows
+    ]
+    print(format_table(('', 'ms', 'time', 'MiB', 'memory'), lines))
 
 
 if __name__ == '__main__':

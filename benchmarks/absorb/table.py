@@ -2,8 +2,10 @@
 
 from statistics import mean
 
-# Cell of benchmarks/absorb/run.py: label in the table.
-ROWS = {
+from slab_det.measure.markdown import format_table
+
+# Way of benchmarks/absorb/run.py: label in the table.
+LABELS = {
     'teacher': 'LayerNorm, the teacher',
     'default': '**absorbed, the default**',
     'all gone': 'absorbed, none kept',
@@ -13,34 +15,33 @@ ROWS = {
     'tuned without labels': 'none kept, 150 iterations on the training set without its labels',
     'tuned': 'none kept, 150 iterations on the training set',
 }
-SEEDS = ('0', '1', '2')
+SEEDS = (0, 1, 2)
 
 
-def absorption_table(datasets: dict[str, dict]) -> str:
-    """Mean AP of every way, and what each seed has above or below its teacher.
+def absorption_table(datasets: dict[str, list[dict]]) -> str:
+    """Mean AP of every way, and the difference of each seed to its teacher.
 
     Args:
-        datasets: Heading of a column, and the cells of ``absorb_DATASET.json``, by way and seed.
+        datasets: Rows of an ``absorb_DATASET.json``, by the title of their column.
     """
-    lines = [f'| | {" | ".join(datasets)} |', f'|---|{"---:|" * len(datasets)}']
-    for way, label in ROWS.items():
-        lines.append(f'| {label} | {" | ".join(_cell(cells, way) for cells in datasets.values())} |')
+    cells = []
+    for way, label in LABELS.items():
+        cells.append([label, *(_ap_cell(rows, way) for rows in datasets.values())])
         if way == 'default':
-            kept = [sorted(len(seed['kept']) for seed in cells[way].values()) for cells in datasets.values()]
-            ranges = [' to '.join(map(str, dict.fromkeys((counts[0], counts[-1])))) for counts in kept]
-            lines.append(f'| LayerNorms that it keeps, of 24 | {" | ".join(ranges)} |')
-    return '\n'.join(lines)
+            counts = [sorted(len(row['kept']) for row in rows if row['name'] == way) for rows in datasets.values()]
+            ranges = [' to '.join(map(str, dict.fromkeys((found[0], found[-1])))) for found in counts]
+            cells.append(['LayerNorms that it keeps, of 24', *ranges])
+    return format_table(['', *datasets], cells)
 
 
-def _cell(cells: dict, way: str) -> str:
-    ap = {seed: values['AP'] for seed, values in cells.get(way, {}).items()}
-    teachers = {seed: values['AP'] for seed, values in cells['teacher'].items()}
+def _ap_cell(rows: list[dict], way: str) -> str:
+    ap, teachers = ({row['seed']: row['AP'] for row in rows if row['name'] == name} for name in (way, 'teacher'))
     if not ap:
         return '–'
     if way == 'teacher':
         shown = [f'{ap[seed]:.3f}' for seed in SEEDS]
     else:
         shown = [f'{ap[seed] - teachers[seed]:+.3f}' if seed in ap else '–' for seed in SEEDS]
-    # Of some seeds a mean would stand beside means of other teachers.
+    # A mean over fewer seeds would stand beside means of other teachers.
     average = f'{mean(ap.values()):.3f}: ' if len(ap) == len(SEEDS) else ''
     return average + ', '.join(shown)

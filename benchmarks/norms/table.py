@@ -1,45 +1,53 @@
-"""The table of a study: mean and std over seeds, and the paired difference to the control."""
+"""The table of a study: mean and standard deviation over seeds, and the paired difference to the control."""
 
 from __future__ import annotations
 
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from slab_det.measure.markdown import format_table
 
 # 97.5 % quantiles of Student's t by degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
 T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 NONE = '–'
-BEFORE = 'ap_before_recalibration'
+BEFORE = 'AP_before_recalibration'
 
 
-def markdown(results: Mapping) -> str:
-    """One row per run."""
-    runs = results['runs']
-    header = ['run', f'{results["metric"]} per seed', 'mean ± std', 'minus control', '95 % interval']
-    align = ['---', '---', '---:', '---:', '---:']
-    recalibrated = any(_mean(run, BEFORE) for run in runs.values())
-    lines = [header + ['before recalibration'] * recalibrated, align + ['---:'] * recalibrated]
-    for name, run in runs.items():
-        own = by_seed(run)
-        control = by_seed(runs[run['control']]) if run['control'] in runs and run['control'] != name else {}
-        differences = [own[seed] - control[seed] for seed in own if seed in control]
-        lines.append(
-            [
-                run['label'],
-                ', '.join(f'{value:.3f}' for value in own.values()),
-                _mean(run) or NONE,
-                spread(differences, '{:+.3f}') if differences else NONE,
-                _interval(differences),
-                *[_mean(run, BEFORE) or NONE] * recalibrated,
-            ]
-        )
-    return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
+def study_table(rows: Sequence[dict], metric: str) -> str:
+    """One line for each name, over its seeds.
+
+    Args:
+        rows: Dicts with ``name``, ``seed`` and ``AP``; perhaps with ``control``, the name of the run that is
+            subtracted, and with ``AP_before_recalibration``.
+        metric: What the AP is called.
+    """
+    titles = ['run', f'{metric} per seed', 'mean ± std', 'minus control', '95 % interval']
+    recalibrated = any(BEFORE in row for row in rows)
+    titles += ['before recalibration'] * recalibrated
+    lines = []
+    for name, control in {row['name']: row.get('control') for row in rows}.items():
+        ap, base, before = by_seed(rows, name), by_seed(rows, control), by_seed(rows, name, BEFORE)
+        differences = [ap[seed] - base[seed] for seed in ap if seed in base]
+        line = [name, ', '.join(f'{value:.3f}' for value in ap.values()), spread(ap.values())]
+        line += [spread(differences, '{:+.3f}'), _interval(differences)]
+        lines.append([*line, *[spread(before.values())] * recalibrated])
+    return format_table(titles, lines)
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Mean and sample standard deviation, for one cell; of one value there is no deviation."""
+def by_seed(rows: Sequence[dict], name: str | None, key: str = 'AP') -> dict[int, float]:
+    """A value of each seed that has it, in the order of the seeds."""
+    values = {row['seed']: row[key] for row in rows if row['name'] == name and key in row}
+    return dict(sorted(values.items()))
+
+
+def spread(values: Sequence[float], form: str = '{:.3f}') -> str:
+    """Mean and sample standard deviation, for one cell; one value has no deviation."""
+    values = [*values]
+    if not values:
+        return NONE
     mean = form.format(statistics.mean(values))
     return f'{mean} ± {statistics.stdev(values):.3f}' if len(values) > 1 else mean
 
@@ -59,23 +67,12 @@ def replace_table(page: Path, mark: str, table: str) -> None:
     page.write_text(text)
 
 
-def by_seed(run: Mapping, key: str = 'ap') -> dict[str, float]:
-    """A value of each seed that has it, in the order of the seeds."""
-    seeds = sorted(run['seeds'], key=int)
-    return {seed: run['seeds'][seed][key] for seed in seeds if run['seeds'][seed].get(key) is not None}
-
-
-def _mean(run: Mapping, key: str = 'ap') -> str:
-    values = by_seed(run, key)
-    return spread(list(values.values()), '{:.3f}') if values else ''
-
-
 def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % confidence interval of the mean of paired differences d_1 ... d_n over seeds.
 
     mean(d) -/+ t(0.975, n - 1) * std(d) / sqrt(n), with the sample standard deviation (n - 1 in its denominator).
     It takes the differences as normal and the seeds as the only source of noise: the validation images are always the
-    same. Of twenty in a table one excludes 0 by chance. None below 3 seeds, where it says nothing, and above 10.
+    same. One interval in twenty excludes 0 by chance. None below 3 seeds, where it says nothing, and above 10.
     """
     quantile = T_QUANTILES.get(len(differences) - 1)
     if quantile is None:

@@ -8,7 +8,6 @@ from mmengine.config import DictAction
 # Copies of names that the package has: importing them takes seconds. tests/tools/test_tools.py compares them.
 SCOPES = ('backbone', 'backbone+neck', 'detector', 'end-to-end')
 DTYPES = ('float32', 'float16', 'bfloat16')
-COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
 
 
 class ConfigOptions(DictAction):
@@ -53,15 +52,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
     group.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
     group.add_argument('--repeat', type=int, default=1, metavar='N', help='measurements, whose medians show the spread')
     group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16, bfloat16: autocast')
-    group.add_argument(
-        '--compile',
-        nargs='?',
-        const='default',
-        default=False,
-        choices=COMPILE_MODES,
-        metavar='MODE',
-        help=f'torch.compile backbone and neck, in one of the modes {", ".join(COMPILE_MODES)}; not before a CONFIG',
-    )
+    group.add_argument('--compile', action='store_true', help='torch.compile backbone and neck')
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
     group.add_argument(
         '--keep-memory', action='store_true', help='keep freed memory for the next layer, as servers do; needs glibc'

@@ -1,6 +1,6 @@
-"""Latency, cost and reports of detectors.
+"""Measures detectors: latency, cost, AP, agreement, and the reports and pictures of them.
 
-``agreement``, ``figure`` and ``untrained`` are imported by name.
+The modules ``agreement``, ``evaluate``, ``figure`` and ``untrained`` are not imported here, as few programs need them.
 """
 
 from slab_det.measure.cost import ModelCost, measure_cost

@@ -1,4 +1,4 @@
-"""Agreement of two detectors on images without labels: what a student lost of its teacher's AP."""
+"""Compares the detections of a student and its teacher on images without labels, and estimates the AP that was lost."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from slab_det.recalibration.moments import evaluating, one_pass, prepare_inputs
 from slab_det.runtime.errors import AgreementError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
-# The loss of AP is about LOSS (1 - agreement)^2: the least squares of 11 absorbed detectors, three of them for int8, of
-# teachers of 2,000 iterations on BCCD and DSB2018, from which single ones are off by up to 0.012; eleven more, measured
-# after, by up to 0.014. Teachers of a quarter of the iterations lose half of it; on photographs, with a teacher of 0.14
-# AP, it is hardly seen.
+# The loss of AP is about LOSS (1 - agreement)^2: a least-squares fit to 11 absorbed detectors, three of them for int8,
+# with teachers of 2,000 iterations on BCCD and DSB2018. It is off by up to 0.012, and by up to 0.014 for eleven more
+# that were measured later. Students of teachers of 500 iterations lose half of it; with a teacher of 0.14 AP, on
+# photographs, the loss is within the noise.
 LOSS = 0.97
-# The three detectors that reached it lost at most 0.006.
+# The three detectors with at least this agreement lost at most 0.006 AP.
 LEAST_AGREEMENT = 0.95
 _RECALLS = np.linspace(0.0, 1.0, 101)
 
 
 @dataclass(frozen=True)
 class Detections:
-    """What a detector found in one image, the surest first.
+    """The detections of one image, highest score first.
 
     Attributes:
         scores: (N,), in (0, 1].
         labels: Class of each, (N,).
-        regions: Boxes as x, y, width, height, (N, 4), or N masks, run-length encoded as COCO has them.
+        regions: Boxes as x, y, width, height, (N, 4), or N masks in COCO's run-length encoding.
     """
 
     scores: np.ndarray
@@ -42,7 +42,7 @@ class Detections:
     regions: np.ndarray | list[dict]
 
     def select(self, indices: np.ndarray) -> Detections:
-        """Those of these indices, in their order."""
+        """The detections of these indices, in their order."""
         masks = isinstance(self.regions, list)
         regions = [self.regions[i] for i in indices] if masks else self.regions[indices]
         return Detections(self.scores[indices], self.labels[indices], regions)
@@ -50,14 +50,14 @@ class Detections:
 
 @torch.no_grad()
 def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
-    """What a detector finds, by the forward of its test loop.
+    """Runs a detector as in testing and collects its detections.
 
     Args:
         model: A detector.
-        batches: What a data loader yields, or normalised images (B, 3, H, W).
+        batches: Batches of a data loader, or normalised images (B, 3, H, W).
 
     Returns:
-        The detections of each image: masks where the detector has them, or else boxes.
+        The detections of each image, with masks if the detector has them, otherwise with boxes.
 
     Raises:
         AgreementError: If there is no image, or ``model`` does not find instances.
@@ -79,42 +79,41 @@ def _as_detections(sample: DetDataSample) -> Detections:
     scores = instances.scores.double().cpu().numpy()
     if 'masks' in instances:
         regions = instances.masks
-        # Else they are encoded already, see slab_det.deploy.
+        # slab_det.deploy(masks='rle') encodes them itself.
         if not isinstance(regions, list):
             regions = encode_mask_results(np.asarray(torch.as_tensor(regions).cpu()))
-        # One by one: it takes 255 masks at most.
+        # One by one: coco_mask.area takes at most 255 masks.
         has_area = np.array([coco_mask.area(mask) > 0 for mask in regions], bool)
     else:
         corners = instances.bboxes.double().cpu().numpy()
         regions = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1)
         has_area = (regions[:, 2:] > 0).all(1)
-    # What has no area overlaps with nothing, not even with itself. A score of NaN is not above 0.
-    kept = np.flatnonzero(has_area & (scores > 0))
-    return Detections(scores, instances.labels.cpu().numpy(), regions).select(
-        kept[np.argsort(-scores[kept], kind='stable')]
-    )
+    # A region without area overlaps with nothing, not even with itself. NaN scores are not above 0.
+    valid = np.flatnonzero(has_area & (scores > 0))
+    order = valid[np.argsort(-scores[valid], kind='stable')]
+    return Detections(scores, instances.labels.cpu().numpy(), regions).select(order)
 
 
 def agreement(reference: Sequence[Detections], other: Sequence[Detections]) -> float:
-    """The share of the AP of ``reference`` that ``other`` has, where ``reference`` decides what there is to find.
+    """The AP of ``other`` divided by the AP of ``reference``, if the detections of ``reference`` are the truth.
 
-    Every detection of ``reference`` counts as a true object with its score p as the probability. A detection of
-    ``other`` that is matched to it, as COCO matches detections to objects, is right with probability p, and one that
-    is matched to none is wrong. The precision after the n surest detections of a class, and their recall, are
+    A detection of ``reference`` with score p is a true object with probability p. A detection of ``other`` that matches
+    it, as COCO matches detections to objects, is right with probability p; one without a match is wrong. The precision
+    and the recall of the n highest scores of a class are
 
         precision(n) = 1/n sum_{i <= n} p_i,    recall(n) = sum_{i <= n} p_i / sum of all p of ``reference``,
 
-    and AP is the mean of the interpolated precision over 101 recalls and the IoU thresholds 0.50, 0.55, ..., 0.95. That
-    AP over the AP that ``reference`` itself has by this measure is the agreement of a class. Classes weigh alike, as in
-    COCO's AP, but for those that are hardly there: the weight is the highest score that either detector gives a class.
-    No score threshold is chosen, and the many detections of low scores that detectors without NMS have weigh little.
+    and AP is the mean of the interpolated precision over 101 recalls and the IoU thresholds 0.50, 0.55, ..., 0.95. The
+    agreement of a class is the AP of ``other`` over the AP of ``reference`` by this measure. The mean over classes
+    weights a class by the highest score that either detector gives it, so that absent classes count little. There is no
+    score threshold: the many detections of low scores that detectors without NMS return weigh little.
 
     Args:
         reference: Detections in each image, as :func:`detect` returns them.
-        other: Those of another detector in the same images.
+        other: Detections of another detector in the same images.
 
     Returns:
-        1 where both find the same in the same order of scores; 0 where they share nothing.
+        1 if both find the same in the same order of scores; 0 if they share nothing.
 
     Raises:
         AgreementError: If the numbers of images differ, only one detector finds masks, or both find nothing.
@@ -140,12 +139,12 @@ def agreement(reference: Sequence[Detections], other: Sequence[Detections]) -> f
 
 
 def expected_loss(value: float) -> float:
-    """The AP, of 1, that a student loses at an agreement; see :data:`LOSS`."""
+    """Estimates the AP, in [0, 1], that a student with this agreement loses; see :data:`LOSS`."""
     return LOSS * (1 - value) ** 2
 
 
 def _match(reference: Detections, other: Detections) -> np.ndarray:
-    """For each IoU threshold and each detection of ``other`` the score of its match, 0 where it has none, (10, N)."""
+    """The score of the match of each detection of ``other`` at each IoU threshold, 0 without a match; (10, N)."""
     matched = np.zeros((len(IOU_THRESHOLDS), len(other.scores)))
     if not (len(reference.scores) and len(other.scores)):
         return matched
@@ -153,7 +152,6 @@ def _match(reference: Detections, other: Detections) -> np.ndarray:
     free = np.ones((len(IOU_THRESHOLDS), len(reference.scores)), bool)
     for i, overlaps in enumerate(iou):
         near = np.flatnonzero(overlaps >= IOU_THRESHOLDS[0])
-        # Thresholds with a free object near enough, and which.
         for k, threshold in enumerate(IOU_THRESHOLDS):
             open_ = near[free[k, near] & (overlaps[near] >= threshold)]
             if len(open_):
@@ -163,15 +161,15 @@ def _match(reference: Detections, other: Detections) -> np.ndarray:
 
 
 def _average_precision(scores: np.ndarray, p: np.ndarray, total: float) -> float:
-    """AP of detections that are right with probabilities ``p``, where ``total`` objects are expected."""
+    """AP of detections that are right with probabilities ``p``, if ``total`` objects are expected."""
     if not len(scores) or not total:
         return 0.0
     order = np.argsort(-scores, kind='stable')
     found = p[order].cumsum()
-    # Equal scores have no order: only what comes after the last of them is a point of the curve.
+    # Equal scores have no order: only the last of them is a point of the curve.
     last = np.flatnonzero(np.diff(scores[order], append=-1.0))
     recall, precision = found[last] / total, found[last] / (last + 1)
-    # COCO takes the best precision at this recall or a higher one.
+    # COCO takes the best precision at a recall or any higher one.
     precision = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
     # Rounding must not place the last recall below 1.
     return float(precision[np.searchsorted(recall, _RECALLS - 1e-9)].mean())

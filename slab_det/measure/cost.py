@@ -1,4 +1,4 @@
-"""What a forward pass costs besides time: multiply-adds, parameters, and the norms that are left."""
+"""Counts multiply-adds, parameters and norms of a forward pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from slab_det.norms import ChannelAffine, OfflineNorm, named_norms
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Cost of one forward pass at batch 1, of the same submodules and the same call as a latency beside it.
+    """Cost of one forward pass at batch 1, in the same submodules and the same call as the latency beside it.
 
     Attributes:
-        multiply_adds: Of matrix products, convolutions and attention, as they are executed: two floating-point
-            operations each, the unit of the papers' "FLOPs". Elementwise work, norms and operators of other
+        multiply_adds: Multiply-adds of the matrix products, convolutions and attention that run. One is two
+            floating-point operations; the papers call it a FLOP. Elementwise work, norms and operators of other
             libraries (NMS, RoIAlign) are not counted.
-        parameters: Numbers in parameters; a shared one counts once.
+        parameters: Numbers in parameters; a shared parameter counts once.
         norms_left: Norm modules: LayerNorm, GroupNorm, RMSNorm, batch and instance norms, every
             :class:`~slab_det.norms.OfflineNorm`, and the ChannelAffine that fusion leaves where it cannot fold.
     """
@@ -30,11 +30,11 @@ class ModelCost:
 
 
 def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> ModelCost:
-    """Runs ``forward`` once, and counts. torch.compile may not be applied yet: it hides the operators.
+    """Runs ``forward`` once and counts. torch.compile must not have been applied: it hides the operators.
 
     Args:
         parts: The modules that run in ``forward``.
-        forward: The call to measure; what it returns is dropped.
+        forward: The call to measure; its result is dropped.
     """
     parts = nn.ModuleList(parts)
     return ModelCost(
@@ -45,21 +45,21 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> M
 
 
 def count_norms(model: nn.Module) -> int:
-    """The number of norm modules in a model; a norm that is made of others (PRepBN) counts once."""
+    """The number of norm modules in a model; a norm that contains others (PRepBN) counts once."""
     return sum(1 for _ in named_norms(model, OfflineNorm, *LIVE_NORMS, ChannelAffine))
 
 
 def count_multiply_adds(forward: Callable[[], object]) -> int:
     """Multiply-adds of one call, by torch's counter."""
-    # No inference mode: composite operators would reach the counter whole.
+    # Not in inference mode, which hides the parts of composite operators from the counter.
     with torch.inference_mode(False), torch.no_grad():
-        with FlopCounterMode(display=False, custom_mapping=more_formulas()) as counter:
+        with FlopCounterMode(display=False, custom_mapping=_more_formulas()) as counter:
             forward()
     return counter.get_total_flops() // 2
 
 
-def more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
-    """Formulas that torch's counter lacks: of deployed linear layers and, before torch 2.15, of attention on a CPU."""
+def _more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
+    """Formulas that torch's counter lacks: deployed linear layers and, before torch 2.15, attention on a CPU."""
 
     def linear_flops(x: torch.Size, *others: object, out_shape: torch.Size, **options: object) -> int:
         return 2 * out_shape.numel() * x[-1]

@@ -1,4 +1,4 @@
-"""Where a number was measured: versions, device and threads."""
+"""Describes where a number was measured: versions, device and threads."""
 
 import platform
 import re
@@ -14,28 +14,28 @@ import slab_det
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of everything that runs in a forward pass."""
+    """Versions of the libraries that run in a forward pass."""
     libraries = (torch, torchvision, mmengine, mmcv, mmdet, slab_det)
     return {'python': platform.python_version(), **{library.__name__: library.__version__ for library in libraries}}
 
 
 def device_name(device: torch.device | str) -> str:
-    """The marketing name of a device, for example 'NVIDIA H200' or 'Intel(R) Xeon(R) Platinum 8481C'."""
+    """The product name of a device, for example 'NVIDIA H200' or 'Intel(R) Xeon(R) Platinum 8481C'."""
     device = torch.device(device)
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
-    # platform.processor() is empty or just 'x86_64' on most Linux distributions.
+    # On most Linux distributions platform.processor() is empty or 'x86_64'.
     cpuinfo = Path('/proc/cpuinfo')
     text = cpuinfo.read_text(errors='replace') if cpuinfo.is_file() else ''
     fields = dict(re.findall(r'^(.+?)\s*: (.*?)\s*$', text, flags=re.MULTILINE))
     if 'model name' not in fields:
         return platform.processor() or platform.machine()
-    # Virtual machines call every generation 'AMD EPYC'.
+    # In virtual machines every generation is named 'AMD EPYC'.
     return f'{fields["model name"]} (family {fields.get("cpu family")}, model {fields.get("model")})'
 
 
 def describe_environment(device: torch.device | str = 'cpu') -> dict:
-    """Versions, device name, threads and TF32 switches, as they are now."""
+    """The current versions, device name, threads and TF32 switches."""
     return {
         'versions': library_versions(),
         'device': device_name(device),

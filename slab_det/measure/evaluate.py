@@ -1,4 +1,4 @@
-"""AP of a detector on the validation images of a config, without a runner."""
+"""Measures AP on the validation images of a config, without a runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
         cfg: A config with both.
 
     Returns:
-        What :func:`slab_det.measure.report.ap_from_metrics` makes of the metrics.
+        AP as in :func:`slab_det.measure.report.ap_from_metrics`.
     """
     enter_scope(cfg)
     loader = Runner.build_dataloader(cfg.val_dataloader)

@@ -1,4 +1,4 @@
-"""Batch-1 latency of models, measured side by side and stored with everything that the numbers depend on."""
+"""Measures the batch-1 latency of models side by side, with everything that the numbers depend on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -25,39 +26,39 @@ from slab_det.checkpoints import is_fused
 from slab_det.deployment import is_deployed
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
+from slab_det.measure.markdown import format_table
 from slab_det.runtime.errors import LatencyError
 from slab_det.runtime.progress import Progress
 
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
-# torch.compile's own names; its list would have to be loaded with all of inductor.
-COMPILE_MODES = ('default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs')
-# glibc reads these when a process starts; keep_freed_memory sets them for child processes, and as its mark.
+# Set by keep_freed_memory: glibc reads them when a child process starts, and results show whether they are set.
 MALLOC_SETTINGS = {'MALLOC_MMAP_MAX_': '0', 'MALLOC_TRIM_THRESHOLD_': '16000000000'}
 
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Latency of one model and the scope of the number; milliseconds per image at batch 1.
+    """Latency of one model in milliseconds per image at batch 1, and what the number depends on.
 
     Attributes:
-        name: Which model.
+        name: Name of the model.
         scope: One of ``SCOPES``.
         timed: What is inside the timed region, in words.
-        size, warmup, rounds, compile_mode: Arguments of :func:`measure_latency`; no torch.compile is None.
+        size, warmup, rounds: Arguments of :func:`measure_latency`.
         image: File name of the input, or 'seeded noise'.
-        detections: Objects found in the last round; None where no heads of a detector run. Heads are cheap where
-            nothing is found, so compare detectors at equal counts.
+        detections: Objects found in the last round; None if no detector's heads run. Heads are cheap where they find
+            nothing, so compare detectors at equal counts.
         device: Name of the device.
         dtype: What the model computes in: the dtype of an autocast region or of the weights.
-        autocast: Whether ``dtype`` is that of an autocast region, which casts the weights inside the timed region.
+        autocast: Whether the model ran in an autocast region, which casts the weights inside the timed region.
         threads: Threads of torch, and of image decoding and resizing, on the CPU.
         kept_memory: Whether the process keeps freed memory, see :func:`keep_freed_memory`.
         interleaved: Names of all models measured in the same rounds.
         fused: Whether the norms are folded away.
-        deployed: Whether the model is the form that slab_det.deploy makes.
-        median_ms: Median over the rounds of all repeats; likewise mean, standard deviation and 95th percentile.
+        deployed: Whether slab_det.deploy made the model.
+        compiled: Whether torch.compile was applied to backbone and neck.
+        median_ms, mean_ms, std_ms, p95_ms: Over the rounds of all repeats; p95 is the 95th percentile.
         repeat_medians_ms: The median of each repeat.
-        cost: Multiply-adds, parameters and norms left of the same call; None where it was not asked for.
+        cost: Multiply-adds, parameters and norms left in the same call; None if they were not asked for.
         environment: See :func:`slab_det.measure.environment.describe_environment`.
     """
 
@@ -77,7 +78,7 @@ class LatencyResult:
     interleaved: tuple[str, ...]
     fused: bool
     deployed: bool
-    compile_mode: str | None
+    compiled: bool
     median_ms: float
     mean_ms: float
     std_ms: float
@@ -87,7 +88,7 @@ class LatencyResult:
     environment: dict
 
     def to_dict(self) -> dict:
-        """The same as JSON types."""
+        """The attributes as JSON types."""
         return json.loads(json.dumps(asdict(self)))
 
 
@@ -101,7 +102,7 @@ def measure_latency(
     dtype: str = 'float32',
     threads: int | None = None,
     image: str | None = None,
-    compile: bool | str = False,
+    compile: bool = False,
     progress: bool = False,
     repeat: int = 1,
     cost: bool = False,
@@ -109,12 +110,12 @@ def measure_latency(
 ) -> dict[str, LatencyResult]:
     """Times one image through every model, round by round, in this process.
 
-    Every round runs all models once and every second round runs them in reverse order, so that clock speed, heat and
-    neighbours touch all models alike. The models are moved to ``device`` and left there, in eval mode and, with
+    Every round runs all models once, and every second round runs them in reverse order, so that clock speed, heat and
+    other processes affect all models alike. The models stay on ``device`` afterwards, in eval mode and, with
     ``compile``, compiled.
 
     Args:
-        models: Detectors by name; bare backbones will do for scope 'backbone'.
+        models: Detectors by name; for scope 'backbone' also bare backbones.
         size: (height, width) to which the image is resized; each model's data_preprocessor then normalises and pads it
             as in testing (to a multiple of 32 where a model has none).
         rounds: Timed rounds, in every repeat.
@@ -125,32 +126,24 @@ def measure_latency(
             slab_det.deploy, keep their dtype.
         threads: CPU threads of torch during the measurement; None leaves them.
         image: Path of an image; None takes noise from a fixed seed.
-        compile: Apply torch.compile to backbone and neck first; a string is its mode.
+        compile: Apply torch.compile to backbone and neck first.
         progress: Draw a progress bar on stderr.
-        repeat: How many times the whole measurement, warm-up and rounds, is made: the medians of the repeats show the
-            spread from run to run.
-        cost: Also count multiply-adds, parameters and norms, by one more call of every model.
+        repeat: Number of whole measurements, warm-up and rounds; their medians show the spread from run to run.
+        cost: Also count multiply-adds, parameters and norms, in one more call of every model.
         keep_memory: Call :func:`keep_freed_memory` first, which cannot be undone.
 
     Returns:
         One result per name, in the order of ``models``.
 
     Raises:
-        LatencyError: For an unknown scope, dtype or mode, a device that is not there or not that of a deployed model,
-            an image that cannot be decoded, or counts that make no sense.
-        TypeError: If ``models`` have no names.
+        LatencyError: For an unknown scope or dtype, no rounds, a device that PyTorch does not see or that the model was
+            not deployed on, or an image that cannot be decoded.
     """
-    if not hasattr(models, 'items'):
-        raise TypeError(f"measure_latency takes models by name, not a {type(models).__name__}: give {{'name': model}}")
-    mode = 'default' if compile is True else compile or None
-    choices = (('scope', scope, SCOPES), ('dtype', dtype, DTYPES), ('compile mode', mode or 'default', COMPILE_MODES))
-    for what, value, known in choices:
+    for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, DTYPES)):
         if value not in known:
             raise LatencyError(f'{what} {value!r} is not one of {", ".join(known)}')
-    if rounds < 1 or warmup < 0 or repeat < 1 or len(size) != 2 or min(size) < 1:
-        raise LatencyError(
-            f'cannot measure rounds={rounds}, warmup={warmup}, repeat={repeat}, size={tuple(size)} (height, width)'
-        )
+    if min(rounds, repeat) < 1:
+        raise LatencyError(f'rounds={rounds} and repeat={repeat} measure nothing; give at least 1 of each')
     device = find_device(device)
     photo = _read_image(image, size)
     torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
@@ -161,13 +154,13 @@ def measure_latency(
             name: _MeasuredModel(model, SCOPES[scope], photo, tuple(size), device, dtype)
             for name, model in models.items()
         }
+        # Everything that may raise comes before, as this cannot be undone.
         if keep_memory:
-            # This cannot be undone, so everything that may raise comes before.
             keep_freed_memory()
         costs = {name: model.cost() if cost else None for name, model in measured.items()}
-        if mode:
+        if compile:
             for model in measured.values():
-                model.compile(mode)
+                model.compile()
         times = _take_turns(measured, rounds, warmup, repeat, progress)
         environment = describe_environment(device)
     finally:
@@ -186,7 +179,7 @@ def measure_latency(
             warmup=warmup,
             rounds=rounds,
             interleaved=tuple(models),
-            compile_mode=mode,
+            compiled=compile,
             cost=costs[name],
             environment=environment,
             **model.describe(),
@@ -203,16 +196,15 @@ def measure_latency(
 def latency_table(results: Sequence[LatencyResult]) -> str:
     """A Markdown table with ratios to the first result, and the scope of the numbers below it.
 
-    Where the measurement was repeated, a ratio is the median of the ratios within the repeats, so that a slow minute
-    of the machine is in both of its numbers.
+    In repeated measurements a ratio is the median of the ratios within the repeats, so that a slow minute of the
+    machine affects both of its numbers.
 
     Raises:
-        LatencyError: If the results are not of one call of :func:`measure_latency`.
+        LatencyError: If the results come from several calls of :func:`measure_latency`.
     """
     first = results[0]
-    # A form that only some of the models have stands in their rows or names, not in the scope below the table.
-    forms = ('dtype', 'autocast', 'deployed', 'compile_mode')
-    mixed = {key: None for key in forms if len({getattr(result, key) for result in results}) > 1}
+    # What differs between the models stands in their rows or names; the scope below the table omits it.
+    mixed = {key: None for key in ('dtype', 'autocast', 'deployed') if len({getattr(r, key) for r in results}) > 1}
     scopes = {(result.interleaved, describe_scope(result.to_dict() | mixed)) for result in results}
     if len(scopes) > 1:
         raise LatencyError(
@@ -220,11 +212,10 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
             'them in one call'
         )
     rows = [_table_row(result, first) for result in results]
-    lines = [f'| {" | ".join(cells)} |' for cells in (rows[0], *(row.values() for row in rows))]
-    lines.insert(1, '|---|' + '---:|' * (len(rows[0]) - 1))
     repeats = f', {len(first.repeat_medians_ms)} repeats' if len(first.repeat_medians_ms) > 1 else ''
     rounds = f'warm-up {first.warmup}, {first.rounds} rounds interleaved{repeats}'
-    lines += ['', f'{describe_scope(first.to_dict() | mixed)}, {rounds}', f'timed: {first.timed}']
+    table = format_table([*rows[0]], [[*row.values()] for row in rows])
+    lines = [table, '', f'{describe_scope(first.to_dict() | mixed)}, {rounds}', f'timed: {first.timed}']
     if first.detections is not None:
         found = ', '.join(f'{result.name} {result.detections}' for result in results)
         lines.append(f'objects found in {first.image}: {found}')
@@ -253,19 +244,19 @@ def _table_row(result: LatencyResult, first: LatencyResult) -> dict[str, str]:
 
 
 def repeat_ratios(result: LatencyResult, base: LatencyResult) -> tuple[float, ...]:
-    """The ratio of the medians within each repeat of one interleaved measurement."""
+    """The ratio of the medians of two models within each repeat of one interleaved measurement."""
     return tuple(mine / theirs for mine, theirs in zip(result.repeat_medians_ms, base.repeat_medians_ms, strict=True))
 
 
 def describe_scope(latency: Mapping) -> str:
-    """What a latency was measured on, as one line; takes ``LatencyResult.to_dict()``, or its stored form."""
+    """What a latency depends on, as one line; takes :meth:`LatencyResult.to_dict`, also read from a report."""
     height, width = latency['size']
-    threads, mode = latency['threads'], latency.get('compile_mode')
+    threads = latency['threads']
     how = [
         latency['dtype'] and latency['dtype'] + ' autocast' * bool(latency.get('autocast')),
         'freed memory kept' if latency.get('kept_memory') else '',
         'deployed' if latency.get('deployed') else '',
-        mode and ('torch.compile' if mode == 'default' else f'torch.compile ({mode})'),
+        'torch.compile' if latency.get('compiled') else '',
         latency['device'],
         f'{threads} thread{"s" if threads != 1 else ""}',
     ]
@@ -273,11 +264,11 @@ def describe_scope(latency: Mapping) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep freed memory for the next allocation, from now on, in this process and those that it starts.
+    """Makes glibc keep freed memory for the next allocation, from now on, in this process and those that it starts.
 
     By default glibc gives large blocks back to the system, and each layer gets fresh pages, which are zeroed when they
-    are first touched. How many depends on what else was allocated before, so that two equal models may differ by it
-    (docs/measuring.md, Memory). In threads other than the first, glibc gives blocks above 64 MiB back all the same.
+    are first touched. Their number depends on earlier allocations, so that two equal models may differ in time
+    (docs/measuring.md, Memory). In threads other than the first, glibc gives blocks above 64 MiB back nevertheless.
 
     Raises:
         LatencyError: Where the C library is not glibc.
@@ -290,7 +281,7 @@ def keep_freed_memory() -> None:
 
 
 class _MeasuredModel:
-    """One model and one image, preprocessed as in the test loop; a call is one round."""
+    """One model and one image, preprocessed as in the test loop. A call is one round."""
 
     def __init__(
         self, model: nn.Module, scope: Scope, image: bytes, size: tuple[int, int], device: torch.device, dtype: str
@@ -299,18 +290,17 @@ class _MeasuredModel:
         weights = [*getattr(model, 'backbone', model).parameters(), *model.parameters()]
         if is_deployed(model) and weights and weights[0].device.type != device.type:
             raise LatencyError(
-                f'cannot measure on {device} a model that was deployed on {weights[0].device}: its form is for that '
-                f"device; call model.to('{device}') before slab_det.deploy"
+                f'cannot measure on {device} a model that was deployed on {weights[0].device}; '
+                f"call model.to('{device}') before slab_det.deploy"
             )
         model.to(device)
         # mmdet's Swin returns None from eval().
         model.eval()
         self.weights_dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
         # A deployed model casts inside; half-precision weights compute in their own dtype.
-        chosen = is_deployed(model) or self.weights_dtype != torch.float32
-        self.dtype = self.weights_dtype if chosen else DTYPES[dtype]
+        has_dtype = is_deployed(model) or self.weights_dtype != torch.float32
+        self.dtype = self.weights_dtype if has_dtype else DTYPES[dtype]
         self.autocast = self.weights_dtype != self.dtype
-        self.compiled = False
         self.preprocess = getattr(model, 'data_preprocessor', None) or DetDataPreprocessor(
             mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True, pad_size_divisor=32
         ).to(device)
@@ -318,14 +308,11 @@ class _MeasuredModel:
         self.load()
 
     def __call__(self) -> None:
-        if self.compiled and self.device.type == 'cuda':
-            # Backbone and neck belong to one step: CUDA graphs may reuse the memory of the step before.
-            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(self.device.type, self.dtype, enabled=self.autocast):
             self.scope.run(self)
 
     def load(self) -> None:
-        """Decodes, resizes, normalises and pads the image, and brings it to the device."""
+        """Decodes, resizes, normalises and pads the image, and moves it to the device."""
         # (height, width, 3) uint8 in BGR, upright, as mmdet's LoadImageFromFile reads it.
         pixels = mmcv.imfrombytes(self.image)
         (height, width), ori_shape = self.size, pixels.shape[:2]
@@ -335,7 +322,7 @@ class _MeasuredModel:
         pixels = mmcv.imresize(pixels, (width, height))
         data = {
             'inputs': [torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))],
-            # Other models make their own.
+            # Segmentors and classifiers make their own samples.
             'data_samples': [DetDataSample(metainfo=metainfo)] if isinstance(self.model, BaseDetector) else None,
         }
         data = self.preprocess(data, training=False)
@@ -345,7 +332,7 @@ class _MeasuredModel:
         self.predictions = self.model(self.inputs, self.samples, mode='predict')
 
     def describe(self) -> dict:
-        """What the result says about the model itself."""
+        """The attributes of the result that the model decides."""
         found = 'pred_instances' in (self.predictions or [()])[0]
         return {
             'detections': len(self.predictions[0].pred_instances) if found else None,
@@ -358,24 +345,23 @@ class _MeasuredModel:
     def cost(self) -> ModelCost:
         return measure_cost(self._submodules(self.scope.parts), self)
 
-    def compile(self, mode: str) -> None:
+    def compile(self) -> None:
         for part in self._submodules(self.scope.parts or ('backbone', 'neck')):
-            part.compile(mode=mode)
-        self.compiled = True
+            part.compile()
 
     def _submodules(self, names: Sequence[str]) -> list[nn.Module]:
-        """The submodules of these names that there are, or the model, as a bare backbone is its own part."""
+        """The submodules of these names; the model itself if it has none of them, as a bare backbone."""
         found = [getattr(self.model, name, None) for name in names]
         return [part for part in found if part is not None] or [self.model]
 
 
 class Scope(NamedTuple):
-    """A part of the way from a file to predictions.
+    """A part of the work from an image file to predictions.
 
     Attributes:
         timed: What is inside the timed region, in words.
-        run: One round.
-        parts: The submodules that run; empty for the whole detector.
+        run: Runs one round.
+        parts: Names of the submodules that run; empty for the whole detector.
     """
 
     timed: str
@@ -416,25 +402,24 @@ def _take_turns(
     for step in Progress(range(repeat * (warmup + rounds)), 'Measuring', disable=not progress):
         repetition, index = divmod(step, warmup + rounds)
         for name in list(models)[:: -1 if index % 2 else 1]:
-            elapsed = _time(models[name], models[name].device)
+            elapsed = _time(models[name])
             if index >= warmup:
                 times[name][repetition].append(elapsed)
     return times
 
 
-def _time(run: Callable[[], None], device: torch.device) -> float:
-    """Wall time in milliseconds, until the device is done."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+def _time(measured: _MeasuredModel) -> float:
+    """Wall time of one round in milliseconds, until the device has finished."""
+    wait = partial(torch.cuda.synchronize, measured.device) if measured.device.type == 'cuda' else lambda: None
+    wait()
     start = time.perf_counter()
-    run()
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+    measured()
+    wait()
     return (time.perf_counter() - start) * 1e3
 
 
 def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
-    """The content of an image file; without a path a JPEG of (height, width) noise that is the same in every run."""
+    """The bytes of an image file; without a path of a JPEG of noise, (height, width), the same in every run."""
     if path is None:
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=generator).numpy()

@@ -1,4 +1,4 @@
-"""report.json: AP and latency of unfused and fused detectors, in the one schema that hook and tools fill."""
+"""Reads and writes report.json, which holds what a hook and the tools measured of detectors, and its Markdown table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmengine.fileio import put_text
 from mmengine.logging import MMLogger
 
 from slab_det.measure.latency import describe_scope
+from slab_det.measure.markdown import format_table
 from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.errors import ReportError
 
@@ -18,7 +19,7 @@ SCHEMA = 1
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
 AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy', 'iou': 'mIoU'}
-# The runner's metric of each column; the first column of a kind is drawn.
+# The runner's metric for each column; pictures show the first column of a kind.
 METRICS = {
     **{kind: {name: f'{kind}_mAP{suffix}' for name, suffix in AP_SUFFIXES.items()} for kind in ('bbox', 'segm')},
     # Classifiers of mmpretrain.
@@ -26,13 +27,13 @@ METRICS = {
     # Segmentors of mmsegmentation.
     'iou': {'mIoU': 'mIoU', 'mAcc': 'mAcc', 'aAcc': 'aAcc'},
 }
-# Kinds that the runner logs times 100.
+# Kinds whose metrics the runner logs times 100.
 PER_CENT = {'accuracy', 'iou'}
 
 
 @dataclass(frozen=True)
 class ReportEntry:
-    """One row: a detector, fused or not, and what was measured of it.
+    """A detector, fused or not, and what was measured with it: one row of a table.
 
     Attributes:
         name: Row label with width and depths where the config gives them, for example 'SLAB-Swin-96x2262'.
@@ -43,8 +44,7 @@ class ReportEntry:
         config: Path of the config.
         checkpoint: Path of the weights; None where they were random.
         dataset: ``ann_file`` and number of ``images`` that AP was measured on.
-        ap: ``{'bbox': {'AP': …, 'AP50': …, …}, 'segm': {…}}`` in [0, 1], None for sizes without objects; of a
-            classifier ``{'accuracy': {'top1': …, 'top5': …}}``.
+        ap: See :func:`ap_from_metrics`.
         latency: ``LatencyResult.to_dict()``.
         recalibration: Passes, residual and images of the recalibration.
         fusion: Where each norm went, and the largest difference to the unfused outputs.
@@ -69,23 +69,23 @@ class ReportEntry:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """Entries with the same key describe the same detector, seen by different tools."""
+        """Identifies the detector: entries of different tools with the same key describe the same one."""
         return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
 
 
 def describe_model(model_cfg: Mapping) -> dict[str, str]:
-    """``name``, ``norm``, ``attention`` and ``detector`` of a model config, fused or not.
+    """Reads ``name``, ``norm``, ``attention`` and ``detector`` from a model config, fused or not.
 
-    Types may be written in any way that mmengine builds: 'MaskRCNN', 'mmdet.MaskRCNN', or the class itself.
+    A type may be 'MaskRCNN', 'mmdet.MaskRCNN', or the class itself.
     """
     model_cfg = detector_config(model_cfg)
     backbone = model_cfg['backbone']
-    # A ConvertedModel says the norms of the backbone inside.
+    # A ConvertedModel holds its backbone, with the norms, in ``model``.
     backbone = {**backbone, **backbone.get('model', {})}
     stages = backbone.get('attention', 'softmax')
     kinds = [stages] if isinstance(stages, str) else list(stages)
     norm = type_name((backbone.get('norm_cfg') or {'type': 'LN'})['type'])
-    norm = 'LN' if norm == 'LayerNorm' else norm  # torch's class; mmcv's registry calls it LN
+    norm = 'LN' if norm == 'LayerNorm' else norm  # torch's class, which mmcv's registry calls LN
     return {
         'name': _row_label(backbone, kinds, norm),
         'norm': norm,
@@ -95,26 +95,29 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
 
 
 def form_suffix(deployed: bool, dtype: str) -> str:
-    """Suffix of a row label for forms other than the plain model in float32, so that each form has its own entry."""
+    """Suffix for the name of a deployed or lower-precision model, so that each form has its own entry."""
     return '-deployed' * deployed + f'-{dtype}' * (dtype != 'float32')
 
 
 def describe_dataset(dataset: object) -> dict:
-    """``ann_file`` (or the folder) and number of ``images`` of a dataset, through wrappers; of the first of several."""
+    """Reads ``ann_file``, or the folder of classes, and the number of ``images`` from a dataset.
+
+    Dataset wrappers are followed to the dataset inside, a concatenation to its first one.
+    """
     images = len(dataset)
     while hasattr(dataset, 'datasets') or hasattr(dataset, 'dataset'):
         dataset = dataset.datasets[0] if hasattr(dataset, 'datasets') else dataset.dataset
-    # Classes may be folders. Libraries name the folder in ways of their own.
+    # Classifiers may read folders, which each library names differently.
     ann_file = getattr(dataset, 'ann_file', '') or next(iter(getattr(dataset, 'data_prefix', {}).values()), '')
     return {'ann_file': str(ann_file), 'images': images}
 
 
 def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Picks AP and accuracy out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
+    """Picks AP, accuracy and mIoU out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
 
     Returns:
         ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}, 'accuracy': {…}}`` for the kinds that were evaluated on any
-        object. COCO's -1, which says that no object has that size, becomes None.
+        object, in [0, 1]. COCO's -1, for sizes without objects, becomes None.
     """
     by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
     found = {
@@ -128,7 +131,7 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
     if metrics and not found:
         MMLogger.get_current_instance().warning(
             f'no AP or accuracy of COCO, mmpretrain or mmsegmentation among the metrics {", ".join(metrics)}: give a '
-            'CocoMetric to have it in reports and tables'
+            'CocoMetric, so that reports and tables show AP'
         )
     return found
 
@@ -140,12 +143,12 @@ def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:
 
 
 def score(kinds: Sequence[str]) -> str:
-    """What numbers of these kinds are called together."""
+    """A common name for numbers of these kinds: 'AP', 'accuracy' or 'mIoU'."""
     return next((AP_KINDS[kind].rpartition(' ')[2] for kind in kinds if kind in PER_CENT), 'AP')
 
 
 def main_column(kind: str) -> str:
-    """The column that stands for a kind where there is room for one: AP, or top1."""
+    """The column that represents a kind where there is room for one: AP, top1 or mIoU."""
     return next(iter(METRICS[kind]))
 
 
@@ -153,7 +156,7 @@ def read_report(path: str | Path) -> list[ReportEntry]:
     """Reads the entries of a report.json.
 
     Raises:
-        ReportError: If the file is no report; says why.
+        ReportError: If the file is not a report.
     """
     text = Path(path).read_text()
     try:
@@ -166,7 +169,7 @@ def read_report(path: str | Path) -> list[ReportEntry]:
 
 
 def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
-    """Replaces a report.json in one step: readers see the old file or the new one, never half of it."""
+    """Writes a report.json. Readers see the old file or the new one, never a part."""
     content = {'entries': [asdict(entry) for entry in entries], 'schema': SCHEMA}
     put_text(json.dumps(content, indent=1, allow_nan=False) + '\n', str(path))
 
@@ -174,7 +177,7 @@ def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
 def update_report(path: str | Path, *entries: ReportEntry) -> list[ReportEntry]:
     """Merges entries into a report.json, which need not exist, and returns all of them.
 
-    A new training run starts its file with :func:`write_report` instead, so that no number of the last run stays.
+    A new training run calls :func:`write_report` instead, so that no number of an earlier run stays.
     """
     old = read_report(path) if Path(path).exists() else []
     merged = merge_entries([*old, *entries])
@@ -197,45 +200,44 @@ def markdown_table(entries: Sequence[ReportEntry]) -> str:
     AP is shown times 100. Numbers of different scopes (device, dtype, threads, size, … or data and training) get
     different marks.
     """
-    marks, notes = _footnotes('L', 'ms: median latency, ', [latency_scope(e) for e in entries if e.latency])
     kinds = measured_kinds(entries)
-    # Of detectors alone the columns are those of Table 3.
+    # For detectors the columns are those of Table 3, measured or not.
     kinds = kinds if PER_CENT & {*kinds} else ['bbox', 'segm']
+    ms_marks, notes = _footnotes('L', 'ms: median latency, ', [latency_scope(e) for e in entries if e.latency])
     ap_marks, ap_notes = _footnotes('A', f'{score(kinds)} on ', [ap_scope(e) for e in entries if e.ap])
     notes += ap_notes
-    if len(marks) > 1:
+    if len(ms_marks) > 1:
         notes.append('Latencies with different marks were measured differently: do not compare them.')
-    # The name of the first column is that of the kind.
-    others = {kind: [name.removeprefix('AP') for name in METRICS[kind]][1:] for kind in kinds}
-    titles = [' / '.join([AP_KINDS[kind], *names]) for kind, names in others.items()]
-    header = ['model', 'norm', '', 'ms', *titles]
+    titles = [
+        ' / '.join([AP_KINDS[kind], *(column.removeprefix('AP') for column in [*METRICS[kind]][1:])]) for kind in kinds
+    ]
     rows = []
     for entry in entries:
         row = [entry.name, entry.norm, entry.variant, '–', *('–' for _ in kinds)]
         if entry.latency:
-            row[3] = f'{entry.latency["median_ms"]:.1f}{marks[latency_scope(entry)]}'
-        for column, kind in enumerate(kinds, start=4):
+            row[3] = f'{entry.latency["median_ms"]:.1f}{ms_marks[latency_scope(entry)]}'
+        for index, kind in enumerate(kinds, start=4):
             if ap := (entry.ap or {}).get(kind):
-                values = [ap.get(name) for name in METRICS[kind]]
+                values = [ap.get(column) for column in METRICS[kind]]
                 cells = ('–' if value is None else f'{100 * value:.1f}' for value in values)
-                row[column] = ' / '.join(cells) + ap_marks[ap_scope(entry)]
+                row[index] = ' / '.join(cells) + ap_marks[ap_scope(entry)]
         rows.append(row)
-    lines = [f'| {" | ".join(cells)} |' for cells in [header, ['---'] * len(header), *rows]]
-    return '\n'.join([*lines, '', *notes]) + '\n'
+    table = format_table(['model', 'norm', 'form', 'ms', *titles], rows)
+    return '\n'.join([table, '', *notes]) + '\n'
 
 
 def latency_scope(entry: ReportEntry) -> str:
-    """What two entries must share for their latencies to be compared, as one line."""
-    # A deployed form is a row of its own, see form_suffix, which one compares with the others.
+    """The conditions that latencies need in common to be compared, as one line."""
+    # Deployed models have rows of their own (see form_suffix), which are compared with the others.
     latency = entry.latency | {'deployed': False}
     return f'{describe_scope(latency)}, {latency["rounds"]} rounds after {latency["warmup"]}'
 
 
 def ap_scope(entry: ReportEntry) -> str:
-    """What two entries must share for their APs to be compared, as one line."""
+    """The data and training that APs need in common to be compared, as one line."""
     dataset = entry.dataset or {}
     ann_file = Path(dataset.get('ann_file') or 'unknown data')
-    # Every dataset calls its file instances_val.json: its folder tells them apart.
+    # Many datasets name the file instances_val.json: the folder tells them apart.
     text = '/'.join(part for part in ann_file.parts[-3:] if part != 'annotations')
     text += f' ({dataset["images"]} images)' if 'images' in dataset else ''
     if entry.training:
@@ -244,10 +246,10 @@ def ap_scope(entry: ReportEntry) -> str:
 
 
 def _footnotes(letter: str, prefix: str, texts: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """A mark for each distinct text, empty where all rows share one, and the notes below the table."""
+    """A mark for each distinct text, empty if there is only one, and the notes that explain the marks."""
     texts = list(dict.fromkeys(texts))
     marks = {text: f' [{letter}{i}]' if len(texts) > 1 else '' for i, text in enumerate(texts, start=1)}
-    # The blank line keeps Markdown from joining the notes into one paragraph.
+    # Without the blank line Markdown joins the notes into one paragraph.
     return marks, [f'{mark} {prefix}{text}\n'.lstrip() for text, mark in marks.items()]
 
 
@@ -257,13 +259,13 @@ def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
     depths = ''.join(map(str, depths)) if isinstance(depths, Sequence) else str(depths)
     size = 'x'.join(filter(None, (str(backbone.get('embed_dims', '')), depths)))
     label = '-'.join(filter(None, (family + 'V2' * bool(backbone.get('use_conv_ffn')), size)))
-    # The papers call BatchNorm over tokens BN.
+    # The papers call TokenBN BN.
     norm = 'BN' if norm == 'TokenBN' else norm
     norms = [] if norm == 'LN' else [norm]
     if 'focused' in kinds:
         label = f'Flatten-{label}'
     elif 'sla' in kinds and norm == 'PRepBN':
-        # SLAB is simplified linear attention with PRepBN.
+        # Simplified linear attention with PRepBN is SLAB.
         label, norms = f'SLAB-{label}', []
     elif 'sla' in kinds:
         label = f'SLA-{label}'

@@ -1,4 +1,4 @@
-"""Random weights that can be timed: statistics that fit them, and heads with the same work in every detector."""
+"""Prepares detectors with random weights for timing: fitting statistics, and heads with the same work in each."""
 
 import torch
 from mmdet.models.dense_heads import RPNHead
@@ -8,22 +8,22 @@ from torch import nn
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.recalibration.fixed_point import recalibrate
 
-# A choice, not a measurement: COCO has seven objects an image, and score thresholds of 0.05 let many more through.
+# Chosen, not measured: COCO has seven objects in an image, and a score threshold of 0.05 lets many more through.
 OBJECTS = 32
 
 
 def prepare_untrained(model: nn.Module) -> bool:
-    """Makes a detector with random weights cost what a trained one does, in place.
+    """Changes a detector with random weights, in place, so that it takes the time of a trained one.
 
-    Norms are at gamma = 0, as after training, with statistics of noise: at their initial ones activations grow from
-    block to block. How much work heads have depends on what they find, and that on chance. So they are made blind:
-    every proposal is an anchor, and the best ``OBJECTS`` of them become objects, whatever the features are.
+    Norms get gamma = 0, as after training, and statistics of noise: with the initial ones activations grow from block
+    to block. The work of heads depends on what they find, which is chance with random weights. So heads are made to
+    ignore the features: every proposal is an anchor, and the best ``OBJECTS`` of them become objects.
 
     Args:
         model: A detector in eval mode, unfused.
 
     Returns:
-        Whether the heads were of a kind that can be made blind: RPN and one box head.
+        Whether the heads could be changed, which takes an RPN and a single box head.
     """
     set_gamma(model, 0.0)
     if any(True for _ in named_offline_norms(model)):
@@ -36,7 +36,7 @@ def prepare_untrained(model: nn.Module) -> bool:
     for layer in (rpn_head.rpn_cls, rpn_head.rpn_reg, box_head.fc_cls, box_head.fc_reg):
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
-    # Sure of the first class: above every score threshold.
+    # The first class gets a score above every threshold.
     nn.init.constant_(box_head.fc_cls.bias[:1], 10.0)
     limit = roi_head.test_cfg.max_per_img
     # mmdet takes -1 as no limit.

@@ -1,6 +1,5 @@
 """Pages show what benchmarks/results has."""
 
-import json
 import math
 import re
 import shutil
@@ -12,34 +11,33 @@ from benchmarks.absorb.size import table as size_table
 from benchmarks.absorb.table import absorption_table
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.int8 import table as int8_table
-from benchmarks.norms.run import ROOT, publish
-from benchmarks.norms.table import by_seed, markdown, replace_table, spread, t_interval
-from benchmarks.parts import table as parts_table
+from benchmarks.norms.run import publish
+from benchmarks.norms.table import by_seed, replace_table, spread, study_table, t_interval
+from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import table as runtimes_table
 
 PAGE = ROOT / 'docs' / 'results.md'
-RESULTS = ROOT / 'benchmarks' / 'results'
 
 
 @pytest.mark.parametrize('study', sorted(re.findall(r'^<!-- norms (\S+) -->$', PAGE.read_text(), re.MULTILINE)))
 def test_a_table_is_that_of_the_stored_results(study, tmp_path):
     shutil.copy(PAGE, tmp_path)
-    publish(study, tmp_path / PAGE.name, RESULTS)
+    publish(study, tmp_path / PAGE.name, FOLDER)
     assert (tmp_path / PAGE.name).read_text() == PAGE.read_text(), f'write the table of {study} again'
 
 
 def test_every_stored_result_has_its_script_or_is_named_on_a_page():
     texts = [*(ROOT / 'benchmarks').rglob('*.py'), *(ROOT / 'docs').glob('*.md'), ROOT / 'README.md']
     text = ''.join(path.read_text() for path in texts)
-    for file in RESULTS.glob('*.json'):
+    for file in FOLDER.glob('*.json'):
         study = file.stem.removeprefix('norms_')
         # A study of norms has a table of this mark, or its name in a sentence.
         names = (f'<!-- norms {study} -->', f'`{study}`') if study != file.stem else (file.name,)
         assert any(name in text for name in names), file.name
 
 
-def load(name: str) -> dict:
-    return json.loads((RESULTS / f'{name}.json').read_text())
+def load(name: str) -> Results:
+    return Results(FOLDER / f'{name}.json')
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -48,24 +46,13 @@ def table(page: str, header: str) -> list[list[str]]:
     return [[cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines]
 
 
-# Norm of the README: its run.
-NORMS = {
-    'LayerNorm': 'ln',
-    'LayerNorm, one more in each FFN': 'ln_ffn',
-    'BatchNorm': 'token_bn',
-    'BN+FFNBN': 'bn_ffnbn',
-    'PRepBN': 'prepbn',
-    'PRepBN, one more in each FFN': 'prepbn_ffn',
-}
-
-
 def test_norms_of_the_readme_are_the_stored_results():
-    studies = [load(f'norms_{name}-norms-2000')['runs'] for name in ('bccd', 'dsb2018')]
+    studies = [load(f'norms_{name}-norms-2000').rows for name in ('bccd', 'dsb2018')]
     rows = table((ROOT / 'README.md').read_text(), '| norm | `backbone')
-    assert [row[0] for row in rows] == list(NORMS)
+    assert len(rows) == 6
     for norm, *_, bccd, dsb2018 in rows:
-        ap = [list(by_seed(runs[NORMS[norm]]).values()) for runs in studies]
-        assert [bccd, dsb2018] == [spread(values, '{:.3f}') for values in ap], norm
+        name = {'BatchNorm': 'TokenBN', 'PRepBN': 'PRepBN, linear'}.get(norm, norm)
+        assert [bccd, dsb2018] == [spread(by_seed(rows, name).values()) for rows in studies], norm
 
 
 ABSORBED = {
@@ -76,22 +63,23 @@ ABSORBED = {
 }
 
 
-def absorbed_cells() -> dict[str, dict]:
-    return {column: load(f'absorb_{name}')['cells'] for column, name in ABSORBED.items()}
+def absorbed() -> dict[str, list[dict]]:
+    return {column: load(f'absorb_{name}').rows for column, name in ABSORBED.items()}
 
 
 def test_absorbed_detectors_are_the_stored_results():
-    shown = absorption_table(absorbed_cells())
+    shown = absorption_table(absorbed())
     assert shown in (ROOT / 'docs/absorb.md').read_text(), f'docs/absorb.md needs this table:\n{shown}'
 
 
 def test_table_of_absorbed_detectors_compares_seed_by_seed():
     ap = dict(teacher=(0.5, 0.6, 0.7), default=(0.51, 0.58, 0.7), tuned=(0.4, 0.6))
-    cells = {
-        way: {str(seed): dict(AP=value, kept=['norm'] * seed) for seed, value in enumerate(values)}
+    stored = [
+        dict(name=way, seed=seed, AP=value, kept=['norm'] * seed)
         for way, values in ap.items()
-    }
-    rows = table(absorption_table({'BCCD': cells}), '| | BCCD |')
+        for seed, value in enumerate(values)
+    ]
+    rows = table(absorption_table({'BCCD': stored}), '| | BCCD |')
     first = ['0.600: 0.500, 0.600, 0.700', '0.597: +0.010, -0.020, +0.000', '0 to 2']
     assert [row[1] for row in rows] == [*first, *['–'] * 5, '-0.100, +0.000, –']
 
@@ -99,37 +87,31 @@ def test_table_of_absorbed_detectors_compares_seed_by_seed():
 def test_absorbed_detectors_of_the_readme_are_the_stored_results():
     ways = ('teacher', 'default', None, 'all gone')
     rows = table((ROOT / 'README.md').read_text(), '| | BCCD, Faster')
-    kept = table(absorption_table(absorbed_cells()), '| | BCCD, Faster')[2]
+    kept = table(absorption_table(absorbed()), '| | BCCD, Faster')[2]
     for (label, *shown), way in zip(rows, ways, strict=True):
         if way is None:
             assert [label, *shown] == kept
             continue
-        for cells, value in zip(absorbed_cells().values(), shown, strict=True):
-            assert value == spread([seed['AP'] for seed in cells[way].values()], '{:.3f}'), label
+        for stored, value in zip(absorbed().values(), shown, strict=True):
+            assert value == spread(by_seed(stored, way).values()), label
 
 
 def test_size_of_an_absorption_is_the_stored_result():
-    results = load('absorb_size')['results']
-    shown = size_table(results)
-    assert [row.split('|')[1].strip() for row in shown.splitlines()[2:]] == [*results]
-    assert shown in (ROOT / 'docs/absorb.md').read_text()
+    assert size_table(load('absorb_size')) in (ROOT / 'docs/absorb.md').read_text()
 
 
 def test_steps_of_an_absorption_are_the_stored_results():
-    datasets = [load(f'absorb_ablation_{name}')['cells'] for name in ('bccd', 'dsb2018')]
-    rows = table(PAGE.read_text(), '| every norm gone')
-    for (label, *shown), way in zip(rows, datasets[0], strict=True):
-        seeds = [cells[way]['0'] for cells in datasets]
-        assert shown == [f'{seed[key]:.3f}' for seed in seeds for key in ('AP', 'agreement')], label
+    stored = [load(f'absorb_ablation_{name}').rows for name in ('bccd', 'dsb2018')]
+    for (label, *shown), *rows in zip(table(PAGE.read_text(), '| every norm gone'), *stored, strict=True):
+        assert shown == [f'{row[key]:.3f}' for row in rows for key in ('AP', 'agreement')], label
 
 
 def test_tables_of_runtimes_are_the_stored_results():
     page = (ROOT / 'docs/latency.md').read_text()
-    for scopes in load('runtimes')['columns'].values():
-        for columns in scopes.values():
-            assert runtimes_table(columns) in page
-    assert parts_table(load('parts')) in page
-    assert int8_table(load('int8')) in (ROOT / 'docs/deploy.md').read_text()
+    runtimes = load('runtimes')
+    for size, scope in {(row['size'], row['scope']) for row in runtimes.rows}:
+        assert runtimes_table(runtimes.select(size=size, scope=scope)) in page
+    assert int8_table(load('int8').rows) in (ROOT / 'docs/deploy.md').read_text()
 
 
 def test_tables_of_the_gpu_are_the_stored_results():
@@ -139,8 +121,7 @@ def test_tables_of_the_gpu_are_the_stored_results():
 
 
 def test_latency_of_classifiers_is_the_stored_result():
-    entries = load('classifiers_cpu')['entries']
-    medians = {entry['config']: entry['latency']['median_ms'] for entry in entries}
+    medians = {row['config']: row['median_ms'] for row in load('classifiers_cpu').rows}
     rows = table((ROOT / 'docs/pretrain.md').read_text(), '| | LayerNorm, ms | PRepBN')
     for name, ms, *ratios in rows:
         config = name.strip('`')
@@ -155,17 +136,9 @@ def test_latency_of_classifiers_is_the_stored_result():
 def test_table_compares_seed_by_seed():
     control, other = [0.512, 0.498, 0.530], [0.505, 0.499, 0.502]
 
-    def seeds(**ap):
-        return {seed.removeprefix('s'): dict(ap=value) for seed, value in ap.items()}
-
-    runs = dict(
-        ln=dict(label='LN', control='ln', seeds=seeds(s0=control[0], s1=control[1], s10=control[2])),
-        bn=dict(label='BN', control='ln', seeds=seeds(s10=other[2], s0=other[0], s1=other[1])),
-    )
-    first, second = [
-        [cell.strip() for cell in line.strip('|').split('|')]
-        for line in markdown(dict(metric='box AP', runs=runs)).splitlines()[2:]
-    ]
+    rows = [dict(name='LN', seed=seed, AP=ap) for seed, ap in zip((0, 1, 10), control, strict=True)]
+    rows += [dict(name='BN', control='LN', seed=seed, AP=other[index]) for seed, index in ((10, 2), (0, 0), (1, 1))]
+    first, second = table(study_table(rows, 'box AP'), '| run |')
     assert first == ['LN', '0.512, 0.498, 0.530', '0.513 ± 0.016', '–', '–']
     difference = [b - a for a, b in zip(control, other, strict=True)]
     mean, std = statistics.mean(difference), statistics.stdev(difference)

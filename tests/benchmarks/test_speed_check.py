@@ -1,11 +1,11 @@
 """The check of speed between commits: what it compares, and that it only reports."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import speed_check
+from benchmarks.results import Results
 
 
 @pytest.fixture
@@ -27,17 +27,18 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_ratios_are_compared_with_the_stored_ones_of_the_same_scope(call, tmp_path: Path) -> None:
     file = tmp_path / 'stored.json'
     assert call('--store')[2:] == ['–', '–'], 'nothing is stored yet'
-    stored = json.loads(file.read_text())
-    (scope,) = stored
-    assert scope.startswith('backbone, batch 1, 64x96 (HxW), float32')
-    ratio = stored[scope]['ratios']['quick start, SLAB fused']
+    stored = Results(file)
+    (row,) = stored.rows
+    assert row['name'] == 'quick start, SLAB fused' and row['commit']
+    assert row['scope'].startswith('backbone, batch 1, 64x96 (HxW), float32')
     # As if this commit were slower by far: reported, nothing more.
-    ratio['ratio'] = 0.01
-    file.write_text(json.dumps(stored))
+    row['ratio'] = 0.01
+    stored.write()
     _, here, there, over = call()
     assert there.startswith('0.010') and float(over) == pytest.approx(float(here.split()[0]) / 0.01, abs=0.1)
-    assert json.loads(file.read_text()) == stored, 'only --store writes'
-    file.write_text(json.dumps({scope.replace('backbone', 'elsewhere'): stored[scope]}))
+    assert Results(file).rows == [row], 'only --store writes'
+    row['scope'] = 'elsewhere'
+    stored.write()
     assert call()[2:] == ['–', '–'], 'stored for another scope'
 
 

@@ -1,7 +1,4 @@
-"""Every hook and every way of saving memory in one run, killed where it hurts most: it ends as if it had not been.
-
-The full count of kills is in benchmarks/interruptions.py.
-"""
+"""A run with every hook and every way of saving memory is killed where it hurts most: it ends as if it had not been."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CONFIGS
+from interruptions import FORK_SERVER, Interruptions, KillPoint, WholeFiles
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, EMAHook, LoggerHook
 from mmengine.runner import Runner
 
-from benchmarks.interruptions import FORK_SERVER, Interruptions, KillPoint, WholeFiles
 from slab_det.hooks import (
     CheckedLoadHook,
     ExactResumeHook,

@@ -156,7 +156,7 @@ def test_dataset_is_described_through_wrappers() -> None:
 def test_table_has_the_columns_of_table_3() -> None:
     table = markdown_table([entry(ap=AP, latency=latency(51.04), dataset=DATASET, training={'seed': 1})])
     header, _, row, *notes = table.splitlines()
-    assert header == '| model | norm |  | ms | box AP / 50 / 75 / s / m / l | mask AP / 50 / 75 / s / m / l |'
+    assert header == '| model | norm | form | ms | box AP / 50 / 75 / s / m / l | mask AP / 50 / 75 / s / m / l |'
     assert row == '| SLAB-Swin-T | PRepBN | fused | 51.0 | 43.1 / 66.0 / 47.0 / – / 46.4 / 56.0 | – |'
     assert 'detector, batch 1, 800x1333 (HxW), float32, Some CPU, 2 threads, 100 rounds after 20' in table
     assert 'AP on coco/instances_val2017.json (5000 images); trained seed 1' in table

@@ -14,7 +14,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch.nn import functional
 
-from slab_det.cli import COMMANDS, arguments
+from slab_det.cli import COMMANDS
 from slab_det.deployment import export
 from slab_det.fusion.affine import fold_into_output
 from slab_det.measure import latency
@@ -62,10 +62,6 @@ def test_help_names_what_the_package_has(tool: str, flag: str, names: Iterable[s
 def test_options_that_cannot_be_read_are_usage_errors(tool: str, option: str, call) -> None:
     result = call(tool, 'small.py', '--cfg-options', option, code=2)
     assert f'argument --cfg-options: {option}: give KEY=VALUE' in result.err
-
-
-def test_modes_of_compilation_are_those_of_the_package() -> None:
-    assert arguments.COMPILE_MODES == latency.COMPILE_MODES
 
 
 @pytest.fixture

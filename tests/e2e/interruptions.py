@@ -1,20 +1,13 @@
 """Kills trainings with SIGKILL, resumes each with ``--resume``, and compares the end with an uninterrupted run's.
 
-    python -m benchmarks.interruptions --kills 20
-
-Every run is tools/train.py in a process of its own, forked from one that has imported torch. A kill in the middle of
-writing is certain: the process is stopped first, and killed only if the file that it writes is still there. While a run
-lasts, all files under their final names must be whole.
+Every run is tools/train.py in a process of its own, forked from one that has imported torch. To kill a run while it
+writes a file, the process is stopped first, and killed only if the unfinished file is still there. While a run lasts,
+all files under their final names must be whole.
 """
 
-import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
-
-import argparse
 import ast
-import json
 import multiprocessing
 import os
-import random
 import re
 import runpy
 import signal
@@ -26,33 +19,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from mmengine.config import Config
 
-from slab_det.measure.environment import describe_environment
 from slab_det.measure.report import read_report
 from slab_det.runtime import read_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.0005
 # A process stops within this time after SIGSTOP, unless it is inside a system call.
 STOP_SECONDS = 0.02
 FORK_SERVER = multiprocessing.get_context('forkserver')
-FORK_SERVER.set_forkserver_preload(['slab_det.cli.config', 'slab_det.backbones', 'mmdet.utils', 'mmdet.evaluation'])
 TRAIN = str(ROOT / 'tools' / 'train.py')
 
 
 @dataclass(frozen=True)
 class KillPoint:
-    """Where a run is killed: ``delay`` seconds after it ``said`` a text, or while it ``writes`` a file (a glob)."""
+    """Where a run is killed: once it ``said`` a text, or after that while it ``writes`` a file (a glob)."""
 
     kind: str
     said: str
     writes: str | None = None
-    delay: float = 0.0
 
 
 class WholeFiles:
-    """Looks at a work directory again and again: every file under its final name must be whole."""
+    """Checks a work directory again and again: every file under its final name must be whole."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -158,7 +147,6 @@ class Interruptions:
                 time.sleep(10 * POLL_SECONDS)
             while process.is_alive():
                 if point.writes is None:
-                    time.sleep(point.delay)
                     process.kill()
                     process.join()
                 elif any(files.folder.glob(point.writes)):
@@ -207,71 +195,3 @@ def largest_difference(a: object, b: object) -> float:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape:
         return (a.double() - b.double()).abs().nan_to_num(nan=torch.inf).max().item() if a.numel() else 0.0
     return 0.0 if not isinstance(a, torch.Tensor) and a == b else torch.inf
-
-
-def random_points(count: int, max_iters: int, seed: int) -> list[KillPoint]:
-    """Points of every kind in turn: the decay of gamma, a checkpoint, the recalibration, the fused checkpoint."""
-    draw = random.Random(seed)
-    points = []
-    for i in range(count):
-        iteration, step = draw.randint(1, max_iters // 2), 2 * draw.randint(1, max_iters // 2)
-        delay = draw.uniform(0, 0.2)
-        kinds = (
-            KillPoint('decay', f'Iter(train) [{iteration:>{len(str(max_iters))}}/{max_iters}]', delay=delay),
-            KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.tmp'),
-            KillPoint('recalibration', f'Recalibration, pass {draw.randint(1, 3)}', delay=delay),
-            KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.tmp'),
-            KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.tmp'),
-        )
-        points.append(kinds[i % len(kinds)])
-    return points
-
-
-def write_config(folder: Path, max_iters: int) -> Path:
-    """The config of the run that is interrupted: the quick start's, small."""
-    cfg = Config.fromfile(ROOT / 'configs' / 'quickstart_mask_rcnn_slab_swin.py')
-    cfg.model.backbone.update(drop_path_rate=0.1)
-    for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
-        loader.dataset.generator = dict(num_train=60, num_val=4, size=(128, 96))
-        loader.num_workers = 0
-        loader.persistent_workers = False
-    cfg.train_dataloader.batch_size = 2
-    cfg.train_cfg.update(max_iters=max_iters, val_interval=max_iters // 2)
-    # Keeping one is the hardest: mmengine alone removes it before it writes the next.
-    cfg.default_hooks.checkpoint.update(interval=2, max_keep_ckpts=1, save_best='coco/bbox_mAP', rule='greater')
-    cfg.default_hooks.logger.interval = 1
-    cfg.custom_hooks[1].update(num_images=6, max_passes=3, tol=0.0)
-    cfg.dump(folder / 'interrupted.py')
-    return folder / 'interrupted.py'
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--kills', type=int, default=20)
-    parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--iters', type=int, default=8)
-    parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/interruptions'), help='a new folder')
-    args = parser.parse_args()
-    folder = args.work_dir.resolve()
-    folder.mkdir(parents=True)
-    runs = Interruptions(write_config(folder, args.iters), folder)
-    kills = []
-    for point in random_points(args.kills, args.iters, args.seed):
-        kills.append(runs.kill(point))
-        print(json.dumps(kills[-1]), flush=True)
-    summary = dict(
-        kills=len(kills),
-        equal_to_the_last_bit=sum(kill['largest_difference'] == 0 and kill['same_report'] for kill in kills),
-        killed_in_the_middle_of_a_file=sum(bool(kill['unfinished']) for kill in kills),
-        torn_files=sum(len(kill['torn']) for kill in kills),
-    )
-    result = dict(
-        iterations=args.iters, seed=args.seed, environment=describe_environment(), summary=summary, runs=kills
-    )
-    path = ROOT / 'benchmarks' / 'results' / 'interruptions.json'
-    path.write_text(json.dumps(result, indent=1) + '\n')
-    print(f'{json.dumps(summary, indent=1)}\nWritten to {path}')
-
-
-if __name__ == '__main__':
-    main()
