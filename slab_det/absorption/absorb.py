@@ -81,6 +81,8 @@ def absorb(
     if is_deployed(model):
         raise ConversionError('the model is deployed, which hides its norms; absorb the one that it was made of')
     keep = _check_keep(keep)
+    if not 0 <= ffn <= 1:
+        raise ConversionError(f'ffn={ffn}: give a share from 0 to 1, such as 0.75')
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slab_det.absorption.regression import RIDGES, CrossMoments, choose_fit, diagonal_fit, ridge_fits
+from slab_det.absorption.regression import RIDGES, CrossMoments, choose_fit, diagonal_fit, rank_channels, ridge_fits
 
 
 def tokens(count=600, noise=0.0, seed=0):
@@ -131,3 +131,33 @@ def test_diagonal_fit_is_a_layer_norm_of_constant_scale():
     fit = diagonal_fit(moments)
     torch.testing.assert_close(x @ fit.matrix.T + fit.shift, y)
     assert moments.unexplained(fit) < 1e-12
+
+
+def test_channels_go_in_the_order_of_what_least_squares_loses():
+    """Against a regression for each set of channels that is left; the first two stay."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 9, generator=generator, dtype=torch.float64) @ torch.randn(9, 9, dtype=torch.float64)
+    y = torch.randn(500, 3, generator=generator, dtype=torch.float64) + x[:, [1, 4, 6]]
+    centred_x, centred_y, left, order = x - x.mean(0), y - y.mean(0), list(range(2, 9)), []
+    while left:
+        losses = {}
+        for channel in left:
+            others = centred_x[:, [0, 1, *(other for other in left if other != channel)]]
+            losses[channel] = (centred_y - others @ torch.linalg.lstsq(others, centred_y).solution).square().sum()
+        order.append(min(losses, key=losses.get))
+        left.remove(order[-1])
+    assert (rank_channels(moments_of(x, y), 2, ridge=0.0) + 2).tolist() == order
+
+
+def test_targets_of_an_ffn_are_those_of_its_tokens():
+    x, y, matrix = tokens(noise=1.0)
+    weight, bias = matrix[:, :3], torch.ones(4, dtype=torch.float64)
+    moments = moments_of(x, y)
+    moments.add_to_target(weight, bias)
+    for name, value in vars(moments_of(x, y + x[:, -3:] @ weight.T + bias)).items():
+        torch.testing.assert_close(torch.as_tensor(getattr(moments, name)), torch.as_tensor(value))
+    some = torch.tensor([3, 0])
+    for name, value in vars(moments_of(x[:, some], y)).items():
+        torch.testing.assert_close(
+            torch.as_tensor(getattr(moments_of(x, y).select(some), name)), torch.as_tensor(value)
+        )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
 from slab_det.backbones.blocks import Block
-from slab_det.deployment.blocks import is_plain_linear, known_blocks, two_layers
+from slab_det.deployment.blocks import FFNLayers, ffn_layers, is_plain_linear, known_blocks
 from slab_det.deployment.cpu import tiles
 from slab_det.deployment.cpu.linear import linear, linear_add
 from slab_det.norms import ChannelAffine
@@ -69,21 +69,20 @@ class TiledMapAttention(TiledAttention):
 
 
 class TiledFFN(nn.Module):
-    """``x + fc2(act(fc1(norm(x))))``, tile by tile, written into x.
+    """``x + ffn(norm(x))``, tile by tile, written into x.
 
     Args:
         norm: The norm before the FFN; an identity once it is fused.
-        fc1: First layer, linear or a 1x1 convolution; its parameters are shared.
-        activation: 'gelu' or 'relu'.
-        fc2: Second layer.
+        layers: The layers of the FFN; their parameters are shared.
 
     Shape:
         (B, L, C), contiguous; changed in place and returned.
     """
 
-    def __init__(self, norm: nn.Module, fc1: nn.Module, activation: str, fc2: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, layers: FFNLayers) -> None:
         super().__init__()
-        self.norm, self.fc1, self.activation, self.fc2 = norm, fc1, activation, fc2
+        self.norm, self.activation = norm, layers.activation
+        self.fc1, self.fc2, self.linear = layers.fc1, layers.fc2, layers.linear
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         tokens = x.view(-1, x.shape[-1])
@@ -91,8 +90,12 @@ class TiledFFN(nn.Module):
         weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
         for rows in tiles.row_tiles(tokens.shape[0], tiles.TILE_TOKENS):
             tile = tokens[rows]
-            hidden = linear(self.norm(tile), weight1, self.fc1.bias, self.activation)
-            tile.copy_(linear_add(hidden, weight2, self.fc2.bias, tile))
+            normed = self.norm(tile)
+            hidden = linear(normed, weight1, self.fc1.bias, self.activation)
+            out = linear_add(hidden, weight2, self.fc2.bias, tile)
+            if self.linear is not None:
+                out = linear_add(normed, self.linear.weight, self.linear.bias, out)
+            tile.copy_(out)
         return x
 
 
@@ -124,5 +127,5 @@ def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | N
 
 def _tile_ffn(norm: nn.Module, ffn: nn.Module) -> TiledFFN | None:
     """The tiled form of an FFN; None if it has a convolution or a norm in between."""
-    layers = two_layers(ffn)
-    return None if layers is None else TiledFFN(norm, *layers)
+    layers = ffn_layers(ffn)
+    return None if layers is None else TiledFFN(norm, layers)

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.attention.linear import SimplifiedWindowAttention
 from slab_det.backbones.blocks import FFN
-from slab_det.deployment.blocks import two_layers
+from slab_det.deployment.blocks import ffn_layers
 from slab_det.deployment.constants import constant
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import find_hooks
+from slab_det.fusion.merged_ffn import MergedFFN
 
 # The logit of a slot that fills up a power of 2: 0 after a softmax, and finite in every dtype.
 EXCLUDED_LOGIT = -1e4
@@ -94,7 +95,7 @@ def _round_up(slots: int) -> int:
 
 
 class FusedFFN(nn.Module):
-    """An FFN of two layers that runs as one kernel, in half precision.
+    """An FFN that runs as one kernel, in half precision.
 
     Args:
         ffn: The FFN; its parameters are shared, and it runs where the kernel does not.
@@ -103,25 +104,25 @@ class FusedFFN(nn.Module):
         (B, L, C) -> (B, L, C).
     """
 
-    def __init__(self, ffn: FFN) -> None:
+    def __init__(self, ffn: FFN | MergedFFN) -> None:
         super().__init__()
         self.ffn = ffn
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         if not kernels.take(x) or x.dtype not in (torch.float16, torch.bfloat16):
             return self.ffn(x, hw_shape, identity)
-        fc1, activation, fc2 = two_layers(self.ffn)
+        layers = ffn_layers(self.ffn)
         # A 1x1 convolution's weight has two more dimensions.
-        weights = fc1.weight.flatten(1), fc1.bias, fc2.weight.flatten(1), fc2.bias
-        return kernels.ffn(x, identity, *weights, activation)
+        weights = layers.fc1.weight.flatten(1), layers.fc1.bias, layers.fc2.weight.flatten(1), layers.bias
+        return kernels.ffn(x, identity, *weights, layers.activation, layers.linear and layers.linear.weight)
 
 
 def fused_ffn(layer: nn.Module) -> FusedFFN | None:
     """The fused form of an FFN of few channels, whose weights fit a chip; None for every other layer."""
-    layers = two_layers(layer) if isinstance(layer, FFN) and not any(map(find_hooks, layer.modules())) else None
-    if layers is None or layers[0].bias is None or layers[2].bias is None:
+    layers = None if any(map(find_hooks, layer.modules())) else ffn_layers(layer)
+    if layers is None or layers.fc1.bias is None or layers.bias is None:
         return None
-    channels = layer.embed_dims
+    channels = len(layers.fc2.weight)
     rest = channels - (1 << (channels.bit_length() - 1))
     fits = MIN_SIDE <= channels <= MAX_FFN_CHANNELS and (rest == 0 or (rest >= MIN_SIDE and rest & (rest - 1) == 0))
     return FusedFFN(layer) if fits else None

@@ -1,0 +1,134 @@
+"""absorb with ffn: hidden channels that act as a straight line are merged, whoever wrote the FFN."""
+
+import copy
+
+import pytest
+import torch
+from conftest import PVT_V2, as_trained, differing, layer_norms, pictures, raw_outputs, relative_difference
+from mmdet.registry import MODELS
+from mmengine.config import Config
+
+import slab_det
+from slab_det.absorption import absorb
+from slab_det.checkpoints.build import build_detector
+from slab_det.conversion import ConversionError
+from slab_det.deployment.cpu.blocks import TiledFFN
+from slab_det.fusion import save_fused
+from slab_det.fusion.merged_ffn import MergedFFN, find_ffn_layers
+
+RELU = dict(type='ReLU')
+SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), act_cfg=RELU)
+PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratios=(2,) * 4, act_cfg=RELU)
+BACKBONES = {
+    'SLABSwin': dict(type='SLABSwin', **SWIN),
+    'BN+FFNBN': dict(type='SLABSwin', **SWIN, norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act'),
+    'FFN norm': dict(type='SLABSwin', **SWIN, ffn_norm='pre_act'),
+    'SwinTransformer': dict(type='SwinTransformer', **SWIN),
+    'SLABPVT': dict(type='SLABPVT', **PVT, pretrain_img_size=64),
+    'PyramidVisionTransformer': dict(type='PyramidVisionTransformer', **PVT, pretrain_img_size=64),
+    'PVTv2': dict(type='SLABPVT', **PVT, **PVT_V2),
+    'PyramidVisionTransformerV2': dict(type='PyramidVisionTransformerV2', **PVT),
+}
+STRAIGHT = 'SLABSwin', 'SwinTransformer', 'SLABPVT', 'PyramidVisionTransformer'
+
+
+def ffns_of(model):
+    """The FFNs of a backbone, by their names."""
+    return {name: module for name, module in model.named_modules() if name.endswith(('.ffn', '.mlp'))}
+
+
+@pytest.fixture
+def teacher(small_detector_cfg):
+    """A function: a fused Faster R-CNN in which every second hidden channel never reaches the bend of its ReLU."""
+
+    def build(backbone):
+        cfg = small_detector_cfg('faster_rcnn', embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4))
+        cfg.backbone = copy.deepcopy(BACKBONES[backbone])
+        if 'num_layers' in cfg.backbone:
+            # The channels of a PVT's stage are those of a head times its heads.
+            cfg.neck.in_channels = [8, 16, 16, 32]
+        cfg.test_cfg.rcnn.max_per_img = 20
+        model = as_trained(MODELS.build(cfg))
+        model.cfg = cfg
+        if backbone in STRAIGHT:
+            for ffn in ffns_of(model).values():
+                bias = find_ffn_layers(ffn)[0].bias.data
+                bias[::2], bias[1::2] = 100, 0
+            for name in layer_norms(model):
+                # Tokens that vary bend the other half.
+                norm = model.get_submodule(name)
+                norm.weight.data[:], norm.bias.data[:] = 1, 0
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize('backbone', STRAIGHT)
+def test_straight_channels_are_merged_and_bent_ones_stay(teacher, backbone):
+    model, images = teacher(backbone).double(), [image.double() for image in pictures(10)]
+    half, none = (absorb(model, images, keep='all', ffn=share, progress=False) for share in (0.5, 1.0))
+    assert layer_norms(half) == layer_norms(none) == layer_norms(model)
+    (name, first), *_ = ffns_of(half).items()
+    assert torch.equal(first.fc1.weight, find_ffn_layers(model.get_submodule(name))[0].weight.flatten(1)[1::2])
+    assert all(ffn.fc1 is None for ffn in ffns_of(none).values())
+    for size in ((66, 70), (75, 101)):
+        image = pictures(1, size, seed=5)[0].double()
+        with torch.no_grad():
+            maps = model.extract_feat(image)
+            losses = [relative_difference(student.extract_feat(image), maps) for student in (half, none)]
+            assert losses[0] < 2e-3 and losses[0] < losses[1] / 4, losses
+            assert relative_difference(slab_det.deploy(none).extract_feat(image), none.extract_feat(image)) < 1e-9
+    report = half.absorption_report
+    assert [ffn.hidden for ffn in report.merged] == [ffn.channels // 2 for ffn in report.merged] and report.merged
+    assert f'{len(report.merged)} FFNs merged' in str(report)
+
+
+@pytest.mark.parametrize('backbone', ['SLABSwin', 'BN+FFNBN', 'FFN norm', 'PyramidVisionTransformer'])
+def test_without_norms_and_with_few_channels_it_is_written_rebuilt_and_deployed(teacher, backbone, tmp_path):
+    model = teacher(backbone)
+    student = absorb(slab_det.fuse(model), pictures(10), keep=0, ffn=0.75, progress=False)
+    assert not layer_norms(student) and all(isinstance(ffn, MergedFFN) for ffn in ffns_of(student).values())
+    checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
+    rebuilt = build_detector(Config.fromfile(config), str(checkpoint))
+    assert not differing(student, rebuilt)
+    image = pictures(1, (75, 101), seed=5)[0]
+    with torch.no_grad():
+        expected = raw_outputs(student, image)
+        assert all(map(torch.equal, raw_outputs(rebuilt, image), expected))
+        deployed = slab_det.deploy(rebuilt)
+        assert sum(isinstance(module, TiledFFN) for module in deployed.modules()) == len(ffns_of(student))
+        assert relative_difference(deployed.extract_feat(image), student.extract_feat(image)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'keep', 'reason'),
+    [
+        ('PVTv2', 'all', 'a depthwise convolution stands between its layers'),
+        ('PyramidVisionTransformerV2', 'none', 'a depthwise convolution stands between its layers'),
+        ('FFN norm', 'all', 'a norm stands between its layers'),
+    ],
+)
+def test_an_ffn_with_more_than_two_layers_is_left_alone(teacher, backbone, keep, reason):
+    student = absorb(teacher(backbone), pictures(5), keep=keep, ffn=0.5, progress=False)
+    report = student.absorption_report
+    assert [(ffn.ffn, ffn.reason) for ffn in report.ffns] == [(name, reason) for name in ffns_of(student)]
+    assert f'{report.ffns[0].ffn}: left alone, {reason}' in str(report)
+
+
+def test_an_interrupted_merge_goes_on(teacher, tmp_path):
+    model = teacher('SLABSwin')
+    options = dict(keep=0, ffn=0.5, work_dir=tmp_path, progress=False)
+    student = absorb(model, pictures(5), **options)
+    again = absorb(model, pictures(5), **options)
+    assert not differing(student, again) and again.absorption_report.merged == student.absorption_report.merged
+    other = absorb(model, pictures(5), **options | dict(ffn=0.25))
+    assert other.absorption_report.merged != student.absorption_report.merged
+
+
+def test_a_detector_without_norms_to_absorb_needs_a_share(teacher):
+    model = slab_det.fuse(teacher('BN+FFNBN'))
+    with pytest.raises(ConversionError, match='no LayerNorm that can be absorbed'):
+        absorb(model, pictures(5), progress=False)
+    assert absorb(model, pictures(5), ffn=0.5, progress=False).absorption_report.merged
+    with pytest.raises(ConversionError, match='ffn=1.5: give a share from 0 to 1'):
+        absorb(model, pictures(5), ffn=1.5, progress=False)
