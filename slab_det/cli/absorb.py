@@ -29,8 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--keep',
         nargs='+',
         metavar='KEEP',
-        help='LayerNorms that stay: none; a whole number K, the least affine K; or names (default: as few as it takes '
-        'to agree with the teacher, at most a quarter)',
+        help='LayerNorms that stay: none; all; a whole number K, the least affine K; or names (default: as few as it '
+        'takes to agree with the teacher, at most a quarter)',
+    )
+    parser.add_argument(
+        '--ffn',
+        type=float,
+        default=0.0,
+        metavar='SHARE',
+        help='also merge this share of the hidden channels of each FFN into one linear map, such as 0.75 '
+        '(default %(default)s)',
     )
     parser.add_argument(
         '--int8', action='store_true', help='absorb for int8: the AP is better in int8 and worse in float32'
@@ -78,10 +86,10 @@ def main(args: argparse.Namespace) -> None:
         raise ConversionError('--pipeline train needs the annotations of a training; leave it or --images out')
     keep = int(args.keep[0]) if args.keep and re.fullmatch(r'-?\d+', ' '.join(args.keep)) else args.keep
     cfg = read_config(args.config, data_root=args.data_root)
-    if type_name(cfg.model.type) == 'FusedDetector':
+    if type_name(cfg.model.type) == 'FusedDetector' and not args.ffn:
         raise ConversionError(
             f'{args.config} belongs to a fused detector, which has no norms left; give config and checkpoint of the '
-            'LayerNorm detector'
+            'LayerNorm detector, or --ffn 0.75 to merge its FFNs'
         )
     if args.eval:
         check_data(cfg, ('val',))
@@ -92,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     # Without a folder, the norms that students of the curve share would be absorbed again for each of them.
     finished = tempfile.TemporaryDirectory(prefix='slab_det_curve_') if args.curve else None
     work_dir = args.work_dir or (finished and finished.name)
-    absorb = partial(slab_det.absorb, teacher, images, int8=args.int8, work_dir=work_dir)
+    absorb = partial(slab_det.absorb, teacher, images, int8=args.int8, ffn=args.ffn, work_dir=work_dir)
     students = {}
     if args.curve:
         everything = absorb(keep=0)

@@ -17,7 +17,7 @@ from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.merged_ffn import merge_ffn
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
-from slab_det.runtime.config import drop_pretrained, import_slab_det, to_values, type_name
+from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.run_folder import save_with_config
 
 # Keys that only training reads.
@@ -63,8 +63,8 @@ def FusedDetector(  # noqa: N802 (a config's type)
 
 def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
-    # A DistilledDetector needs its teacher for training alone.
-    values['model'] = values['model'].get('student', values['model'])
+    # A DistilledDetector needs its teacher for training alone, and a FusedDetector becomes one with more folds.
+    values['model'] = detector_config(values['model'])
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
         # Outside of the model, the runner would give it to FusedDetector.
