@@ -46,7 +46,7 @@ Models = Mapping[str, Mapping[str, nn.Module]]
 
 
 def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, Row]:
-    """mmdet's detector, ours with LayerNorm, with PRepBN, and others."""
+    """Rows of mmdet's detector, ours with LayerNorm and with PRepBN, and others."""
     names = f'{name}, mmdet', f'{name}, LayerNorm'
     return {
         names[0]: Row(f'mask_rcnn_{config}', *names, type=backbone),
@@ -171,7 +171,7 @@ def measure_parts(models: Mapping[str, nn.Module]) -> dict[tuple[str, str], dict
 
 
 def start_tests(path: str) -> Callable[[], str]:
-    """Starts the tests of a file; returns what waits for their summary."""
+    """Starts the tests of a file; returns a function that waits for them and returns their summary."""
     output, started = tempfile.TemporaryFile('w+'), time.monotonic()
     command = sys.executable, '-m', 'pytest', '-q', '--maxfail=10', '--tb=short', '--durations=8', path
     process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
