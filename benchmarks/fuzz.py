@@ -1,10 +1,10 @@
-"""Draws random backbones and detectors and checks each: see tests/fuzz_checks.py.
+"""Checks random backbones and detectors by tests/fuzz_checks.py.
 
     python -m benchmarks.fuzz --draws 1000 --seed 0
     python -m benchmarks.fuzz --case 123
 
-A case is its seed: SEED to SEED + DRAWS - 1 are checked, and --case shows one of them. Every model fuses exactly and is
-the same after saving and loading; every 20th, if it is a detector, is exported to ONNX, which computes the same.
+A case is drawn from its seed, SEED to SEED + DRAWS - 1; --case checks and shows a single one. Every model must fuse
+exactly and stay the same after saving and loading. For every 20th detector the exported ONNX file must agree too.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)

@@ -26,7 +26,6 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from benchmarks.absorb.size import MIB
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import Row, build
 from benchmarks.training_cost import detector_steps
@@ -46,7 +45,7 @@ Models = Mapping[str, Mapping[str, nn.Module]]
 
 
 def _family(name: str, config: str, backbone: str, **others: str) -> dict[str, Row]:
-    """mmdet's detector, ours with LayerNorm, with PRepBN, and others."""
+    """Rows of mmdet's detector, ours with LayerNorm and with PRepBN, and others."""
     names = f'{name}, mmdet', f'{name}, LayerNorm'
     return {
         names[0]: Row(f'mask_rcnn_{config}', *names, type=backbone),
@@ -171,7 +170,7 @@ def measure_parts(models: Mapping[str, nn.Module]) -> dict[tuple[str, str], dict
 
 
 def start_tests(path: str) -> Callable[[], str]:
-    """Starts the tests of a file; returns what waits for their summary."""
+    """Starts the tests of a file; returns a function that waits for them and returns their summary."""
     output, started = tempfile.TemporaryFile('w+'), time.monotonic()
     command = sys.executable, '-m', 'pytest', '-q', '--maxfail=10', '--tb=short', '--durations=8', path
     process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -209,7 +208,7 @@ def measure_absorption(num_images: int = 6) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     idle = torch.cuda.memory_allocated()
     absorb = seconds(lambda: slab_det.absorb(model, images, keep=0, progress=False))
-    above = (torch.cuda.max_memory_allocated() - idle) / MIB
+    above = (torch.cuda.max_memory_allocated() - idle) / 2**20
     return dict(seconds_per_pass=absorb, forward_seconds=forward, above_idle_mib=round(above))
 
 
@@ -226,7 +225,7 @@ class Parts:
         self.missing: list[str] = []
 
     def run(self, name: str, needs: float, part: Callable[[], object]) -> object:
-        """The result of a part; None if it failed, or if fewer seconds are left than it needs."""
+        """Runs a part; returns None if it fails, or if fewer seconds are left than it needs."""
         left, result = self.end - time.monotonic(), None
         if left >= needs:
             try:
@@ -248,7 +247,7 @@ def tables(results: Results) -> dict[str, str]:
     """The tables of docs/gpu.md."""
     cells = {(row['name'], row['form']): row for row in results.select(part='detectors')}
 
-    def time(cell: dict | None) -> str:
+    def milliseconds(cell: dict | None) -> str:
         ratio = f' ({cell["to_mmdet"]:.2f})' if cell and 'to_mmdet' in cell else ''
         return f'{cell["median_ms"]:.2f}{ratio}' if cell else '–'
 
@@ -256,7 +255,7 @@ def tables(results: Results) -> dict[str, str]:
         return f'{cell["to_layer_norm"]:.2f}' if cell and 'to_layer_norm' in cell else '–'
 
     detectors = [
-        (name, *(time(cells.get((name, form))) for form in FORMS), *(ratio(cells.get((name, f))) for f in FORMS[2:]))
+        (name, *(milliseconds(cells.get((name, f))) for f in FORMS), *(ratio(cells.get((name, f))) for f in FORMS[2:]))
         for name in dict.fromkeys(name for name, _ in cells)
     ]
     parts = [(row['name'], row['ms']) for row in results.select(part='parts')]

@@ -1,4 +1,4 @@
-# What the small data sets have in common: COCO's layout, batches of 4, the schedule from scratch.
+# Shared by the small data sets: COCO's layout, batches of 4, the schedule from scratch.
 _base_ = ['../configs/_base_/schedules/adamw_scratch.py']
 
 train_dataloader = dict(

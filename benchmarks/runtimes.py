@@ -1,4 +1,4 @@
-"""Latency in every runtime that runs on a CPU, each detector beside LayerNorm and beside mmdet in the same rounds.
+"""Measures latency in every runtime on a CPU, each detector in the same rounds as LayerNorm and mmdet's detector.
 
     python -m benchmarks.runtimes --threads 2
     python -m benchmarks.runtimes --figure docs/latency.svg
@@ -42,7 +42,7 @@ from slab_det.runtime.progress import Progress
 CALIBRATION_SIZE = (320, 416)
 # The test pipeline without resizing.
 STEPS = (dict(type='LoadImageFromFile'), dict(type='PackDetInputs'))
-# The runtimes' threads spin for a while after a call; the next one should not share the cores with them.
+# After a call the threads of a runtime spin for a while; they must not take the cores from the next call.
 PAUSE_SECONDS = 0.1
 
 Call = Callable[[], object]
@@ -55,8 +55,8 @@ class Row(NamedTuple):
         config: Its name in configs/.
         stock: The row of mmdet's detector.
         layer_norm: The row of ours with LayerNorm.
-        type: Of its backbone, instead of the config's.
-        kept: How many LayerNorms an absorption kept, the first ones, which read the most tokens.
+        type: Type of the backbone, in place of the config's.
+        kept: Number of LayerNorms that absorption keeps: the first ones, which read the most tokens.
     """
 
     config: str
@@ -87,8 +87,8 @@ class Form(NamedTuple):
 
     Attributes:
         runtime: 'torch', 'onnxruntime' or 'openvino'.
-        precision: Of most layers.
-        form: What is done to it before.
+        precision: Precision of most layers.
+        form: How the detector is prepared: '', 'deployed', 'compiled' or 'int8'.
     """
 
     runtime: str
@@ -107,7 +107,7 @@ FORMS = {
     'OpenVINO, bfloat16': Form('openvino', 'bfloat16'),
     'OpenVINO, int8': Form('openvino', form='int8'),
 }
-# What the runtimes call a precision.
+# Names of the precisions in the runtimes.
 PRECISIONS = {'float32': 'f32', 'bfloat16': 'bf16'}
 
 
@@ -131,7 +131,7 @@ def build(row: Row) -> nn.Module:
 
 
 def torch_call(model: nn.Module, scope: str, form: Form, content: bytes) -> Call:
-    """From the bytes of an image file to boxes and masks, or the backbone alone, in PyTorch."""
+    """A call in PyTorch, from the bytes of an image file to boxes and masks, or of the backbone alone."""
     if form.form == 'deployed':
         model = slab_det.deploy(model, getattr(torch, form.precision))
     elif form.form == 'compiled':
@@ -145,7 +145,7 @@ def torch_call(model: nn.Module, scope: str, form: Form, content: bytes) -> Call
 
 
 def runtime_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:
-    """The same through an exported file, which is written where it is not there; masks are pasted in both."""
+    """As :func:`torch_call`, in another runtime. The exported file is written if it does not exist."""
     if not file.exists():
         export_onnx(model, file, scope)
     if form.form == 'int8':
@@ -161,7 +161,7 @@ def runtime_call(model: nn.Module, scope: str, form: Form, content: bytes, file:
 
 @torch.inference_mode()
 def measure(calls: Mapping[str, Call], rounds: int, title: str) -> dict[str, list[float]]:
-    """Milliseconds of each call, round by round, every second round in reverse, after one that does not count."""
+    """Milliseconds of each call in each round, after one round of warm-up. Every second round runs in reverse order."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for index in Progress(range(rounds + 1), title):
         for name in list(calls)[:: -1 if index % 2 else 1]:
@@ -182,7 +182,7 @@ def measure_column(
     folder: Path,
     args: argparse.Namespace,
 ) -> dict[str, dict]:
-    """For each row the times, and the medians over rounds of the ratios to its LayerNorm and to mmdet as built."""
+    """Times of each row, and the medians over rounds of the ratios to its LayerNorm row and to mmdet as built."""
     height, width = map(int, size.split('x'))
     pixels = random_images([(height, width)])[0][0].transpose(1, 2, 0).astype('uint8')
     content = cv2.imencode('.jpg', pixels)[1].tobytes()
@@ -234,7 +234,7 @@ def table(rows: Sequence[dict]) -> str:
 
 @styled
 def draw(rows: Sequence[dict], path: Path) -> None:
-    """Draws each form's time over mmdet as built, with LayerNorm, absorbed, and SLAB's."""
+    """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, over mmdet as built."""
     measured = {(row['name'], row['form']): row for row in rows}
     forms = [form for form in FORMS if form in {row['form'] for row in rows}]
     models = {SWIN[1]: '0.6', 'Swin-T, absorbed, none kept': INK, 'SLAB-Swin-T': '0.85'}

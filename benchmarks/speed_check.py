@@ -1,4 +1,4 @@
-"""Compares this commit's speed, as ratios to mmdet in the same process, with ratios stored before. Only reports.
+"""Compares this commit's speed, as ratios to mmdet in the same process, with stored ratios. It only reports.
 
     python -m benchmarks.speed_check --threads 2            # this commit / stored
     python -m benchmarks.speed_check --threads 2 --store    # makes this commit's ratios the stored ones
@@ -26,10 +26,10 @@ STOCK = {'type': 'SwinTransformer'}
 
 
 class Check(NamedTuple):
-    """Models that are measured together, config and changes of the backbone by name; ratios are to the first."""
+    """Models that are measured together: config and changes of the backbone by name. Ratios are to the first."""
 
     scope: str
-    size: tuple[int, int] | None  # (height, width); None takes that of the command line
+    size: tuple[int, int] | None  # (height, width); None takes the one of the command line
     models: Mapping[str, tuple[str, Mapping]]
 
 
@@ -58,7 +58,7 @@ def measure(check: Check, args: argparse.Namespace) -> list[LatencyResult]:
 
 
 def ratios(results: Sequence[LatencyResult]) -> dict[str, dict[str, float]]:
-    """Each model over the first: the median of the repeats, and their range."""
+    """Ratio of each model to the first: the median of the repeats, and their range."""
     first, *others = results
     found = {other.name: repeat_ratios(other, first) for other in others}
     return {name: {'ratio': median(r), 'low': min(r), 'high': max(r)} for name, r in found.items()}

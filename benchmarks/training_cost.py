@@ -61,7 +61,7 @@ class Step:
 
 
 def seconds(step: Step) -> float:
-    """Wall time of one step."""
+    """Wall time of one step in seconds."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Detectors of full size with random weights, for what only costs are measured of."""
+"""Builds detectors of full size with random weights, to measure their costs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +13,14 @@ from slab_det.measure.untrained import prepare_untrained
 
 
 def build_untrained(config: str | Path, backbone: Mapping) -> nn.Module:
-    """The detector of a config with random weights (seed 0), prepared as tools/latency.py prepares it, and fused.
+    """Builds and fuses the detector of a config with random weights (seed 0), prepared as tools/latency.py prepares it.
 
     Args:
         config: Path of the config.
         backbone: Changes of its backbone, for example ``dict(type='SwinTransformer')`` for mmdet's own.
 
     Returns:
-        The detector in eval mode; a LayerNorm one as it is.
+        The detector in eval mode; LayerNorms stay.
     """
     cfg = Config.fromfile(config)
     cfg.merge_from_dict({'model.backbone': {'init_cfg': None, **backbone}})

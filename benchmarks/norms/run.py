@@ -1,4 +1,4 @@
-"""Trains a small detector with each norm, from scratch, and adds their AP to results and table.
+"""Trains a small detector with each norm, from scratch, and adds the AP to the results and the table in docs.
 
     python -m benchmarks.norms.run bccd-norms --data-root data/bccd --seeds 0 1 2
     python -m benchmarks.norms.run dsb2018-norms --only ln token_bn prepbn
@@ -28,7 +28,7 @@ from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
 
 PAGE = Path('docs/results.md')
-# A diverged run ends at once, as failed, and not an hour later with AP 0.
+# A diverged run fails at once, instead of ending an hour later with AP 0.
 STOP_AT_NAN = dict(type='mmdet.CheckInvalidLossHook', interval=10)
 PROGRESS = dict(type='ProgressiveNormHook', total=0.8, unit='fraction')
 # Label in the table, changes of the backbone, and hooks.
@@ -56,8 +56,8 @@ class Study:
         config: Relative to the repository.
         metric: 'bbox' or 'segm', the AP of its table.
         iterations: Length of a run.
-        images: Training images that the statistics are recalibrated on.
-        setting: In words.
+        images: Number of training images for the recalibration.
+        setting: Data and model in words.
     """
 
     config: Path
@@ -91,7 +91,7 @@ def run_config(study: Study, name: str, seed: int) -> Config:
     config = Config.fromfile(ROOT / study.config)
     _, backbone, hooks = RUNS[name]
     if name in ('un', 'mabn', 'powernorm'):
-        # One warm-up for all three, so that only their averages differ.
+        # The same warm-up for all three, so that they differ only in their averages.
         backbone = dict(norm_cfg=dict(backbone['norm_cfg'], warmup_iters=study.iterations // 10))
     if backbone['norm_cfg']['type'] != 'LN':
         hooks = [*hooks, dict(type='RecalibrateFuseHook', num_images=study.images, pipeline='test')]
@@ -138,7 +138,7 @@ def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> d
 
 
 def run_tool(config: Config, folder: Path, data_root: str | Path) -> None:
-    """Trains, or goes on training, in a folder."""
+    """Starts or resumes a training in a folder."""
     path = folder / 'merged' / 'config.py'
     path.parent.mkdir(parents=True, exist_ok=True)
     config.dump(path)

@@ -60,7 +60,7 @@ styled = rc_context(
 # Narrower axes would magnify the difference of two runs to the size of the panel.
 _MIN_AP_SPAN = 4.0
 _MIN_MS_SPAN = 0.2  # share of the largest latency
-FACES = {'unfused': 'white', 'fused': INK}
+_FACES = {'unfused': 'white', 'fused': INK}
 
 
 @styled
@@ -100,7 +100,7 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
         looks = dict(zip(dict.fromkeys(entry.name for entry in shown), MARKS(), strict=False))
         for axes, kind in zip(part.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
             _draw_panel(axes, [entry for entry in shown if kind in entry.ap], kind, looks)
-        looks |= {form: {'marker': 'o', 'mec': INK, 'mfc': face} for form, face in FACES.items()}
+        looks |= {form: {'marker': 'o', 'mec': INK, 'mfc': face} for form, face in _FACES.items()}
         handles = [Line2D([], [], ls='', label=textwrap.fill(label, 45), **look) for label, look in looks.items()]
         part.legend(handles=handles, loc='outside lower center', ncols=2)
     return figure
@@ -108,18 +108,18 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
 
 def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: Mapping[str, Mapping]) -> None:
     """Draws one kind of AP over latency; ``looks`` has the marker and colour of each name."""
-    places: dict[str, dict[str, tuple[float, float]]] = {}
-    for entry in entries:
-        place = entry.latency['median_ms'], 100 * entry.ap[kind][main_column(kind)]
-        places.setdefault(entry.name, {})[entry.variant] = place
-        look = looks[entry.name]
-        face = look['color'] if entry.variant == 'fused' else FACES['unfused']
-        axes.plot(*place, linestyle='', zorder=3, mfc=face, **look)
-    for forms in places.values():
+    places = [(entry.latency['median_ms'], 100 * entry.ap[kind][main_column(kind)]) for entry in entries]
+    for name, look in looks.items():
+        forms = {}
+        for entry, place in zip(entries, places, strict=True):
+            if entry.name == name:
+                forms[entry.variant] = place
+                face = look['color'] if entry.variant == 'fused' else _FACES['unfused']
+                axes.plot(*place, linestyle='', zorder=3, mfc=face, **look)
         if len(forms) == 2:
             arrow = {'arrowstyle': '->', 'color': INK, 'shrinkA': 5, 'shrinkB': 5}
             axes.annotate('', forms['fused'], forms['unfused'], arrowprops=arrow)
-    times, ap = zip(*(place for forms in places.values() for place in forms.values()), strict=True)
+    times, ap = zip(*places, strict=True)
     axes.set(xlabel='ms', ylabel=AP_KINDS[kind], xlim=limits(times, _MIN_MS_SPAN * max(times)))
     axes.set_ylim(limits(ap, _MIN_AP_SPAN, 100))
 

@@ -25,7 +25,7 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
 
     def call_here(command: list[str]) -> None:
         commands.append(Path(command[1]).name)
-        # A new process would have no visualizer yet; that of the last call writes into its own folder.
+        # A new process has no visualizer yet; an existing one would write into the folder of its run.
         monkeypatch.setattr(DetLocalVisualizer, '_instance_dict', {})
         call(commands[-1], *command[2:])
 

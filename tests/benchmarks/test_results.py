@@ -38,7 +38,7 @@ def test_rows_of_different_settings_are_not_mixed(tmp_path):
         Results(tmp_path / 'a.json', size=(480, 640))
 
 
-@pytest.mark.parametrize('path', FOLDER.glob('*.json'), ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', sorted(FOLDER.glob('*.json')), ids=lambda path: path.stem)
 def test_every_file_has_the_one_schema(path):
     content = json.loads(path.read_text())
     assert [*content] == ['setting', 'environments', 'rows'] and content['rows']

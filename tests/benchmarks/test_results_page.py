@@ -1,4 +1,4 @@
-"""Pages show what benchmarks/results has."""
+"""Pages show the numbers of benchmarks/results."""
 
 import math
 import re

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 from test_report import DATASET, entry, latency
 
 from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
@@ -40,10 +39,6 @@ def markers(axes: Axes) -> dict[tuple[float, float], Line2D]:
 
 def arrows(axes: Axes) -> list[tuple]:
     return [(text.xyann, text.xy) for text in axes.texts if not text.get_text() and text.anncoords == 'data']
-
-
-def texts(figure: Figure) -> list[Text]:
-    return [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
 
 
 def names(part: FigureBase) -> list[str]:
@@ -88,17 +83,11 @@ def test_the_deployed_form_is_in_the_same_panel_under_its_own_name() -> None:
     assert names(figure.subfigs[0]) == ['Swin-T', 'Swin-T-deployed', 'unfused', 'fused']
 
 
-def test_it_can_be_read(tmp_path: Path) -> None:
-    save_figure(ap_latency_figure(SWIN), tmp_path / 'new' / 'one.svg')
+def test_the_same_entries_give_the_same_readable_file(tmp_path: Path) -> None:
+    for name in ('new/one.svg', 'again.svg'):
+        save_figure(ap_latency_figure(SWIN), tmp_path / name)
     picture = (tmp_path / 'new' / 'one.svg').read_text()
-    assert len(picture) < 100_000 and '>SLAB-Swin-T<' in picture
-    save_figure(ap_latency_figure(SWIN), tmp_path / 'again.svg')
-    assert (tmp_path / 'again.svg').read_text() == picture, 'the same entries give the same bytes'
-    figure = ap_latency_figure(SWIN)
-    figure.draw_without_rendering()
-    assert min(text.get_fontsize() for text in texts(figure)) >= 8
-    used, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    assert used.x0 >= 0 and used.y0 >= 0 and used.x1 <= width and used.y1 <= height, 'something is cut off'
+    assert len(picture) < 100_000 and '>SLAB-Swin-T<' in picture and (tmp_path / 'again.svg').read_text() == picture
 
 
 @pytest.mark.parametrize('length', [6, 40])
@@ -106,9 +95,11 @@ def test_names_cover_nothing_and_leave_room_for_the_panels(length: int) -> None:
     models = [timed(letter * length, 'unfused', 20 + i / 50, 43 + i / 50, 39) for i, letter in enumerate('abcdefgh')]
     figure = ap_latency_figure(models)
     figure.draw_without_rendering()
+    assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()) >= 8
+    used, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert used.x0 >= 0 and used.y0 >= 0 and used.x1 <= width and used.y1 <= height, 'something is cut off'
     (legend,) = figure.subfigs[0].legends
     box = legend.get_window_extent()
-    assert Bbox.intersection(box, figure.bbox).size == pytest.approx(box.size), 'a name leaves the picture'
     for axes in figure.findobj(Axes):
         assert not box.overlaps(axes.get_tightbbox()) and axes.get_window_extent().height > 200, 'one inch at least'
 
@@ -169,5 +160,3 @@ def test_ap_and_gamma_over_a_run_that_was_resumed(tmp_path: Path) -> None:
     assert lower.lines[0].get_xydata().tolist() == [[20, 0.5], [40, 0.0]]
     assert names(figure) == [*curves]
     assert (upper.get_ylabel(), lower.get_ylabel(), upper.get_ylim()) == ('mask AP', 'gamma', (0, 100))
-    save_figure(training_figure({'SLAB': scalars}), tmp_path / 'one.svg')
-    assert len((tmp_path / 'one.svg').read_text()) < 100_000
