@@ -218,10 +218,10 @@ def random_points(count: int, max_iters: int, seed: int) -> list[KillPoint]:
         delay = draw.uniform(0, 0.2)
         kinds = (
             KillPoint('decay', f'Iter(train) [{iteration:>{len(str(max_iters))}}/{max_iters}]', delay=delay),
-            KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.tmp'),
+            KillPoint('checkpoint', f'Saving checkpoint at {step} iterations', f'.iter_{step}.pth.0.tmp'),
             KillPoint('recalibration', f'Recalibration, pass {draw.randint(1, 3)}', delay=delay),
-            KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.tmp'),
-            KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.tmp'),
+            KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.0.tmp'),
+            KillPoint('recalibrated checkpoint', 'Recalibration, pass 1', f'.iter_{max_iters}.pth.0.tmp'),
         )
         points.append(kinds[i % len(kinds)])
     return points

@@ -171,7 +171,7 @@ def test_a_file_appears_when_it_is_whole_or_not_at_all(tmp_path):
 
 
 def test_what_a_killed_program_left_behind_is_replaced(tmp_path):
-    (tmp_path / '.model.pth.tmp').write_text('half a model')
+    (tmp_path / '.model.pth.0.tmp').write_text('half a model')
     mmengine.fileio.put_text('a', tmp_path / 'model.pth')
     assert os.listdir(tmp_path) == ['model.pth'] and (tmp_path / 'model.pth').read_text() == 'a'
 

@@ -73,7 +73,7 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path):
     [
         (['--out', 'model.pth'], 'must end in .onnx'),
         (['--out', 'config.py/model.onnx'], 'config.py/model.onnx: Not a directory'),
-        (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg not found'),
+        (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg is no image that can be decoded'),
         (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is no image that can be decoded'),
     ],
 )
