@@ -214,7 +214,7 @@ def test_the_latest_checkpoint_is_found_whatever_became_of_its_name(tmp_path):
     # Killed before it was written.
     marker.unlink()
     assert find_latest_checkpoint(tmp_path) == str(newest)
-    # Of a copied folder, the original may have gone on.
+    # The original of a copied folder may have gone on.
     original = tmp_path / 'original' / 'iter_10.pth'
     original.parent.mkdir()
     original.touch()
