@@ -1,6 +1,6 @@
 """What users get wrong: one message that names the cause and what to do, exit code 1, and nothing half done.
 
-The command lines as they are typed; the tests of each room have the arguments that its classes refuse.
+The command lines as they are typed; the tests of each subpackage have the arguments that its classes refuse.
 """
 
 from __future__ import annotations

@@ -1,10 +1,19 @@
-"""Builds the runner that a command tests with."""
+"""Builds and runs the runner that a command tests with."""
 
-from mmengine.config import Config
+import argparse
+
+from mmdet.engine.hooks.utils import trigger_visualization_hook
+from mmdet.evaluation import DumpDetResults
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from slab_det.runtime.errors import ConfigError, config_errors
+import slab_det
+from slab_det.deployment.precision import autocast_forward
+from slab_det.measure.latency import DTYPES
+from slab_det.runtime.config import type_name, walk_datasets
+from slab_det.runtime.distributed import unwrap
+from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
 
 
 class ReadOnlyRunner(Runner):
@@ -25,3 +34,54 @@ def build_test_runner(cfg: Config) -> Runner:
         if runner.test_loop is None:
             raise ConfigError(f'{cfg.filename} has no test_dataloader, test_cfg and test_evaluator; add them')
     return runner
+
+
+def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
+    """Tests ``args.checkpoint``, in the form that ``args`` asks for; returns the runner and its metrics.
+
+    Raises:
+        ConfigError: If there is nothing to test on, or model, data or evaluator cannot be built.
+        SlabDetError: If test-time augmentation is asked for, and the detector finds masks.
+    """
+    # The config of a resumed run would resume again.
+    cfg.load_from, cfg.resume = args.checkpoint, False
+    if args.show or args.show_dir:
+        trigger_visualization_hook(cfg, args)
+    if args.tta:
+        enable_test_time_augmentation(cfg)
+    # The checkpoint has the averaged weights already, and the statistics that were recalibrated for them; EMAHook would
+    # swap in statistics of the training, or its copy of a model that is fused by now.
+    cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
+    runner = build_test_runner(cfg)
+    model, dtype = unwrap(runner.model), DTYPES[args.dtype]
+    if args.tta and getattr(model, 'with_mask', False):
+        raise SlabDetError('--tta: mmdet merges boxes alone, and this detector finds masks; leave it out')
+    if args.fuse or args.deploy:
+        runner.load_or_resume()
+        model.eval()
+    if args.fuse:
+        slab_det.fuse(model, inplace=True)
+    if args.deploy:
+        slab_det.deploy(model, dtype, inplace=True)
+    elif args.dtype != 'float32':
+        autocast_forward(model, dtype)
+    if args.out:
+        runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))
+    return runner, runner.test()
+
+
+def enable_test_time_augmentation(cfg: Config) -> None:
+    """Wraps model and test pipeline of a config for TTA, in place; it flips images if it has no tta_pipeline."""
+    datasets = [dataset for dataset in walk_datasets(cfg.test_dataloader.dataset) if 'pipeline' in dataset]
+    if 'tta_pipeline' not in cfg:
+        *steps, pack = datasets[0].pipeline
+        keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
+        pack = {**pack, 'meta_keys': [*dict.fromkeys([*keys, *pack.get('meta_keys', ())])]}
+        flips = [{'type': 'RandomFlip', 'prob': prob} for prob in (1.0, 0.0)]
+        cfg.tta_pipeline = [*steps, {'type': 'TestTimeAug', 'transforms': [flips, [pack]]}]
+    if 'tta_model' not in cfg:
+        nms = {'type': 'nms', 'iou_threshold': 0.5}
+        cfg.tta_model = {'type': 'DetTTAModel', 'tta_cfg': {'nms': nms, 'max_per_img': 100}}
+    cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
+    for dataset in datasets:
+        dataset.pipeline = cfg.tta_pipeline

@@ -4,8 +4,6 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from mmengine.config import Config, ConfigDict
-
 from slab_det.cli import command
 from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, latency_options
 
@@ -29,19 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
     """Tests the detector of ``args``, measures its latency if asked to, and fills its report."""
-    from mmdet.engine.hooks.utils import trigger_visualization_hook
-    from mmdet.evaluation import DumpDetResults
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     from mmengine.dist import is_main_process
 
     import slab_det
     from slab_det.checkpoints import is_fused
     from slab_det.cli.config import config_from_arguments
-    from slab_det.cli.runner import build_test_runner
+    from slab_det.cli.runner import run_test
     from slab_det.data import check_data
-    from slab_det.deployment.precision import autocast_forward
     from slab_det.measure.environment import describe_environment
-    from slab_det.measure.latency import DTYPES
     from slab_det.measure.report import (
         ReportEntry,
         ap_from_metrics,
@@ -52,7 +46,6 @@ def main(args: argparse.Namespace) -> None:
         read_report,
         update_report,
     )
-    from slab_det.runtime.config import type_name
     from slab_det.runtime.distributed import unwrap
     from slab_det.runtime.errors import SlabDetError
     from slab_det.runtime.run_folder import check_writable
@@ -74,34 +67,10 @@ def main(args: argparse.Namespace) -> None:
     # Each form of a detector has its own entry.
     description = describe_model(cfg.model)
     description['name'] += '-TTA' * args.tta + form_suffix(args.deploy, args.dtype)
-    # The config of a resumed run would resume again.
-    cfg.load_from, cfg.resume = args.checkpoint, False
-    if args.show or args.show_dir:
-        trigger_visualization_hook(cfg, args)
-    if args.tta:
-        enable_test_time_augmentation(cfg)
-    # The checkpoint has the averaged weights already, and the statistics that were recalibrated for them; EMAHook would
-    # swap in statistics of the training, or its copy of a model that is fused by now.
-    cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
-    runner = build_test_runner(cfg)
-    model, dtype = unwrap(runner.model), DTYPES[args.dtype]
-    if args.tta and getattr(model, 'with_mask', False):
-        raise SlabDetError('--tta: mmdet merges boxes alone, and this detector finds masks; leave it out')
-    if args.fuse or args.deploy:
-        runner.load_or_resume()
-        model.eval()
-    if args.fuse:
-        slab_det.fuse(model, inplace=True)
-    if args.deploy:
-        slab_det.deploy(model, dtype, inplace=True)
-    elif args.dtype != 'float32':
-        autocast_forward(model, dtype)
-    if args.out:
-        runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))
-    metrics = runner.test()
+    runner, metrics = run_test(cfg, args)
     if not is_main_process():
         return
-    dataset = runner.test_dataloader.dataset
+    model, dataset = unwrap(runner.model), runner.test_dataloader.dataset
     device = next(model.parameters()).device
     entry = ReportEntry(
         **description,
@@ -126,22 +95,3 @@ def main(args: argparse.Namespace) -> None:
     print(f'\n{markdown_table([entry])}\nWritten to {path}')
     if args.show_dir:
         print(f'Predictions drawn in {Path(runner.work_dir, runner.timestamp, args.show_dir)}')
-
-
-def enable_test_time_augmentation(cfg: Config) -> None:
-    """Wraps model and test pipeline of a config for TTA, in place; it flips images if it has no tta_pipeline."""
-    from slab_det.runtime.config import walk_datasets
-
-    datasets = [dataset for dataset in walk_datasets(cfg.test_dataloader.dataset) if 'pipeline' in dataset]
-    if 'tta_pipeline' not in cfg:
-        *steps, pack = datasets[0].pipeline
-        keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
-        pack = {**pack, 'meta_keys': [*dict.fromkeys([*keys, *pack.get('meta_keys', ())])]}
-        flips = [{'type': 'RandomFlip', 'prob': prob} for prob in (1.0, 0.0)]
-        cfg.tta_pipeline = [*steps, {'type': 'TestTimeAug', 'transforms': [flips, [pack]]}]
-    if 'tta_model' not in cfg:
-        nms = {'type': 'nms', 'iou_threshold': 0.5}
-        cfg.tta_model = {'type': 'DetTTAModel', 'tta_cfg': {'nms': nms, 'max_per_img': 100}}
-    cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
-    for dataset in datasets:
-        dataset.pipeline = cfg.tta_pipeline

@@ -183,7 +183,7 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], what:
             f'{len(names)} categories ({name_some(names)}), or not in the same order: set '
             f'metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads'
         )
-    # Of boxes that are corners, half or more end outside; of real ones a few, which the border cuts off.
+    # Half or more of the boxes end outside if they are corners; a few do in real data, where the border cuts them off.
     if len(outside) > len(boxes) / 4:
         box, image = outside[0]
         raise DataError(

@@ -184,7 +184,7 @@ def _texture(rng: np.random.Generator, size: tuple[int, int], contrast: float) -
 
 
 def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
-    """A saturated colour, BGR in [0, 255], whose hue scatters by 20 degrees around that of the class."""
+    """A saturated colour, BGR in [0, 255], whose hue scatters by 20 degrees around the hue of the class."""
     hue = (label * 360 / len(CLASSES) + rng.normal(0.0, 20.0)) % 360
     # HSV of floats in OpenCV: hue in degrees, saturation and value in [0, 1].
     hsv = np.array([[[hue, rng.uniform(0.6, 1.0), rng.uniform(0.5, 1.0)]]], np.float32)

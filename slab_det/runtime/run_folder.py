@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.dist import get_rank
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
@@ -67,7 +68,8 @@ def whole_file(file: str | Path) -> Iterator[Path]:
     """
     # A symbolic link stays one: the file that it points to is replaced.
     path = Path(file).resolve()
-    unfinished = path.with_name(f'.{path.name}.tmp')
+    # All processes of a distributed run write logs, and may have one work directory.
+    unfinished = path.with_name(f'.{path.name}.{get_rank()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished

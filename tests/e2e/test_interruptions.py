@@ -57,7 +57,7 @@ def runs(cfg, tmp_path_factory) -> Iterator[Interruptions]:
     [
         KillPoint('decay', f'Iter(train) [3/{MAX_ITERS}]'),
         KillPoint('recalibration', 'Recalibration, pass 2'),
-        KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.tmp'),
+        KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.0.tmp'),
     ],
     ids=lambda point: point.kind,
 )

@@ -171,7 +171,7 @@ def test_a_file_appears_when_it_is_whole_or_not_at_all(tmp_path):
 
 
 def test_what_a_killed_program_left_behind_is_replaced(tmp_path):
-    (tmp_path / '.model.pth.tmp').write_text('half a model')
+    (tmp_path / '.model.pth.0.tmp').write_text('half a model')
     mmengine.fileio.put_text('a', tmp_path / 'model.pth')
     assert os.listdir(tmp_path) == ['model.pth'] and (tmp_path / 'model.pth').read_text() == 'a'
 
@@ -214,7 +214,7 @@ def test_the_latest_checkpoint_is_found_whatever_became_of_its_name(tmp_path):
     # Killed before it was written.
     marker.unlink()
     assert find_latest_checkpoint(tmp_path) == str(newest)
-    # Of a copied folder, the original may have gone on.
+    # The original of a copied folder may have gone on.
     original = tmp_path / 'original' / 'iter_10.pth'
     original.parent.mkdir()
     original.touch()

@@ -79,7 +79,7 @@ def test_pictures_of_a_folder_calibrate_as_training_images_do(run, call, tmp_pat
     [
         (['--out', 'model.pth'], 'must end in .onnx'),
         (['--out', 'config.py/model.onnx'], 'config.py/model.onnx: Not a directory'),
-        (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg not found'),
+        (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg is no image that can be decoded'),
         (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is no image that can be decoded'),
     ],
 )
