@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate, chain
 
 import torch
@@ -101,7 +101,9 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
         absorbed: LayerNorms that :func:`slab_det.absorb` takes into the layers that read them, where they can.
     """
     folds, outputs = _collect_folds(model)
-    names = _names_by_memory(model)
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
     fates = []
     for name, norm in named_norms(model, OfflineNorm, *LIVE_NORMS):
         kind = type(norm).__name__
@@ -218,10 +220,10 @@ def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
         yield from _find_layers(model, f'{name}.{layer}')
 
 
-def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: dict[int, list[str]]) -> None:
+def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Mapping[nn.Parameter, list[str]]) -> None:
     """Raises CannotFold unless a layer can take a norm, and nothing else would change.
 
-    ``names`` are the names of all parameters, see :func:`_names_by_memory`.
+    ``names`` are the names of each parameter of the model.
     """
     name, part = split_part(target)
     layer = model.get_submodule(name)
@@ -230,23 +232,10 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: di
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
     check_foldable(layer, side, part, target)
-    sharing = [other for parameter in layer.parameters() for other in names[_memory(parameter)]]
+    sharing = [other for parameter in layer.parameters() for other in names[parameter]]
     others = [other for other in sharing if not other.startswith(f'{name}.')]
     if others:
         raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
-
-
-def _names_by_memory(model: nn.Module) -> dict[int, list[str]]:
-    """The names of the parameters that lie at the same place in memory, by its address."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[_memory(parameter)].append(name)
-    return names
-
-
-def _memory(parameter: nn.Parameter) -> int:
-    # After `one.weight.data = other.weight.data` two parameters share their memory. On the meta device none has any.
-    return parameter.data_ptr() or id(parameter)
 
 
 def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:

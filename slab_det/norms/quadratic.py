@@ -31,7 +31,7 @@ class QuadraticNorm(OfflineNorm):
             the first iteration on.
 
     Shape:
-        (..., C) -> (..., C), channels last; a single token will do.
+        (..., C) -> (..., C), channels last; a single token suffices.
 
     Raises:
         ValueError: If the last dimension is not ``num_features``.
@@ -213,25 +213,25 @@ class UN(QuadraticNorm):
     """Divides by the geometric mean of the last M quadratic means, unless the window holds an outlier.
 
     In iteration t, with s_t = mean x^2 over all tokens, per channel:
-    s^ is the geometric mean of the last M values of s, s_t among them, and the running variance averages s^;
-    in the backward pass psi <- a psi + (1 - a) mean of the last M values of gs, a = 1 - momentum. Until M values have
-    been seen the means are over those that have. During the warm-up s^ = s_t; the window fills meanwhile. The
-    geometric mean takes no s below eps / 1000, which beside eps in the root is nothing.
+    s^ is the geometric mean of the last M values of s, s_t included, and the running variance averages s^;
+    in the backward pass psi <- a psi + (1 - a) mean of the last M values of gs, a = 1 - momentum. The first means are
+    over fewer than M values. During the warm-up s^ = s_t, and the window fills. The geometric mean raises s to at least
+    eps / 1000, which changes nothing beside eps in the root.
 
     Outlier filtration: where the arithmetic mean of the window exceeds the geometric one by more than M V in any
-    channel, the whole layer takes s^ = s_t and psi = gs_t for this iteration, and the windows get the running averages
-    from before the iteration in place of s_t and gs_t; the running averages themselves take s_t and gs_t. V is one
-    number for the layer: the unbiased variance of the square roots of all M C values in the window before s_t came.
-    The filter is silent during the warm-up and until that window is full.
+    channel, the whole layer takes s^ = s_t and psi = gs_t for this iteration. The windows then get the running averages
+    from before the iteration in place of s_t and gs_t, and the running averages take s_t and gs_t. V is one number for
+    the layer: the unbiased variance of the square roots of all M C values in the window before s_t came. The filter
+    starts after the warm-up, when the window is full.
 
-    Two things of the released code are not in the paper's formulas and not here: the factor r between batch and running
-    statistics in the gradient, and backward averages that also wait for the end of the warm-up.
+    The released code differs from the paper's formulas, which hold here: its gradient has a factor r between batch and
+    running statistics, and its backward averages wait for the end of the warm-up too.
 
     :class:`QuadraticNorm` describes the other arguments, shape and errors.
 
     Args:
         window_size: Values M of the moving means, forward and backward; at least 1.
-        filter_outliers: Use outlier filtration. The paper does for vision; without it its detectors did not train.
+        filter_outliers: Use outlier filtration, as the paper does for vision: its detectors did not train without.
 
     Attributes:
         num_filtered: Iterations in which the filter fired.
@@ -254,7 +254,7 @@ class UN(QuadraticNorm):
         self.register_buffer('num_filtered', torch.zeros((), dtype=torch.int64))
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Both means of a single value are that value: what rounding makes of their difference is no outlier.
+        # Both means of a single value are equal, and their difference is rounding.
         filters = self.filter_outliers and self.window_size > 1 and self.squares.is_full and not self.is_warming_up
         spread = self.squares.values.sqrt().var() if filters else None
         window = self.squares.push(square)
@@ -285,8 +285,8 @@ class UN(QuadraticNorm):
 class MABN(QuadraticNorm):
     """Moving Average BatchNorm as UN compares with it: no mean, exponential average forward, simple one backward.
 
-    s^ <- a s^ + (1 - a) mean x^2, a = 1 - momentum; psi is the mean of the last M values of gs. Without the paper's
-    centralized weights, and without the released code's factor r between batch and running statistics.
+    s^ <- a s^ + (1 - a) mean x^2, a = 1 - momentum; psi is the mean of the last M values of gs. The paper's centralized
+    weights and the released code's factor r between batch and running statistics are left out.
 
     :class:`QuadraticNorm` describes the other arguments, shape and errors.
 
