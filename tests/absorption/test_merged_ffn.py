@@ -13,6 +13,7 @@ from slab_det.absorption import absorb
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.deployment.cpu.blocks import TiledFFN
+from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
 from slab_det.fusion import save_fused
 from slab_det.fusion.merged_ffn import MergedFFN, find_ffn_layers
 
@@ -102,6 +103,15 @@ def test_without_norms_and_with_few_channels_it_is_written_rebuilt_and_deployed(
         deployed = slab_det.deploy(rebuilt)
         assert sum(isinstance(module, TiledFFN) for module in deployed.modules()) == len(ffns_of(student))
         assert relative_difference(deployed.extract_feat(image), student.extract_feat(image)) < 1e-4
+
+
+def test_it_is_exported_and_quantized(teacher, tmp_path):
+    student = absorb(teacher('SLABSwin'), pictures(5), keep=0, ffn=0.75, progress=False)
+    export_onnx(student, tmp_path / 'model.onnx', 'backbone')
+    images = random_images([(96, 128), (75, 131)])
+    check_parity(student, load_runtime(tmp_path / 'model.onnx', threads=1), images)
+    names = ' '.join(quantize_onnx(tmp_path / 'model.onnx', tmp_path / 'int8.onnx', images))
+    assert all(f'ffn/{layer}/' in names for layer in ('linear', 'fc1', 'fc2')), names
 
 
 @pytest.mark.parametrize(
