@@ -46,6 +46,12 @@ RUNS = {
     'mabn': ('MABN, warm-up 10 %', dict(norm_cfg=dict(type='MABN')), []),
     'powernorm': ('PowerNorm, warm-up 10 %', dict(norm_cfg=dict(type='PowerNorm')), []),
 }
+# With FFNs as thin as absorption leaves them.
+RUNS |= {
+    f'{name}_{ratio}': (f'{RUNS[name][0]}, mlp_ratio {ratio}', dict(RUNS[name][1], mlp_ratio=ratio), [])
+    for name in ('ln', 'bn_ffnbn')
+    for ratio in (1.5, 2.5)
+}
 
 
 @dataclass(frozen=True)
