@@ -214,8 +214,9 @@ def detect_regions(
     deltas = deltas.reshape(-1, 1 if head.reg_class_agnostic else classes, 4)
     corners = boxes.decode(head.bbox_coder, proposed, deltas, limits)
     corners = corners if rescale is None else corners * rescale
-    corners = corners.expand(-1, classes, 4).reshape(-1, 4)
-    return _choose(boxes, corners, scores.reshape(-1), lambda place: place % classes, cfg)
+    if head.reg_class_agnostic:
+        corners = corners.expand(-1, classes, 4)
+    return _choose(boxes, corners.reshape(-1, 4), scores.reshape(-1), lambda place: place % classes, cfg)
 
 
 def _choose(
