@@ -38,15 +38,6 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     normalization = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
     assert metadata['normalization'].pop('channel_order') == 'RGB'
     assert metadata['normalization'] == {name: pytest.approx(values) for name, values in normalization.items()}
-    # The same images, by their folder.
-    pictures = generate(**Config.fromfile(run[0]).train_dataloader.dataset.generator) / 'images/train'
-    options = ('--int8', '--num-images', 2, '--images', pictures)
-    cfg = Config.fromfile(run[0])
-    # A config with validation alone.
-    cfg.test_dataloader = cfg.test_cfg = cfg.test_evaluator = None
-    cfg.dump(tmp_path / 'val.py')
-    call('export_onnx.py', tmp_path / 'val.py', run[1], '--out', tmp_path / 'again.onnx', *options)
-    assert (tmp_path / 'again_int8.onnx').read_bytes() == quantized.read_bytes()
     arguments = ('--work-dir', tmp_path / 'test', '--json', tmp_path / 'ap.json', '--threads', 1)
     # Where mmdet's configs of one stage have it.
     cfg = Config.fromfile(run[0])
@@ -68,6 +59,19 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     before = out.read_bytes()
     outcome = call('export_onnx.py', run[0], tmp_path / 'damaged.pth', '--out', out, code=1)
     assert 'NaN or infinite values (roi_head.mask_head.conv_logits.bias)' in outcome.err and out.read_bytes() == before
+
+
+def test_pictures_of_a_folder_calibrate_as_training_images_do(run, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, 'SIZES', parity.SIZES[:1])
+    cfg = Config.fromfile(run[0])
+    pictures = generate(**cfg.train_dataloader.dataset.generator) / 'images/train'
+    # A config with validation alone.
+    cfg.test_dataloader = cfg.test_cfg = cfg.test_evaluator = None
+    cfg.dump(tmp_path / 'val.py')
+    options = '--scope', 'backbone', '--int8', '--num-images', 2
+    call('export_onnx.py', *run, '--out', tmp_path / 'a.onnx', *options)
+    call('export_onnx.py', tmp_path / 'val.py', run[1], '--out', tmp_path / 'b.onnx', *options, '--images', pictures)
+    assert (tmp_path / 'a_int8.onnx').read_bytes() == (tmp_path / 'b_int8.onnx').read_bytes()
 
 
 @pytest.mark.parametrize(
