@@ -64,7 +64,7 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
         except Exception as error:  # the model asks for text, frames or other channels
             MMLogger.get_current_instance().warning(
                 f'slab_det.deploy could not try {kind}, which does not run on an image of {SIZE[0]}x{SIZE[1]} itself '
-                f'({mode}: {_one_line(error)}): compare its results with those of the model before'
+                f'({mode}: {_one_line(error)}): compare its results with the results of the model before'
             )
             continue
         try:

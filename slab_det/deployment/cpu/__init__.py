@@ -1,1 +1,1 @@
-"""A deployed detector on a CPU: tiles that stay in its cache, and operators of oneDNN."""
+"""A deployed detector on a CPU: blocks in tiles that stay in its cache, oneDNN, Winograd and RoIAlign."""

@@ -1,4 +1,4 @@
-"""Detectors as ONNX files: export, parity, int8, runtimes. Needs the extra 'onnx'."""
+"""Detectors as ONNX files: export, comparison with PyTorch, int8 and runtimes. Needs the extra 'onnx'."""
 
 from slab_det.deployment.export.graph import SCOPES, build_graph, export_onnx
 from slab_det.deployment.export.parity import ParityCheck, check_parity, random_images
