@@ -118,29 +118,31 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
 
 
 def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, inspect: Run, image: Tensor) -> ParityCheck:
-    outputs, limits, shares = _as_tensors(run(image.numpy())), {}, []
+    outputs, thresholds, shares = _as_tensors(run(image.numpy())), {}, []
     if outputs.keys() != {*graph.output_names()}:
         raise ExportError(f'the file has the outputs {sorted(outputs)}, expected {sorted(graph.output_names())}')
     if 'scores' in outputs:
+        # The file has its own threshold of scores: with the detector's, it has to find the same.
         found = _as_tensors(inspect(image.numpy(), score_thr=graph.score_thr.numpy()))
         shares.append(_unmatched_share(*(_rows(values, DETECTIONS, image) for values in (outputs, found))))
         scores = found['class_logits'].softmax(-1)[:, :-1].flatten()
         best = scores.topk(min(LEAST_DETECTIONS, len(scores))).values
-        limits = dict(score_thr=torch.cat([graph.score_thr[None], 0.999 * best]).min())
-    found = _as_tensors(inspect(image.numpy(), **{name: limit.numpy() for name, limit in limits.items()}))
-    own = graph.run(image, {**found, **limits})
+        thresholds = dict(score_thr=torch.cat([graph.score_thr[None], 0.999 * best]).min())
+    found = _as_tensors(inspect(image.numpy(), **{name: value.numpy() for name, value in thresholds.items()}))
+    own = graph.run(image, {**found, **thresholds})
     double = {name: value.double() if value.is_floating_point() else value for name, value in found.items()}
-    reference = graph64.run(image.double(), {**double, **limits})
+    reference = graph64.run(image.double(), {**double, **thresholds})
     boxes = [group for group in (('proposals',), DETECTIONS) if group[0] in reference]
     compared = [name for name in reference if name not in chain(*boxes)]
     differences = []
+    # The rounding of each stage is its worst output's: a single output may round little by chance.
     for is_first_stage in (True, False):
         names = [name for name in compared if name.startswith(KINDS) == is_first_stage]
-        of_float32 = relative_difference(*([values[name] for name in names] for values in (own, reference)))
+        own_difference = relative_difference(*([values[name] for name in names] for values in (own, reference)))
         for name in names:
             difference = relative_difference([found[name]], [reference[name]])
-            differences.append((difference / (of_float32 + FLOAT64_BOUND), name, difference, of_float32))
-    _, output, difference, of_float32 = max(differences)
+            differences.append((difference / (own_difference + FLOAT64_BOUND), name, difference, own_difference))
+    _, output, difference, own_difference = max(differences)
     found_shares, own_shares = (
         [_unmatched_share(*(_rows(x, group, image) for x in (values, reference))) for group in boxes]
         for values in (found, own)
@@ -151,7 +153,7 @@ def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, inspect: Run, i
         num_values=sum(counts) if all(counts) else 0,
         output=output,
         difference=difference,
-        own=of_float32,
+        own=own_difference,
         num_boxes=sum(len(reference[group[0]]) for group in boxes),
         unmatched=max([*shares, *found_shares], default=0.0),
         own_unmatched=max(own_shares, default=0.0),
