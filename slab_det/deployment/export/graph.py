@@ -90,6 +90,10 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     model = onnx.load_from_string(buffer.getvalue())
     # Inner values are traced as outputs to keep their names, by which the parity check reads them.
     outputs = [output for output in model.graph.output if output.name in graph.output_names()]
+    for output in outputs:
+        if output.name == 'boxes':
+            # Behind a reshape the tracer loses the number of coordinates.
+            output.type.tensor_type.shape.dim[1].dim_value = 4
     del model.graph.output[:]
     model.graph.output.extend(outputs)
     metadata = dict(
