@@ -182,7 +182,7 @@ def test_a_model_deployed_on_another_device_is_refused() -> None:
 @pytest.mark.parametrize('necks', [[], [None], [nn.Identity()]], ids=['no neck', 'neck=None', 'neck'])
 def test_backbone_and_neck_are_compiled_and_counted(necks: list, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list = []
-    monkeypatch.setattr(nn.Module, 'compile', compiled.append)
+    monkeypatch.setattr(nn.Module, 'compile', lambda module: compiled.append(module))
     model = RecordingDetector()
     model.head = nn.Linear(2, 3)
     for neck in necks:

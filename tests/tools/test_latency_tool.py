@@ -13,7 +13,7 @@ QUICK = ('--device', 'cpu', '--size', 64, 96, '--rounds', 2, '--warmup', 1, '--t
 
 def test_end_to_end_of_deployed_models_is_measured_repeatedly(call, small_detector_cfg, monkeypatch) -> None:
     compiled: list = []
-    monkeypatch.setattr(torch.nn.Module, 'compile', compiled.append)
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module: compiled.append(module))
     for name, norm in (('layernorm.py', 'LN'), ('prepbn.py', 'PRepBN')):
         model = small_detector_cfg(norm_cfg={'type': norm})
         model.test_cfg.rpn.update(nms_pre=300, max_per_img=300)
