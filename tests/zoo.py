@@ -11,7 +11,7 @@ def outputs(reason, *stages):
 
 ON_INPUT = 'neck.fpn_convs.3 reads the same map'
 NO_NECK = 'which no neck reads'
-MAY_READ = 'may read the outputs of its backbone outside its neck'
+MAY_READ = 'may hand the outputs of the backbone to more than the neck'
 PADDED = 'only into a convolution with groups=1 and padding=0'
 # One config for each detector, neck and choice of outputs in mmdet 3.5.1, and what stays of its backbone, with a part
 # of the reason. FCOS of v3det is missing: its config names an option that no FPN of mmdet has.

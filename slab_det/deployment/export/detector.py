@@ -165,7 +165,8 @@ class DynamicBoxes(Boxes):
 
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         place = _nonzero(scores > EMPTY)
-        corners, scores = corners[place], scores[place]
+        # The shape says to readers of the file that a box has 4 sides.
+        corners, scores = corners[place].reshape(-1, 4), scores[place]
         return corners, scores, place, self.stride(corners, scores), None
 
     def suppress(
