@@ -41,7 +41,7 @@ def rank_at_random(moments: CrossMoments, always: int) -> Tensor:
 
 def cut(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[Affine, float]:
     """The old weights of the channels that stay, with the mean of the others."""
-    if not prior.any():
+    if prior.shape[1] <= len(prior) or not prior.any():
         # No FFN: a layer that writes the stream is fitted to it as always.
         return choose_fit(moments, held_out, prior)
     return Affine(prior, moments.mean_y - prior @ moments.mean_x), 0.0
@@ -50,7 +50,7 @@ def cut(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[A
 def fit_second_layer(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[Affine, float]:
     """The second layer fitted, without a linear map of the input."""
     channels = len(prior)
-    if not prior.any():
+    if prior.shape[1] <= len(prior) or not prior.any():
         return choose_fit(moments, held_out, prior)
     hidden = torch.arange(channels, prior.shape[1])
     fit, ridge = choose_fit(*(part.select(hidden) for part in (moments, held_out)), prior[:, channels:])

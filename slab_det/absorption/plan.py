@@ -12,10 +12,12 @@ import torch
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
+from slab_det.absorption.report import KEPT_BY_CHOICE
 from slab_det.absorption.walk import Probe, TensorStore, last_uses, register_probe
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.fusion.layer_norms import describe_others, reason_to_keep
+from slab_det.fusion.merged_ffn import MergedFFN
 from slab_det.norms import named_norms
 from slab_det.recalibration.moments import one_pass, prepare_inputs
 from slab_det.runtime.errors import ConversionError
@@ -127,6 +129,8 @@ class AbsorptionPlan:
         self.digest = self.images.digest.copy()
         check_fusible(model)
         for name, module in model.named_modules():
+            if isinstance(module, MergedFFN):
+                raise ConversionError(f'{name}: it is merged already; absorb the detector that this one was made of')
             if replace := find_rule(module, 'replace'):
                 if any(map(find_hooks, module.modules())):
                     raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before absorbing')
@@ -144,7 +148,7 @@ class AbsorptionPlan:
         calls = self._trace(image, writers, reasons)
         for name in reasons:
             if not norms:
-                reasons[name] = reasons[name] or 'kept by choice'
+                reasons[name] = reasons[name] or KEPT_BY_CHOICE
             if not reasons[name] and calls.count(name) != 1:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
         candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
@@ -192,7 +196,7 @@ class AbsorptionPlan:
                     source = Probe(source, 'output') if source else Probe(layer, 'input')
                     around = {name: self.model.get_submodule(name) for name in containers_of(layer)}
                     ffns = [name for name, module in around.items() if find_rule(module, 'ffn_layers')]
-                    writers.append(Writer(layer, seen, source, *ffns))
+                    writers.append(Writer(layer, seen, source, *ffns[-1:]))
         return writers
 
     def _trace(self, image: Tensor, writers: Iterable[Writer], norms: Iterable[str]) -> list[Writer | str | Probe]:

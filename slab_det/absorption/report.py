@@ -7,6 +7,9 @@ from typing import Literal
 
 from slab_det.measure.agreement import expected_loss
 
+# The reason of norms that ``keep='all'`` leaves.
+KEPT_BY_CHOICE = 'kept by choice'
+
 
 @dataclass(frozen=True)
 class NormAbsorption:
@@ -132,7 +135,9 @@ class AbsorptionReport:
             )
         elif self.num_images:
             lines[0] += f'; agreement is undefined: the teacher finds nothing in {self.num_images} held-out images'
-        lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept]
+        chosen = [norm for norm in self.kept if norm.reason == KEPT_BY_CHOICE]
+        lines += [f'  {len(chosen)} {KEPT_BY_CHOICE}'] if chosen else []
+        lines += [f'  {norm.norm}: kept, {norm.reason}' for norm in self.kept if norm not in chosen]
         if absorbed:
             worst = max(absorbed, key=lambda norm: norm.left)
             lines.append(
@@ -145,7 +150,7 @@ class AbsorptionReport:
             lines.append(
                 f'{len(self.merged)} FFNs merged, {sum(ffn.hidden for ffn in self.merged)} of '
                 f'{sum(ffn.channels for ffn in self.merged)} hidden channels left; the stream is farthest from the '
-                f"teacher's behind {worst.ffn}: {worst.after:.1%} of its variance"
+                f"teacher's behind {worst.ffn}: {worst.after:.1%} of the stream's variance"
             )
         lines += [f'  {ffn.ffn}: left alone, {ffn.reason}' for ffn in self.ffns if ffn.reason]
         return '\n'.join(lines)

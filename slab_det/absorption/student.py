@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -128,12 +129,18 @@ class Absorption:
         if not (self.plan.ffn and step.ffn):
             return False
         try:
-            find_ffn_layers(self.student.get_submodule(step.ffn))
+            fc1, _, _ = find_ffn_layers(self.student.get_submodule(step.ffn))
+            if 2 * (len(fc1.weight) - self._count_hidden(len(fc1.weight))) <= fc1.weight.shape[1]:
+                raise CannotFold('to merge so few channels would save nothing')
         except CannotFold as reason:
             left = FFNAbsorption(step.ffn, reason=str(reason))
             self.report.ffns += [left] if left not in self.report.ffns else []
             return False
         return True
+
+    def _count_hidden(self, channels: int) -> int:
+        """Hidden channels that stay, in steps of 8, which matrix products are made for."""
+        return min(channels, 8 * math.ceil((1 - self.plan.ffn) * channels / 8 - 1e-9))
 
     def _progress(self) -> Iterator[int]:
         # eval() drops the biases that attentions keep for one size of image: in Swin-S, at 800x1333, 316 MB in all.
@@ -184,7 +191,7 @@ class Absorption:
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,), store=self.teacher_walk in stored)
             # A convolution in an FFN has kernel 1 and writes tokens.
-            of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4
+            of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4 and not merged
             if of_neck:
                 target = _some_rows(target)
             probes = (writer.source, writer.stream, *([Probe(merged, 'input')] if merged else []))
@@ -206,10 +213,10 @@ class Absorption:
         """Merges most hidden channels of an FFN into one linear map, fitted with the rest to the teacher's stream.
 
         Args:
-            name: Of the FFN.
-            moments: Of its input and its hidden channels behind the activation, and what is missing of the stream.
-            held_out: The same of the images that no fit sees.
-            target: Of the teacher's stream.
+            name: Name of the FFN.
+            moments: Moments of the FFN's input and hidden channels, and of what is missing of the stream.
+            held_out: The same sums over images that no fit sees.
+            target: Moments of the teacher's stream.
         """
         _check_finite(name, moments, held_out)
         variance, judge = max(float(target.var.sum()), 1e-300), _judge(moments, held_out)
@@ -217,10 +224,11 @@ class Absorption:
         fc1, _, fc2 = find_ffn_layers(self.student.get_submodule(name))
         channels, weight = fc1.weight.shape[1], fc2.weight.flatten(1)
         for part in {moments, judge}:
-            # Not what is missing, but all that the FFN has to add.
+            # The target is everything that the FFN adds, not only what the old FFN misses.
             part.add_to_target(weight, fc2.bias)
-        hidden = round((1 - self.plan.ffn) * len(fc1.weight))
-        stay = rank_channels(moments, channels)[len(fc1.weight) - hidden :].sort().values
+        hidden = self._count_hidden(len(fc1.weight))
+        ranked = rank_channels(moments, channels) if hidden else torch.arange(0, device=weight.device)
+        stay = ranked[len(ranked) - hidden :].sort().values
         chosen = torch.cat([torch.arange(channels, device=stay.device), channels + stay])
         moments, held_out, judge = (part.select(chosen) for part in (moments, held_out, judge))
         prior = torch.cat([weight.new_zeros(channels, channels), weight[:, stay]], 1).double()
@@ -297,7 +305,7 @@ def _refit(
 
 
 def _mean_square(moments: CrossMoments) -> float:
-    """Of the targets, over tokens: what is left where nothing is fitted."""
+    """The mean squared target over tokens: what is left where nothing is fitted."""
     return float(moments.yy.sum() / moments.count + moments.mean_y.square().sum())
 
 

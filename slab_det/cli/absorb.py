@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> None:
     cfg = read_config(args.config, data_root=args.data_root)
     if type_name(cfg.model.type) == 'FusedDetector' and not args.ffn:
         raise ConversionError(
-            f'{args.config} belongs to a fused detector, which has no norms left; give config and checkpoint of the '
+            f'{args.config} belongs to a detector that was fused or absorbed before; give config and checkpoint of the '
             'LayerNorm detector, or --ffn 0.75 to merge its FFNs'
         )
     if args.eval:

@@ -64,7 +64,7 @@ class FFNLayers(NamedTuple):
         fc1: First layer, linear or a 1x1 convolution.
         activation: 'gelu' or 'relu'.
         fc2: Second layer.
-        linear: See :class:`~slab_det.fusion.merged_ffn.MergedFFN`; its bias stands for that of ``fc2``.
+        linear: See :class:`~slab_det.fusion.merged_ffn.MergedFFN`; its bias replaces the bias of ``fc2``.
     """
 
     fc1: nn.Module

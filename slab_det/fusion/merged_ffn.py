@@ -1,4 +1,4 @@
-"""An FFN whose hidden channels became, but for a few, one linear map."""
+"""FFNs most of whose hidden channels are replaced by one linear map."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MergedFFN(nn.Module):
         self.fc2 = nn.Linear(hidden, channels, bias=False) if hidden else None
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
-        """Called like an FFN of ours, of mmdet's Swin or PVT, or of timm, which leaves the residual to its block."""
+        """Takes the arguments of our FFNs, of mmdet's and of timm's. Blocks of timm add the residual themselves."""
         out = self.linear(x)
         if self.fc1 is not None:
             out = out + self.fc2(self.activation(self.fc1(x)))
@@ -69,7 +69,7 @@ def find_ffn_layers(ffn: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 @torch.no_grad()
 def merge_ffn(model: nn.Module, name: str, hidden: int, channels: Tensor | None = None) -> MergedFFN:
-    """Puts a :class:`MergedFFN` in the place of an FFN: its hidden channels are the FFN's, its ``linear`` is random.
+    """Replaces an FFN by a :class:`MergedFFN`: hidden channels are copied from the FFN, ``linear`` is left random.
 
     Args:
         model: Has the FFN, and is changed.

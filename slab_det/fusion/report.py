@@ -58,7 +58,8 @@ class FusionReport:
     def __str__(self) -> str:
         counts = ', '.join(f'{count} {fate}' for fate, count in self._count().items())
         left = [f'  {norm.norm} ({norm.kind}): {norm.fate} - {norm.reason}' for norm in self.norms if not norm.into]
-        return '\n'.join([f'{len(self.norms)} norms: {counts}', *left])
+        merged = [f'{len(self.ffns)} FFNs merged'] if self.ffns else []
+        return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *merged])
 
     def _count(self) -> dict[str, int]:
         # Only models of slab_det.absorb have absorbed norms.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmdet.registry import MODELS
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
 from slab_det.checkpoints import check_state_dict
-from slab_det.fusion.fuse import apply_folds
+from slab_det.fusion.folds import CannotFold
+from slab_det.fusion.fuse import FusionError, apply_folds
 from slab_det.fusion.merged_ffn import merge_ffn
 from slab_det.fusion.report import NormFate
 from slab_det.norms import set_gamma
@@ -25,6 +26,10 @@ TRAINING_KEYS = (
     'train_dataloader train_pipeline train_cfg optim_wrapper param_scheduler auto_scale_lr custom_hooks load_from '
     'resume work_dir launcher'
 ).split()
+
+
+# Arguments of a FusedDetector that do not change the config of its model.
+FUSED_KEYS = ('type', 'folds', 'ffns')
 
 
 @MODELS.register_module()
@@ -46,9 +51,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     Raises:
         FusionError: If ``folds`` belong to another model.
     """
-    cfg = Config(dict(model=copy.deepcopy(model)))
-    cfg.merge_from_dict(dict(model=changes))
-    model = cfg.model
+    model = ConfigDict(_with_changes(model, **changes))
     drop_pretrained(model)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
@@ -56,14 +59,26 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector.register_load_state_dict_pre_hook(check_state_dict)
     apply_folds(detector, [NormFate(**fold) for fold in folds])
     for name, hidden in (ffns or {}).items():
-        merge_ffn(detector, name, hidden)
+        try:
+            merge_ffn(detector, name, hidden)
+        except (AttributeError, CannotFold, IndexError) as error:
+            raise FusionError(f'{name}: the model is not the one whose FFNs these are: {error}') from error
     detector.fusion_report.ffns.update(ffns or {})
     return detector
 
 
+def _with_changes(model: dict, **changes: object) -> dict:
+    cfg = Config(dict(model=copy.deepcopy(model)))
+    cfg.merge_from_dict(dict(model=changes))
+    return cfg.model.to_dict()
+
+
 def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
-    # A DistilledDetector needs its teacher for training alone, and a FusedDetector becomes one with more folds.
+    if type_name(values['model']['type']) == 'FusedDetector':
+        # ``folds`` and ``ffns`` say all that it adds to its model.
+        values['model'] = _with_changes(**{key: part for key, part in values['model'].items() if key not in FUSED_KEYS})
+    # A DistilledDetector needs its teacher for training alone.
     values['model'] = detector_config(values['model'])
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:

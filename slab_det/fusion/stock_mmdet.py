@@ -138,7 +138,7 @@ def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
 
 def _ffn_layers(ffn: FFN) -> tuple[str, str, str]:
     if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
-        raise CannotFold('it does not add two layers to its input')
+        raise CannotFold('it has other than two layers, no residual connection or a LayerScale')
     return 'layers.0.0', 'layers.0.1', 'layers.1'
 
 

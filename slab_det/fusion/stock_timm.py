@@ -30,8 +30,8 @@ def _window_input_layers(attn: WindowAttention, part: str = '') -> tuple[str]:
 
 
 def _mlp_layers(mlp: Mlp) -> tuple[str, str, str]:
-    if not isinstance(mlp.norm, nn.Identity):
-        raise CannotFold('a norm stands between its layers')
+    if not isinstance(mlp.norm, nn.Identity) or not isinstance(mlp.fc1, nn.Linear):
+        raise CannotFold('a norm stands between its layers, or they are convolutions')
     return 'fc1', 'act', 'fc2'
 
 

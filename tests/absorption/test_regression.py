@@ -161,3 +161,13 @@ def test_targets_of_an_ffn_are_those_of_its_tokens():
         torch.testing.assert_close(
             torch.as_tensor(getattr(moments_of(x, y).select(some), name)), torch.as_tensor(value)
         )
+
+
+def test_of_two_equal_channels_one_stays():
+    """Two hundred channels, each of them twice: the first two hundred to go leave one of each pair."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 202, generator=generator, dtype=torch.float64)
+    x = torch.cat([x, x[:, 2:] + 1e-3 * torch.randn(2000, 200, generator=generator, dtype=torch.float64)], 1)
+    y = x[:, :202] @ torch.randn(202, 5, generator=generator, dtype=torch.float64)
+    first = rank_channels(moments_of(x, y), 2)[:200]
+    assert len({*(first % 200).tolist()}) == 200

@@ -189,9 +189,7 @@ def test_layernorm_weights_fill_every_progressive_norm_of_mmdets_backbones_or_no
     options = dict(convert_weights=False, init_cfg=ConfigDict(type='Pretrained', checkpoint=str(path)))
     model = MODELS.build(dict(**backbone, norm_cfg=dict(type='PRepBN'), **options))
     # By key it would be filled by half.
-    with pytest.raises(
-        RuntimeError, match=r'norm: the weights weight, bias belong to another norm.*load_pretrained'
-    ):
+    with pytest.raises(RuntimeError, match=r'norm: the weights weight, bias belong to another norm.*load_pretrained'):
         model.init_weights()
     assert load_pretrained(model, path).complete
     for name, norm in model.named_modules():

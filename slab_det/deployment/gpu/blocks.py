@@ -108,8 +108,9 @@ class FusedFFN(nn.Module):
         super().__init__()
         self.ffn = ffn
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
-        if not kernels.take(x) or x.dtype not in (torch.float16, torch.bfloat16):
+    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
+        # A merged FFN may stand in a block of timm, which adds the residual itself.
+        if identity is None or not kernels.take(x) or x.dtype not in (torch.float16, torch.bfloat16):
             return self.ffn(x, hw_shape, identity)
         layers = ffn_layers(self.ffn)
         # A 1x1 convolution's weight has two more dimensions.
