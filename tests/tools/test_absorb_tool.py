@@ -16,6 +16,7 @@ from slab_det.absorption.plan import Batches
 from slab_det.absorption.student import Absorption
 from slab_det.checkpoints.build import build_detector
 from slab_det.data import SyntheticShapes, generate
+from slab_det.fusion.merged_ffn import MergedFFN
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect
 from slab_det.recalibration import image_folder_dataloader
 
@@ -186,4 +187,13 @@ def test_a_fused_detector_is_refused(detector: Path, call) -> None:
     cfg.model = dict(type='FusedDetector', model=cfg.model, folds=[])
     cfg.dump('fused_config.py')
     result = call('absorb.py', 'fused_config.py', detector, '--out', 'again.pth', '--images', 'data', code=1)
-    assert 'belongs to a fused detector' in result.err
+    assert 'belongs to a detector that was fused or absorbed before' in result.err and '--ffn 0.75' in result.err
+
+
+def test_ffns_are_merged_and_norms_stay(detector: Path, call) -> None:
+    options = ('--keep', 'all', '--ffn', 0.75, '--data-root', 'data', *QUICK)
+    result = call('absorb.py', 'small.py', detector, '--out', 'merged.pth', *options)
+    assert f'0 LayerNorms absorbed, {NORMS} kept' in result.out and '4 FFNs merged' in result.out
+    merged = build_detector(Config.fromfile('merged_config.py'), 'merged.pth')
+    assert len(layer_norms(merged)) == NORMS
+    assert sum(isinstance(module, MergedFFN) for module in merged.modules()) == 4
