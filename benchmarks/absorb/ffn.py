@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import mmdet.datasets.transforms  # noqa: F401 (registers Corrupt)
 import torch
 from mmengine.config import Config
 from torch import Tensor, nn

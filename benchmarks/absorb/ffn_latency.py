@@ -67,7 +67,7 @@ def main() -> None:
             base = seconds['LayerNorm', 0.0]
             for (norms, share), values in seconds.items():
                 ratio = statistics.median(one / other for one, other in zip(values, base, strict=True))
-                identity = dict(model=model, form=form, norms=norms, share=share)
+                identity = dict(name=model, form=form, norms=norms, share=share)
                 row = dict(seconds=round(statistics.median(values), 3), ratio=round(ratio, 3))
                 print(results.add(identity, row), flush=True)
 
