@@ -208,7 +208,7 @@ def rank_channels(moments: CrossMoments, always: int, ridge: float = RIDGES[0]) 
     ``|W_c|^2 / P_cc`` without channel c, and the P and W of the others follow from those of all.
 
     Args:
-        moments: Of at least two tokens.
+        moments: Sums over at least two tokens.
         always: The first channels, which stay in the regression and are not ranked.
         ridge: Added to the Gram matrix, times its diagonal: channels may be collinear.
 

@@ -112,12 +112,15 @@ class Absorption:
         for step in self.plan.steps[unit]:
             if not isinstance(step, Writer):
                 self.report.norms.append(self._absorb_norm(unit, step))
-            elif self._merges(step) or self.report.merged or any(n.fate == 'absorbed' for n in self.report.norms):
+                continue
+            merges = self._merges(step)
+            # Before the first change the student is the teacher: there is nothing to fit.
+            if merges or self.report.merged or any(norm.fate == 'absorbed' for norm in self.report.norms):
                 stored = []
                 if step is self.plan.steps[unit][-1]:
                     # No fit changes an output of the teacher; of one that nothing reads only the shape is kept.
                     stored = walks[:1] if self.plan.last_uses.get(unit, last) > unit else walks
-                result = self._fit_writer(unit, step, stored)
+                result = self._fit_writer(unit, step, stored, merges)
                 (self.report.refits if isinstance(result, Refit) else self.report.ffns).append(result)
                 walks = walks[len(stored) :]
         for batch in self._progress():
@@ -134,7 +137,7 @@ class Absorption:
                 raise CannotFold('to merge so few channels would save nothing')
         except CannotFold as reason:
             left = FFNAbsorption(step.ffn, reason=str(reason))
-            self.report.ffns += [left] if left not in self.report.ffns else []
+            self.report.ffns.append(left)
             return False
         return True
 
@@ -184,17 +187,16 @@ class Absorption:
         fold_affine(self.student, self.plan.fates[name], *fit)
         return result
 
-    def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk]) -> Refit | FFNAbsorption:
+    def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk], merges: bool) -> Refit | FFNAbsorption:
         layer = self.student.get_submodule(writer.layer)
-        merged = writer.ffn if self._merges(writer) else ''
         (moments, held_out), targets = _pair(self.plan.int8), (Moments(), Moments())
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,), store=self.teacher_walk in stored)
             # A convolution in an FFN has kernel 1 and writes tokens.
-            of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4 and not merged
+            of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4 and not merges
             if of_neck:
                 target = _some_rows(target)
-            probes = (writer.source, writer.stream, *([Probe(merged, 'input')] if merged else []))
+            probes = (writer.source, writer.stream, *([Probe(writer.ffn, 'input')] if merges else []))
             source, stream, *inputs = self.student_walk.run(batch, unit, probes, store=self.student_walk in stored)
             if of_neck:
                 source, stream = _patches(layer, source, stream), _some_rows(stream)
@@ -204,8 +206,8 @@ class Absorption:
             targets[part].add(target)
             (moments, held_out)[part].add(torch.cat([*inputs, source], -1), target - stream)
             del source, stream, target, inputs
-        if merged:
-            return self._merge(merged, moments, held_out, _judge(*targets))
+        if merges:
+            return self._merge(writer.ffn, moments, held_out, _judge(*targets))
         return _refit(writer.layer, layer, moments, held_out, _judge(*targets))
 
     @torch.no_grad()
