@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu
 
-Weights are random, with heads made to find 32 objects. "As built" is PyTorch's eager mode, in float16 its autocast;
+Weights are random, with heads made to find 32 objects. Eager is PyTorch's eager mode, in float16 its autocast;
 "graph" is what `slab_det.deploy` makes. The forms of a family are timed in the same rounds. Results are written to
 benchmarks/results/gpu.json after each part; parts for which the time does not suffice are skipped.
 """
@@ -62,7 +62,7 @@ FAMILIES = {
     'Swin-S': _family('Swin-S', 'swin_s', SWIN),
     'PVT-T': _family('PVT-T', 'pvt_t', PVT),
 }
-FORMS = 'as built, float32', 'as built, float16', 'graph, float32', 'graph, float16'
+FORMS = 'eager, float32', 'eager, float16', 'graph, float32', 'graph, float16'
 WITH_PARTS = 'Swin-T, LayerNorm', 'Swin-T-PRepBN', 'PVT-S, LayerNorm', 'PVT-S-PRepBN'
 
 
@@ -85,7 +85,7 @@ def first_call(name: str, model: nn.Module) -> float:
 
 
 def measure_family(rows: Mapping[str, Row], models: Models, args: argparse.Namespace) -> dict[tuple[str, str], dict]:
-    """Milliseconds of each row and form, with ratios to mmdet's as built in float32 and to LayerNorm in this form."""
+    """Milliseconds of each row and form, with ratios to mmdet's eager mode in float32 and to LayerNorm in this form."""
     flat = {f'{name}, {form}': model for name in rows for form, model in models.get(name, {}).items()}
     options = dict(size=SIZE, rounds=args.rounds, repeat=args.repeat, warmup=2, device='cuda')
     results: dict[str, LatencyResult] = measure_latency(flat, **options)

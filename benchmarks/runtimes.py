@@ -97,7 +97,7 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    'as built': Form('torch'),
+    'eager': Form('torch'),
     'deployed': Form('torch', form='deployed'),
     'deployed, bfloat16': Form('torch', 'bfloat16', form='deployed'),
     'torch.compile': Form('torch', form='compiled'),
@@ -182,7 +182,7 @@ def measure_column(
     folder: Path,
     args: argparse.Namespace,
 ) -> dict[str, dict]:
-    """Times of each row, and the medians over rounds of the ratios to its LayerNorm row and to mmdet as built."""
+    """Times of each row, and the medians over rounds of the ratios to its LayerNorm row and to mmdet's eager mode."""
     height, width = map(int, size.split('x'))
     pixels = random_images([(height, width)])[0][0].transpose(1, 2, 0).astype('uint8')
     content = cv2.imencode('.jpg', pixels)[1].tobytes()
@@ -194,7 +194,7 @@ def measure_column(
             calls[name] = runtime_call(models[name], scope, FORMS[form], content, file, args.threads)
         else:
             calls[name] = torch_call(models[name], scope, FORMS[form], content)
-    stock = {f'{name}, as built': torch_call(models[name], scope, FORMS['as built'], content)
+    stock = {f'{name}, eager': torch_call(models[name], scope, FORMS['eager'], content)
              for name in {ROWS[name].stock for name in calls}}  # fmt: skip
     times = measure(calls | stock, args.rounds, f'{form}, {scope}')
 
@@ -205,7 +205,7 @@ def measure_column(
         name: dict(
             median_ms=statistics.median(times[name]),
             to_layer_norm=ratio(name, ROWS[name].layer_norm),
-            to_mmdet=ratio(name, f'{ROWS[name].stock}, as built'),
+            to_mmdet=ratio(name, f'{ROWS[name].stock}, eager'),
             times_ms=times[name],
         )
         for name in names
@@ -215,7 +215,7 @@ def measure_column(
 def table(rows: Sequence[dict]) -> str:
     """The rows of one size and scope, with a column for each form.
 
-    mmdet's detector and ours with LayerNorm have milliseconds and the ratio to mmdet's as built; the others have the
+    mmdet's detector and ours with LayerNorm have milliseconds and the ratio to mmdet's eager mode; the others have the
     ratio to ours with LayerNorm in the same column.
     """
     measured = {(row['name'], row['form']): row for row in rows}
@@ -234,7 +234,7 @@ def table(rows: Sequence[dict]) -> str:
 
 @styled
 def draw(rows: Sequence[dict], path: Path) -> None:
-    """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, over mmdet as built."""
+    """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, over mmdet's eager mode."""
     measured = {(row['name'], row['form']): row for row in rows}
     forms = [form for form in FORMS if form in {row['form'] for row in rows}]
     models = {SWIN[1]: '0.6', 'Swin-T, absorbed, none kept': INK, 'SLAB-Swin-T': '0.85'}
@@ -250,7 +250,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     axes.set_yticks(range(len(forms)), forms)
     axes.set_ylim(len(forms) - 0.4, -0.6)
     axes.grid(visible=False, axis='y')
-    axes.set_xlabel("time over mmdet's as built")
+    axes.set_xlabel("time over mmdet's eager mode")
     axes.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=3)
     save_figure(figure, path)
 

@@ -49,7 +49,7 @@ def check_case(case: Case) -> None:
     left = [name for name, module in fused.named_modules() if isinstance(module, OfflineNorm)]
     assert not left, f'fused, and still there: {left}'
     check_equal(before, run(model, *inputs), 'the model after a fused copy was made')
-    folds = [fate.to_dict() for fate in fused.fusion_report.norms]
+    folds = [fusion.to_dict() for fusion in fused.fusion_report.norms]
     rebuilt = MODELS.build(dict(type='FusedDetector', model=model_config(case), folds=folds)).to(case.dtype)
     check_reload(fused, rebuilt, run(fused, *inputs), inputs)
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: rooms import as its picture says. The examples of docs/extend.md run."""
+"""docs/architecture.md is true: packages import as its picture says. The examples of docs/extend.md run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DOCS = CONFIGS.parent / 'docs'
 PACKAGE = CONFIGS.parent / 'slab_det'
 PAGE = (DOCS / 'architecture.md').read_text()
 EXTEND = (DOCS / 'extend.md').read_text()
-# How far below the top of the picture the name of each room stands.
+# How far below the top of the picture the name of each package stands.
 HEIGHTS = {
-    room: int(y)
-    for y, room in re.findall(
+    package: int(y)
+    for y, package in re.findall(
         r'<text x="\d+" y="(\d+)" [^>]*font-weight="bold"[^>]*>(\w+)<', (DOCS / 'architecture.svg').read_text()
     )
 }
@@ -29,10 +29,10 @@ HEIGHTS = {
 
 @cache
 def find_imports() -> dict[str, set[str]]:
-    """The rooms that the modules of each room import, also inside functions."""
+    """The packages that the modules of each package import, also inside functions."""
     imports = defaultdict(set)
     for path in PACKAGE.rglob('*.py'):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix('.py')
+        package = path.relative_to(PACKAGE).parts[0].removesuffix('.py')
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -41,20 +41,20 @@ def find_imports() -> dict[str, set[str]]:
                 names = [f'{node.module}.{alias.name}' for alias in node.names]
             else:
                 continue
-            imports[room] |= {name.split('.')[1] for name in names if name.startswith('slab_det.')} & HEIGHTS.keys()
-    return {room: imports[room] - {room} for room in HEIGHTS}
+            imports[package] |= {name.split('.')[1] for name in names if name.startswith('slab_det.')} & HEIGHTS.keys()
+    return {package: imports[package] - {package} for package in HEIGHTS}
 
 
 def test_picture_and_page_show_every_room():
-    rooms = {name for _, name, _ in iter_modules([str(PACKAGE)]) if not name.startswith('_')}
-    assert rooms == HEIGHTS.keys()
-    assert rooms <= set(re.findall(r'^\| `(\w+)', PAGE, flags=re.MULTILINE))
+    packages = {name for _, name, _ in iter_modules([str(PACKAGE)]) if not name.startswith('_')}
+    assert packages == HEIGHTS.keys()
+    assert packages <= set(re.findall(r'^\| `(\w+)', PAGE, flags=re.MULTILINE))
 
 
-@pytest.mark.parametrize('room', HEIGHTS)
-def test_imports_go_down_in_the_picture(room):
-    imports = find_imports()[room]
-    assert all(HEIGHTS[other] > HEIGHTS[room] for other in imports), f'{room} imports {sorted(imports)}'
+@pytest.mark.parametrize('package', HEIGHTS)
+def test_imports_go_down_in_the_picture(package):
+    imports = find_imports()[package]
+    assert all(HEIGHTS[other] > HEIGHTS[package] for other in imports), f'{package} imports {sorted(imports)}'
 
 
 def test_norms_and_attention_import_no_other_room():

@@ -138,7 +138,7 @@ def test_config_ends_with_the_norms_it_says(name):
     slab_det.set_gamma(model, 0)
     report = slab_det.fuse(model, inplace=True).fusion_report
     assert not report.select('affine') and len(report.norms) == count_norms(cfg.model.backbone)
-    kept = [fate.norm for fate in report.select('kept')]
+    kept = [fusion.norm for fusion in report.select('kept')]
     if not has_offline_norms(name):
         assert len(kept) == len(report.norms)
     elif name.endswith('official'):

@@ -22,7 +22,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.fusion.merged_ffn import find_ffn_layers, merge_ffn
 
 SIZE = (800, 1216)
-FORMS = {'as built': None, 'deployed': torch.float32, 'deployed bfloat16': torch.bfloat16}
+FORMS = {'eager': None, 'deployed': torch.float32, 'deployed bfloat16': torch.bfloat16}
 
 
 def build(model: str, norms: str, share: float) -> nn.Module:

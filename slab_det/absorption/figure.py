@@ -60,10 +60,10 @@ def _draw_bars(axes: Axes, norms: Sequence[NormAbsorption]) -> None:
     # From a whole power of ten on: the axis has a labelled tick on its left.
     axes.set_xlim(left=10 ** math.floor(math.log10(min(measured, default=_LEAST)) - 0.01))
     axes.set_xlabel("share of the norm's variance that is left, on held-out images")
-    names = [('kept: ' if norm.fate == 'kept' else '') + norm.norm.removeprefix('backbone.') for norm in norms]
+    names = [('kept: ' if norm.outcome == 'kept' else '') + norm.norm.removeprefix('backbone.') for norm in norms]
     axes.set_yticks(range(len(norms)), names)
     for label, norm in zip(axes.get_yticklabels(), norms, strict=True):
-        if norm.fate == 'kept':
+        if norm.outcome == 'kept':
             label.set(color=COLOURS[2], fontweight='bold')
     axes.set_ylim(len(norms) - 0.4, -0.6)
     axes.grid(visible=False, axis='y')

@@ -100,8 +100,8 @@ class AbsorptionPlan:
         int8: Fits must bear that what they read is rounded to int8.
         ffn: Share of the hidden channels of each FFN that is merged.
         images: See :class:`Images`.
-        digest: Of the images, the teacher's weights, the fates and the steps.
-        fates: Where each norm goes if it is absorbed, by its name.
+        digest: Digest of the images, the teacher's weights, the fusions and the steps.
+        fusions: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
         units: Names of the modules that hold norms and writers, in the order in which they return.
         steps: For each unit the norms, by name, and writers to fit, in the order of their calls.
@@ -152,11 +152,11 @@ class AbsorptionPlan:
             if not reasons[name] and calls.count(name) != 1:
                 reasons[name] = f'a forward calls it {calls.count(name)} times'
         candidates = {model.get_submodule(name) for name, reason in reasons.items() if not reason}
-        self.fates = {fate.norm: fate for fate in plan_folds(model, fold_outputs, candidates)}
-        self.digest.update(repr((self.fates, int8, ffn)).encode())
+        self.fusions = {fusion.norm: fusion for fusion in plan_folds(model, fold_outputs, candidates)}
+        self.digest.update(repr((self.fusions, int8, ffn)).encode())
         for name, value in model.state_dict().items():
             self.digest.update(name.encode() + to_bytes(value))
-        self.reasons = {name: reason or self.fates[name].reason for name, reason in reasons.items()}
+        self.reasons = {name: reason or self.fusions[name].reason for name, reason in reasons.items()}
         if all(self.reasons.values()) and not (ffn and any(writer.ffn for writer in writers)):
             others = describe_others(model, self.reasons)
             raise ConversionError(f'the model has no LayerNorm that can be absorbed{others}')

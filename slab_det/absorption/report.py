@@ -17,7 +17,7 @@ class NormAbsorption:
 
     Attributes:
         norm: Its dotted name.
-        fate: 'absorbed' or 'kept'.
+        outcome: 'absorbed' or 'kept'.
         into: The layers that hold it now, separated by commas, or ''.
         reason: Why it was kept, or ''.
         own: Share of the norm's variance that the best map of the teacher's input leaves: what of this norm is not
@@ -29,7 +29,7 @@ class NormAbsorption:
     """
 
     norm: str
-    fate: Literal['absorbed', 'kept']
+    outcome: Literal['absorbed', 'kept']
     into: str = ''
     reason: str = ''
     own: float | None = None
@@ -104,7 +104,7 @@ class AbsorptionReport:
     @property
     def kept(self) -> list[NormAbsorption]:
         """The norms that stayed."""
-        return [norm for norm in self.norms if norm.fate == 'kept']
+        return [norm for norm in self.norms if norm.outcome == 'kept']
 
     @property
     def merged(self) -> list[FFNAbsorption]:
@@ -126,7 +126,7 @@ class AbsorptionReport:
         return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
     def __str__(self) -> str:
-        absorbed = [norm for norm in self.norms if norm.fate == 'absorbed']
+        absorbed = [norm for norm in self.norms if norm.outcome == 'absorbed']
         lines = [f'{len(absorbed)} LayerNorms absorbed, {len(self.kept)} kept']
         if self.agreement is not None:
             lines[0] += (

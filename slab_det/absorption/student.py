@@ -20,7 +20,7 @@ from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fi
 from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption, Refit
 from slab_det.absorption.walk import Probe, TensorStore, Walk
 from slab_det.fusion.folds import CannotFold, find_rule
-from slab_det.fusion.fuse import apply_fold, fold_affine, past_fates, past_ffns, replace_module
+from slab_det.fusion.fuse import apply_fold, fold_affine, past_ffns, past_fusions, replace_module
 from slab_det.fusion.merged_ffn import find_ffn_layers, merge_ffn
 from slab_det.fusion.report import FusionReport
 from slab_det.norms import copy_module
@@ -69,9 +69,9 @@ class Absorption:
         for name, module in list(self.student.named_modules()):
             if make := find_rule(module, 'replace'):
                 replace_module(self.student, name, make())
-        for fate in plan.fates.values():
-            if fate.fate != 'absorbed':
-                apply_fold(self.student, fate)
+        for fusion in plan.fusions.values():
+            if fusion.outcome != 'absorbed':
+                apply_fold(self.student, fusion)
         self.state_file = work_dir and work_dir / f'absorb_{self._key()}.pth'
         first, last = self._resume(), len(plan.units)
         steps = sum(len(steps) + 1 for steps in plan.steps[first:]) + (first < last)
@@ -96,14 +96,14 @@ class Absorption:
                     self._fit_unit(unit)
                     self._save(unit + 1)
         kept = {norm.norm for norm in self.report.kept}
-        fates = [
-            replace(f, fate='kept', into='', reason='kept by choice') if f.norm in kept else f
-            for f in plan.fates.values()
+        fusions = [
+            replace(f, outcome='kept', into='', reason='kept by choice') if f.norm in kept else f
+            for f in plan.fusions.values()
         ]
         self.report.norms += [NormAbsorption(n, 'kept', reason=reason) for n, reason in plan.reasons.items() if reason]
         self.student.absorption_report = self.report
         ffns = {**past_ffns(plan.model), **{ffn.ffn: ffn.hidden for ffn in self.report.merged}}
-        self.student.fusion_report = FusionReport([*past_fates(plan.model), *fates], ffns)
+        self.student.fusion_report = FusionReport([*past_fusions(plan.model), *fusions], ffns)
 
     def _fit_unit(self, unit: int) -> None:
         # Whose outputs are not stored yet.
@@ -115,7 +115,7 @@ class Absorption:
                 continue
             merges = self._merges(step)
             # Before the first change the student is the teacher: there is nothing to fit.
-            if merges or self.report.merged or any(norm.fate == 'absorbed' for norm in self.report.norms):
+            if merges or self.report.merged or any(norm.outcome == 'absorbed' for norm in self.report.norms):
                 stored = []
                 if step is self.plan.steps[unit][-1]:
                     # No fit changes an output of the teacher; of one that nothing reads only the shape is kept.
@@ -175,16 +175,16 @@ class Absorption:
         result = NormAbsorption(
             name,
             'absorbed',
-            self.plan.fates[name].into,
+            self.plan.fusions[name].into,
             own=self.plan.own[name],
             diagonal=judge.unexplained(diagonal),
             left=judge.unexplained(fit),
             ridge=ridge,
         )
         if name in self.names:
-            return replace(result, fate='kept', into='', reason=f'no affine map holds {result.own:.1%} of it')
-        apply_fold(self.student, self.plan.fates[name])
-        fold_affine(self.student, self.plan.fates[name], *fit)
+            return replace(result, outcome='kept', into='', reason=f'no affine map holds {result.own:.1%} of it')
+        apply_fold(self.student, self.plan.fusions[name])
+        fold_affine(self.student, self.plan.fusions[name], *fit)
         return result
 
     def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk], merges: bool) -> Refit | FFNAbsorption:
@@ -276,8 +276,8 @@ class Absorption:
             return 0
         self.report = AbsorptionReport.from_dict(state['report'])
         for norm in self.report.norms:
-            if norm.fate == 'absorbed':
-                apply_fold(self.student, self.plan.fates[norm.norm])
+            if norm.outcome == 'absorbed':
+                apply_fold(self.student, self.plan.fusions[norm.norm])
         for ffn in self.report.merged:
             merge_ffn(self.student, ffn.ffn, ffn.hidden)
         self.student.load_state_dict(state['weights'])

@@ -140,7 +140,7 @@ def _kind(name: str, given: Weights) -> str:
 def is_fused(model: nn.Module) -> bool:
     """Whether :func:`slab_det.fuse` removed norms of this model, now or when its checkpoint was written."""
     report = getattr(model, 'fusion_report', None)
-    return report is not None and any(norm.fate != 'kept' for norm in report.norms)
+    return report is not None and any(norm.outcome != 'kept' for norm in report.norms)
 
 
 def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> None:
@@ -156,7 +156,7 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
     """
     targets = model.state_dict().keys()
     if is_fused(model):
-        gone = tuple(f'{fate.norm}.' for fate in model.fusion_report.norms if fate.fate != 'kept')
+        gone = tuple(f'{fusion.norm}.' for fusion in model.fusion_report.norms if fusion.outcome != 'kept')
         found = [key for key in keys if key.startswith(gone) and key not in targets]
         if found:
             raise CheckpointError(

@@ -29,7 +29,7 @@ NUM_DRAWN = 3  # images
 def measure(
     cfg: Config, dataset: BaseDataset, files: Mapping[str, tuple[Path, Path]]
 ) -> tuple[dict[str, nn.Module], list[ReportEntry]]:
-    """Measures AP and latency of each model, as built and deployed, in turns in this process.
+    """Measures AP and latency of each model, eager and deployed, in turns in this process.
 
     Args:
         cfg: The config that the first model was trained with.
@@ -37,7 +37,7 @@ def measure(
         files: Config and checkpoint of each model, by its name.
 
     Returns:
-        The models as built, and for each its entry as built, then deployed.
+        The eager models, and for each its eager entry, then its deployed one.
     """
     batch_size = cfg.train_dataloader.batch_size
     training = dict(seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=batch_size)
@@ -69,7 +69,7 @@ def compare(entries: Sequence[ReportEntry]) -> str:
     Args:
         entries: What :func:`measure` returned, LayerNorm first.
     """
-    forms, rows = ('as built', 'deployed'), []
+    forms, rows = ('eager', 'deployed'), []
     header = ['model', 'norms left', 'box AP', 'mask AP', *(f'{form}: ms (ratio)' for form in forms), 'form to take']
     moved = 0.0
     for built, deployed in zip(entries[::2], entries[1::2], strict=True):
@@ -89,7 +89,7 @@ def compare(entries: Sequence[ReportEntry]) -> str:
         )
     lines = [f'| {" | ".join(cells)} |' for cells in (header, ['---'] + ['---:'] * 5 + ['---'], *rows)]
     lines += ['', f'ms: median latency, {latency_scope(entries[0])}, in turns; ratio: to LayerNorm in the same form.']
-    lines += ['', f'AP as built, on {ap_scope(entries[0])}; deployed it moves by at most {100 * moved:.1f}.']
+    lines += ['', f'AP in eager mode, on {ap_scope(entries[0])}; deployed it moves by at most {100 * moved:.1f}.']
     return '\n'.join(lines) + '\n'
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
-from slab_det.fusion.report import FusionReport, NormFate
+from slab_det.fusion.report import FusionReport, NormFusion
 from slab_det.fusion.stock_mmdet import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
 from slab_det.norms.base import copy_module
@@ -69,22 +69,22 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
             on a norm, or one norm in several places. The model is then unchanged.
     """
     check_fusible(model)
-    fates = plan_folds(model, fold_outputs)
-    if not any(fate.fate == 'folded' for fate in fates):
-        reasons = dict.fromkeys(fate.reason for fate in fates) or ['the model has no norms']
+    fusions = plan_folds(model, fold_outputs)
+    if not any(fusion.outcome == 'folded' for fusion in fusions):
+        reasons = dict.fromkeys(fusion.reason for fusion in fusions) or ['the model has no norms']
         MMLogger.get_current_instance().warning(
-            f'slab_det.fuse folded none of the {len(fates)} norms of {type(model).__name__}: {"; ".join(reasons)}'
+            f'slab_det.fuse folded none of the {len(fusions)} norms of {type(model).__name__}: {"; ".join(reasons)}'
         )
     ffns = past_ffns(model)
-    fused = apply_folds(model if inplace else copy_module(model), [*past_fates(model), *fates])
+    fused = apply_folds(model if inplace else copy_module(model), [*past_fusions(model), *fusions])
     fused.fusion_report.ffns.update(ffns)
     return fused
 
 
-def past_fates(model: nn.Module) -> list[NormFate]:
+def past_fusions(model: nn.Module) -> list[NormFusion]:
     """The entries of norms that an earlier fusion or absorption of ``model`` replaced."""
     report = getattr(model, 'fusion_report', FusionReport([]))
-    return [fate for fate in report.norms if fate.fate != 'kept']
+    return [fusion for fusion in report.norms if fusion.outcome != 'kept']
 
 
 def past_ffns(model: nn.Module) -> dict[str, int]:
@@ -92,7 +92,7 @@ def past_ffns(model: nn.Module) -> dict[str, int]:
     return dict(getattr(model, 'fusion_report', FusionReport([])).ffns)
 
 
-def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFate]:
+def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFusion]:
     """Decides what :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
 
     Args:
@@ -104,11 +104,11 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    fates = []
+    fusions = []
     for name, norm in named_norms(model, OfflineNorm, *LIVE_NORMS):
         kind = type(norm).__name__
         if not isinstance(norm, OfflineNorm) and norm not in absorbed:
-            fates.append(NormFate(name, kind, 'kept', reason='not an offline norm of slab_det'))
+            fusions.append(NormFusion(name, kind, 'kept', reason='not an offline norm of slab_det'))
             continue
         try:
             fold = folds.get(name, Fold(name))
@@ -123,38 +123,38 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
             for layer in layers:
                 _check_layer(model, name, layer, side, names)
         except CannotFold as reason:
-            fates.append(NormFate(name, kind, 'kept' if norm in absorbed else 'affine', reason=str(reason)))
+            fusions.append(NormFusion(name, kind, 'kept' if norm in absorbed else 'affine', reason=str(reason)))
         else:
-            fate = 'absorbed' if norm in absorbed else 'folded'
-            fates.append(NormFate(name, kind, fate, ', '.join(layers), side))
-    return fates
+            outcome = 'absorbed' if norm in absorbed else 'folded'
+            fusions.append(NormFusion(name, kind, outcome, ', '.join(layers), side))
+    return fusions
 
 
-def apply_folds(model: nn.Module, fates: list[NormFate]) -> nn.Module:
+def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
     """Folds the norms of ``model``, in place, as :func:`plan_folds` decided; what an earlier fusion did is left alone.
 
     Raises:
         FusionError: If ``model`` has other norms or layers than the model that the plan was made for.
     """
-    past = past_fates(model)
+    past = past_fusions(model)
     try:
-        for fate in fates:
-            if fate not in past:
-                apply_fold(model, fate)
+        for fusion in fusions:
+            if fusion not in past:
+                apply_fold(model, fusion)
     except (AttributeError, CannotFold) as error:
-        raise FusionError(f'{fate.norm}: the model is not the one whose folds these are: {error}') from error
+        raise FusionError(f'{fusion.norm}: the model is not the one whose folds these are: {error}') from error
     left = [name for name, _ in named_offline_norms(model)]
     if left:
         raise FusionError(f'{left[0]}: the model is not the one whose folds these are: none is for this norm')
-    model.fusion_report = FusionReport(fates)
+    model.fusion_report = FusionReport(fusions)
     return model
 
 
-def apply_fold(model: nn.Module, fate: NormFate) -> None:
+def apply_fold(model: nn.Module, fusion: NormFusion) -> None:
     """Folds one norm as decided; the layers of an absorbed norm only get the form that holds an affine map."""
-    if fate.fate != 'kept':
-        norm = model.get_submodule(fate.norm)
-        replace_module(model, fate.norm, (_as_affine if fate.fate == 'affine' else _fold)(model, fate, norm))
+    if fusion.outcome != 'kept':
+        norm = model.get_submodule(fusion.norm)
+        replace_module(model, fusion.norm, (_as_affine if fusion.outcome == 'affine' else _fold)(model, fusion, norm))
 
 
 def check_fusible(model: nn.Module) -> None:
@@ -238,26 +238,26 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Ma
         raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
 
 
-def _fold(model: nn.Module, fate: NormFate, norm: nn.Module) -> nn.Identity:
+def _fold(model: nn.Module, fusion: NormFusion, norm: nn.Module) -> nn.Identity:
     """Folds a norm into its layers; returns the identity that takes its place."""
-    if fate.fate == 'absorbed':
+    if fusion.outcome == 'absorbed':
         # An identity, so that the layers get their form; slab_det.absorb or a checkpoint brings the weights.
         norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
         affine = norm.scale, norm.shift
     else:
         affine = norm.double().inference_affine()
-    fold_affine(model, fate, *affine)
+    fold_affine(model, fusion, *affine)
     return nn.Identity().eval()
 
 
-def fold_affine(model: nn.Module, fate: NormFate, scale: Tensor, shift: Tensor) -> None:
-    """Folds ``scale * x + shift`` into the layers that ``fate`` names; see :mod:`slab_det.fusion.affine`."""
-    for name, part in map(split_part, fate.into.split(', ')):
-        if fate.side == 'output':
+def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tensor) -> None:
+    """Folds ``scale * x + shift`` into the layers that ``fusion`` names; see :mod:`slab_det.fusion.affine`."""
+    for name, part in map(split_part, fusion.into.split(', ')):
+        if fusion.side == 'output':
             fold_into_output(model.get_submodule(name), scale, shift)
             continue
         # Padding tokens never passed the norm: they must keep the unfused bias.
-        for container in sorted({*containers_of(name)} - {*containers_of(fate.norm)}):
+        for container in sorted({*containers_of(name)} - {*containers_of(fusion.norm)}):
             replace = find_rule(model.get_submodule(container), 'replace')
             if replace is not None:
                 replace_module(model, container, replace())
@@ -267,7 +267,7 @@ def fold_affine(model: nn.Module, fate: NormFate, scale: Tensor, shift: Tensor) 
 
 
 @torch.no_grad()
-def _as_affine(model: nn.Module, fate: NormFate, norm: OfflineNorm) -> ChannelAffine:
+def _as_affine(model: nn.Module, fusion: NormFusion, norm: OfflineNorm) -> ChannelAffine:
     # Statistics may have a higher precision than the parameters.
     affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
     scale, shift = norm.double().inference_affine()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FATES = ('folded', 'absorbed', 'affine', 'kept')
+OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
 
 
 @dataclass(frozen=True)
-class NormFate:
+class NormFusion:
     """What became of one norm.
 
     Attributes:
         norm: Dotted name of the norm in the model.
         kind: Class of the norm.
-        fate: 'folded' into linear layers; 'absorbed' by them (:func:`slab_det.absorb`); 'affine', one multiply-add; or
-            'kept' as it was.
+        outcome: 'folded' into linear layers; 'absorbed' by them (:func:`slab_det.absorb`); 'affine', one multiply-add;
+            or 'kept' as it was.
         into: Names of the layers that took it, separated by commas, or ''.
         side: Whether the norm stood at the 'input' or at the 'output' of these layers.
         reason: Why no layer took it, or ''.
@@ -24,7 +24,7 @@ class NormFate:
 
     norm: str
     kind: str
-    fate: Literal['folded', 'absorbed', 'affine', 'kept']
+    outcome: Literal['folded', 'absorbed', 'affine', 'kept']
     into: str = ''
     side: Literal['input', 'output'] = 'input'
     reason: str = ''
@@ -43,24 +43,24 @@ class FusionReport:
         ffns: Hidden channels that :func:`slab_det.absorb` left in each FFN that it merged, by the name of the FFN.
     """
 
-    norms: list[NormFate]
+    norms: list[NormFusion]
     ffns: dict[str, int] = field(default_factory=dict)
 
-    def select(self, fate: str) -> list[NormFate]:
-        """The norms with this fate."""
-        return [norm for norm in self.norms if norm.fate == fate]
+    def select(self, outcome: str) -> list[NormFusion]:
+        """The norms with this outcome."""
+        return [norm for norm in self.norms if norm.outcome == outcome]
 
     def to_dict(self) -> dict:
-        """The number of norms with each fate, and every norm."""
+        """The number of norms with each outcome, and every norm."""
         ffns = {'ffns': self.ffns} if self.ffns else {}
         return {**self._count(), 'norms': [norm.to_dict() for norm in self.norms], **ffns}
 
     def __str__(self) -> str:
-        counts = ', '.join(f'{count} {fate}' for fate, count in self._count().items())
-        left = [f'  {norm.norm} ({norm.kind}): {norm.fate} - {norm.reason}' for norm in self.norms if not norm.into]
+        counts = ', '.join(f'{count} {outcome}' for outcome, count in self._count().items())
+        left = [f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}' for norm in self.norms if not norm.into]
         merged = [f'{len(self.ffns)} FFNs merged'] if self.ffns else []
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *merged])
 
     def _count(self) -> dict[str, int]:
         # Only models of slab_det.absorb have absorbed norms.
-        return {fate: count for fate in FATES if (count := len(self.select(fate))) or fate != 'absorbed'}
+        return {outcome: count for outcome in OUTCOMES if (count := len(self.select(outcome))) or outcome != 'absorbed'}

@@ -16,7 +16,7 @@ from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.folds import CannotFold
 from slab_det.fusion.fuse import FusionError, apply_folds
 from slab_det.fusion.merged_ffn import merge_ffn
-from slab_det.fusion.report import NormFate
+from slab_det.fusion.report import NormFusion
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
 from slab_det.runtime.run_folder import save_with_config
@@ -57,7 +57,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     set_gamma(detector, 0.0)
     detector.eval()  # mmdet's backbones return None from it
     detector.register_load_state_dict_pre_hook(check_state_dict)
-    apply_folds(detector, [NormFate(**fold) for fold in folds])
+    apply_folds(detector, [NormFusion(**fold) for fold in folds])
     for name, hidden in (ffns or {}).items():
         try:
             merge_ffn(detector, name, hidden)
@@ -106,7 +106,7 @@ def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: di
     Returns:
         The paths of the checkpoint and of the config.
     """
-    folds = [fate.to_dict() for fate in model.fusion_report.norms]
+    folds = [fusion.to_dict() for fusion in model.fusion_report.norms]
     fused_cfg = _fused_config(cfg, folds, model.fusion_report.ffns)
     meta = dict(cfg=fused_cfg.pretty_text, fused=True, folds=folds, slab_det_version=slab_det.__version__)
     if dataset_meta is not None:

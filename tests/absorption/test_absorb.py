@@ -72,7 +72,7 @@ def test_norms_that_are_affine_go_exactly(teacher, backbone):
         assert all('padding=0' in norm.reason for norm in report.kept)
     else:
         assert not report.kept
-    assert all(norm.left < 1e-9 for norm in report.norms if norm.fate == 'absorbed')
+    assert all(norm.left < 1e-9 for norm in report.norms if norm.outcome == 'absorbed')
     for size in ((66, 70), (75, 101)):
         image = pictures(1, size, seed=5)[0].double()
         with torch.no_grad():
@@ -182,7 +182,7 @@ def test_kept_norms_stay_and_the_others_go(teacher):
     none = absorb(model, pictures(), keep=0, progress=False).absorption_report
     worst = none.rank()[:3]
     student = absorb(model, pictures(), keep=3, progress=False)
-    assert {*layer_norms(student)} == {*worst} == {fate.norm for fate in student.fusion_report.select('kept')}
+    assert {*layer_norms(student)} == {*worst} == {fusion.norm for fusion in student.fusion_report.select('kept')}
 
 
 def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):

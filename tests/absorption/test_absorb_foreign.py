@@ -214,7 +214,7 @@ class Pooled(Plain):
 def test_a_norm_of_one_token_per_image_is_absorbed():
     register_folds(Pooled, folds=lambda m: [('norm', 'up')])
     (norm,) = absorb(Pooled().eval(), pictures(10), keep=0, progress=False).absorption_report.norms
-    assert norm.fate == 'absorbed' and 0 <= norm.own <= norm.left
+    assert norm.outcome == 'absorbed' and 0 <= norm.own <= norm.left
 
 
 class Recurrent(Plain):

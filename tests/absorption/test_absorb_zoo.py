@@ -28,7 +28,7 @@ def test_zoo_detector_fuses_exactly_and_says_what_stays(name):
     slab_det.convert_norms(model.backbone, dict(type='RepBN'), inplace=True)
     model = randomize(model).double().eval()
     fused = slab_det.fuse(model)
-    left = {fate.norm: fate.reason for fate in fused.fusion_report.select('affine')}
+    left = {fusion.norm: fusion.reason for fusion in fused.fusion_report.select('affine')}
     left = {norm.removeprefix('backbone.'): reason for norm, reason in left.items()}
     assert left.keys() == ZOO[name].keys(), left
     assert all(reason in left[norm] for norm, reason in ZOO[name].items()), left

@@ -73,7 +73,7 @@ def test_wrong_words_are_named(options, message):
 def test_a_detector_is_fused_and_deployed_exactly(detector, options):
     model = detector(**options)
     fused = slab_det.fuse(model)
-    assert [norm.fate for norm in fused.fusion_report.norms] == ['folded'] * 5
+    assert [norm.outcome for norm in fused.fusion_report.norms] == ['folded'] * 5
     deployed = slab_det.deploy(fused)
     for size in random_sizes(3, seed=0):
         image = torch.randn(2, 3, *size, dtype=torch.float64)

@@ -183,7 +183,7 @@ def test_a_student_is_fused_and_served_without_its_teacher(absorbed, tmp_path):
     trained = as_trained(build_detector(cfg))
     fused = slab_det.fuse(trained)
     # The norms of the outputs too: the neck alone reads them, as in the student's own class.
-    assert {norm.fate for norm in fused.fusion_report.norms} == {'folded'}, fused.fusion_report
+    assert {norm.outcome for norm in fused.fusion_report.norms} == {'folded'}, fused.fusion_report
     checkpoint, config = save_fused(fused, cfg, tmp_path / 'fused.pth')
     served_cfg, images = Config.fromfile(config), torch.randn(1, 3, 70, 90)
     assert served_cfg.model.model.type == student.type

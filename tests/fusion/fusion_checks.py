@@ -33,7 +33,7 @@ def assert_fused_equals(fused, model, sizes=(SIZE,)):
 def left_affine(fused):
     """The norms that are now one multiply-add, with the reason; no offline norm may be left."""
     assert not [module for module in fused.modules() if isinstance(module, OfflineNorm)]
-    left = {fate.norm: fate.reason for fate in fused.fusion_report.select('affine')}
+    left = {fusion.norm: fusion.reason for fusion in fused.fusion_report.select('affine')}
     names = [name for name, m in fused.named_modules(remove_duplicate=False) if isinstance(m, ChannelAffine)]
     assert sorted(left) == sorted(names)
     return left

@@ -38,15 +38,17 @@ class OtherForward(OwnBlock):
         return super().forward(x) + self.norm(x).sum()
 
 
-@pytest.mark.parametrize(('kind', 'fate'), [(OwnBlock, 'folded'), (OtherForward, 'affine'), (ForeignBlock, 'folded')])
+@pytest.mark.parametrize(
+    ('kind', 'outcome'), [(OwnBlock, 'folded'), (OtherForward, 'affine'), (ForeignBlock, 'folded')]
+)
 @torch.no_grad()
-def test_a_module_outside_the_package_says_where_its_norm_goes(kind, fate):
+def test_a_module_outside_the_package_says_where_its_norm_goes(kind, outcome):
     if kind is ForeignBlock:
         register_folds(ForeignBlock, folds=lambda block: [Fold('norm', before='fc')])
     block = kind().double().eval()
     block.norm.set_statistics(torch.randn(6).double(), torch.rand(6).double() + 0.1)
     fused = slab_det.fuse(block)
-    assert [norm.fate for norm in fused.fusion_report.norms] == [fate], str(fused.fusion_report)
+    assert [norm.outcome for norm in fused.fusion_report.norms] == [outcome], str(fused.fusion_report)
     x = torch.randn(2, 5, 6).double()
     assert relative_difference([fused(x)], [block(x)]) <= 1e-9
 
@@ -72,14 +74,14 @@ def test_a_saved_config_stores_the_folds_and_asks_no_rule(tmp_path, small_detect
     changed = copy.deepcopy(model)
     norm = next(fold for fold in changed.folds if fold.norm == 'backbone.norm0')
     norm.pop('into')
-    norm.update(fate='affine', reason='')
+    norm.update(outcome='affine', reason='')
     rebuilt = MODELS.build(changed)
     assert isinstance(rebuilt.backbone.norm0, ChannelAffine) and isinstance(rebuilt.backbone.norm1, nn.Identity)
     assert str(MODELS.build(model).fusion_report) == str(fused.fusion_report)
 
 
 def test_folds_of_another_model_are_refused(small_detector, small_detector_cfg):
-    folds = [fate.to_dict() for fate in slab_det.fuse(small_detector()).fusion_report.norms]
+    folds = [fusion.to_dict() for fusion in slab_det.fuse(small_detector()).fusion_report.norms]
     with pytest.raises(FusionError, match='not the one whose folds these are'):
         MODELS.build(dict(type='FusedDetector', model=small_detector_cfg(), folds=folds[:-1]))
     with pytest.raises(FusionError, match='not the one whose folds these are'):

@@ -238,7 +238,7 @@ def test_the_report_names_every_layer_that_takes_a_norm(build, backbone, num_nor
     model = build(backbone).double()
     fused = slab_det.fuse(model)
     report = fused.fusion_report
-    found = {fate.norm: fate.into for fate in report.norms}
+    found = {fusion.norm: fusion.into for fusion in report.norms}
     assert len(found) == len(report.select('folded')) == num_norms
     assert {norm: found[norm] for norm in into} == into
     assert_fused_equals(fused, model)

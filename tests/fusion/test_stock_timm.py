@@ -52,9 +52,9 @@ def test_norms_of_timm_fold_exactly(name):
     model = converted(build(**options))
     fused = slab_det.fuse(model)
     report = fused.fusion_report
-    assert [fate.norm for fate in report.select('affine')] == left, str(report)
+    assert [fusion.norm for fusion in report.select('affine')] == left, str(report)
     assert len(report.select('folded')) >= len(report.norms) - len(left) >= 4
-    reasons = {fate.norm: fate.reason for fate in report.select('affine')}
+    reasons = {fusion.norm: fusion.reason for fusion in report.select('affine')}
     assert all('windows are padded' in reason for norm, reason in reasons.items() if norm.endswith('norm1'))
     assert 'does not say which layer reads it' in reasons['norm']
     images = torch.randn(2, 3, size, size).double()

@@ -47,8 +47,8 @@ def test_an_encoder_decoder_is_trained_recalibrated_and_fused(norm):
 
     fused = slab_det.fuse(model)
     # Two norms in each layer of the encoder, three in each of the decoder, one at each end.
-    assert [fate.fate for fate in fused.fusion_report.norms] == ['folded'] * 12
-    memory = next(fate for fate in fused.fusion_report.norms if fate.norm == 'transformer.encoder.norm')
+    assert [fusion.outcome for fusion in fused.fusion_report.norms] == ['folded'] * 12
+    memory = next(fusion for fusion in fused.fusion_report.norms if fusion.norm == 'transformer.encoder.norm')
     assert memory.into == ', '.join(f'transformer.decoder.layers.{i}.multihead_attn[kv]' for i in (0, 1))
     # In these modes torch takes a kernel that would never call the norms.
     with torch.no_grad():

@@ -114,7 +114,7 @@ def test_recomputation_leaves_the_state(kind, reentrant):
         assert not differing(plain, recomputed), t
         assert torch.equal(plain.weight.grad, recomputed.weight.grad)
     if kind is UN:
-        assert 2 <= plain.num_filtered < 11, 'both fates of the filter must occur'
+        assert 2 <= plain.num_filtered < 11, 'the filter must both pass and drop'
 
 
 @pytest.mark.parametrize('reentrant', [False, True])

@@ -114,14 +114,14 @@ def assert_step_is_the_oracles(norm, oracle, x, label):
     ids=str,
 )
 def test_every_iteration_is_the_oracles(options):
-    """Batches of 1 to 40 tokens whose size jumps now and then: warm-up, both fates of the filter, wrap-around."""
+    """Batches of 1 to 40 tokens whose size jumps now and then: warm-up, both outcomes of the filter, wrap-around."""
     norm, oracle = make_pair(**options)
     for t in range(1, 46):
         assert_step_is_the_oracles(norm, oracle, tokens(scale=6.0 if t % 11 == 0 else 1.0), f'{options}, t = {t}')
     after_warmup = oracle.fired[oracle.warmup_iters + 1 :]
     filters = options.get('filter_outliers', True) and oracle.window_size > 1
     if filters and after_warmup:
-        assert any(after_warmup) and not all(after_warmup), 'the inputs must show both fates'
+        assert any(after_warmup) and not all(after_warmup), 'the inputs must show both'
     else:
         assert not any(oracle.fired)
 

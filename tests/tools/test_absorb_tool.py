@@ -63,9 +63,9 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
         for name, weights in (('fused_config', 'fused'), ('small', 'small'))
     )
     report = json.loads(Path('report.json').read_text())
-    kept = [norm['norm'] for norm in report['norms'] if norm['fate'] == 'kept']
+    kept = [norm['norm'] for norm in report['norms'] if norm['outcome'] == 'kept']
     assert sorted(layer_norms(student)) == sorted(kept) and len(kept) == 2
-    assert all(norm['reason'] for norm in report['norms'] if norm['fate'] == 'kept')
+    assert all(norm['reason'] for norm in report['norms'] if norm['outcome'] == 'kept')
     assert student.dataset_meta['classes'] == ('a', 'b', 'c', 'd')
     loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
     held_out = Batches([*loader][4::5])

@@ -14,7 +14,7 @@ from slab_det.measure.report import ReportEntry
 
 
 def forms(name: str, ms: float, deployed_ms: float, mask_ap: float, norms: int) -> list[ReportEntry]:
-    """One model as built and deployed, where the box AP is 0.001 less."""
+    """One model eager and deployed, where the box AP is 0.001 less."""
     scope = {'scope': 'detector', 'size': [160, 192], 'dtype': 'float32', 'device': 'Some CPU', 'threads': 2}
     scope |= {'rounds': 50, 'warmup': 10, 'cost': {'norms_left': norms}}
     return [
@@ -36,7 +36,7 @@ def test_table_says_which_form_to_take_and_which_is_slower_than_layernorm() -> N
     assert rows == [
         ['Swin', '24', '56.0', '69.0', '40.0 (1.00)', '30.0 (1.00)', 'deployed'],
         ['Swin-absorbed', '1', '56.0', '68.0', '36.0 (0.90)', '27.0 (0.90)', 'deployed'],
-        ['SLAB-Swin', '0', '56.0', '66.0', '44.0 (1.10)', '24.0 (0.80)', 'deployed; slower than LayerNorm as built'],
+        ['SLAB-Swin', '0', '56.0', '66.0', '44.0 (1.10)', '24.0 (0.80)', 'deployed; slower than LayerNorm eager'],
     ]
     assert '100 images' in table and '160x192' in table and 'by at most 0.1' in table
 
