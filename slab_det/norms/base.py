@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
-from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -30,7 +29,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
     :meth:`train_forward`, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`; its running
     statistics are buffers. They stay float32 at least when the module is cast to half precision.
 
-    A batch with NaN or infinite values stays in running statistics, as in PyTorch's BatchNorm, until recalibration
+    NaN and infinite values of a batch stay in running statistics, as in PyTorch's BatchNorm, until recalibration
     estimates them anew. ``torch.compile`` does not trace the training forward.
 
     Args:
@@ -50,13 +49,11 @@ class OfflineNorm(nn.GroupNorm, ABC):
             frozen at the initial ones, mean 0 and variance 1, a norm would be switched off.
     """
 
-    # mmengine's optimizer constructors give norm_decay_mult to instances of PyTorch's norms. GroupNorm is the one that
-    # nothing converts to SyncBatchNorm, fuses into convolutions or takes for a LayerNorm. Only the class is shared.
+    # mmengine's optimizer constructors give norm_decay_mult to instances of PyTorch's norms. nn.GroupNorm is the one
+    # norm that nothing converts to SyncBatchNorm, fuses into convolutions or takes for a LayerNorm.
     affine = False
     calibrating = False
     statistics_loaded = False
-    # Whether inference has looked for statistics that nobody estimated.
-    _is_checked = False
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         nn.Module.__init__(self)
@@ -68,9 +65,8 @@ class OfflineNorm(nn.GroupNorm, ABC):
     def train_forward(self, x: Tensor) -> Tensor:
         """Normalises a training batch ``x``, (..., C), and updates the buffers in place.
 
-        ``x`` may be in half precision, see :func:`at_least_float32`. Recalibration calls it too, and so does activation
-        checkpointing a second time for each batch. Updates of the statistics do no harm there: the end of a training
-        estimates them anew.
+        ``x`` may be in half precision, see :func:`at_least_float32`. Activation checkpointing calls this method twice
+        for each batch. Recalibration calls it too, and replaces the statistics afterwards.
         """
 
     @abstractmethod
@@ -89,12 +85,6 @@ class OfflineNorm(nn.GroupNorm, ABC):
         self.check_channels(x)
         if self.training or self.calibrating:
             return self._train(x)
-        if not (self._is_checked or torch.compiler.is_compiling() or torch.jit.is_tracing()):
-            self._warn_of_initial_statistics()
-        return self.infer(x)
-
-    def infer(self, x: Tensor) -> Tensor:
-        """The affine map of inference."""
         scale, shift = self.inference_affine()
         values = at_least_float32(x)
         return torch.addcmul(shift.to(values.dtype), values, scale.to(values.dtype)).to(x.dtype)
@@ -103,21 +93,6 @@ class OfflineNorm(nn.GroupNorm, ABC):
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
         return self.train_forward(x)
-
-    def _warn_of_initial_statistics(self) -> None:
-        # Once: reading the statistics waits for the device.
-        self._is_checked = True
-        if not self._has_statistics():
-            # mmengine drops warnings that repeat.
-            MMLogger.get_current_instance().warning(
-                f'A {type(self).__name__} normalises with mean 0 and variance 1, which no training, checkpoint or '
-                'recalibration has replaced: the model will find nothing. Load a checkpoint that was trained with '
-                'these norms, or train, or call slab_det.recalibrate'
-            )
-
-    def _has_statistics(self) -> bool:
-        mean, var = self.statistics()
-        return not (_has_values(mean) and _has_values(var)) or bool(mean.any() or (var != 1).any())
 
     def read_numbers(self) -> None:
         """Reads buffers that a forward needs as numbers of Python, so that no forward waits for the device.
@@ -177,7 +152,7 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """A deep copy in which tensors of a graph are detached: detectors such as CondInst keep some of their last step."""
+    """A deep copy in which tensors of a graph are detached: detectors such as CondInst hold some of their last step."""
     with _DetachedCopies():
         return copy.deepcopy(module)
 
@@ -196,7 +171,8 @@ def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
     # load_state_dict(assign=True) takes the tensors of a checkpoint as they are: this raises buffers in half precision.
     norm._apply(lambda tensor: tensor)
     norm.read_numbers()
-    norm.statistics_loaded = norm._has_statistics()
+    mean, var = norm.statistics()
+    norm.statistics_loaded = not (_has_values(mean) and _has_values(var)) or bool(mean.any() or (var != 1).any())
 
 
 def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

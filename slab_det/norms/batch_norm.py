@@ -16,17 +16,13 @@ class TokenBN(OfflineNorm):
 
     ``sigma = sqrt(var + eps)``. ``nn.BatchNorm1d`` on (B, L, C) would normalise L instead of C.
     Training normalises with the biased variance of the batch and averages the unbiased one, as PyTorch does.
+    :class:`OfflineNorm` describes the other arguments and the shape.
 
     Args:
-        num_features: Channels C.
-        eps: Added to the variance.
         momentum: Weight of the new batch in the running statistics.
 
-    Shape:
-        (..., C) -> (..., C), channels last.
-
     Raises:
-        ValueError: If the last dimension is not ``num_features``, or on a single token in training.
+        ValueError: On a single token in training.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
@@ -72,7 +68,7 @@ class RepBN(TokenBN):
 
     Trains with batch statistics over every token; at inference it is the affine map of Lemma 4.1:
     scale = alpha / sigma + eta, shift = beta - alpha * mu / sigma, sigma = sqrt(var + eps).
-    :class:`TokenBN` describes the other arguments, shape and errors.
+    :class:`TokenBN` describes the other arguments.
 
     Args:
         eta: Start of eta; 1 is the authors'. A PVT from scratch needs less, such as 0.1: its stream is not near unit
@@ -97,8 +93,8 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, eta: Tensor | None, norm: TokenBN) -> Tensor:
         # A recomputed forward has updated the running statistics before.
-        is_kept = norm.calibrating or is_recomputing()
-        running = (None, None) if is_kept else (norm.running_mean, norm.running_var)
+        updates = not (norm.calibrating or is_recomputing())
+        running = (norm.running_mean, norm.running_var) if updates else (None, None)
         y, mean, inverse_sigma = torch.native_batch_norm(x, weight, bias, *running, True, norm.momentum, norm.eps)
         ctx.save_for_backward(x, weight, eta, mean, inverse_sigma)
         ctx.eps = norm.eps

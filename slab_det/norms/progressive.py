@@ -19,18 +19,10 @@ class PRepBN(OfflineNorm):
     LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0 is the norm an affine map
     that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
 
+    :class:`RepBN` describes the other arguments.
+
     Args:
-        num_features: Channels C.
-        eps: Added to the variance of the RepBN, and of the LayerNorm unless ``ln_eps`` says otherwise.
         ln_eps: Added to the variance of the LayerNorm; PVT uses 1e-6. None means ``eps``.
-        momentum: Weight of the new batch in the running statistics.
-        eta: See :class:`RepBN`.
-
-    Shape:
-        (..., C) -> (..., C), channels last.
-
-    Raises:
-        ValueError: If the last dimension is not ``num_features``, or on a single token in training.
     """
 
     def __init__(
@@ -85,11 +77,8 @@ class PRepBN(OfflineNorm):
         """The mixture of eq. 3 at the current gamma."""
         self.check_channels(x)
         gamma = self._gamma_value
-        is_frozen = not (self.repbn.training or self.calibrating)
-        # At gamma = 1 initial statistics do no harm: no warning.
-        repbn = self.repbn.infer(x) if gamma == 1.0 and is_frozen else self.repbn(x)
         # LayerNorm first: the sum takes its layout in memory, which later layers are fast for.
-        return torch.add(gamma * self.ln(x), repbn, alpha=1.0 - gamma)
+        return torch.add(gamma * self.ln(x), self.repbn(x), alpha=1.0 - gamma)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The RepBN's affine.

@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import differing
 from mmcv.cnn import build_norm_layer, fuse_conv_bn
-from mmengine.logging import MMLogger
 from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS
@@ -120,11 +119,6 @@ def test_optimizer_constructors_see_norms(kind):
             module.reset_parameters()
 
 
-def at_gamma(model, gamma):
-    slab_det.set_gamma(model, gamma)
-    return model
-
-
 # Operators that compute nothing: they change how a tensor is seen, or give it memory.
 FREE = {
     *('view', 'view_as', 'reshape', 'permute', 'transpose', 'as_strided', 'expand', 'detach', 'select', 'slice'),
@@ -175,45 +169,3 @@ def test_a_training_step_of_a_norm_launches_few_operators(name, bound):
     around = count_launches(nn.Identity(), None, 2, 7, C)
     found = count_launches(build_norm_layer(cfg, C)[1], gamma, 2, 7, C) - around
     assert found.total() <= bound, found
-
-
-@pytest.mark.parametrize('kind', NORMS)
-def test_inference_with_statistics_that_nobody_estimated_warns_once(kind, capsys, monkeypatch):
-    logger = MMLogger.get_instance(f'statistics of {kind.__name__}')
-    monkeypatch.setattr(MMLogger, 'get_current_instance', lambda: logger)
-
-    def warnings(*norms):
-        for norm in norms:
-            norm.eval()(torch.rand(2, 3, C))
-        return [line for line in capsys.readouterr().out.splitlines() if 'WARNING' in line]
-
-    def build():
-        return at_gamma(kind(C), 0.0)
-
-    trained = build().train()
-    trained(torch.rand(2, 3, C))
-    recalibrated = build()
-    recalibrated.set_statistics(torch.rand(C), torch.rand(C))
-    loaded = build()
-    loaded.load_state_dict(trained.state_dict())
-    averaged = build()
-    for buffer, value in zip(averaged.buffers(), trained.buffers(), strict=True):
-        buffer.data.copy_(value)
-    assert not warnings(trained, recalibrated, loaded, averaged, at_gamma(kind(C), 1.0) if kind is PRepBN else loaded)
-    # Tracing and compilation see the affine alone.
-    torch._dynamo.reset()
-    x = torch.rand(2, 3, C)
-    compiled = torch.compile(build().eval(), backend='eager', fullgraph=True, dynamic=True)
-    compiled(x)
-    compiled(torch.rand(3, 5, C))
-    with torch.no_grad():
-        torch.jit.trace(build().eval(), x, check_trace=False)
-    build().to('meta').eval()(x.to('meta'))
-    assert not warnings()
-    started = build()
-    keys = ('weight', 'bias')
-    started.load_state_dict(
-        {key: value for key, value in trained.state_dict().items() if key.endswith(keys)}, strict=False
-    )
-    (text,) = warnings(started, started, build())
-    assert 'normalises with mean 0 and variance 1' in text and 'slab_det.recalibrate' in text
