@@ -16,7 +16,7 @@ from slab_det.absorption.report import KEPT_BY_CHOICE
 from slab_det.absorption.walk import Probe, TensorStore, last_uses, register_probe
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
-from slab_det.fusion.layer_norms import describe_others, reason_to_keep
+from slab_det.fusion.layer_norms import reason_to_keep
 from slab_det.fusion.merged_ffn import MergedFFN
 from slab_det.norms import named_norms
 from slab_det.recalibration.moments import one_pass, prepare_inputs
@@ -158,8 +158,8 @@ class AbsorptionPlan:
             self.digest.update(name.encode() + to_bytes(value))
         self.reasons = {name: reason or self.fusions[name].reason for name, reason in reasons.items()}
         if all(self.reasons.values()) and not (ffn and any(writer.ffn for writer in writers)):
-            others = describe_others(model, self.reasons)
-            raise ConversionError(f'the model has no LayerNorm that can be absorbed{others}')
+            why = '; '.join(dict.fromkeys(self.reasons.values())) or 'it has none'
+            raise ConversionError(f'the model has no LayerNorm that can be absorbed: {why}')
         # A module that a forward calls twice has more than one stream.
         once = [place for place in calls if calls.count(place) == 1]
         steps: dict[str, list[Writer | str]] = {}

@@ -39,17 +39,3 @@ STRIPE_ATTENTIONS: dict[str, type[Attention]] = {
     'sla': SimplifiedMixing,
     'focused': FocusedMixing,
 }
-
-__all__ = [
-    'MAP_ATTENTIONS',
-    'STRIPE_ATTENTIONS',
-    'WINDOW_ATTENTIONS',
-    'Attention',
-    'MapAttention',
-    'ShiftedWindowAttention',
-    'SoftmaxMapAttention',
-    'SoftmaxWindowAttention',
-    'WindowAttention',
-    'WindowGeometry',
-    'repeat_windows',
-]

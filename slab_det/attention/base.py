@@ -31,12 +31,12 @@ class Attention(BaseModule):
         num_heads: Heads h; each has d = C / h channels.
         table_shape: (H', W') of the keys' window, or of the keys' map in pretraining: the size of a table of positions.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
-        attn_drop_rate: Dropout on attention weights, where an attention has weights.
+        attn_drop_rate: Dropout on softmax attention weights.
     """
 
-    # Whether mix() gets one group of channels per head, (B, h, N, d), or all channels in one group, (B, 1, N, C).
+    # Whether mix() gets the heads apart, (B, h, N, d), or all channels together, (B, 1, N, C).
     heads_apart = True
-    # Whether mix() may get some of the queries of a map alone.
+    # Whether mix() may get a part of the queries of a map.
     queries_apart = True
 
     def __init__(
@@ -133,7 +133,6 @@ class WindowAttention(Attention):
         self.padding_qkv = self.padding_row().detach().clone()
 
     def input_layers(self) -> tuple[str]:
-        """Name of the layer that reads the input, see :func:`slab_det.fusion.register_folds`."""
         return ('qkv',)
 
     def attend(self, x: Tensor, windows: Windows) -> Tensor:
@@ -167,8 +166,7 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
 class ShiftedWindowAttention(BaseModule):
     """Attention in (shifted) windows of a feature map, with the state-dict keys of mmdet's ShiftWindowMSA.
 
-    q, k and v are computed for the tokens of the map. Padding slots of the windows then get the q, k and v that a zero
-    token has.
+    q, k and v are computed on the map. Padding slots of the windows then get the q, k and v of a zero token.
 
     Args:
         w_msa: The attention inside a window.
@@ -196,15 +194,14 @@ class ShiftedWindowAttention(BaseModule):
         return out if identity is None else identity + out
 
     def input_layers(self) -> tuple[str]:
-        """Name of the module that reads the input."""
         return ('w_msa',)
 
 
 class MapAttention(Attention):
     """Attention over a map, with spatial reduction (PVT, Wang et al., ICCV 2021). Subclasses write :meth:`mix`.
 
-    With ``sr_ratio`` r > 1 keys and values come from a strided r x r convolution of the map and a norm. The convolution
-    skips rows and columns that fill no r x r block. State-dict keys are as in mmdet's SpatialReductionAttention.
+    With ``sr_ratio`` r > 1 keys and values come from an r x r convolution of stride r and a norm. State-dict keys are
+    as in mmdet's SpatialReductionAttention.
 
     Args:
         sr_ratio: Side r of the blocks that become one key and value.
@@ -265,11 +262,10 @@ class MapAttention(Attention):
         return self.norm(image.flatten(2).transpose(1, 2)), (image.shape[2], image.shape[3])
 
     def folds(self) -> Iterator[tuple[str, str]]:
-        """Where the norm of the reduced map goes at inference; see :mod:`slab_det.fusion`."""
         yield 'norm', 'attn[kv]'
 
     def input_layers(self) -> tuple[str, ...]:
-        """Names of the layers that read the input: q comes from every token, k and v from the reduced map."""
+        # q comes from every token, k and v from the reduced map.
         return ('attn[q]', 'sr') if self.sr_ratio > 1 else ('attn[qkv]',)
 
 

@@ -16,11 +16,8 @@ MASKED_LOGIT = -100.0
 def resize_table(
     table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[int, int], mode: str = 'bilinear'
 ) -> Tensor:
-    """Interpolates a table of positions (1, H0 * W0, C) to a map of (H, W): (1, H * W, C).
-
-    PVT interpolates bilinearly, which never leaves the range of the learned rows, and Swin bicubically.
-    """
-    # A comparison of sizes would tie an exported model to them, and interpolation to the same size changes nothing.
+    """Interpolates a table of positions (1, H0 * W0, C) to a map of (H, W): (1, H * W, C)."""
+    # An exported model must not compare sizes, and interpolation to the same size changes nothing.
     if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
         return table
     image = table.unflatten(1, table_shape).permute(0, 3, 1, 2)
@@ -28,10 +25,10 @@ def resize_table(
 
 
 class Geometry(ABC):
-    """What the mathematics of an attention may ask about the tokens that it mixes.
+    """Where the tokens lie that an attention mixes.
 
-    :class:`WindowGeometry` and :class:`MapGeometry` answer in training, :mod:`slab_det.deployment.cpu.tiles` on a CPU
-    in deployment, :mod:`slab_det.deployment.window_index` in export.
+    :class:`WindowGeometry` and :class:`MapGeometry` are for training, :mod:`slab_det.deployment.cpu.tiles` for deployed
+    models on a CPU, :mod:`slab_det.deployment.window_index` for export.
 
     Attributes:
         query_shape: (H, W) of the window or map of the queries.
@@ -158,8 +155,8 @@ class WindowGeometry(Windows):
             return None
         sides = (-(-side // self.window_size) * self.window_size for side in (self.height, self.width))
         rows, columns = (torch.arange(side, device=self.device) for side in sides)
-        # The rolled map has three bands of rows and of columns: the windows before the last, the first part of the last
-        # window, and its second part, which came from the other side of the map.
+        # Three bands of rows and of columns: the windows before the last one, the first part of the last window, and
+        # its second part, which came from the other side of the map.
         rows, columns = (
             (i >= len(i) - self.window_size).long() + (i >= len(i) - self.shift).long() for i in (rows, columns)
         )

@@ -16,14 +16,11 @@ class LinearMixing(Attention):
     """Linear attention plus a depthwise convolution of the values; a base before WindowAttention or MapAttention.
 
     ``O_i = f(q_i) (sum_j f(k_j + P_j)^T v_j) / (f(q_i) sum_j f(k_j + P_j) + 1e-6) + DWC(v)_i`` per head, linear in
-    the number of tokens. Subclasses give the feature map f. P is a learned addend of the keys, one row per position;
-    over maps it is as large as their keys' map in pretraining, and interpolated to the map at hand.
+    the number of tokens. Subclasses give the feature map f. P is a learned addend of the keys, one row per position.
+    Over maps P is interpolated from the size in pretraining, and reduced values are interpolated for the convolution.
 
     There is no shift mask: after a shift, tokens of several regions share one sum, as in the released code. Windows
     include their padding tokens.
-
-    Where keys and values are reduced, the convolution reads values that are interpolated to the places of the queries.
-    The released code interpolates along the flattened tokens, across row ends; no published model reduces.
     """
 
     heads_apart = False
@@ -62,8 +59,8 @@ class LinearMixing(Attention):
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
-            # One product for all heads, of which the mask keeps the blocks on the diagonal. It has h times the
-            # multiply-adds of separate heads, as many as the output projection, and takes less time than to copy heads.
+            # One product for all heads; the mask selects the blocks on the diagonal. Its h-fold multiply-adds take less
+            # time than to copy the heads.
             heads = self.head_mask.to(v.dtype)
             sums = [(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]]
             out, weight_sum = (self.query_features(q) @ torch.cat(sums, 2)).split([self.embed_dims, self.num_heads], 2)

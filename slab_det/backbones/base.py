@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from mmcv.cnn import build_norm_layer
-from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from slab_det.attention import Attention
 from slab_det.checkpoints import check_state_dict, load_pretrained
-from slab_det.norms import OfflineNorm, named_offline_norms
+from slab_det.norms import named_offline_norms
 
 
 class Backbone(BaseModule):
@@ -36,7 +33,6 @@ class Backbone(BaseModule):
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
         self.register_load_state_dict_pre_hook(check_state_dict)
-        check_norm_cfg('norm_cfg', norm_cfg)
         self.pretrain_img_size = to_2tuple(pretrain_img_size)
         self.out_indices = tuple(out_indices)
         self.norm_eval = norm_eval
@@ -56,8 +52,6 @@ class Backbone(BaseModule):
     def add_output_norms(self, out_norm_cfg: str | dict | None, norm_cfg: dict, num_features: Sequence[int]) -> None:
         """Gives each output a norm: ``norm_cfg`` for 'same', another one, or None for none."""
         cfg = norm_cfg if out_norm_cfg == 'same' else out_norm_cfg
-        if cfg:
-            check_norm_cfg('out_norm_cfg', cfg)
         for i in self.out_indices:
             self.add_module(f'norm{i}', build_norm_layer(cfg, num_features[i])[1] if cfg else nn.Identity())
 
@@ -78,22 +72,11 @@ class Backbone(BaseModule):
         """Initialises the weights from scratch, then loads the checkpoint that ``init_cfg`` names.
 
         Raises:
-            ValueError: If ``init_cfg`` names no checkpoint.
             CheckpointError: If the checkpoint does not fit.
         """
-        cfg = self.init_cfg
-        if cfg is not None and 'checkpoint' not in cfg:
-            raise ValueError(
-                f"{type(self).__name__} takes init_cfg=None or dict(type='Pretrained', checkpoint=...), got {cfg}"
-            )
         self.init_from_scratch()
-        if cfg is not None:
-            load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix') or '')
-        live = [name for name, norm in named_offline_norms(self) if not norm.statistics_loaded]
-        if self.norm_eval and live:
-            MMLogger.get_current_instance().warning(
-                f'norm_eval: no statistics were loaded for {", ".join(live)}; they stay live'
-            )
+        if self.init_cfg is not None:
+            load_pretrained(self, self.init_cfg['checkpoint'], prefix=self.init_cfg.get('prefix') or '')
         self._is_init = True
 
     def train(self, mode: bool = True) -> Backbone:
@@ -110,36 +93,7 @@ class Backbone(BaseModule):
         """Puts modules that do not train into eval mode."""
 
 
-def per_stage(name: str, value: object, num_stages: int, may_be_longer: bool = False) -> tuple:
-    """One value for each stage: a sequence as it is, anything else repeated; ValueError for another length."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return (value,) * num_stages
-    if len(value) < num_stages or (len(value) > num_stages and not may_be_longer):
-        raise ValueError(f'{name}={tuple(value)} needs one entry for each of the {num_stages} stages')
-    return tuple(value[:num_stages])
-
-
-def attention_per_stage(
-    words: str | Sequence[str], num_stages: int, kinds: Mapping[str, type[Attention]]
-) -> tuple[str, ...]:
-    """The word of each stage's attention; ValueError unless all of them are in ``kinds``."""
-    words = per_stage('attention', words, num_stages)
-    if unknown := {*words} - kinds.keys():
-        raise ValueError(f'unknown attention {sorted(unknown)}: choose from {sorted(kinds)}')
-    return words
-
-
-def check_norm_cfg(name: str, norm_cfg: dict) -> None:
-    """Raises ValueError unless ``norm_cfg`` builds a norm that takes tokens, channels last."""
-    try:
-        norm = build_norm_layer(norm_cfg, 1)[1]
-    except KeyError as error:
-        raise ValueError(
-            f"{name}={norm_cfg}: there is no such norm; give a dict(type=...) of 'LN', 'TokenBN', 'RepBN', 'PRepBN', "
-            "'UN', 'MABN', 'PowerNorm' or what custom_imports registers in mmengine's MODELS"
-        ) from error
-    if isinstance(norm, (_NormBase, nn.GroupNorm)) and not isinstance(norm, OfflineNorm):
-        raise ValueError(
-            f'{name}: {type(norm).__name__} takes channels first, and would normalise tokens instead of '
-            "channels here; dict(type='TokenBN') is the BatchNorm of tokens"
-        )
+def per_stage(value: object, num_stages: int) -> tuple:
+    """One value for each stage: a sequence as it is, anything else repeated."""
+    is_one = isinstance(value, str) or not isinstance(value, Sequence)
+    return (value,) * num_stages if is_one else tuple(value[:num_stages])

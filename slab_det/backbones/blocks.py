@@ -1,4 +1,8 @@
-"""The layers of all backbones: block, FFN, positions and patch merging. ``folds()`` says where their norms go."""
+"""The layers of all backbones: block, FFN, positions and patch merging.
+
+``folds()`` says which layers take the norms at inference, ``writes()`` which layers write the residual stream; see
+:mod:`slab_det.fusion.folds`.
+"""
 
 from __future__ import annotations
 
@@ -80,16 +84,13 @@ class FFN(BaseModule):
         return self.norm(activation(hidden))
 
     def folds(self) -> Iterator[Fold]:
-        """Which layer takes the norm at inference; see :class:`slab_det.fusion.Fold`."""
         if self.ffn_norm:
             yield Fold('norm', after=self.fc1) if self.ffn_norm == 'pre_act' else Fold('norm', before=self.fc2)
 
     def input_layers(self) -> tuple[str]:
-        """Name of the layer that reads the input: a depthwise convolution pads behind it."""
         return (self.fc1,)
 
     def writes(self) -> Iterator[Write]:
-        """The layer that writes the output; see :class:`slab_det.fusion.Write`."""
         yield Write(self.fc2)
 
     def ffn_layers(self) -> tuple[str, str, str]:
@@ -254,5 +255,5 @@ class PatchMerging(BaseModule):
         return x.flatten(3, 4).flatten(1, 2), (x.shape[1], x.shape[2])
 
     def folds(self) -> Iterator[Fold]:
-        """The reduction takes the norm at inference: padding of odd maps passes the norm as every token does."""
+        # Padding of odd maps passes the norm as every token does.
         yield Fold('norm', before='reduction')

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import STRIPE_ATTENTIONS, MapAttention
 from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
-from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
+from slab_det.backbones.base import Backbone, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN
 from slab_det.fusion.stock_mmdet import swin_output_folds
 
@@ -148,9 +148,6 @@ class SLABCSwin(Backbone):
     Shape:
         (B, 3, H, W) -> one (B, C * 2^i, H_i, W_i) per index i in ``out_indices``; H_0 is (H + 1) / 4 rounded down,
         each further side half of the one before rounded up.
-
-    Raises:
-        ValueError: If an argument does not fit; the message names it.
     """
 
     def __init__(
@@ -171,9 +168,7 @@ class SLABCSwin(Backbone):
         norm_eval: bool = False,
     ) -> None:
         num_stages = len(depths)
-        attention = attention_per_stage(attention, num_stages, STRIPE_ATTENTIONS)
-        num_heads = per_stage('num_heads', num_heads, num_stages)
-        stripe_widths = per_stage('stripe_widths', stripe_widths, num_stages)
+        attention = per_stage(attention, num_stages)
         super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size)
         num_features = [embed_dims * 2**i for i in range(num_stages)]
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())

@@ -14,7 +14,7 @@ from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
-from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
+from slab_det.backbones.base import Backbone, per_stage
 from slab_det.backbones.blocks import Block, ConvFFN, PositionEmbedding
 from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 
@@ -48,9 +48,6 @@ class SLABPVT(Backbone):
     Shape:
         (B, in_channels, H, W) -> one (B, C * num_heads[i], H_i, W_i) per index i in ``out_indices``; H_i is
         H / 4 / 2^i rounded down, or up with the paddings of PVTv2, 'corner' or 'same'.
-
-    Raises:
-        ValueError: If an argument does not fit; the message names it.
     """
 
     def __init__(
@@ -84,24 +81,13 @@ class SLABPVT(Backbone):
         norm_eval: bool = False,
         ffn_norm: str | None = None,
     ) -> None:
-        num_layers = per_stage('num_layers', num_layers, num_stages)
-        num_heads = per_stage('num_heads', num_heads, num_stages)
-        attention = attention_per_stage(attention, num_stages, MAP_ATTENTIONS)
-        patch_sizes = per_stage('patch_sizes', patch_sizes, num_stages)
-        strides = per_stage('strides', strides, num_stages)
-        sr_ratios = per_stage('sr_ratios', sr_ratios, num_stages)
-        # As in mmdet these may be longer than num_stages, so that fewer stages go with their defaults.
-        paddings = per_stage('paddings', paddings, num_stages, may_be_longer=True)
-        la_sr_ratios = per_stage('la_sr_ratios', la_sr_ratios, num_stages, may_be_longer=True)
-        mlp_ratios = per_stage('mlp_ratios', mlp_ratios, num_stages, may_be_longer=True)
+        attention = per_stage(attention, num_stages)
+        paddings = per_stage(paddings, num_stages)
         super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
-        sr_ratios = tuple(
-            ratio if word == 'softmax' else la_ratio
-            for word, ratio, la_ratio in zip(attention, sr_ratios, la_sr_ratios, strict=True)
-        )
-        self.num_features = [embed_dims * heads for heads in num_heads]
+        sr_ratios = [sr_ratios[i] if word == 'softmax' else la_sr_ratios[i] for i, word in enumerate(attention)]
+        self.num_features = [embed_dims * heads for heads in num_heads[:num_stages]]
 
-        drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers)).tolist())
+        drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers[:num_stages])).tolist())
         map_shape = self.pretrain_img_size
         self.layers = ModuleList()
         for i, channels in enumerate(self.num_features):
@@ -152,10 +138,6 @@ class SLABPVT(Backbone):
                 outs.append(x.contiguous(memory_format=self.memory_format))
         return tuple(outs)
 
-    misfit_remedy = (
-        '; PVTv2 needs patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False, '
-        'norm_after_stage=True, use_conv_ffn=True'
-    )
     # The next stage reads the norm behind a stage, and the neck reads it too where the stage is an output.
     folds, output_folds = pvt_folds, pvt_output_folds
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.attention.geometry import resize_table
-from slab_det.backbones.base import Backbone, attention_per_stage, per_stage
+from slab_det.backbones.base import Backbone, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.fusion.stock_mmdet import swin_output_folds
 
@@ -116,10 +116,8 @@ class SLABSwin(Backbone):
         ffn_norm: str | None = None,
     ) -> None:
         num_stages = len(depths)
-        attention = attention_per_stage(attention, num_stages, WINDOW_ATTENTIONS)
-        window_sizes = per_stage('window_sizes', window_size if window_sizes is None else window_sizes, num_stages)
-        num_heads = per_stage('num_heads', num_heads, num_stages)
-        strides = per_stage('strides', strides, num_stages)
+        attention = per_stage(attention, num_stages)
+        window_sizes = per_stage(window_size if window_sizes is None else window_sizes, num_stages)
         super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
         if strides[0] != patch_size:
             raise ValueError(f'patches must not overlap: strides[0]={strides[0]} differs from {patch_size=}')

@@ -13,7 +13,7 @@ from mmengine.model.weight_init import trunc_normal_
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
-from slab_det.backbones.base import Backbone, attention_per_stage
+from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN, PositionEmbedding
 from slab_det.fusion import Fold
 
@@ -36,9 +36,6 @@ class SLABViT(Backbone):
 
     Shape:
         (B, in_channels, H, W) -> one (B, C, H / patch_size, W / patch_size), sides rounded up, or one (B, C).
-
-    Raises:
-        ValueError: If an argument does not fit; the message names it.
     """
 
     def __init__(
@@ -56,14 +53,9 @@ class SLABViT(Backbone):
         attention: str = 'softmax',
         norm_eval: bool = False,
     ) -> None:
-        (attention,) = attention_per_stage(attention, 1, MAP_ATTENTIONS)
         super().__init__((0,), norm_cfg, norm_eval, init_cfg, pretrain_img_size)
         if out_type not in ('featmap', 'cls_token'):
             raise ValueError(f"unknown out_type {out_type!r}: choose from 'featmap' and 'cls_token'")
-        if out_type == 'cls_token' and attention != 'softmax':
-            raise ValueError(
-                f"attention={attention!r} convolves a map, where a class token has no place: set 'featmap'"
-            )
         self.embed = PatchEmbed(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)
         pos_shape = self.count_positions(patch_size)
         self.positions = PositionEmbedding(pos_shape, embed_dims, drop_rate=0.0)

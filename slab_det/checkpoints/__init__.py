@@ -3,5 +3,3 @@
 from slab_det.checkpoints.load import check_detector_checkpoint, check_state_dict, load_pretrained
 from slab_det.checkpoints.norms import is_fused
 from slab_det.checkpoints.report import LoadReport
-
-__all__ = ['LoadReport', 'check_detector_checkpoint', 'check_state_dict', 'is_fused', 'load_pretrained']

@@ -11,18 +11,15 @@
 | microsoft_cswin | CSWin | github.com/microsoft/CSWin-Transformer | stages from 1; names |
 | slab_official | Swin, PVT, DeiT, CSWin | github.com/xinghaochen/SLAB | the official one; progressive norms, counters |
 
-Classifiers and detectors have the same layout. Norms keep their kind; :mod:`slab_det.checkpoints.norms` fits them to
-the model.
+Classifiers and detectors have the same layout. :mod:`slab_det.checkpoints.norms` fits norms of one kind to another.
 
 In slab_official, a progressive norm ``n`` has the weights ``n.norm1.*`` (LayerNorm), ``n.norm2.bn.*`` and
 ``n.norm2.alpha`` (RepBN and its eta), and the counters ``n.warm``, ``n.iter`` and ``n.total_step``. A plain RepBN has
 ``n.bn.*`` and ``n.alpha``. A norm without counters has gamma 0: the released code evaluates ``norm2`` alone at the end.
 
-PVT's LayerNorm has eps 1e-6 in the blocks and 1e-5 in patch embeddings and reductions; mmdet's has 1e-6 everywhere. A
-classifier of PVT ends in ``cls_token``, whose position is the first row of ``pos_embed4``.
-
-timm's Swin computes the same as Microsoft's and mmdet's where windows fill the map. Elsewhere it differs: timm does not
-shift windows where the map is no larger than one (the last stage at 224), and pads maps after the shift, not before.
+A classifier of PVT ends in ``cls_token``, whose position is the first row of ``pos_embed4``. PVT's LayerNorm has eps
+1e-5 in patch embeddings and reductions, where mmdet's has 1e-6. timm's Swin pads maps after the shift, not before, and
+shifts no windows where the map is no larger than one.
 """
 
 from __future__ import annotations
@@ -39,13 +36,7 @@ from slab_det.runtime.errors import CheckpointError, name_some
 
 
 class Weight(NamedTuple):
-    """A tensor of a checkpoint, and how it was changed.
-
-    Attributes:
-        value: The tensor.
-        key: Its name in the file.
-        change: How its values differ from the file's; empty if they do not.
-    """
+    """A tensor of a checkpoint, its name in the file, and how its values were changed, '' if they were not."""
 
     value: Tensor
     key: str
@@ -63,7 +54,6 @@ class Layout(NamedTuple):
     """A layout of checkpoints.
 
     Attributes:
-        name: What the report calls it.
         has: Patterns; every file of the layout has a key for each.
         renames: Patterns and their replacements, applied to each key one after the other.
         steps: Functions that turn the renamed weights into native ones, in this order.
@@ -85,11 +75,7 @@ class Layout(NamedTuple):
         return all(map(occurs, self.has)) and not any(map(occurs, self.lacks))
 
     def to_native(self, weights: Weights) -> Weights:
-        """Gives weights the names, shapes and channel order of the native layout.
-
-        Raises:
-            CheckpointError: If weights that belong together do not fit each other.
-        """
+        """Gives weights the names, shapes and channel order of the native layout."""
         native = {}
         for key, weight in weights.items():
             for pattern, name in self.renames:
@@ -101,15 +87,7 @@ class Layout(NamedTuple):
 
 
 def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
-    """Finds the layout of a checkpoint.
-
-    Args:
-        keys: Keys of the checkpoint.
-        targets: Keys of the model.
-
-    Raises:
-        CheckpointError: If the keys have no known layout.
-    """
+    """Finds the layout of a checkpoint with these keys for a model with the keys ``targets``, or raises."""
     keys, targets = set(keys), set(targets)
     found = next((layout for layout in LAYOUTS if layout.matches(keys)), None)
     # A part of a model, or another architecture in its own layout. A few keys in common may be a coincidence.
@@ -151,23 +129,15 @@ def _to_unfold_order(weights: Weights) -> Weights:
 
 
 def _pack_projections(weights: Weights) -> Weights:
-    """Makes ``q`` and ``kv`` the rows of one ``in_proj``.
-
-    Raises:
-        CheckpointError: If one is missing or they do not fit each other.
-    """
+    """Makes ``q`` and ``kv`` the rows of one ``in_proj``."""
     packed = dict(weights)
     for key in weights:
         match = re.fullmatch(r'(.+\.attn\.)q\.(weight|bias)', key)
         if match is None:
             continue
-        names = [f'{match[1]}{part}.{match[2]}' for part in ('q', 'kv')]
-        parts = [packed.pop(name) for name in names if name in packed]
-        if len({part.value.shape[1:] for part in parts}) != 1 or len(parts) != 2:
-            found = ' and '.join(f'{part.key} {tuple(part.value.shape)}' for part in parts)
-            raise CheckpointError(f'{found} do not make one projection: the checkpoint is damaged, get it again')
-        both = torch.cat([part.value for part in parts])
-        file_key = parts[0].key.replace('.attn.q.', '.attn.{q,kv}.')
+        q, kv = (packed.pop(f'{match[1]}{part}.{match[2]}') for part in ('q', 'kv'))
+        both = torch.cat([q.value, kv.value])
+        file_key = q.key.replace('.attn.q.', '.attn.{q,kv}.')
         packed[f'{match[1]}attn.in_proj_{match[2]}'] = Weight(both, file_key, 'q and kv packed')
     return packed
 
@@ -212,9 +182,6 @@ def _add_gammas(weights: Weights) -> Weights:
 
     In the released code ``iter`` counts down from ``total_step`` once ``warm`` has counted down to 0, and
     gamma = iter / total_step.
-
-    Raises:
-        CheckpointError: If the decay is not finished and ``total_step`` is missing.
     """
     native = dict(weights)
     for key, weight in weights.items():
@@ -223,11 +190,6 @@ def _add_gammas(weights: Weights) -> Weights:
             continue
         counters = [native.pop(f'{norm}.{name}', None) for name in ('warm', 'iter', 'total_step')]
         warm, remaining, total = (0.0 if counter is None else float(counter.value) for counter in counters)
-        if counters[2] is None and (warm > 0 or remaining > 0):
-            raise CheckpointError(
-                f'{norm}.total_step is missing, and the decay is not finished (iter {remaining:g}, warm {warm:g}): '
-                'gamma cannot be known; get the whole checkpoint'
-            )
         # Trained with T = 0, as Table A1 prints for Swin-T, the released code divides 0 by 0.
         gamma = 1.0 if warm > 0 else min(max(remaining / total, 0.0), 1.0) if total > 0 else 0.0
         change = 'gamma 0 for want of counters' if counters[2] is None else 'gamma from counters'

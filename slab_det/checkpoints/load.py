@@ -110,11 +110,7 @@ def check_detector_checkpoint(
 def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Refuses weights that are not all of the model's, or that must be converted; a pre-hook of ``load_state_dict``.
 
-    Args:
-        model: A backbone or a detector.
-        state_dict: The model's weights under ``prefix``, or none at all for the model. Surplus ones are left to the
-            loader to report.
-        prefix: The names of the model's weights begin with it.
+    The loader itself reports surplus weights. No weight at all under ``prefix`` is no error.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing or in another form.
@@ -151,12 +147,7 @@ def check_complete(report: LoadReport) -> None:
 def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     """Finds the tensors of a checkpoint, and removes ``module.`` from the beginning of their names.
 
-    Args:
-        checkpoint: The content of a file: weights under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
-        name: The file, for the error.
-
-    Raises:
-        CheckpointError: If it holds no tensors.
+    Weights stand under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top; elsewhere CheckpointError.
     """
     state = checkpoint
     for wrapper in ('state_dict', 'state_dict_ema', 'model'):
@@ -173,15 +164,15 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
-    """Converts weights to those that ``model`` can load, checks them, and reports every key.
+    """Converts weights to those that ``model`` can load, checks them, and adds every key to ``report``.
 
     Args:
         weights: Weights of a backbone in any known layout, or of a detector whose backbone is.
         model: The backbone or detector they are for; left as it is.
-        report: Filled with every key.
+        report: Names the file, and is filled.
 
     Returns:
-        The weights by their names in the model; keys that the model computes itself are left out.
+        The weights by their names in the model, without those that the model computes itself.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`.
@@ -218,7 +209,6 @@ def _fit(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Te
     ]
     if misfits:
         remedy = ', or name what should start anew in CheckedLoadHook(reinitialize=[...])' if is_detector else ''
-        remedy += getattr(model.backbone if is_detector else model, 'misfit_remedy', '')
         raise CheckpointError(
             f'{len(misfits)} shapes do not fit (checkpoint -> model): {name_some(misfits)}; make the config agree with '
             f'the checkpoint{remedy}'

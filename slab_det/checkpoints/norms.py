@@ -53,10 +53,7 @@ FITS = {
 def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
     """Converts the weights of every norm to those that the norm of the same name in ``model`` can load.
 
-    Args:
-        weights: Weights in the layout of ``model``, except for the kinds of norms.
-        model: The model that will load them; left as it is.
-        report: Receives gammas, and keys that are missing or unused for a reason.
+    ``report`` receives gammas, and keys that are missing or unused for a reason.
 
     Raises:
         CheckpointError: If a norm cannot hold what the checkpoint has for it.
@@ -119,11 +116,7 @@ def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]
 
 
 def _kind(name: str, given: Weights) -> str:
-    """The kind of norm that a checkpoint holds.
-
-    Raises:
-        CheckpointError: If it is not a whole norm of a known kind.
-    """
+    """The kind of norm that a checkpoint holds; CheckpointError if it is no whole norm of a known kind."""
     keys = {key for key in given if not key.endswith('num_batches_tracked')}
     for kind, expected in KEYS_OF_KIND.items():
         if keys == expected:

@@ -16,13 +16,7 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
     """Interpolates relative position biases and position embeddings to the sizes that the model has.
 
     Swin's tables are interpolated bicubically, as by its authors; PVT's bilinearly, as PVT does in every forward.
-
-    Args:
-        weights: Weights in the model's layout.
-        model: The model that will load them; left as it is.
-
-    Raises:
-        CheckpointError: If the positions of a table make no square.
+    CheckpointError is raised if the positions of a table make no square.
     """
     targets = model.state_dict()
     resized = dict(weights)

@@ -11,10 +11,9 @@ from mmcv.cnn import build_norm_layer
 from mmdet.registry import MODELS
 from torch import nn
 
-from slab_det.backbones.base import check_norm_cfg
 from slab_det.deployment import is_deployed
 from slab_det.fusion.fuse import replace_module
-from slab_det.fusion.layer_norms import describe_others, reason_to_keep
+from slab_det.fusion.layer_norms import reason_to_keep
 from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_norms
 from slab_det.runtime.errors import ConversionError
 
@@ -55,16 +54,12 @@ def convert_norms(
         skip: Names of norms, or of modules that hold them, that stay as they are.
 
     Raises:
-        ConversionError: If no norm was converted, the new norm is unknown or none of ours, or the model is deployed;
-            ``model`` is then as it was.
+        ConversionError: If no norm was converted, the new norm is none of ours, or the model is deployed; ``model`` is
+            then as it was.
     """
     if is_deployed(model):
         raise ConversionError('the model is deployed, which cannot be trained; convert the one that it was made of')
-    norm_cfg = dict(norm_cfg or dict(type='PRepBN'))
-    try:
-        check_norm_cfg('norm_cfg', norm_cfg)
-    except ValueError as error:
-        raise ConversionError(str(error)) from error
+    norm_cfg = norm_cfg or dict(type='PRepBN')
     if not inplace:
         model = copy_module(model)
     report, replaced, skipped = ConversionReport(), {}, tuple(f'{name}.' for name in skip)
@@ -78,7 +73,8 @@ def convert_norms(
             report.converted.append(name)
             replaced[norm] = _build_converted(norm, norm_cfg, model)
     if not replaced:
-        raise ConversionError(f'the model has no LayerNorm to convert{describe_others(model, report.kept)}')
+        reasons = '; '.join(dict.fromkeys(report.kept.values())) or 'it has none'
+        raise ConversionError(f'the model has no LayerNorm to convert: {reasons}')
     for parent in list(model.modules()):
         # Not named_children(): a module may hold a norm under several names.
         for name, child in parent._modules.items():

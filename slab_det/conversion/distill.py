@@ -90,12 +90,7 @@ class Distillation:
 
 
 def mean_relative_error(outputs: object, targets: object) -> Tensor:
-    """The mean over all tensors of ``sum (s - t)^2 / sum t^2``, in float32 at least.
-
-    Args:
-        outputs: Tensors s, in tuples, lists and dicts of any depth.
-        targets: Tensors t, of the same shapes in the same order.
-    """
+    """The mean of ``sum (s - t)^2 / sum t^2``, in float32 at least, over tensors in tuples, lists and dicts."""
     outputs, targets = tensors_in(outputs), tensors_in(targets)
     errors = []
     for output, target in zip(outputs, targets, strict=True):

@@ -47,15 +47,11 @@ def convert_detector(
         The checkpoint's path, the config's path, and a report that names the norms as the detector does.
 
     Raises:
-        ConversionError: If the detector is fused or has a teacher, if its backbone has no LayerNorm or cannot be built
-            with PRepBN by its config, or if neither ``schedule`` nor ``cfg`` says how long to train.
+        ConversionError: If the backbone has no LayerNorm or cannot be built with PRepBN by its config, or if neither
+            ``schedule`` nor ``cfg`` says how long to train.
         CheckpointError: If the checkpoint does not fit.
     """
     out = Path(out)
-    if (kind := type_name(cfg.model.type)) in ('FusedDetector', 'DistilledDetector'):
-        raise ConversionError(
-            f'{cfg.filename}: a {kind} cannot be converted; give config and checkpoint of the LayerNorm detector'
-        )
     model = build_detector(cfg, checkpoint)
     others = [name for name, _ in model.named_children() if name != 'backbone']
     report = convert_norms(model, inplace=True, skip=others).conversion_report
@@ -75,19 +71,11 @@ def convert_detector(
 
 
 def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: Path) -> Config:
-    """The config of the fine-tune: ``SCHEDULE_KEYS`` come from ``schedule``, everything else from ``cfg``.
+    """The config that trains ``checkpoint`` with norms of ``norm_cfg``; the arguments are as in convert_detector.
 
-    Custom hooks of ``cfg`` stay unless ``schedule`` brings one of their type. Checkpoints, logs and the sampler count
-    epochs or iterations as ``schedule`` does.
-
-    Args:
-        cfg: The config of the LayerNorm detector.
-        schedule: See :func:`convert_detector`.
-        norm_cfg: The new norms of the backbone.
-        checkpoint: The weights that the run starts from.
-
-    Raises:
-        ConversionError: If neither ``schedule`` nor ``cfg`` says how long to train.
+    ``SCHEDULE_KEYS`` come from ``schedule``, everything else from ``cfg``. Custom hooks of ``cfg`` stay unless
+    ``schedule`` brings one of their type. Checkpoints, logs and the sampler count epochs or iterations as ``schedule``
+    does.
     """
     values = to_values(cfg)
     drop_pretrained(values['model'])

@@ -5,19 +5,3 @@ from slab_det.fusion.fuse import FusionError, check_statistics, fuse
 from slab_det.fusion.report import FusionReport, NormFusion
 from slab_det.fusion.save import FusedDetector, save_fused
 from slab_det.fusion.verify import FusionCheck, verify_fusion
-
-__all__ = [
-    'CannotFold',
-    'Fold',
-    'FusedDetector',
-    'FusionCheck',
-    'FusionError',
-    'FusionReport',
-    'NormFusion',
-    'Write',
-    'check_statistics',
-    'fuse',
-    'register_folds',
-    'save_fused',
-    'verify_fusion',
-]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -56,18 +56,11 @@ class Write(NamedTuple):
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
 
 
-def register_folds(
-    *kinds: type[nn.Module],
-    folds: Callable[[nn.Module], Iterable[Fold]] | None = None,
-    input_layers: Callable[..., tuple[str, ...]] | None = None,
-    output_folds: Callable[[nn.Module], Iterable[Fold]] | None = None,
-    replace: Callable[[nn.Module], nn.Module] | None = None,
-    writes: Callable[[nn.Module], Iterable[Write]] | None = None,
-    ffn_layers: Callable[[nn.Module], tuple[str, str, str]] | None = None,
-) -> None:
+def register_folds(*kinds: type[nn.Module], **rules: Callable) -> None:
     """Gives classes of another library the methods ``folds()``, ``input_layers()`` and the others below.
 
-    A rule holds for modules of exactly such a class: a subclass may read a norm in another place.
+    A rule holds for modules of exactly such a class: a subclass may read a norm in another place. Each rule is a
+    function of the module.
 
     Example:
         A block whose ``norm`` is read by its linear layer ``fc`` and by nothing else::
@@ -87,17 +80,9 @@ def register_folds(
         ffn_layers: Returns the names of the first layer, the activation and the second layer of an FFN, for
             :func:`slab_det.absorb`. Raises CannotFold if the FFN has more than these.
     """
-    rules = dict(
-        folds=folds,
-        input_layers=input_layers,
-        output_folds=output_folds,
-        replace=replace,
-        writes=writes,
-        ffn_layers=ffn_layers,
-    )
     for kind in kinds:
         _import_rules(kind)
-        _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule is not None})
+        _RULES.setdefault(kind, {}).update(rules)
 
 
 def _import_rules(kind: type[nn.Module]) -> None:

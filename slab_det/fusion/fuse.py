@@ -28,15 +28,7 @@ class FusionError(SlabDetError):
 
 
 def check_statistics(model: nn.Module, checkpoint: str) -> None:
-    """Raises where a checkpoint brought no statistics for a norm, as the checkpoint of a LayerNorm model does.
-
-    Args:
-        model: A model that has loaded the checkpoint.
-        checkpoint: Name of the checkpoint in the message.
-
-    Raises:
-        FusionError: With the first such norm.
-    """
+    """Raises FusionError if ``model`` got no statistics for a norm from the file ``checkpoint`` that it has loaded."""
     norms = dict(named_offline_norms(model))
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:

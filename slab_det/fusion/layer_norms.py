@@ -1,11 +1,8 @@
-"""Which LayerNorms of a model can be replaced, and a description of its norms where none can."""
+"""Which LayerNorms of a model can be replaced."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from slab_det.fusion.folds import find_hooks
 
@@ -27,20 +24,3 @@ def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | Non
     if isinstance(owner, nn.TransformerEncoderLayer) and not owner.norm_first:
         return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
     return None
-
-
-def describe_others(model: nn.Module, kept: dict[str, str]) -> str:
-    """Describes, in brackets for a message, the norms of a model that has no LayerNorm to replace.
-
-    Args:
-        model: The model.
-        kept: The reason why each of its LayerNorms stays, by name.
-    """
-    names = defaultdict(list)
-    for name, reason in kept.items():
-        names[reason].append(name)
-    parts = [f'{first}{f" and {len(more)} more" * bool(more)}: {reason}' for reason, (first, *more) in names.items()]
-    others = Counter(type(m).__name__ for m in model.modules() if isinstance(m, (nn.GroupNorm, nn.RMSNorm, _NormBase)))
-    if others:
-        parts.append(f'its {", ".join(f"{count} {kind}" for kind, count in others.items())} are no LayerNorms')
-    return f' ({"; ".join(parts)})' if parts else ''

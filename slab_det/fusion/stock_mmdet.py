@@ -22,13 +22,9 @@ EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
 
 
 def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs: bool) -> str:
-    """The part of the neck that alone reads output ``level`` of a backbone.
+    """The part of the neck that reads output ``level`` of the backbone called ``backbone``, and is the only reader.
 
-    Args:
-        model: The detector, or a model that contains it.
-        backbone: Dotted name of the backbone.
-        level: Index of the output.
-        fold_outputs: Trust an ``extract_feat`` that is not mmdet's, see :func:`slab_det.fuse`.
+    ``fold_outputs`` trusts an ``extract_feat`` that is not mmdet's, see :func:`slab_det.fuse`.
 
     Raises:
         CannotFold: If something else may read the output.

@@ -44,15 +44,7 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_finite(model: nn.Module, error: type[SlabDetError] = FusionError) -> None:
-    """Raises where parameters or buffers hold NaN or infinite values.
-
-    Args:
-        model: Any model.
-        error: Class of the error.
-
-    Raises:
-        SlabDetError: ``error``, with the names of these parameters and buffers.
-    """
+    """Raises ``error`` where parameters or buffers of ``model`` hold NaN or infinite values; it names them."""
     # A tensor on the meta device has no values.
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value) and not value.is_meta}
     damaged = [name for name, value in state.items() if not value.isfinite().all()]

@@ -18,11 +18,3 @@ from slab_det.hooks.exact_resume import ExactResumeHook
 from slab_det.hooks.norm_state import NormStateHook
 from slab_det.hooks.progressive_norm import ProgressiveNormHook
 from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook
-
-__all__ = [
-    'CheckedLoadHook',
-    'ExactResumeHook',
-    'NormStateHook',
-    'ProgressiveNormHook',
-    'RecalibrateFuseHook',
-]

@@ -34,11 +34,6 @@ class CheckedLoadHook(Hook):
         self.reinitialize = tuple(reinitialize)
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Checks ``checkpoint`` against the runner's model.
-
-        Raises:
-            CheckpointError: If it must not be loaded.
-        """
         model = unwrap(runner.model)
         # A config may describe training; only train() builds its loop, and does so before it loads.
         is_training = isinstance(runner._train_loop, BaseLoop)

@@ -4,20 +4,3 @@ from slab_det.norms.base import ChannelAffine, OfflineNorm, copy_module, named_n
 from slab_det.norms.batch_norm import RepBN, TokenBN
 from slab_det.norms.progressive import PRepBN, named_progressive_norms, set_gamma
 from slab_det.norms.quadratic import MABN, UN, PowerNorm, QuadraticNorm
-
-__all__ = [
-    'MABN',
-    'ChannelAffine',
-    'OfflineNorm',
-    'PRepBN',
-    'PowerNorm',
-    'QuadraticNorm',
-    'RepBN',
-    'TokenBN',
-    'UN',
-    'copy_module',
-    'named_norms',
-    'named_offline_norms',
-    'named_progressive_norms',
-    'set_gamma',
-]

@@ -17,20 +17,17 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing recomputes it there."""
-    # -1 means "no backward in this thread".
+    """Whether this forward runs inside a backward pass, where activation checkpointing recomputes it."""
+    # -1: no backward pass in this thread.
     return torch._C._current_graph_task_id() != -1
 
 
 class OfflineNorm(nn.GroupNorm, ABC):
     """A norm with two forms: its paper's rule in training, and ``y = scale * x + shift`` at inference.
 
-    Fusion, recalibration, conversion and the hooks know norms only through this class. A new norm is a subclass with
-    :meth:`train_forward`, :meth:`inference_affine`, :meth:`statistics` and :meth:`set_statistics`; its running
-    statistics are buffers. They stay float32 at least when the module is cast to half precision.
-
-    NaN and infinite values of a batch stay in running statistics, as in PyTorch's BatchNorm, until recalibration
-    estimates them anew. ``torch.compile`` does not trace the training forward.
+    A new norm is a subclass with :meth:`train_forward`, :meth:`inference_affine`, :meth:`statistics` and
+    :meth:`set_statistics`. Its running statistics are buffers, which stay float32 when the module is cast to half
+    precision. ``torch.compile`` does not trace the training forward.
 
     Args:
         num_features: Channels C.
@@ -43,10 +40,9 @@ class OfflineNorm(nn.GroupNorm, ABC):
         ValueError: If the last dimension is not ``num_features``.
 
     Attributes:
-        calibrating: Normalise with the statistics of each batch in eval mode too. :func:`slab_det.recalibrate` sets it
-            while it collects statistics.
-        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only such statistics:
-            frozen at the initial ones, mean 0 and variance 1, a norm would be switched off.
+        calibrating: Normalise with the statistics of each batch in eval mode too, as recalibration needs it.
+        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes no others: frozen at
+            mean 0 and variance 1, a norm would be switched off.
     """
 
     # mmengine's optimizer constructors give norm_decay_mult to instances of PyTorch's norms. nn.GroupNorm is the one
@@ -63,10 +59,9 @@ class OfflineNorm(nn.GroupNorm, ABC):
 
     @abstractmethod
     def train_forward(self, x: Tensor) -> Tensor:
-        """Normalises a training batch ``x``, (..., C), and updates the buffers in place.
+        """Normalises a training batch ``x``, (..., C), in any precision, and updates the buffers in place.
 
-        ``x`` may be in half precision, see :func:`at_least_float32`. Activation checkpointing calls this method twice
-        for each batch. Recalibration calls it too, and replaces the statistics afterwards.
+        Activation checkpointing calls this method twice for each batch.
         """
 
     @abstractmethod
@@ -89,7 +84,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
         values = at_least_float32(x)
         return torch.addcmul(shift.to(values.dtype), values, scale.to(values.dtype)).to(x.dtype)
 
-    # A graph holds neither numbers of Python that change nor the state that quadratic norms leave for backward.
+    # A graph could not hold Python numbers that change.
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
         return self.train_forward(x)
@@ -125,16 +120,16 @@ class OfflineNorm(nn.GroupNorm, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OfflineNorm:
-        """Moves and casts, but keeps buffers at float32 where ``fn`` lowers them to half precision.
+        """Moves and casts; buffers become float32 where ``fn`` lowers them to half precision.
 
-        float16 ends at 65504, the variance of a sigma of 256; in bfloat16 an average does not take small steps.
+        float16 ends at 65504, the variance of a sigma of 256. In bfloat16 an average does not take small steps.
         """
         buffers = set(self.buffers())
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             is_half = moved.dtype in (torch.float16, torch.bfloat16)
-            # Not from `moved`: half precision may have made it infinite.
+            # `moved` may be infinite.
             return tensor.to(moved.device, torch.float32) if is_half and tensor in buffers else moved
 
         return super()._apply(move, recurse)
@@ -168,7 +163,7 @@ def read_number(buffer: Tensor, default: float) -> float:
 
 
 def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
-    # load_state_dict(assign=True) takes the tensors of a checkpoint as they are: this raises buffers in half precision.
+    # load_state_dict(assign=True) may have assigned buffers in half precision.
     norm._apply(lambda tensor: tensor)
     norm.read_numbers()
     mean, var = norm.statistics()

@@ -130,18 +130,7 @@ def named_progressive_norms(model: nn.Module) -> dict[str, PRepBN]:
 
 
 def set_gamma(model: nn.Module, value: float) -> int:
-    """Sets gamma of every PRepBN in ``model``.
-
-    Args:
-        model: Any module.
-        value: Share of LayerNorm, in [0, 1].
-
-    Returns:
-        How many norms were set.
-
-    Raises:
-        ValueError: If ``value`` lies outside [0, 1].
-    """
+    """Sets gamma, the share of LayerNorm in [0, 1], of every PRepBN in ``model``; returns the number of norms."""
     norms = named_progressive_norms(model)
     for norm in norms.values():
         norm.gamma = value

@@ -256,9 +256,6 @@ class UN(QuadraticNorm):
         self.psi.lerp_(torch.where(is_outlier, gradient, mean), self.momentum)
         return torch.where(is_outlier, gradient, self.psi)
 
-    def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, window_size={self.window_size}, filter_outliers={self.filter_outliers}'
-
 
 @MODELS.register_module()
 class MABN(QuadraticNorm):
@@ -288,9 +285,6 @@ class MABN(QuadraticNorm):
 
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
         return self.psi.copy_(self.gradients.push(gradient).mean(0))
-
-    def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, window_size={self.window_size}'
 
 
 @MODELS.register_module()

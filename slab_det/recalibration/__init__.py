@@ -8,13 +8,3 @@ from slab_det.recalibration.images import (
     recalibration_dataloader,
 )
 from slab_det.recalibration.moments import RecalibrationError
-
-__all__ = [
-    'PIPELINES',
-    'RecalibrationError',
-    'RecalibrationReport',
-    'configured_pipeline',
-    'image_folder_dataloader',
-    'recalibrate',
-    'recalibration_dataloader',
-]

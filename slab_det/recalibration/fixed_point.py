@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from slab_det.norms import OfflineNorm, named_offline_norms
-from slab_det.recalibration.moments import RecalibrationError, collect_moments, one_pass
+from slab_det.recalibration.moments import RecalibrationError, collect_moments
 
 # A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
-# final. It normalises by batch again in the next pass: with the statistics found there the error would grow from norm
-# to norm, to 1e14 sigmas after 32 norms. A threshold of 1 took more passes than 3 (33 against 23).
+# final. It normalises by batch again in the next pass, or errors would grow from norm to norm, to 1e14 sigmas after 32
+# norms. A threshold of 1 took more passes than 3 (33 against 23).
 JUMP = 3.0
 
 
@@ -62,23 +61,22 @@ def recalibrate(
 
     The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
     with the statistics of its batch; in further passes with those found so far, until the largest change is at most
-    ``tol``. Where each norm is called once per forward, and every pass sees the same data, the statistics of the first
-    p norms are final after pass p: as many passes as norms always suffice. Passes cut short may leave statistics that
-    are worse than the running averages of the training (docs/results.md shows a case).
+    ``tol``. The statistics of the first p norms are final after pass p: as many passes as norms suffice. Fewer passes
+    may leave statistics that are worse than the running averages of the training (docs/results.md shows a case).
 
-    Batches should be as in training, with padding where the training had it: weights are fitted to such statistics, and
-    statistics of other images cost detectors up to 0.05 of their AP (docs/results.md).
+    Batches should be as in training, padding included: statistics of other images cost detectors up to 0.05 of their AP
+    (docs/results.md).
 
     Parameters, gamma and training flags stay as they are; drop-path is off. Norms that were frozen in training get new
-    statistics too. In a distributed run each rank gives its own batches, as many as it has, and all end with the
-    statistics that one process finds on all batches.
+    statistics too. In a distributed run each rank gives its own batches, and all end with the statistics that one
+    process finds on all batches.
 
     Args:
         model: A detector or a backbone.
-        batches: A data loader or image tensors (B, 3, H, W). Each pass reads ``len(batches)`` of them, or all where
-            the length is unknown. Batches of a loader are prepared as ``test_step`` does; where the data preprocessor
-            pads to a fixed size in training (``BatchFixedSizePad``), they are padded too, unless the loader's dataset
-            has ``test_mode``.
+        batches: A data loader or image tensors (B, 3, H, W), the same in every pass. A pass reads ``len(batches)`` of
+            them, or all where the length is unknown. Batches of a loader are prepared as ``test_step`` does; where the
+            data preprocessor pads to a fixed size in training (``BatchFixedSizePad``), they are padded too, unless the
+            loader's dataset has ``test_mode``.
         max_passes: Passes over ``batches``, at least 1; None for as many as it takes.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
@@ -99,14 +97,9 @@ def recalibrate(
         )
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
-    if isinstance(batches, DataLoader):
-        # Once for all passes: they must see the same images.
-        batches = one_pass(batches)
     if max_passes is None:
         # The last pass finds that nothing changed. A norm that is called twice may need more than one pass.
         max_passes = max(len(norms) + 1, 8)
-    if max_passes < 1:
-        raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
     report = RecalibrationReport(len(norms), 0, tol)
     # Norms that normalise with the statistics of each batch.
     by_batch = list(norms)
@@ -163,13 +156,8 @@ def copy_statistics(norms: Mapping[str, OfflineNorm]) -> dict[str, tuple[Tensor,
 
 
 def largest_change(norm: OfflineNorm, before: tuple[Tensor, ...]) -> float:
-    """The largest change of a channel's mean, in sigmas of ``before``, or log variance, with eps in the variance.
-
-    Args:
-        norm: Its statistics are those after the change.
-        before: Mean and variance.
-    """
-    # statistics(), not the moments found: a norm without mean keeps none, and its variance is the mean of x^2.
+    """The largest change of a channel's mean since ``before``, in sigmas, or log variance, with eps in the variance."""
+    # statistics(), not the moments found: a norm without mean has none, and its variance is the mean of x^2.
     old_mean, old_var, mean, var = (values.double() for values in (*before, *norm.statistics()))
     means = (mean - old_mean).abs() / (old_var + norm.eps).sqrt()
     log_vars = ((var + norm.eps) / (old_var + norm.eps)).log().abs()

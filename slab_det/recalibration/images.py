@@ -66,11 +66,10 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         dict(
             **batching,
             dataset=RepeatableImages(dataset, num_images, test_mode=pipeline == 'test'),
-            # In this process, transforms with generators or caches of their own (Albu, CachedMosaic) would differ from
-            # pass to pass. Workers begin each pass with a copy of the transforms as they were at first.
+            # A worker begins each pass with a fresh copy of the transforms, some of which have generators or caches of
+            # their own (Albu, CachedMosaic).
             num_workers=max(train.get('num_workers', 0), pipeline == 'train'),
-            # Shuffled as in training: images of one kind may follow each other in a dataset. Without a seed the sampler
-            # would wait for all processes to agree on one.
+            # Shuffled: images of one kind may follow each other in a dataset.
             sampler=dict(type='DefaultSampler', shuffle=pipeline == 'train', round_up=False, seed=0),
             collate_fn=dict(type='pseudo_collate'),
         )
@@ -101,10 +100,7 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
 class RepeatableImages(Dataset):
     """Items evenly spaced over a dataset, with the same random augmentation whenever they are read.
 
-    Args:
-        dataset: Any dataset of mmdet.
-        num_images: The number of items, the first included; all of a smaller dataset.
-        test_mode: Whether the items are as inference sees them; :func:`slab_det.recalibrate` reads it.
+    ``test_mode`` tells :func:`slab_det.recalibrate` that the items are as inference sees them.
     """
 
     def __init__(self, dataset: Dataset, num_images: int, test_mode: bool) -> None:

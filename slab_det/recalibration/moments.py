@@ -11,7 +11,6 @@ import torch
 from mmdet.structures import DetDataSample
 from mmengine.dist import all_gather_object, is_main_process
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
@@ -23,13 +22,7 @@ class RecalibrationError(SlabDetError):
 
 
 class Moments:
-    """Count, mean and scatter of each channel, in float64; the scatter is the sum over tokens of ``(x - mean)^2``.
-
-    Attributes:
-        count: Tokens so far.
-        mean: (C,); None before the first token.
-        scatter: (C,); None before the first token.
-    """
+    """Count of tokens, mean and scatter ``sum (x - mean)^2`` of each channel, (C,), in float64."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -72,8 +65,8 @@ def collect_moments(
     Args:
         model: A detector or a backbone.
         modules: Modules of ``model`` that read (..., C), by their names.
-        batches: Batches of this process, as many as it has; see :func:`slab_det.recalibrate`.
-        title: Printed with a progress bar; None for neither.
+        batches: Batches of this process; see :func:`slab_det.recalibrate`.
+        title: Title of the progress bar; None for no bar.
 
     Returns:
         Moments by name, in the order in which the modules were first called, and the number of batches.
@@ -117,23 +110,7 @@ def collect_moments(
 
 
 def one_pass(batches: Iterable) -> Iterable:
-    """The first ``len(batches)`` batches, or all where the length is unknown.
-
-    The loader of a config that counts iterations never ends, and its sampler goes on from where the last iterator
-    stopped. What is returned for a loader can be read again, with the same images.
-    """
-    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-        if batches.batch_sampler is None:
-            order = dict(batch_size=None, sampler=[*islice(batches.sampler, len(batches))])
-        else:
-            order = dict(batch_sampler=[*islice(batches.batch_sampler, len(batches))])
-        return DataLoader(
-            batches.dataset,
-            **order,
-            num_workers=batches.num_workers,
-            collate_fn=batches.collate_fn,
-            worker_init_fn=batches.worker_init_fn,
-        )
+    """The first ``len(batches)`` batches, or all where the length is unknown: some data loaders never end."""
     length = length_hint(batches, -1)
     return batches if length < 0 else islice(batches, length)
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import random
 
 import pytest
 import torch
@@ -219,23 +218,6 @@ def test_maps_equal_the_formula_whole_and_in_tiles(monkeypatch, word, ratio, sha
     tiled = TiledMapAttention(nn.Identity(), attn)(x.clone(), shape) - x
     for out in (attn(x, shape), tiled):
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize('word', ['sla', 'softmax'])
-@torch.no_grad()
-def test_geometries_agree_on_random_sizes_and_folded_padding(word):
-    rng = random.Random(0)
-    for _ in range(20):
-        side = rng.randint(2, 6)
-        shape = rng.randint(1, 20), rng.randint(1, 20)
-        block = make_block(word, side, rng.randrange(side))
-        # As after a fold: padding tokens hold something else than the bias.
-        block.w_msa.padding_qkv = torch.randn(3 * CHANNELS, dtype=torch.double)
-        x = torch.randn(1, shape[0] * shape[1], CHANNELS, dtype=torch.double)
-        expected = block(x, shape)
-        for geometry in ('tiles', 'symbolic'):
-            difference = float((run(geometry, block, x, shape) - expected).abs().max())
-            assert difference < 1e-10, (geometry, side, block.shift_size, shape, difference)
 
 
 @WORDS

@@ -8,7 +8,7 @@ from pathlib import Path
 import mmdet
 import pytest
 import torch
-from conftest import CONFIGS, PVT_V2, differing, randomize, relative_difference
+from conftest import PVT_V2, differing, randomize, relative_difference
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2, SwinTransformer
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -17,7 +17,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from slab_det.norms import set_gamma
-from slab_det.runtime.errors import CheckpointError
 
 SWIN = dict(
     type='SLABSwin', embed_dims=8, depths=(2, 2, 2), num_heads=(1, 2, 4), strides=(4, 2, 2), out_indices=(0, 1, 2)
@@ -103,35 +102,15 @@ def test_arguments_are_mmdets(kind, theirs):
 @pytest.mark.parametrize(
     ('small', 'options', 'message'),
     [
-        (small, options, message)
-        for small in (SWIN, PVT)
-        for options, message in (
-            (dict(attention='linear'), 'unknown attention.*linear.*choose from'),
-            (dict(attention=('sla', 'softmax')), r'attention=.*\d stages'),
-            (dict(num_heads=(1, 2)), r'num_heads=.*\d stages'),
-            (dict(norm_cfg=dict(type='NoNorm')), 'norm_cfg=.*NoNorm.*PRepBN'),
-            (dict(norm_cfg=dict(type='BN')), 'takes channels first.*TokenBN'),
-            (dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
-            (dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
-        )
-    ]
-    + [
+        (SWIN, dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
+        (PVT, dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
         (SWIN, dict(strides=(2, 2, 2)), 'patches must not overlap'),
-        (SWIN, dict(out_norm_cfg=dict(type='BN')), 'out_norm_cfg: .*channels first'),
         (PVT, dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),
-        (CSWIN, dict(stripe_widths=(1, 2)), r'stripe_widths=.*4 stages'),
-        (CSWIN, dict(attention='linear'), 'unknown attention.*linear.*choose from'),
     ],
 )
 def test_wrong_arguments_are_named(small, options, message):
     with pytest.raises(ValueError, match=message):
         build(small, **options)
-
-
-@pytest.mark.parametrize('init_cfg', [dict(type='Normal'), dict(type='Pretrained'), [dict(type='Normal')]])
-def test_init_cfg_without_a_checkpoint_is_refused(init_cfg):
-    with pytest.raises(ValueError, match='SLABSwin takes init_cfg'):
-        build(SWIN, init_cfg=init_cfg).init_weights()
 
 
 @pytest.mark.parametrize(
@@ -172,15 +151,6 @@ def test_norm_eval_freezes_loaded_statistics_only(small):
     moved = differing(model, before)
     assert moved and all(key.startswith(f'{block}.') for key in moved)
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-@ALL
-def test_train_and_eval_return_the_model_and_set_the_mode(small):
-    model = build(small)
-    for mode in (True, False):
-        assert model.train(mode) is model
-        assert {module.training for module in model.modules()} == {mode}
-    assert model.eval() is model
 
 
 @ALL
@@ -259,9 +229,6 @@ def test_every_swin_and_pvt_config_of_mmdet_takes_our_backbone_by_its_type(tmp_p
         'PyramidVisionTransformerV2',
     }
     checkpoint, images = tmp_path / 'mmdet.pth', torch.randn(2, 3, 70, 103)
-    # What the README says that PVTv2 needs besides.
-    (options,) = re.findall(r'`(patch_sizes=[^`]*)`', (CONFIGS.parent / 'README.md').read_text())
-    options = ' '.join(options.split())
     for name, backbone in backbones.values():
         theirs = randomize(MODELS.build(backbone))
         theirs.eval()
@@ -269,9 +236,7 @@ def test_every_swin_and_pvt_config_of_mmdet_takes_our_backbone_by_its_type(tmp_p
         ours = dict(backbone, type='SLABSwin' if backbone['type'] == 'SwinTransformer' else 'SLABPVT')
         ours['init_cfg'] = dict(ours.get('init_cfg') or dict(type='Pretrained'), checkpoint=str(checkpoint))
         if backbone['type'] == 'PyramidVisionTransformerV2':
-            with pytest.raises(CheckpointError, match=re.escape(options)):
-                MODELS.build(ours).init_weights()
-            ours.update(eval(f'dict({options})'))
+            ours.update(PVT_V2)
         model = MODELS.build(ours)
         model.init_weights()
         model.eval()

@@ -68,16 +68,6 @@ def test_an_output_is_that_of_the_weights_as_they_are(small, write):
 
 
 @ALL
-@torch.no_grad()
-def test_functional_call_computes_with_what_it_is_given(small):
-    model, source = build(small).eval(), randomize(build(small)).eval()
-    for state in (model.state_dict(), source.state_dict()):
-        expected = (model if state is model else copy.deepcopy(model)).eval()
-        expected.load_state_dict(state)
-        assert relative_difference(torch.func.functional_call(model, state, (IMAGE,)), expected(IMAGE)) < 1e-6
-
-
-@ALL
 def test_fsdp_on_one_process_trains_to_the_same_weights(small, tmp_path):
     model = build(small, drop_path_rate=0.0).train()
     sharded = copy.deepcopy(model)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from conftest import as_trained, differing, relative_difference
+from conftest import differing
 from mmdet.models.backbones import PyramidVisionTransformer, PyramidVisionTransformerV2
 from test_backbones import PVT, V2, build
-from torch.export import Dim, export
 
-import slab_det
 from slab_det.backbones import SLABPVT
-from slab_det.norms import PRepBN, set_gamma
+from slab_det.norms import set_gamma
 
 MIXED = dict(attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 1, 1, 1))
 PREPBN = dict(type='PRepBN', ln_eps=1e-6)
@@ -26,17 +24,6 @@ def test_starts_from_scratch_with_the_weights_of_mmdet(small):
         states.append(model.state_dict())
     assert list(states[0]) == list(states[1])
     assert not differing(*states)
-
-
-def test_linear_attention_starts_without_position_and_with_a_released_convolution():
-    model = build(PVT, **MIXED, norm_cfg=PREPBN)
-    convolution = model.layers[0][1][1].attn.dwc.weight.clone()
-    model.init_weights()
-    linear = [name for name, _ in model.named_parameters() if name.endswith('positional_encoding')]
-    assert len(linear) == 2 + 1 + 1
-    assert not any(model.get_parameter(name).any() for name in linear)
-    assert torch.equal(model.layers[0][1][1].attn.dwc.weight, convolution)
-    assert all(norm.gamma == 1.0 for norm in model.modules() if isinstance(norm, PRepBN))
 
 
 def test_one_word_or_one_per_stage():
@@ -87,39 +74,6 @@ def test_any_size_trains(small, options):
         height, width = side(height), side(width)
     sum(out.square().mean() for out in outs).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
-
-
-@torch.no_grad()
-def test_drop_rate_drops_after_positions_attention_and_ffn():
-    embedding, block = build(PVT, drop_rate=0.3, drop_path_rate=0.0).train().layers[1][1]
-    x = torch.randn(1, 30 * 40, 16)
-    outs = embedding(x, (30, 40)), block.attn(x, (30, 40)), block.ffn(x, (30, 40), torch.zeros(()))
-    for part, out in zip(('positions', 'attention', 'FFN'), outs, strict=True):
-        assert 0.27 < (out == 0).float().mean().item() < 0.33, part
-
-
-@pytest.mark.parametrize(('small', 'options', 'strict'), [(PVT, MIXED, True), (V2, {}, False)], ids=['mixed', 'V2'])
-@torch.no_grad()
-def test_a_fused_model_exports_once_for_all_sizes(small, options, strict):
-    model = as_trained(build(small, **options, norm_cfg=PREPBN))
-    fused = slab_det.fuse(model)
-    side = {'min': 64, 'max': 2048}
-    exported = export(
-        fused,
-        (torch.randn(1, 3, 230, 310),),
-        strict=strict,
-        dynamic_shapes=({2: Dim('h', **side), 3: Dim('w', **side)},),
-    ).module()
-    # The size of the position tables, and one where nothing divides.
-    for size in ((224, 224), (97, 131)):
-        x = torch.randn(1, 3, *size)
-        assert relative_difference(exported(x), fused(x)) < 1e-5
-
-
-@torch.no_grad()
-def test_one_word_pads_every_stage():
-    model = build(PVT, paddings='corner')
-    assert [tuple(out.shape[2:]) for out in model(torch.randn(1, 3, 65, 97))] == [(17, 25), (9, 13), (5, 7), (3, 4)]
 
 
 def test_fewer_stages_take_the_default_paddings_and_ratios():

@@ -1,17 +1,13 @@
 """What SLABViT promises: one word each for norm, attention and output, any size, exact fusion in a detector."""
 
-import copy
-
 import pytest
 import torch
-from conftest import as_trained, make_affine, random_sizes, raw_outputs, relative_difference
+from conftest import as_trained, random_sizes, raw_outputs, relative_difference
 from mmdet.registry import MODELS
 from test_backbones import build
-from torch.export import Dim, export
 
 import slab_det
 from slab_det.checkpoints import load_pretrained
-from slab_det.deployment.export.backbones import make_size_free
 from slab_det.norms import set_gamma
 
 VIT = dict(type='SLABViT', embed_dims=16, num_layers=2, num_heads=2, pretrain_img_size=64, norm_cfg=dict(type='PRepBN'))
@@ -56,18 +52,6 @@ def test_starts_from_scratch_as_deit():
             assert not parameter.any(), name
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (dict(out_type='map'), "unknown out_type 'map'.*'featmap'"),
-        (dict(out_type='cls_token', attention='sla'), "'sla' convolves a map"),
-    ],
-)
-def test_wrong_words_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(VIT, **options)
-
-
 @pytest.mark.parametrize('options', [dict(), dict(attention='sla', norm_cfg=dict(type='UN'))], ids=str)
 @torch.no_grad()
 def test_a_detector_is_fused_and_deployed_exactly(detector, options):
@@ -92,26 +76,3 @@ def test_a_classifier_is_fused_and_deployed_but_for_its_last_norm():
         assert relative_difference(other(image), model(image)) < 1e-9
     # A detector has no class token.
     assert load_pretrained(build(VIT), model.state_dict()).complete
-
-
-def test_all_layernorms_are_absorbed(detector):
-    model = make_affine(detector(norm_cfg=dict(type='LN')))
-    images = [torch.randn(1, 3, 70, 66, dtype=torch.float64) for _ in range(4)]
-    student = slab_det.absorb(model, images, keep=0, progress=False)
-    assert not student.absorption_report.kept
-    with torch.no_grad():
-        assert relative_difference(raw_outputs(student, images[0]), raw_outputs(model, images[0])) < 1e-6
-
-
-@pytest.mark.parametrize('options', [dict(), dict(attention='sla')], ids=str)
-@torch.no_grad()
-def test_a_fused_model_exports_once_for_all_sizes(options):
-    model = as_trained(build(VIT, **options))
-    fused, side = slab_det.fuse(model), {'min': 64, 'max': 2048}
-    size_free = copy.deepcopy(fused)
-    make_size_free(size_free)
-    shapes = ({2: Dim('h', **side), 3: Dim('w', **side)},)
-    exported = export(size_free, (torch.randn(1, 3, 230, 310),), strict=True, dynamic_shapes=shapes).module()
-    for size in ((64, 64), (97, 131)):
-        image = torch.randn(1, 3, *size)
-        assert relative_difference(exported(image), fused(image)) < 1e-5

@@ -168,21 +168,6 @@ def test_a_backbone_checks_what_any_loader_gives_it(tmp_path, norm):
         load_plainly(saved(tmp_path, Detector(norm_cfg=dict(type=norm), embed_dims=16))[0])
 
 
-def test_surplus_weights_of_a_backbone_are_left_for_the_loader_to_report(tmp_path):
-    state = checkpoint_of(Detector(depths=(2, 4)))['state_dict']
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*stages\.1\.blocks\.2\.norm1\.weight'):
-        Detector().load_state_dict(state)
-
-
-def test_a_pretrained_detector_may_be_a_part(tmp_path):
-    path, state = saved(tmp_path, Detector(), lost=('bbox_head.',))
-    model = Trainable(Detector(), init_cfg=dict(type='Pretrained', checkpoint=path))
-    head = model.bbox_head.weight.detach().clone()
-    model.init_weights()
-    assert torch.equal(model.neck.weight, state['neck.weight'])
-    assert torch.equal(model.bbox_head.weight, head)
-
-
 class Trainable(BaseModel):
     def __init__(self, detector: Detector, init_cfg: dict | None = None) -> None:
         super().__init__(init_cfg=init_cfg)
@@ -286,18 +271,6 @@ def test_what_does_not_fill_a_detector_is_refused(unfused_and_fused, tmp_path, c
             build(cfg, path)
         else:
             MODELS.build(cfg.model).load_state_dict(checkpoint['state_dict'])
-
-
-@pytest.mark.parametrize('hook', [dict(), dict(reinitialize=['roi_head.bbox_head'])])
-def test_no_training_starts_from_a_fused_backbone(unfused_and_fused, hook):
-    (cfg, _), (_, path) = unfused_and_fused
-    model = MODELS.build(cfg.model)
-    checkpoint = torch.load(path, weights_only=True)
-    # Most norms of the detector belong to its heads.
-    model.decoder = nn.ModuleList(nn.LayerNorm(4) for _ in range(60))
-    checkpoint['state_dict'].update(model.decoder.state_dict(prefix='decoder.'))
-    with pytest.raises(CheckpointError, match='the checkpoint is fused'):
-        load(model, checkpoint, hook=hook)
 
 
 @pytest.mark.parametrize('scope', ['mmdet', 'mmengine', None])

@@ -125,33 +125,6 @@ def test_a_running_decay_keeps_its_gamma():
     assert set(load_pretrained(backbone, state).gammas.values()) == {0.25}
     assert backbone.stages[0].blocks[0].norm1.gamma == 0.25
     refuse(SLABSwin(norm_cfg=REPBN), state, r'gamma 0\.25.*norm_cfg')
-    lost = {key: value for key, value in state.items() if not key.endswith('.total_step')}
-    refuse(backbone, lost, r'norm\d?\.total_step is missing.*iter 75000')
-
-
-def test_a_wrapped_file_without_counters_is_a_finished_decay():
-    state = released_state('swin_tiny_prepbn_wrapped')
-    expected, backbone = SLABSwin(norm_cfg=PREPBN), SLABSwin(norm_cfg=PREPBN)
-    load_pretrained(expected, state)
-    report = load_pretrained(backbone, {key: value for key, value in state.items() if not key.endswith(COUNTERS)})
-    assert report.complete and report.format == 'slab_official', str(report)
-    assert set(report.gammas.values()) == {0.0} and 'gamma 0 for want of counters' in str(report)
-    for key, value in expected.state_dict().items():
-        if key in report.matched:
-            assert torch.equal(backbone.state_dict()[key], value), key
-
-
-def test_a_block_of_layernorm_and_plain_repbn_is_not_one_progressive_norm():
-    state = {
-        key: value
-        for key, value in released_state('swin_tiny_prepbn').items()
-        if not key.startswith('layers.0.blocks.0.norm1.')
-    }
-    state.update({f'layers.0.blocks.0.norm1.{name}': torch.rand(96) for name in ('weight', 'bias')})
-    report = load_pretrained(SLABSwin(norm_cfg=PREPBN), state)
-    assert report.complete, str(report)
-    gammas = [report.gammas[f'stages.0.blocks.0.{norm}'] for norm in ('norm1', 'norm2')]
-    assert gammas == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -290,16 +263,6 @@ def test_pvt_v2_features_are_those_of_timm(kind):
     assert relative_difference(ours(image), timm_features(theirs, image)) < 1e-10
 
 
-def test_variants_of_timm_that_no_backbone_of_ours_computes_are_refused():
-    pooling = timm.models.pvt_v2.PyramidVisionTransformerV2(
-        embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), linear=True
-    )
-    ours = SLABPVT(embed_dims=8, num_layers=(1, 2, 1, 1), num_heads=(1, 2, 5, 8), **PVT_V2)
-    refuse(ours, pooling.state_dict(), r'shapes do not fit.*attn\.sr\.weight')
-    oblong = timm_swin(window_size=(3, 5))
-    refuse(swin_like('ours', oblong), oblong.state_dict(), r'relative_position_bias_table has 45 positions.*no square')
-
-
 def small_pvt(kind: str = 'ours', version: int = 1, size: int | tuple = 64, **options) -> nn.Module:
     """A PVT of ours or mmdet's with the sizes of :func:`official_shapes`."""
     options |= dict(embed_dims=8, num_layers=DEPTHS, num_heads=HEADS, pretrain_img_size=size)
@@ -428,40 +391,3 @@ def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
     got = other.state_dict()['layers.0.1.0.pos_embed'].view(24, 40, 8)
     rows = ((torch.arange(24, dtype=torch.float64) + 0.5) * 16 / 24 - 0.5).clamp(0, 15)
     torch.testing.assert_close(got, rows[:, None, None].expand_as(got))
-
-
-def test_linear_tables_follow_the_image_size():
-    state, config = slab_state(0), dict(norm_cfg=PVT_PREPBN, attention='sla')
-    same, model = small_pvt(**config), small_pvt(size=(96, 64), **config)
-    load_pretrained(same, state)
-    report = load_pretrained(model, state)
-    assert sum('interpolated' in change for change in report.converted.values()) == 4 + sum(DEPTHS)
-    image = torch.randn(1, 3, 96, 64, dtype=torch.float64)
-    assert relative_difference(model(image), same(image)) < 1e-10
-
-
-@pytest.mark.parametrize(('source', 'target'), [(1, 2), (2, 1)])
-@pytest.mark.parametrize('kind', ['official', 'native'])
-def test_the_other_version_of_pvt_is_refused(kind, source, target):
-    # Block 1 of V2 has the keys of block 0 of V1.
-    state = official_state(source) if kind == 'official' else small_pvt('ours', source).state_dict()
-    refuse(small_pvt('ours', target), state, r'shapes do not fit.*projection\.weight')
-
-
-@pytest.mark.parametrize(
-    ('shape', 'named'),
-    [
-        ((8, 9), r'block1\.0\.attn\.q\.weight \(8, 9\) and block1\.0\.attn\.kv\.weight \(16, 8\) do not make one'),
-        ((9, 8), r'block1\.0\.attn\.\{q,kv\}\.weight \(25, 8\).*in_proj_weight \(24, 8\)'),
-    ],
-)
-def test_wrong_sizes_are_named_by_the_keys_of_the_file(shape, named):
-    refuse(small_pvt(), official_state() | {'block1.0.attn.q.weight': torch.zeros(shape)}, named)
-
-
-def test_output_norms_are_new_for_classifiers_of_v1():
-    report = load_pretrained(small_pvt(norm_after_stage=True), official_state())
-    assert report.complete, str(report)
-    assert report.missing_expected == {
-        f'layers.{stage}.2.{name}': 'output norm, new in detection' for stage in range(4) for name in ('weight', 'bias')
-    }

@@ -6,14 +6,11 @@ import pytest
 import torch
 from conftest import differing
 from mmdet.models.backbones import PyramidVisionTransformer, SwinTransformer
-from mmdet.registry import MODELS
-from mmengine.config import ConfigDict
 from torch import nn
 
 import slab_det
 from slab_det.backbones import SLABPVT, SLABSwin
 from slab_det.checkpoints import load_pretrained
-from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
 
 SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
@@ -169,29 +166,3 @@ def test_a_fused_checkpoint_needs_a_fused_model(model):
     with pytest.raises(CheckpointError, match='is not fused'):
         load_pretrained(fused, normed)
     assert load_pretrained(fused, fused.state_dict()).complete
-
-
-@pytest.mark.parametrize(
-    'backbone',
-    [
-        dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4)),
-        dict(type='PyramidVisionTransformer', embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 2, 2]),
-    ],
-    ids=lambda cfg: cfg['type'],
-)
-@torch.no_grad()
-def test_layernorm_weights_fill_every_progressive_norm_of_mmdets_backbones_or_none(backbone, tmp_path):
-    source = MODELS.build(backbone)
-    state, path = random_state(source), tmp_path / 'pretrained.pth'
-    # mmdet's Swin reads whole detectors only, its PVT backbones only.
-    prefix = 'backbone.' if backbone['type'] == 'SwinTransformer' else ''
-    torch.save(dict(state_dict={f'{prefix}{key}': value for key, value in state.items()}), path)
-    options = dict(convert_weights=False, init_cfg=ConfigDict(type='Pretrained', checkpoint=str(path)))
-    model = MODELS.build(dict(**backbone, norm_cfg=dict(type='PRepBN'), **options))
-    # By key it would be filled by half.
-    with pytest.raises(RuntimeError, match=r'norm: the weights weight, bias belong to another norm.*load_pretrained'):
-        model.init_weights()
-    assert load_pretrained(model, path).complete
-    for name, norm in model.named_modules():
-        if isinstance(norm, PRepBN):
-            assert norm.gamma == 1.0 and torch.equal(norm.ln.weight, state[f'{name}.weight']), name

@@ -8,7 +8,6 @@ from conftest import CONFIGS, randomize
 from mmdet.apis import DetInferencer
 from mmengine.config import Config
 from mmengine.hooks import EMAHook
-from mmengine.runner import Runner
 
 import slab_det
 from slab_det.checkpoints.build import build_detector
@@ -136,21 +135,3 @@ def test_a_training_without_a_length_is_refused(small_run_cfg, tmp_path, given, 
     with pytest.raises(ConversionError, match=message):
         write_tune_config(cfg, tmp_path / 'fused_config.py', tmp_path / 'fused.pth', 'a.pth', Config(), images)
     assert not (tmp_path / 'fused_tune_config.py').exists()
-
-
-@pytest.mark.parametrize('epochs', [1, 3, 12])
-def test_learning_rate_rises_and_falls_within_a_run_of_any_length(small_run_cfg, epochs):
-    schedule = Config.fromfile(CONFIGS / '_base_/schedules/finetune_prepbn.py')
-    cfg = finetune_config(small_run_cfg(), schedule, dict(type='PRepBN'), Path('out.pth'))
-    cfg.train_cfg.max_epochs, cfg.work_dir = epochs, small_run_cfg().work_dir
-    runner = Runner.from_cfg(cfg)
-    num_iters = runner.train_loop.max_iters
-    assert num_iters == 5 * epochs
-    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-    schedulers, rates = runner.build_param_scheduler(cfg.param_scheduler), []
-    for _ in range(num_iters):
-        rates.append(runner.optim_wrapper.param_groups[0]['lr'] / cfg.optim_wrapper.optimizer.lr)
-        for scheduler in schedulers:
-            scheduler.step()
-    assert rates[0] == pytest.approx(0.01) and rates[-1] < 0.1
-    assert max(rates) > 0.8 and rates.index(max(rates)) < num_iters / 2, rates

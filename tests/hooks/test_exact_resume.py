@@ -33,12 +33,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, option
     assert not differing(run(tmp_path / 'cut', resume=True, **options), whole)
 
 
-def test_without_the_hook_it_is_not_and_its_checkpoints_resume_with_the_hook(tmp_path):
-    whole = train(tmp_path / 'whole', [], Noisy, val=True).model
-    train(tmp_path / 'cut', [StopAfter(5)], Noisy, val=True)
-    assert differing(run(tmp_path / 'cut', resume=True), whole)
-
-
 def test_the_order_of_images_goes_on_where_no_seed_was_given(tmp_path):
     """mmengine builds the sampler before it reads the seed of the checkpoint."""
     seen = []

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mmcv
 import mmdet
-import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, differing
-from mmdet.apis import DetInferencer, inference_detector, init_detector
+from mmdet.apis import DetInferencer
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
@@ -24,7 +22,7 @@ from slab_det.fusion import FusionError
 from slab_det.measure.report import ap_from_metrics, read_report
 from slab_det.norms import named_offline_norms
 from slab_det.recalibration import RecalibrationError, recalibration_dataloader
-from slab_det.runtime.errors import CheckpointError, DataError
+from slab_det.runtime.errors import CheckpointError
 
 ROOT = CONFIGS.parent
 
@@ -115,25 +113,6 @@ def test_mmdets_own_test_script_takes_the_fused_pair_as_the_documentation_says(f
         check=False,
     )
     assert done.returncode == 0 and 'coco/bbox_mAP: ' in done.stdout, done.stderr[-3000:]
-
-
-def test_images_of_another_kind_than_those_of_the_training_are_refused(finished_run):
-    runner, work_dir = finished_run
-    pixels = mmcv.imread(runner.val_dataloader.dataset.get_data_info(0)['img_path'])
-    detector = init_detector(str(work_dir / 'fused_config.py'), str(work_dir / 'fused.pth'), device='cpu')
-    expected = inference_detector(detector, pixels).pred_instances.scores[:5]
-    for same in (pixels.astype(np.float32), pixels.astype(np.uint16)):
-        # uint8 is rounded after the resize.
-        found = inference_detector(detector, same).pred_instances.scores[:5]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
-    for other, message in (
-        (pixels[..., 0], '1 of 3 channels.*COLOR_GRAY2BGR'),
-        (pixels.transpose(2, 0, 1)[..., :24], r'24 of 3 channels, which come last.*image\.transpose\(1, 2, 0\)'),
-        (pixels.astype(np.uint16) * 257, 'uint16, has values from .* divide 16 bits by 257'),
-        (pixels.astype(np.float32) / 255, 'float32, has values from .* multiply 0 to 1 by 255'),
-    ):
-        with pytest.raises(DataError, match=message):
-            inference_detector(detector, other)
 
 
 def test_an_epoch_based_run_serves_averaged_weights_and_best_checkpoints_keep_their_gamma(small_run_cfg):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS
-from mmcv.transforms import BaseTransform
-from mmdet.registry import MODELS, TRANSFORMS
+from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
 
@@ -36,17 +35,6 @@ def cfg(tmp_path):
     return cfg
 
 
-class NoiseOfItsOwn(BaseTransform):
-    """Draws from a generator of its own, as Albumentations does."""
-
-    def __init__(self):
-        self.generator = np.random.default_rng(0)
-
-    def transform(self, results):
-        results['img'] = results['img'] + self.generator.normal(0, 9, results['img'].shape).astype(np.float32)
-        return results
-
-
 def images_of(loader):
     return [[image.clone() for image in batch['inputs']] for batch in loader]
 
@@ -70,14 +58,6 @@ def test_training_images_are_augmented_and_batched_as_in_training_and_alike_in_e
     ids = sum(ids_of(loader), [])
     # Mixed: neighbours of a dataset need not share a batch.
     assert len({*ids}) == 10 and ids != sorted(ids)
-
-
-def test_transforms_that_remember_begin_each_pass_alike(cfg, monkeypatch):
-    monkeypatch.setitem(TRANSFORMS.module_dict, 'NoiseOfItsOwn', NoiseOfItsOwn)
-    cfg.train_dataloader.dataset.pipeline.insert(2, dict(type='NoiseOfItsOwn'))
-    loader = recalibration_dataloader(cfg, 6, 'train')
-    for batch, again in zip(images_of(loader), images_of(loader), strict=True):
-        assert all(map(torch.equal, batch, again))
 
 
 def test_repetitions_of_a_dataset_are_left_out(cfg):

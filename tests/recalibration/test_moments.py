@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from slab_det.recalibration.moments import Moments, prepare_inputs
+from slab_det.recalibration.moments import Moments
 
 C = 3
 # One part is a single token, one has none.
@@ -30,8 +29,3 @@ def test_moments_of_batches_are_those_of_all_tokens(offset, rtol, dtype):
     np.testing.assert_allclose(moments.mean, tokens.mean(0), rtol=rtol)
     np.testing.assert_allclose(moments.scatter, ((tokens - tokens.mean(0)) ** 2).sum(0), rtol=rtol)
     np.testing.assert_allclose(moments.var, moments.scatter / moments.count)
-
-
-def test_image_tensors_go_to_the_device_of_the_model():
-    images, _ = prepare_inputs(nn.Linear(4, 1, device='meta'), [])(torch.randn(1, 3, 4, 4))
-    assert images.device.type == 'meta'
