@@ -1,22 +1,18 @@
 """Whole detectors: what load_from, --resume, testing and mmdet's own API may load."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import differing
 from mmdet.apis import init_detector
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.model import BaseModel
-from mmengine.runner import BaseLoop, Runner, load_checkpoint, load_state_dict
+from mmengine.runner import load_state_dict
 from torch import nn
 
 import slab_det
 from slab_det.backbones import SLABSwin
 from slab_det.checkpoints import check_detector_checkpoint
 from slab_det.fusion import save_fused
-from slab_det.hooks.checked_load import CheckedLoadHook
 from slab_det.runtime.errors import CheckpointError
 
 SMALL = dict(embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4)
@@ -59,24 +55,19 @@ def official_checkpoint() -> dict:
     return dict(state_dict=state)
 
 
-def runner_of(model: nn.Module, resume: bool = False, training: bool = True) -> SimpleNamespace:
-    loop = BaseLoop.__new__(type('Loop', (BaseLoop,), dict(run=None))) if training else dict(type='EpochBasedTrainLoop')
-    return SimpleNamespace(model=model, _resume=resume, _load_from='some.pth', _train_loop=loop)
-
-
 def load(model: nn.Module, checkpoint: dict, **options) -> None:
-    """As a runner loads a checkpoint, which takes ``module.`` off the names."""
-    CheckedLoadHook(**options.pop('hook', {})).after_load_checkpoint(runner_of(model, **options), checkpoint)
+    """As a runner with CheckedLoadHook loads a checkpoint, and takes ``module.`` off the names."""
+    check_detector_checkpoint(model, checkpoint, **options)
     load_state_dict(model, {key.removeprefix('module.'): value for key, value in checkpoint['state_dict'].items()})
 
 
-@pytest.mark.parametrize('options', [dict(), dict(resume=True), dict(training=False)])
+@pytest.mark.parametrize('complete', [False, True])
 @pytest.mark.parametrize('prefix', ['', 'module.'])
-def test_own_checkpoints_load(options, prefix):
+def test_own_checkpoints_load(complete, prefix):
     model = Detector(norm_cfg=dict(type='PRepBN'))
     checkpoint = checkpoint_of(model, prefix)
     saved = dict(checkpoint['state_dict'])
-    load(model, checkpoint, **options)
+    load(model, checkpoint, complete=complete)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, saved[prefix + key].to(value.dtype), msg=key)
 
@@ -88,7 +79,7 @@ def test_official_backbone_is_converted_in_place():
     model = Detector(norm_cfg=dict(type='PRepBN'), out_norm_cfg=dict(type='LN'))
     with pytest.raises(CheckpointError, match='the layout slab_official .* must be converted.*CheckedLoadHook'):
         model.load_state_dict(checkpoint['state_dict'])
-    load(model, checkpoint, training=False)
+    load(model, checkpoint, complete=True)
     norm = model.backbone.stages[0].blocks[0].norm1
     assert norm.gamma == 0.0 and norm.statistics_loaded
     assert torch.equal(norm.repbn.eta, eta)
@@ -107,14 +98,9 @@ def test_shapes_that_do_not_fit_are_errors_unless_reinitialized():
     with pytest.raises(CheckpointError, match=r'bbox_head\.weight \(80, 4\).*reinitialize'):
         load(model, dict(checkpoint))
     before = model.bbox_head.weight.detach().clone()
-    load(model, checkpoint, hook=dict(reinitialize=['bbox_head']))
+    load(model, checkpoint, reinitialize=['bbox_head'])
     assert torch.equal(model.bbox_head.weight, before)
     assert torch.equal(model.neck.weight, checkpoint['state_dict']['neck.weight'])
-    # Weights that a training started anew are loaded when it is resumed or tested.
-    for options in (dict(resume=True), dict(training=False)):
-        checkpoint = checkpoint_of(model)
-        load(model, checkpoint, hook=dict(reinitialize=['bbox_head']), **options)
-        assert torch.equal(model.bbox_head.weight, checkpoint['state_dict']['bbox_head.weight'])
 
 
 @pytest.mark.parametrize('lost', ['neck.weight', 'backbone.norm1.weight', 'backbone.stages.0.blocks.1.norm1.bias'])
@@ -123,9 +109,8 @@ def test_missing_weights_are_errors_where_all_are_needed_and_surplus_ones_are_re
     checkpoint = checkpoint_of(model)
     del checkpoint['state_dict'][lost]
     checkpoint['state_dict']['mask_head.weight'] = torch.zeros(1)
-    for options in (dict(resume=True), dict(training=False)):
-        with pytest.raises(CheckpointError, match=lost.replace('.', r'\.')):
-            load(model, dict(checkpoint), **options)
+    with pytest.raises(CheckpointError, match=lost.replace('.', r'\.')):
+        load(model, dict(checkpoint), complete=True)
     report = check_detector_checkpoint(model, checkpoint)
     assert report.missing_unexpected == [lost] and report.unused_unexpected == ['mask_head.weight']
     assert 'mask_head.weight' in str(report)
@@ -139,82 +124,6 @@ def test_a_checkpoint_of_the_same_model_stays_as_it_is(norm):
     state = checkpoint['state_dict']
     check_detector_checkpoint(model, checkpoint)
     assert checkpoint['state_dict'] is state
-
-
-def saved(tmp_path, model: nn.Module, lost: tuple[str, ...] = ()) -> tuple[str, dict]:
-    state = checkpoint_of(model)['state_dict']
-    path = tmp_path / 'saved.pth'
-    torch.save(dict(state_dict={key: value for key, value in state.items() if not key.startswith(lost)}), path)
-    return str(path), state
-
-
-@pytest.mark.parametrize('norm', ['LN', 'PRepBN'])
-def test_a_backbone_checks_what_any_loader_gives_it(tmp_path, norm):
-    def load_plainly(path) -> Detector:
-        model = Detector(norm_cfg=dict(type=norm))
-        load_checkpoint(model, path, map_location='cpu')
-        return model
-
-    source = Detector(norm_cfg=dict(type=norm))
-    path, state = saved(tmp_path, source)
-    for key, value in load_plainly(path).state_dict().items():
-        torch.testing.assert_close(value, state[key].to(value.dtype), msg=key)
-    if norm == 'PRepBN':
-        with pytest.raises(CheckpointError, match=r'other norms.* patch_embed\.norm\.ln\.weight.*converted'):
-            load_plainly(saved(tmp_path, Detector(norm_cfg=dict(type='LN')))[0])
-    with pytest.raises(CheckpointError, match='weights of the model are missing: norm1'):
-        load_plainly(saved(tmp_path, source, lost=('backbone.norm1.',))[0])
-    with pytest.raises(CheckpointError, match='shapes do not fit'):
-        load_plainly(saved(tmp_path, Detector(norm_cfg=dict(type=norm), embed_dims=16))[0])
-
-
-class Trainable(BaseModel):
-    def __init__(self, detector: Detector, init_cfg: dict | None = None) -> None:
-        super().__init__(init_cfg=init_cfg)
-        self.backbone, self.neck, self.bbox_head = detector.backbone, detector.neck, detector.bbox_head
-
-    def forward(self, x: torch.Tensor, mode: str = 'tensor'):
-        out = self.bbox_head(self.neck(self.backbone(x)[-1]).mean((2, 3)))
-        return dict(loss=out.mean()) if mode == 'loss' else out
-
-
-def make_runner(work_dir, **kwargs) -> Runner:
-    return Runner(
-        model=Trainable(Detector(norm_cfg=dict(type='PRepBN'))),
-        work_dir=str(work_dir),
-        experiment_name=work_dir.name,
-        train_dataloader=dict(
-            dataset=[dict(x=torch.randn(3, 20, 20))] * 4,
-            batch_size=2,
-            num_workers=0,
-            sampler=dict(type='DefaultSampler', shuffle=False),
-            collate_fn=dict(type='default_collate'),
-        ),
-        train_cfg=dict(by_epoch=False, max_iters=2),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
-        default_hooks=dict(checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=1)),
-        custom_hooks=[dict(type='CheckedLoadHook'), dict(type='EMAHook')],
-        log_level='WARNING',
-        **kwargs,
-    )
-
-
-def test_a_runner_checks_what_it_loads(tmp_path):
-    runner = make_runner(tmp_path / 'first')
-    runner.train()
-    saved = tmp_path / 'first' / 'iter_1.pth'
-    lost, foreign = tmp_path / 'lost.pth', tmp_path / 'foreign.pth'
-    checkpoint = torch.load(saved, weights_only=False)
-    del checkpoint['state_dict']['neck.weight'], checkpoint['ema_state_dict']
-    torch.save(checkpoint, lost)
-    torch.save(dict(state_dict={'encoder.weight': torch.zeros(1)}), foreign)
-
-    make_runner(tmp_path / 'resumed', load_from=str(saved), resume=True).train()
-    make_runner(tmp_path / 'started', load_from=str(lost)).train()
-    with pytest.raises(CheckpointError, match='neck.weight'):
-        make_runner(tmp_path / 'cut', load_from=str(lost), resume=True).train()
-    with pytest.raises(CheckpointError, match='nothing matches'):
-        make_runner(tmp_path / 'wrong', load_from=str(foreign)).train()
 
 
 @pytest.fixture(scope='module')

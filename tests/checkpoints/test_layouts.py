@@ -166,28 +166,6 @@ def test_official_outputs_are_reproduced(name, stable_stages, tmp_path):
     assert (ours <= 3 * rounding)[:stable_stages].all(), (ours, rounding)
 
 
-def test_patch_merging_order_against_the_formula():
-    """Microsoft's PatchMerging, written out, on the weights before conversion; mmdet's Swin on those after."""
-    model = SwinTransformer(
-        embed_dims=8, depths=(2, 2), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1), window_size=4
-    ).double()
-    norm, reduction = torch.rand(2, 32).double(), torch.rand(16, 32).double()
-    state = {
-        'layers.0.blocks.0.attn.qkv.weight': torch.rand(24, 8),
-        'layers.0.downsample.norm.weight': norm[0],
-        'layers.0.downsample.norm.bias': norm[1],
-        'layers.0.downsample.reduction.weight': reduction,
-    }
-    assert load_pretrained(model, state).format == 'microsoft_swin'
-    x = torch.rand(2, 6, 10, 8).double()
-    merged = torch.cat([x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]], -1)
-    mean, var = merged.mean(-1, keepdim=True), merged.var(-1, unbiased=False, keepdim=True)
-    expected = ((merged - mean) / (var + 1e-5).sqrt() * norm[0] + norm[1]) @ reduction.T
-    got, hw_shape = model.stages[0].downsample(x.flatten(1, 2), (6, 10))
-    assert hw_shape == (3, 5)
-    torch.testing.assert_close(got, expected.flatten(1, 2), rtol=1e-10, atol=1e-10)
-
-
 def with_official_eps(model: nn.Module) -> nn.Module:
     """PVT's authors have another eps than mmdet in patch embeddings and reductions."""
     for name, module in model.named_modules():

@@ -146,10 +146,6 @@ def test_tables_of_another_window_are_interpolated():
     rows = table[:, 0].view(11, 11)
     assert (rows.diff(dim=0) > 0).all()
     torch.testing.assert_close(rows, rows[:, :1].expand(11, 11))
-    wider = SLABSwin(**{**SMALL, 'window_size': 6, 'num_heads': (1, 4)}, attention=('sla', 'softmax'))
-    # With other heads too, the interpolated table is still no table of the model's.
-    with pytest.raises(CheckpointError, match=r'shapes do not fit.*bias_table \(121, 2\) -> .* \(121, 4\)'):
-        load_pretrained(wider, small.state_dict())
 
 
 @pytest.mark.parametrize('model', [SLABSwin, SwinTransformer, SLABPVT, PyramidVisionTransformer])

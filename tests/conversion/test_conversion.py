@@ -115,18 +115,6 @@ def test_norms_of_timm_over_the_last_dimension_are_converted(norm):
         torch.testing.assert_close(slab_det.convert_norms(model)(x), model(x), rtol=1e-6, atol=1e-6)
 
 
-def test_a_shared_norm_stays_shared():
-    norm, block = nn.LayerNorm(4), nn.Sequential(nn.LayerNorm(4))
-    model = nn.ModuleDict(dict(a=norm, b=norm, c=block, d=block))
-    converted = slab_det.convert_norms(model)
-    assert converted.conversion_report.converted == ['a', 'c.0']
-    assert isinstance(converted.a, PRepBN) and converted.a is converted.b
-    assert isinstance(converted.c[0], PRepBN) and converted.c is converted.d
-    kept = slab_det.convert_norms(model, skip=['c'])
-    assert kept.conversion_report.kept == {'c.0': 'skipped'}
-    assert isinstance(kept.c[0], nn.LayerNorm) and kept.c is kept.d and isinstance(kept.a, PRepBN)
-
-
 @pytest.mark.parametrize('gamma', [0.5, 0.0])
 def test_frozen_norms_are_frozen_whole(gamma):
     """DDP waits for the gradient of each parameter that asks for one."""

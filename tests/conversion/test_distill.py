@@ -7,7 +7,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, SMALL_SWIN, as_trained, randomize, small_mmdet_cfg
+from conftest import CONFIGS, as_trained, randomize
 from mmdet.apis import DetInferencer
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -61,36 +61,6 @@ def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teach
         feature_error=relative(s, t),
     )
     torch.testing.assert_close(losses, expected)
-
-
-def build_small(name):
-    if not name.startswith('detr/'):
-        return MODELS.build(small_mmdet_cfg(name, dict(SMALL_SWIN, norm_cfg=dict(type='LN'))))
-    cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
-    cfg.backbone.depth, cfg.neck.in_channels = 18, [512]
-    cfg.encoder.num_layers = cfg.decoder.num_layers = 1
-    return MODELS.build(cfg)
-
-
-@pytest.mark.parametrize(
-    ('name', 'parts'),
-    [
-        ('_base_/models/retinanet_r50_fpn', {'loss_dense'}),
-        # Its head multiplies deltas by the stride in eval mode only.
-        ('fcos/fcos_r50-caffe_fpn_gn-head_1x_coco', {'loss_dense'}),
-        ('_base_/models/cascade-rcnn_r50_fpn', {'loss_dense', 'loss_roi'}),
-        ('detr/detr_r50_8xb2-150e_coco', set()),
-    ],
-)
-def test_a_copy_in_training_mode_has_no_loss_in_any_kind_of_detector(name, parts):
-    teacher = build_small(name)
-    student = copy.deepcopy(teacher).train()
-    student.backbone.eval()
-    images = torch.randn(1, 3, 64, 64)
-    losses = Distillation(teacher)(student, student.extract_feat(images), images, describe_images(images))
-    assert losses.keys() == {'loss_features', 'feature_error'} | parts
-    assert sum(losses.values()).item() < 1e-6, losses
-    assert all(head.training for head in student.children() if head is not student.backbone)
 
 
 # Behind it windows are padded; the FPN alone reads the other.
@@ -224,15 +194,6 @@ def test_a_tune_on_pictures_takes_nothing_that_needs_labels(absorbed, tmp_path):
     assert losses == {'loss_features', 'loss_dense', 'loss_roi'}
     last = build_detector(Config.fromfile(fused_config), str(tmp_path / 'tuned/iter_2.pth'))
     assert last.dataset_meta == dict(classes=('a', 'b', 'c', 'd'))
-
-
-def test_the_teacher_follows_and_copies_share_it(absorbed):
-    model = MODELS.build(tune_cfg(absorbed, 'moved').model).double()
-    teacher = model.distillation.teacher
-    assert {p.dtype for p in teacher.parameters()} == {torch.float64}
-    assert copy.deepcopy(model).distillation.teacher is teacher
-    assert teacher not in set(model.modules())
-    assert not any(part.training for part in model.train().distillation.teacher.modules())
 
 
 def test_a_wrong_teacher_is_refused(absorbed, tmp_path):

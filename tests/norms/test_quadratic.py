@@ -154,3 +154,27 @@ def test_one_token_and_maps_that_are_not_contiguous_will_do(kind):
             torch.testing.assert_close(y.view_as(x), ys[0])
     single = make_norm(kind)
     torch.testing.assert_close(single(torch.full((C,), 3.0).double()), single.weight + single.bias, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+@pytest.mark.parametrize('kind', NORMS)
+def test_a_channel_that_is_not_finite_takes_the_average_in_its_place(kind, bad):
+    """In the forward and in the backward pass; the other channels take the batch."""
+    norm, untroubled = make_norm(kind), make_norm(kind)
+    for t in range(1, 6):
+        x, dy = batch(t), batch(t + 10)
+        untroubled(x).backward(dy)
+        if t == 2:
+            before = norm.running_var.clone()
+            x[0, 2, 1] = bad
+        elif t == 3:
+            dy[0, 2, 1] = bad
+        norm(x).backward(dy)
+        if t == 2:
+            # UN averages the geometric mean of a window, which holds the average now.
+            assert kind is UN or torch.equal(norm.running_var[1], before[1])
+    others = [0, 2, 3, 4]
+    for key, value in norm.named_buffers():
+        assert value.isfinite().all(), key
+        wanted = untroubled.get_buffer(key)
+        assert torch.equal(value[..., others], wanted[..., others]) if value.ndim else value == wanted, key
