@@ -16,7 +16,7 @@ from slab_det.norms import named_offline_norms
 
 
 class Backbone(BaseModule):
-    """Loads pretrained weights, puts norms behind its stages and keeps loaded statistics frozen; see SLABSwin."""
+    """Loads pretrained weights, puts norms behind its stages and freezes loaded statistics; see SLABSwin."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Backbone(BaseModule):
         return image.contiguous(memory_format=self.memory_format)
 
     def init_from_scratch(self) -> None:
-        """Draws weights as ViT does; convolutions keep PyTorch's."""
+        """Draws weights as ViT does; convolutions have PyTorch's."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)

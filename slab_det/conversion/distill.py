@@ -33,7 +33,7 @@ class Distillation:
     """Losses that compare a student with its teacher.
 
     The error of outputs s of the student against outputs t of the teacher is ``sum (s - t)^2 / sum t^2``: 0 where they
-    are equal, 1 for a student that puts out zeros. Each loss is the mean error of its tensors:
+    are equal, 1 where s is zero. Each loss is the mean error of its tensors:
 
     - ``loss_features``: the feature maps that ``extract_feat`` returns.
     - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.

@@ -16,7 +16,7 @@ class NormFusion:
         norm: Dotted name of the norm in the model.
         kind: Class of the norm.
         outcome: 'folded' into linear layers; 'absorbed' by them (:func:`slab_det.absorb`); 'affine', one multiply-add;
-            or 'kept' as it was.
+            or 'kept', unchanged.
         into: Names of the layers that took it, separated by commas, or ''.
         side: Whether the norm stood at the 'input' or at the 'output' of these layers.
         reason: Why no layer took it, or ''.

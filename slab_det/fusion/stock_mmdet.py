@@ -54,7 +54,7 @@ def _fpn_input_layers(fpn: FPN, part: str) -> tuple[str]:
 
 
 def _fpn_writes(fpn: FPN) -> list[Write]:
-    """The convolutions that put out the levels which the backbone feeds."""
+    """The convolutions whose outputs are the levels of the backbone."""
     convs = [f'fpn_convs.{i}.conv' for i in range(fpn.backbone_end_level - fpn.start_level)]
     return [Write(conv, stream=conv) for conv in convs if isinstance(fpn.get_submodule(conv), nn.Conv2d)]
 
@@ -68,7 +68,7 @@ def _conv_module_input_layers(module: ConvModule) -> tuple[str]:
 def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
     """Our attention with the layers, parameters and buffers of mmdet's: the same results and state-dict keys.
 
-    mmdet pads maps between norm1 and qkv: padding tokens get the bias of qkv, which a fold changes. Ours can keep the
+    mmdet pads maps between norm1 and qkv: padding tokens get the bias of qkv, which a fold changes. Ours stores the
     unfused bias for them.
     """
     theirs = attn.w_msa

@@ -19,8 +19,8 @@ from slab_det.runtime.errors import CheckpointError
 class CheckedLoadHook(Hook):
     """Checks what ``load_from``, ``--resume`` or a test loads, converts foreign backbones, and logs a report.
 
-    It is an error if nothing matches, a shape does not fit, or only one of checkpoint and model is fused. Missing
-    weights are errors when resuming and testing; a training that starts from ``load_from`` only reports them.
+    CheckpointError is raised if nothing matches, a shape does not fit, or only one of checkpoint and model is fused.
+    Missing weights are errors when resuming and testing; a training that starts from ``load_from`` only reports them.
 
     Args:
         reinitialize: Prefixes of keys that are not loaded, such as ``('roi_head.bbox_head.fc_cls',)`` for another

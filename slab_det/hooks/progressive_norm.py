@@ -27,10 +27,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class ProgressiveNormHook(Hook):
     """Lowers gamma of every PRepBN: ``gamma(t) = gamma_start * decay(t / T)``, and 0 from iteration T on.
 
-    t is the runner's iteration, whatever gradient accumulation, activation checkpointing and validation do. Iteration t
-    runs with gamma(t); right after it gamma(t + 1) is set, which validation and checkpoints then have. gamma_start is
-    the gamma of each norm once weights are loaded: 1 for LayerNorm weights or from scratch, 0 where the decay of the
-    checkpoint was finished. gamma is never raised, goes on after ``--resume`` where it was, and is logged as ``gamma``.
+    t is the iteration of the runner. Iteration t runs with gamma(t); validation and checkpoints after it have
+    gamma(t + 1). gamma_start is the gamma of each norm once weights are loaded: 1 for LayerNorm weights or from
+    scratch, 0 where the decay of the checkpoint was finished. gamma never rises, continues after ``--resume``, and is
+    logged.
 
     Args:
         decay: Shape of the decay.

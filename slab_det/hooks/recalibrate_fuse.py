@@ -32,21 +32,19 @@ NUM_VERIFIED = 2
 class RecalibrateFuseHook(Hook):
     """After training: recalibrates the last checkpoint, saves it again, validates it, and writes a fused one beside it.
 
-    In the work directory it leaves the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
-    ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 is left alone, with an error in the log.
-    With EMAHook the last checkpoint holds the averaged weights, and these are fused. Best checkpoints (``save_best``)
-    keep the statistics and the gamma of their time, and cannot be fused while that is above 0. Resuming a finished run
-    does only this again, with the same result.
+    The work directory then has the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
+    ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 gets an error in the log and nothing else.
+    With EMAHook the averaged weights are recalibrated and fused. Checkpoints of ``save_best`` stay as they were saved;
+    one with gamma > 0 cannot be fused. Resuming a finished run repeats this hook alone, with the same result.
 
-    In a distributed run all processes recalibrate and validate, each on its share of the images. The main process
-    alone reads and writes files. An error of one is an error of all, except for an error in computing metrics, where
-    the launcher ends the others.
+    In a distributed run all processes recalibrate and validate, each on its share of the images. Only the main process
+    reads and writes files. An error in one process ends all of them.
 
     Args:
         num_images: Training images to recalibrate on.
         max_passes: See :func:`slab_det.recalibrate`.
         tol: See :func:`slab_det.recalibrate`.
-        recalibrate: False keeps the running statistics, for weights that were trained with frozen ones.
+        recalibrate: False leaves the running statistics alone, for weights that were trained with frozen ones.
         pipeline: 'train' for these images as training saw them, 'test' for them as inference sees them; see
             :func:`slab_det.recalibration.recalibration_dataloader`.
 
