@@ -26,25 +26,6 @@ def test_starts_from_scratch_with_the_weights_of_mmdet(small):
     assert not differing(*states)
 
 
-def test_one_word_or_one_per_stage():
-    model = build(PVT, **MIXED)
-    attentions = [[block.attn for block in blocks if hasattr(block, 'attn')] for _, blocks, _ in model.layers]
-    assert [{type(attn).__name__.removesuffix('MapAttention') for attn in stage} for stage in attentions] == [
-        {'Simplified'},
-        {'Focused'},
-        {'Softmax'},
-        {'Simplified'},
-    ]
-    assert [[attn.sr_ratio for attn in stage] for stage in attentions] == [[2, 2], [1], [2, 2], [1]]
-    # Half of the 56 x 56 positions of stage 0, all 28 x 28 of stage 1.
-    assert attentions[0][0].positional_encoding.shape == (1, 28 * 28, 8)
-    assert attentions[1][0].positional_encoding.shape == (1, 28 * 28, 16)
-    prefix = 'layers.0.1.1.attn.'
-    with_sla = {key.removeprefix(prefix) for key in build(PVT, attention='sla').state_dict() if key.startswith(prefix)}
-    projections = {f'attn.{name}' for name in ('in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias')}
-    assert with_sla == projections | {'positional_encoding', 'dwc.weight', 'dwc.bias'}
-
-
 def test_linear_positions_are_those_of_overlapping_patches():
     model = build(V2, attention='sla', pretrain_img_size=(100, 70))
     # (100 + 6 - 7) // 4 + 1 = 25, (25 + 2 - 3) // 2 + 1 = 13, 7, 4; (70 + 6 - 7) // 4 + 1 = 18, 9, 5, 3
