@@ -32,6 +32,12 @@ class Backbone(BaseModule):
                 raise ValueError('init_cfg and pretrained name two sources of weights: give one')
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
+        try:
+            build_norm_layer(norm_cfg, 1)
+        except KeyError as error:
+            # The message of mmcv does not name it.
+            known = 'LN, TokenBN, RepBN, PRepBN, UN, MABN, PowerNorm or what custom_imports registers'
+            raise ValueError(f'norm_cfg={norm_cfg}: there is no such norm; its type is one of {known}') from error
         self.register_load_state_dict_pre_hook(check_state_dict)
         self.pretrain_img_size = to_2tuple(pretrain_img_size)
         self.out_indices = tuple(out_indices)

@@ -100,6 +100,8 @@ def recalibrate(
     if max_passes is None:
         # The last pass finds that nothing changed. A norm that is called twice may need more than one pass.
         max_passes = max(len(norms) + 1, 8)
+    if max_passes < 1:
+        raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
     report = RecalibrationReport(len(norms), 0, tol)
     # Norms that normalise with the statistics of each batch.
     by_batch = list(norms)

@@ -98,6 +98,7 @@ def test_arguments_are_mmdets(kind, theirs):
 @pytest.mark.parametrize(
     ('small', 'options', 'message'),
     [
+        (SWIN, dict(norm_cfg=dict(type='NoNorm')), 'norm_cfg=.*NoNorm.*PRepBN'),
         (SWIN, dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
         (PVT, dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
         (SWIN, dict(strides=(2, 2, 2)), 'patches must not overlap'),
