@@ -107,7 +107,7 @@ class FocusedMixing(LinearMixing):
         return powered * (length / powered.norm(dim=-1, keepdim=True))
 
     def key_features(self, k: Tensor) -> Tensor:
-        # The 1 / N of the keys reaches both sums, and turns them into means.
+        # 1 / N turns both sums over the keys into means.
         return self.query_features(k) / k.shape[1]
 
 

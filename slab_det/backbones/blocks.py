@@ -80,7 +80,7 @@ class FFN(BaseModule):
         """Applies the activation and the norm to the hidden channels."""
         if self.ffn_norm == 'pre_act':
             return activation(self.norm(hidden))
-        # The dropout comes later: its noise would widen the statistics that inference uses.
+        # Before the dropout: its noise would widen the statistics that inference uses.
         return self.norm(activation(hidden))
 
     def folds(self) -> Iterator[Fold]:
@@ -145,7 +145,7 @@ class ConvFFN(FFN):
 
     def writes(self) -> Iterator[Write]:
         last = len(self.layers) - 1
-        # The second layer is never called as a module. Its input is the output of the dropout, which is also the last.
+        # The second layer is never called as a module. The last module is the dropout whose output it reads.
         yield Write(f'layers.{last - 1}', source=f'layers.{last}')
 
     def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:

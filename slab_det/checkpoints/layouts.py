@@ -90,7 +90,7 @@ def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
     """Finds the layout of a checkpoint with these keys for a model with the keys ``targets``, or raises."""
     keys, targets = set(keys), set(targets)
     found = next((layout for layout in LAYOUTS if layout.matches(keys)), None)
-    # A part of a model, or another architecture in its own layout. A few keys in common may be a coincidence.
+    # A part of a model, or a native layout of another architecture; a few common keys may be a coincidence.
     if found is None and 2 * len(keys & targets) > min(len(keys), len(targets)):
         return LAYOUTS[-1]
     if found is None:
@@ -147,8 +147,8 @@ def _finish_pvt(weights: Weights) -> Weights:
     has_convs = any('.ffn.layers.1.' in key for key in weights)
     tables = sorted(key for key in weights if key.endswith('.pos_embed'))
     sizes = [weights[key].value.shape[1] for key in tables]
-    # Official detectors keep the position of the class token, but not the token; the SLAB authors' PVT has neither.
-    # Without it, the stage before has four times as many positions as the last one.
+    # Official detectors have the position of the class token without the token; the SLAB authors' PVT has neither.
+    # Without that position, the stage before the last one has four times as many positions.
     has_class_position = bool(tables) and ('cls_token' in weights or 4 * sizes[-1] != sizes[-2:][0])
     native = {}
     for key, weight in weights.items():
@@ -168,7 +168,7 @@ def _finish_pvt(weights: Weights) -> Weights:
 def _place_class_token(weights: Weights) -> Weights:
     """Adds the position of the class token to the token, as SLABViT has it, and drops it from the table."""
     token, table = weights.get('cls_token'), weights.get(VIT_POSITIONS)
-    # The SLAB authors' DeiT has a class token without a position, which its forward leaves out.
+    # The SLAB authors' DeiT has a class token without a position, and does not use it.
     if token is None or table is None or math.isqrt(table.value.shape[1]) ** 2 == table.value.shape[1]:
         return weights
     return weights | {

@@ -106,7 +106,7 @@ def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]
             + suited.get(kind, f"dict(type='{kind}')")
         )
     prefix, implied = fit
-    # The report names implied values by the key of the norm's first weight.
+    # The report names added values by the key of the norm's first weight.
     key = next(iter(given.values())).key
     fitted = {prefix + part: weight for part, weight in given.items()}
     for part, value in implied.items():

@@ -23,7 +23,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.recalibration.moments import evaluating
 from slab_det.runtime.tensors import tensors_in
 
-# RoI heads are compared on so many boxes of an image.
+# Boxes per image on which RoI heads are compared.
 NUM_PROPOSALS = 100
 # The weight of loss_features; the other losses have weight 1.
 FEATURE_WEIGHT = 5.0
@@ -76,7 +76,7 @@ class Distillation:
             with torch.no_grad():
                 metas = [sample.metainfo for sample in samples]
                 proposals = self.teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
-                # The surest come first. All of them would cost more than the rest of both detectors.
+                # The first have the highest scores. All of them would cost more than the rest of both detectors.
                 proposals = [found[:NUM_PROPOSALS] for found in proposals]
                 wanted = _roi_outputs(self.teacher.roi_head, targets, proposals)
             with evaluating(student.roi_head):
@@ -157,7 +157,7 @@ class _Distilled:
         return losses
 
     def extract_feat(self, *args: Tensor) -> Sequence[Tensor]:
-        # The student's own losses, within loss, take the maps that are computed already.
+        # Within loss() the maps are computed already.
         return super().extract_feat(*args) if self.student_features is None else self.student_features
 
     def _apply(self, *args: object, **kwargs: object) -> nn.Module:
@@ -176,13 +176,13 @@ def _dense_head(model: nn.Module) -> str | None:
 def _roi_outputs(head: nn.Module, features: Sequence[Tensor], proposals: list[InstanceData]) -> list:
     rois = bbox2roi([found.bboxes for found in proposals])
     if isinstance(head, CascadeRoIHead):
-        # The head's forward refines the boxes by its own deltas: outputs on different boxes would be compared.
+        # The head's own forward refines the boxes: teacher and student would get different ones.
         stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
         return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
     boxes = head._bbox_forward(features, rois)
     outputs = [boxes['cls_score'], boxes['bbox_pred']]
     if head.with_mask:
-        # The head's forward would take the first hundred boxes of all, and these are of the first image.
+        # The head's own forward would take the first hundred boxes of the first image.
         surest = [found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals]
         outputs.append(head._mask_forward(features, bbox2roi(surest))['mask_preds'])
     return outputs

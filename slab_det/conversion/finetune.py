@@ -28,7 +28,7 @@ DEFAULT_HOOKS = dict(
 )
 # The keys that a schedule decides. Every other key stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
-# An absorbed detector has no norm for the first two, and an average would hardly follow so short a training.
+# An absorbed detector has no norm for the first two; an average hardly moves in so short a training.
 NO_TUNE_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
 
 

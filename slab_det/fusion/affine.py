@@ -14,7 +14,7 @@ Side: TypeAlias = Literal['input', 'output']
 
 # Exact types: a subclass or a parametrization may compute its weight. mmcv's differ only on empty inputs.
 FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
-# Which thirds of the rows of a packed in_proj a part consists of: the first, and the one after the last.
+# Rows of a packed in_proj in thirds: the first third of each part, and the end.
 PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 
 
@@ -51,7 +51,7 @@ def fold_into_input(layer: nn.Module, scale: Tensor, shift: Tensor, part: str = 
     """
     check_foldable(layer, 'input', part)
     weight, bias = _parameters(layer, part)
-    # Channels in last, behind the positions of a convolution.
+    # Input channels last, behind the positions of a convolution.
     columns = weight.double().movedim(1, -1)
     bias.copy_(bias.double() + (columns * shift.double()).flatten(1).sum(1))
     columns = columns @ scale.double() if scale.ndim == 2 else columns * scale.double()
@@ -91,7 +91,7 @@ def _parameters(layer: nn.Module, part: str = '') -> tuple[Tensor, Tensor]:
         zeros = weight.new_zeros(weight.shape[0])
         setattr(layer, bias_name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
         if isinstance(layer, nn.MultiheadAttention):
-            # With a bias for its inputs its fused kernel may run, which reads this one too.
+            # Its fused kernel reads both biases or none.
             _parameters(layer.out_proj)
     parameters = weight, getattr(layer, bias_name)
     if not part:

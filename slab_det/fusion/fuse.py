@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate, chain
 
 import torch
-from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -53,20 +52,12 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
             that it hands the outputs of the backbone to the neck and to nothing else; if the promise is wrong, the
             fused detector computes something else, and :func:`slab_det.fusion.verify_fusion` may not see it.
 
-    Returns:
-        The fused model. A warning is given where no norm was folded.
-
     Raises:
         FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, hooks
             on a norm, or one norm in several places. The model is then unchanged.
     """
     check_fusible(model)
     fusions = plan_folds(model, fold_outputs)
-    if not any(fusion.outcome == 'folded' for fusion in fusions):
-        reasons = dict.fromkeys(fusion.reason for fusion in fusions) or ['the model has no norms']
-        MMLogger.get_current_instance().warning(
-            f'slab_det.fuse folded none of the {len(fusions)} norms of {type(model).__name__}: {"; ".join(reasons)}'
-        )
     ffns = past_ffns(model)
     fused = apply_folds(model if inplace else copy_module(model), [*past_fusions(model), *fusions])
     fused.fusion_report.ffns.update(ffns)
@@ -219,7 +210,7 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Ma
     """
     name, part = split_part(target)
     layer = model.get_submodule(name)
-    # A hook of a module that contains the norm or the layer, and not both, runs between the two.
+    # Hooks of a module around only one of norm and layer run between the two.
     for between in sorted({*containers_of(norm)} ^ {*containers_of(name), name}):
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
@@ -233,7 +224,7 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Ma
 def _fold(model: nn.Module, fusion: NormFusion, norm: nn.Module) -> nn.Identity:
     """Folds a norm into its layers; returns the identity that takes its place."""
     if fusion.outcome == 'absorbed':
-        # An identity, so that the layers get their form; slab_det.absorb or a checkpoint brings the weights.
+        # An identity: the layers get their form here, their weights from slab_det.absorb or a checkpoint.
         norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
         affine = norm.scale, norm.shift
     else:

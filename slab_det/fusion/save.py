@@ -77,7 +77,7 @@ def _with_changes(model: dict, **changes: object) -> dict:
 def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
     if type_name(values['model']['type']) == 'FusedDetector':
-        # ``folds`` and ``ffns`` say all that it adds to its model.
+        # ``folds`` and ``ffns`` replace what it adds to its model.
         values['model'] = _with_changes(**{key: part for key, part in values['model'].items() if key not in FUSED_KEYS})
     # A DistilledDetector needs its teacher for training alone.
     values['model'] = detector_config(values['model'])
@@ -87,7 +87,7 @@ def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Confi
         values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
     if type_name(values['model'].get('data_preprocessor', {}).get('type', '')) == 'DetDataPreprocessor':
         values['model']['data_preprocessor']['type'] = 'CheckedDataPreprocessor'
-    # The scope is for configs with another default scope; mmdet's init_detector expects a key `backbone`.
+    # 'mmdet.' is for configs with another default scope; mmdet's init_detector reads the key `backbone`.
     values['model'] = dict(type='mmdet.FusedDetector', model=values['model'], folds=folds, backbone={})
     if ffns:
         values['model']['ffns'] = ffns

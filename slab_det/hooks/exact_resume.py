@@ -77,8 +77,6 @@ class ExactResumeHook(Hook):
             for name, parameter in unwrap(runner.model).named_parameters():
                 if name in self._gradients['gradients']:
                     parameter.grad = self._gradients['gradients'][name].to(parameter)
-            # mmengine has warned that they are lost.
-            runner.logger.info('ExactResumeHook: restored the gradients of the iterations since the last update')
         self._random = self._gradients = None
 
     def before_val(self, runner: Runner) -> None:

@@ -14,7 +14,7 @@ from slab_det.norms import PRepBN, named_progressive_norms
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
 
-# Share of gamma_start that is left when a fraction t of the decay is over (SLAB, eq. 4, is the linear one).
+# Share of gamma_start that is left at a fraction t of the decay; SLAB's is linear.
 DECAYS: dict[str, Callable[[float], float]] = {
     'linear': lambda t: 1.0 - t,
     'cosine': lambda t: 0.5 * (1.0 + math.cos(math.pi * t)),
@@ -61,10 +61,6 @@ class ProgressiveNormHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         self._norms = named_progressive_norms(unwrap(runner.model))
-        if not self._norms:
-            runner.logger.warning(
-                "ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') or remove the hook"
-            )
         unit = dict(fraction=runner.max_iters, iter=1, epoch=len(runner.train_dataloader))[self.unit]
         self._num_iters = round(self.total * unit)
         if self._gamma_start is None:
@@ -128,7 +124,7 @@ class ProgressiveNormHook(Hook):
     def _set_gamma(self, iteration: int) -> None:
         left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)
         for name, norm in self._norms.items():
-            # A finished run that is resumed with more iterations has a longer decay, but no way back.
+            # A finished run that is resumed with more iterations must not raise gamma.
             norm.gamma = min(norm.gamma, self._gamma_start[name] * left)
 
     def _largest_gamma(self) -> float:

@@ -24,7 +24,7 @@ from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
 from slab_det.runtime.progress import Progress
 
-# Images on which the fused model is compared with the unfused one, each of another batch.
+# Images on which the fused model is compared with the unfused one, one from each batch.
 NUM_VERIFIED = 2
 
 

@@ -100,7 +100,7 @@ class _BatchNorm(torch.autograd.Function):
         ctx.eps = norm.eps
         if eta is None:
             return y
-        # Autocast would copy x to float32 first.
+        # Autocast would copy x to float32.
         with torch.autocast(x.device.type, enabled=False):
             return torch.addcmul(y, x, eta)
 

@@ -77,7 +77,7 @@ class PRepBN(OfflineNorm):
         """The mixture of eq. 3 at the current gamma."""
         self.check_channels(x)
         gamma = self._gamma_value
-        # LayerNorm first: the sum takes its layout in memory, which later layers are fast for.
+        # LayerNorm first: the sum takes its memory layout, with which later layers are fast.
         return torch.add(gamma * self.ln(x), self.repbn(x), alpha=1.0 - gamma)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:

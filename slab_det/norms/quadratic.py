@@ -142,7 +142,7 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
         inverse_root, is_outlier = norm.next_inverse_root(values)
         scale = weight * inverse_root
         ctx.norm = norm
-        # Backward needs the decision of this iteration, whatever other forwards come between.
+        # Other forwards may come before the backward of this one.
         ctx.save_for_backward(x, weight, inverse_root, scale, is_outlier)
         return torch.addcmul(bias, values, scale).to(x.dtype)
 
@@ -233,7 +233,7 @@ class UN(QuadraticNorm):
         self.register_buffer('num_filtered', torch.zeros((), dtype=torch.int64))
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
-        # Both means of a single value are equal, and their difference is rounding.
+        # With M = 1 both means are equal up to rounding.
         filters = self.filter_outliers and self.window_size > 1 and self.squares.is_full and not self.is_warming_up
         spread = self.squares.values.sqrt().var() if filters else None
         window = self.squares.push(square)

@@ -52,7 +52,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
         steps = inference_steps(cfg)
         for part in walk_datasets(dataset):
             is_wrapper = 'dataset' in part or 'datasets' in part
-            # Wrappers that mix images, which have a pipeline of their own, pass them on as they are.
+            # Wrappers that mix images have a pipeline of their own, which must not change them here.
             if 'pipeline' in part or not is_wrapper:
                 part['pipeline'] = [] if is_wrapper else steps
     else:

@@ -31,7 +31,7 @@ class Moments:
 
     def add(self, values: Tensor) -> None:
         """Adds tokens, (..., C)."""
-        # One copy to work in: on large maps each further array costs more than the arithmetic.
+        # One copy to work in: on large maps another array costs more than the arithmetic.
         tokens = values.detach().flatten(0, -2).to(torch.float64, copy=True)
         part = Moments()
         part.count, part.mean = len(tokens), tokens.mean(0)
@@ -134,7 +134,7 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
     # Hooks are registered without mmdet's models, which take a second to import.
     from mmdet.models import BatchFixedSizePad
 
-    # Not other augmentations of batches: they draw random numbers, and every pass must see the same images.
+    # Other augmentations of batches draw random numbers, and every pass must see the same images.
     parts = () if getattr(getattr(batches, 'dataset', None), 'test_mode', False) else model.modules()
     pads = [part for part in parts if isinstance(part, BatchFixedSizePad)]
 

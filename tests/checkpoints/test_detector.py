@@ -1,5 +1,7 @@
 """Whole detectors: what load_from, --resume, testing and mmdet's own API may load."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import differing
@@ -35,26 +37,6 @@ def checkpoint_of(model: nn.Module, prefix: str = '') -> dict:
     return dict(meta=dict(epoch=0, iter=0), message_hub={}, state_dict=state)
 
 
-def official_checkpoint() -> dict:
-    """The official detection layout of a plain-RepBN Mask R-CNN backbone, LayerNorm on the outputs."""
-    native = checkpoint_of(Detector(norm_cfg=dict(type='RepBN'), out_norm_cfg=dict(type='LN')))['state_dict']
-    state = {}
-    for key, value in native.items():
-        for ours, theirs in (
-            ('stages.', 'layers.'),
-            ('projection', 'proj'),
-            ('attn.w_msa', 'attn'),
-            ('ffn.layers.0.0', 'mlp.fc1'),
-            ('ffn.layers.1', 'mlp.fc2'),
-            ('.eta', '.alpha'),
-        ):
-            key = key.replace(ours, theirs)
-        if f'{key.rpartition(".")[0]}.'.endswith(('norm.', 'norm1.', 'norm2.')) and 'backbone.norm' not in key:
-            key = key if key.endswith('.alpha') else '.bn.'.join(key.rsplit('.', 1))
-        state[key] = value
-    return dict(state_dict=state)
-
-
 def load(model: nn.Module, checkpoint: dict, **options) -> None:
     """As a runner with CheckedLoadHook loads a checkpoint, and takes ``module.`` off the names."""
     check_detector_checkpoint(model, checkpoint, **options)
@@ -73,16 +55,20 @@ def test_own_checkpoints_load(complete, prefix):
 
 
 def test_official_backbone_is_converted_in_place():
-    checkpoint = official_checkpoint()
-    eta = checkpoint['state_dict']['backbone.layers.0.blocks.0.norm1.alpha']
-    head = checkpoint['state_dict']['bbox_head.weight']
-    model = Detector(norm_cfg=dict(type='PRepBN'), out_norm_cfg=dict(type='LN'))
+    official = torch.load(Path(__file__).parents[1] / 'data/prepbn_swin_official.pt', weights_only=True)
+    config, state = official['config'], official['state_dict']
+    sizes = dict(embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'])
+    stages = dict(strides=(4, 2, 2, 2), out_indices=(0, 1, 2, 3), window_size=7)
+    model = Detector(**sizes, **stages, norm_cfg=dict(type='PRepBN'), out_norm_cfg=dict(type='LN'))
+    head = checkpoint_of(model)['state_dict']['bbox_head.weight']
+    heads = {key: value for key, value in model.state_dict().items() if not key.startswith('backbone.')}
+    checkpoint = dict(state_dict={f'backbone.{key}': value for key, value in state.items()} | heads)
+    checkpoint['state_dict']['bbox_head.weight'] = head
     with pytest.raises(CheckpointError, match='the layout slab_official .* must be converted.*CheckedLoadHook'):
         model.load_state_dict(checkpoint['state_dict'])
     load(model, checkpoint, complete=True)
     norm = model.backbone.stages[0].blocks[0].norm1
     assert norm.gamma == 0.0 and norm.statistics_loaded
-    assert torch.equal(norm.repbn.eta, eta)
     assert torch.equal(model.bbox_head.weight, head)
 
 

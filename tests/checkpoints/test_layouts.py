@@ -181,32 +181,18 @@ def timm_swin(**options) -> nn.Module:
     return randomize(model.double()).eval()
 
 
-def swin_like(kind: str, theirs: nn.Module, window_size: int = 7) -> nn.Module:
-    """Ours or mmdet's, without norms on the outputs."""
+def swin_like(theirs: nn.Module, window_size: int = 7) -> nn.Module:
+    """Ours, without norms on the outputs."""
     depths = [len(stage.blocks) for stage in theirs.layers]
     stages = range(len(depths))
-    config = dict(
-        embed_dims=8,
-        depths=depths,
-        num_heads=[2**i for i in stages],
-        strides=(4, 2, 2, 2)[: len(depths)],
-        out_indices=tuple(stages),
-        window_size=window_size,
-    )
-    if kind == 'ours':
-        return SLABSwin(out_norm_cfg=None, **config).double().eval()
-    model = SwinTransformer(**config).double()
-    for i in stages:
-        setattr(model, f'norm{i}', nn.Identity())
-    model.eval()
-    return model
+    config = dict(embed_dims=8, depths=depths, num_heads=[2**i for i in stages], strides=(4, 2, 2, 2)[: len(depths)])
+    return SLABSwin(**config, out_norm_cfg=None, out_indices=stages, window_size=window_size).double().eval()
 
 
 def timm_features(theirs: nn.Module, image: Tensor) -> list[Tensor]:
     return theirs.forward_intermediates(image, intermediates_only=True, output_fmt='NCHW')
 
 
-@pytest.mark.parametrize('kind', ['ours', 'mmdet'])
 @pytest.mark.parametrize(
     ('options', 'size'),
     [
@@ -217,24 +203,22 @@ def timm_features(theirs: nn.Module, image: Tensor) -> list[Tensor]:
         (dict(depths=(1, 1, 1, 1)), (92, 116)),
     ],
 )
-def test_swin_features_are_those_of_timm(kind, options, size):
+def test_swin_features_are_those_of_timm(options, size):
     theirs = timm_swin(**options)
-    ours = swin_like(kind, theirs, options.get('window_size', 7))
+    ours = swin_like(theirs, options.get('window_size', 7))
     report = load_pretrained(ours, theirs.state_dict())
     assert report.complete and report.format == 'timm_swin', str(report)
     image = torch.randn(2, 3, *size, dtype=torch.float64)
     assert relative_difference(ours(image), timm_features(theirs, image)) < 1e-10
 
 
-@pytest.mark.parametrize('kind', ['ours', 'mmdet'])
-def test_pvt_v2_features_are_those_of_timm(kind):
+def test_pvt_v2_features_are_those_of_timm():
     config = dict(num_heads=(1, 2, 5, 8))
     theirs = timm.models.pvt_v2.PyramidVisionTransformerV2(
         embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_classes=5, **config
     )
     randomize(theirs.double()).eval()
-    config |= dict(embed_dims=8, num_layers=(1, 2, 1, 1))
-    ours = (SLABPVT(**config, **PVT_V2) if kind == 'ours' else PyramidVisionTransformerV2(**config)).double().eval()
+    ours = SLABPVT(embed_dims=8, num_layers=(1, 2, 1, 1), **config, **PVT_V2).double().eval()
     report = load_pretrained(with_official_eps(ours), theirs.state_dict())
     assert report.complete and report.format == 'timm_pvt_v2', str(report)
     image = torch.randn(2, 3, 97, 131, dtype=torch.float64)

@@ -77,16 +77,6 @@ def test_surplus_and_missing_weights_are_reported():
     assert {key.split('.')[3] for key in report.missing_unexpected} == {'2', '3'}
 
 
-def dyt(state: dict) -> dict:
-    """Part of a Swin or PVT with DyT for its norms, in the authors' names: tanh(alpha x), weight and bias."""
-    is_swin = 'patch_embed.projection.weight' in state
-    names = ['layers.0.blocks.0.attn.qkv.weight'] if is_swin else ['block1.0.attn.q.weight', 'block1.0.attn.kv.weight']
-    norm = f'{names[0].partition(".attn")[0]}.norm1'
-    shapes = dict(alpha=1, weight=8, bias=8)
-    state = {name: torch.ones(8, 8) for name in names} | {'pos_embed1': torch.ones(1, 3137, 8)}
-    return state | {f'{norm}.{k}': torch.ones(size) for k, size in shapes.items()}
-
-
 def norm_key(state: dict) -> str:
     return next(key for key in state if key.endswith('norm1.weight'))
 
@@ -104,7 +94,6 @@ BAD = {
         lambda state: {**state, norm_key(state): torch.ones(11)},
         r'1 shapes do not fit.*norm1\.weight \(11,\).*\(8,\)',
     ),
-    'DyT': (dyt, r'norm1: .*norm1\.alpha.* make none of LayerNorm'),
 }
 
 

@@ -53,14 +53,6 @@ def test_a_module_outside_the_package_says_where_its_norm_goes(kind, outcome):
     assert relative_difference([fused(x)], [block(x)]) <= 1e-9
 
 
-def test_a_model_of_which_no_norm_is_folded_is_warned_of(monkeypatch):
-    warnings = []
-    monkeypatch.setattr('mmengine.logging.MMLogger.warning', lambda logger, text: warnings.append(text))
-    slab_det.fuse(OtherForward().eval())
-    (text,) = warnings
-    assert 'OtherForward does not say which layer reads it' in text
-
-
 def test_a_saved_config_stores_the_folds_and_asks_no_rule(tmp_path, small_detector, small_detector_cfg):
     fused = slab_det.fuse(small_detector())
     cfg = small_detector_cfg()
