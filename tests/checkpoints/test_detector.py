@@ -56,7 +56,7 @@ def test_own_checkpoints_load(complete, prefix):
 
 def test_official_backbone_is_converted_in_place():
     official = torch.load(Path(__file__).parents[1] / 'data/prepbn_swin_official.pt', weights_only=True)
-    config, state = official['config'], official['state_dict']
+    config, state = official['config'], official['state_dict']['model']
     sizes = dict(embed_dims=config['embed_dim'], depths=config['depths'], num_heads=config['num_heads'])
     stages = dict(strides=(4, 2, 2, 2), out_indices=(0, 1, 2, 3), window_size=7)
     model = Detector(**sizes, **stages, norm_cfg=dict(type='PRepBN'), out_norm_cfg=dict(type='LN'))
