@@ -103,7 +103,7 @@ def run(world: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPat
 
 # A command, and what its message names and tells to do.
 COMMANDS = [
-    ('train.py coco.py', 'train annotation file data/coco/annotations.json not found.*--data-root'),
+    ('train.py coco.py', 'train annotation file .*data/coco/annotations.json not found.*--data-root'),
     ('train.py coco.py --data-root data/unpacked', r'images/b\.png not found'),
     ('train.py fused_config.py', r'fused_config\.py has no train_dataloader.*train the config that it was fused from'),
     (
@@ -155,7 +155,7 @@ COMMANDS = [
         'latency.py small.py --checkpoint small.pth small.pth',
         '1 configs but 2 checkpoints.*write "none"',
     ),
-    ('latency.py small.py small.py --checkpoint small.pth small.pth', r'small\.py is listed twice.*--repeat'),
+    ('latency.py small.py small.py --checkpoint small.pth small.pth', 'listed twice.*leave one out'),
     ('latency.py small.py --checkpoint small.pth --deploy', r'slab_det\.fuse'),
     ('latency.py small.py --checkpoint small.pth --image notes.txt', r'image notes\.txt cannot be decoded'),
     ('report.py no_entries.json --out table', 'no entr'),

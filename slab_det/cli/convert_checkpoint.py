@@ -1,5 +1,5 @@
-"""Converts a LayerNorm detector to PRepBN, for a fine-tune that ends without norms. With --to native: converts
-pretrained weights of a backbone to mmdet's layout."""
+"""Converts a LayerNorm detector to PRepBN, for a fine-tune that ends without norms. --to native converts pretrained
+weights of a backbone to mmdet's layout."""
 
 import argparse
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         'destination',
         metavar='FILE.pth',
-        help='what is written; for prepbn, FILE_config.py for the fine-tune goes beside it',
+        help='the new checkpoint; for prepbn, FILE_config.py for the fine-tune goes beside it',
     )
     parser.add_argument(
         '--to',
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--config',
         required=True,
-        help='prepbn: what the LayerNorm detector was trained with; native: a config with the backbone '
-        'that the weights are for, which do not tell its windows, heads, eps and norms',
+        help='prepbn: config that the LayerNorm detector was trained with; native: a config with the backbone, whose '
+        'windows, heads, eps and norms the weights do not tell',
     )
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
     parser.add_argument(

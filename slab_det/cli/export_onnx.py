@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
-    # Now, not after minutes of exporting: missing images, and folders that cannot be written to.
+    # Missing images, and folders that cannot be written to, are found before minutes of exporting.
     check_writable(args.out, int8 if args.int8 else None)
     if args.int8:
         cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)
