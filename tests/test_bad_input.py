@@ -139,7 +139,6 @@ COMMANDS = [
         r'truncated\.pth: cannot be read as a checkpoint.*get it again, or take an earlier',
     ),
     ('fuse.py small.py bomb.pth --out x.pth', r'bomb\.pth: holds posix\.mkdir.*Not loaded'),
-    ('fuse.py small.py small.pth --out x.pth --size 0 32', '--size 0 32: height and width are at least 1'),
     ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5.*finish the training'),
     (
         'fuse.py layernorm.py layernorm.pth --out x.pth',

@@ -3,19 +3,19 @@
 import argparse
 from typing import Any
 
-from mmengine.config import DictAction
-
 # Copies of names in slab_det.measure.latency, whose import takes seconds.
 SCOPES = ('backbone', 'backbone+neck', 'detector', 'end-to-end')
 DTYPES = ('float32', 'float16', 'bfloat16')
 
 
-class ConfigOptions(DictAction):
+class ConfigOptions(argparse.Action):
     """mmengine's ``--cfg-options``, with a usage error for words that are not KEY=VALUE."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list[str], *args: Any) -> None:
+        from mmengine.config import DictAction
+
         try:
-            super().__call__(parser, namespace, values, *args)
+            DictAction(self.option_strings, self.dest)(parser, namespace, values)
         except (ValueError, AssertionError) as error:
             raise argparse.ArgumentError(self, f'{" ".join(values)}: give KEY=VALUE, lists as key="[a,b]"') from error
 

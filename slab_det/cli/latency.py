@@ -9,12 +9,7 @@ from slab_det.cli.arguments import ConfigOptions, add_latency_arguments, latency
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('configs', nargs='+', metavar='CONFIG', help='models to measure; ratios are to the first')
-    parser.add_argument(
-        '--checkpoint',
-        nargs='+',
-        metavar='FILE',
-        help='one for each config, "none" for random weights; left out: random weights everywhere',
-    )
+    parser.add_argument('--checkpoint', nargs='+', metavar='FILE', help='one per config; "none": random weights')
     parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
     parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
     parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')

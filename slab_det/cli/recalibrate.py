@@ -13,12 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--pipeline',
         choices=('train', 'test'),
-        help="these images as in training, or as in inference (default: as in the config's RecalibrateFuseHook, or "
-        'else train)',
+        help="images as in training or inference (default: as in the config's RecalibrateFuseHook, or else train)",
     )
-    parser.add_argument(
-        '--max-passes', type=int, metavar='N', help='passes over the images (default: until nothing changes)'
-    )
+    parser.add_argument('--max-passes', type=int, metavar='N', help='passes (default: until nothing changes)')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
     parser.add_argument('--json', metavar='FILE', help='write the report to FILE')
 

@@ -10,9 +10,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config with test_dataloader and test_evaluator, such as the fused one')
     parser.add_argument('file', help='output of slab-det export with --scope detector')
     add_runner_arguments(parser)
-    parser.add_argument(
-        '--runtime', choices=('onnxruntime', 'openvino'), default='onnxruntime', help='(default %(default)s)'
-    )
+    runtimes = ('onnxruntime', 'openvino')
+    parser.add_argument('--runtime', choices=runtimes, default=runtimes[0], help='(default %(default)s)')
     parser.add_argument('--precision', choices=('f32', 'bf16'), default='f32', help='bf16 needs --runtime openvino')
     parser.add_argument('--threads', type=int, default=0, help='CPU threads (default: the runtime chooses)')
     parser.add_argument('--json', metavar='FILE', help='write AP and its scope to FILE')
@@ -55,8 +54,7 @@ def main(args: argparse.Namespace) -> None:
         environment=describe_environment(),
     )
     for kind, values in result['ap'].items():
-        print(
-            f'{kind}: ' + ', '.join(f'{name} {100 * value:.1f}' for name, value in values.items() if value is not None)
-        )
+        shown = (f'{name} {100 * value:.1f}' for name, value in values.items() if value is not None)
+        print(f'{kind}: {", ".join(shown)}')
     if args.json:
         put_text(json.dumps(result, indent=1) + '\n', args.json)

@@ -12,13 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runner_arguments(parser)
     parser.add_argument('--amp', action='store_true', help='train with automatic mixed precision')
     parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate to the batch size')
-    parser.add_argument(
-        '--resume',
-        nargs='?',
-        const='auto',
-        metavar='CHECKPOINT',
-        help='resume from a checkpoint; without a path from the latest in the work dir',
-    )
+    latest = dict(nargs='?', const='auto', metavar='CHECKPOINT')
+    parser.add_argument('--resume', **latest, help='resume from a checkpoint, by default the latest in the work dir')
 
 
 @command(add_arguments)
