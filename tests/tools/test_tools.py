@@ -112,11 +112,3 @@ def test_foreign_weights_become_those_of_mmdet(tmp_path: Path, call) -> None:
             feature = feature.permute(0, 2, 3, 1)
             plain = functional.layer_norm(feature, feature.shape[-1:]).permute(0, 3, 1, 2)
             torch.testing.assert_close(output, plain, rtol=1e-9, atol=1e-9)
-
-
-def test_random_weights_are_not_written_as_native(tmp_path: Path, call) -> None:
-    torch.save(timm_swin().state_dict(), tmp_path / 'timm.pth')
-    write_config(tmp_path / 'flatten.py', type='SLABSwin', attention='focused')
-    result = call('convert_checkpoint.py', 'timm.pth', 'native.pth', '--config', 'flatten.py', '--to', 'native', code=1)
-    assert 'random ones are not written' in result.err.splitlines()[-1]
-    assert not (tmp_path / 'native.pth').exists()
