@@ -136,7 +136,7 @@ COMMANDS = [
     ('train.py small.py --resume layernorm.pth', r'layernorm\.pth cannot be resumed from.*load_from=FILE'),
     (
         'test.py small.py truncated.pth',
-        r'truncated\.pth: cannot be read as a checkpoint.*get it again, or take an earlier',
+        r'truncated\.pth: cannot be read as a checkpoint.*Get it again, or take an earlier',
     ),
     ('fuse.py small.py bomb.pth --out x.pth', r'bomb\.pth: holds posix\.mkdir.*Not loaded'),
     ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5.*finish the training'),

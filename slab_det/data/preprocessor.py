@@ -26,8 +26,8 @@ class CheckedDataPreprocessor(DetDataPreprocessor):
                     continue
                 if not len(self.mean) <= len(image) <= 4:
                     raise DataError(
-                        f'the image has {len(image)} channels, not {len(self.mean)}, or they do not come last: give '
-                        'image.transpose(1, 2, 0), or cv2.cvtColor(image, cv2.COLOR_GRAY2BGR) of a gray one'
+                        f'the image has {len(image)} channels and needs {len(self.mean)}, which come last: give '
+                        'image.transpose(1, 2, 0), or cv2.cvtColor(image, cv2.COLOR_GRAY2BGR) of a gray image'
                     )
                 check_range(image[: len(self.mean)].cpu().numpy())
         return super().forward(data, training)
