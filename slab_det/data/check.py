@@ -125,7 +125,8 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
         return
     root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
     ann_file = osp.join(root, dataset.get('ann_file') or '')
-    _check_path(ann_file, f'{split} annotation file', 'ann_file=…')
+    if dataset.get('ann_file'):
+        _check_path(ann_file, f'{split} annotation file', 'ann_file=…')
     for prefix in prefixes.values():
         _check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
     classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
