@@ -1,4 +1,4 @@
-"""Pictures: what they join, what they keep apart, and whether one can read them."""
+"""The picture of AP over latency: comparable models share a panel, and every name can be read."""
 
 from pathlib import Path
 

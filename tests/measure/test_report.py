@@ -1,4 +1,4 @@
-"""report.json, its table and its picture."""
+"""report.json and its table."""
 
 import re
 from pathlib import Path

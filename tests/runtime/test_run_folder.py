@@ -1,4 +1,4 @@
-"""A work directory that a run can be killed in, or run out of disk space in, at any moment."""
+"""A run can be killed, or run out of disk space, at any moment and leaves whole files."""
 
 import errno
 import os
