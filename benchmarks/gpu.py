@@ -34,7 +34,7 @@ from slab_det.deployment import detection
 from slab_det.deployment.gpu.graph import GraphCache
 from slab_det.deployment.gpu.static import Frame, static_form
 from slab_det.measure.environment import device_name
-from slab_det.measure.latency import DTYPES, LatencyResult, measure_latency, repeat_ratios
+from slab_det.measure.latency import DTYPES, LatencyResult, measure_latency
 from slab_det.measure.markdown import format_table
 
 SIZE, PADDED = (800, 1333), (800, 1344)
@@ -87,11 +87,10 @@ def first_call(name: str, model: nn.Module) -> float:
 def measure_family(rows: Mapping[str, Row], models: Models, args: argparse.Namespace) -> dict[tuple[str, str], dict]:
     """Milliseconds of each row and form, with ratios to mmdet's eager mode in float32 and to LayerNorm in this form."""
     flat = {f'{name}, {form}': model for name in rows for form, model in models.get(name, {}).items()}
-    options = dict(size=SIZE, rounds=args.rounds, repeat=args.repeat, warmup=2, device='cuda')
-    results: dict[str, LatencyResult] = measure_latency(flat, **options)
+    results: dict[str, LatencyResult] = measure_latency(flat, SIZE, rounds=args.rounds, warmup=2, device='cuda')
 
     def ratio(result: LatencyResult, base: str) -> float | None:
-        return round(median(repeat_ratios(result, results[base])), 4) if base in results else None
+        return round(result.median_ms / results[base].median_ms, 4) if base in results else None
 
     def values(row: Row, name: str, form: str) -> dict:
         result, cache = results[f'{name}, {form}'], getattr(models[name][form].predict, '_graphs', None)
@@ -275,14 +274,13 @@ def tables(results: Results) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--rounds', type=int, default=10)
-    parser.add_argument('--repeat', type=int, default=4)
+    parser.add_argument('--rounds', type=int, default=40)
     parser.add_argument('--seconds', type=float, default=300, help='what does not fit is skipped (default %(default)s)')
     parser.add_argument('--out', type=Path, default=FOLDER / 'gpu.json')
     args = parser.parse_args()
     args.out.unlink(missing_ok=True)
     host = dict(cpu=device_name('cpu'), triton=triton.__version__)
-    results = Results(args.out, 'cuda', size=SIZE, batch=1, rounds=args.rounds, repeat=args.repeat, **host)
+    results = Results(args.out, 'cuda', size=SIZE, batch=1, rounds=args.rounds, **host)
     parts = Parts(results, args.seconds)
     tests = {path: start_tests(path) for path in TESTS}
     # Models are built and graphs captured meanwhile.

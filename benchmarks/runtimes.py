@@ -1,5 +1,6 @@
 """Measures latency in every runtime on a CPU, each detector in the same rounds as LayerNorm and mmdet's detector.
 
+    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000
     python -m benchmarks.runtimes --threads 2
     python -m benchmarks.runtimes --figure docs/latency.svg
 
@@ -13,6 +14,7 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 
 import argparse
 import copy
+import os
 import statistics
 import tempfile
 import time
@@ -34,7 +36,6 @@ from slab_det.deployment.export import (
     ExportedDetector, export_onnx, load_runtime, quantize_onnx, random_images,
 )  # fmt: skip
 from slab_det.measure.figure import INK, WIDTH, save_figure, styled
-from slab_det.measure.latency import keep_freed_memory
 from slab_det.measure.markdown import format_table
 from slab_det.runtime.pipeline import ImagePipeline
 from slab_det.runtime.progress import Progress
@@ -270,7 +271,8 @@ def main() -> None:
         return draw(Results(args.out).select(size=args.sizes[0], scope='detector'), args.figure)
     runtimes = {name: version(name) for name in ('onnx', 'onnxruntime', 'openvino')}
     results = Results(args.out, rounds=args.rounds, threads=args.threads, batch=1, runtimes=runtimes)
-    keep_freed_memory()
+    if 'MALLOC_MMAP_MAX_' not in os.environ:
+        parser.error('export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000 first')
     torch.set_num_threads(args.threads)
     names = {name for row in args.rows for name in (row, ROWS[row].stock, ROWS[row].layer_norm)}
     models = {name: build(ROWS[name]) for name in names}

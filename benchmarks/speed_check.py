@@ -19,7 +19,7 @@ import torch
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
 from slab_det.cli import run_cli
-from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
+from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency
 from slab_det.measure.markdown import format_table
 
 STOCK = {'type': 'SwinTransformer'}
@@ -46,21 +46,21 @@ CHECKS = (
 )  # fmt: skip
 
 
-def measure(check: Check, args: argparse.Namespace) -> list[LatencyResult]:
+def measure(check: Check, args: argparse.Namespace) -> list[dict[str, LatencyResult]]:
+    """Measures the models of a check as often as ``args.repeat`` says."""
     models = {
         name: build_untrained(ROOT / 'configs' / f'{config}.py', backbone)
         for name, (config, backbone) in check.models.items()
     }
-    options = {name: getattr(args, name) for name in ('rounds', 'repeat', 'device', 'threads')}
-    size = check.size or tuple(args.size)
-    results = measure_latency(models, size=size, warmup=1, scope=check.scope, progress=True, **options)
-    return list(results.values())
+    options = {name: getattr(args, name) for name in ('rounds', 'device', 'threads')}
+    options |= dict(size=check.size or tuple(args.size), warmup=1, scope=check.scope, progress=True)
+    return [measure_latency(models, **options) for _ in range(args.repeat)]
 
 
-def ratios(results: Sequence[LatencyResult]) -> dict[str, dict[str, float]]:
-    """Ratio of each model to the first: the median of the repeats, and their range."""
-    first, *others = results
-    found = {other.name: repeat_ratios(other, first) for other in others}
+def ratios(repeats: Sequence[Mapping[str, LatencyResult]]) -> dict[str, dict[str, float]]:
+    """Returns the ratio of each model to the first: the median of the repeats, and their range."""
+    base, *others = repeats[0]
+    found = {name: [repeat[name].median_ms / repeat[base].median_ms for repeat in repeats] for name in others}
     return {name: {'ratio': median(r), 'low': min(r), 'high': max(r)} for name, r in found.items()}
 
 
@@ -89,9 +89,10 @@ def main() -> None:
     args = parser.parse_args()
     stored = Results(args.file, args.device)
     for check in CHECKS:
-        results = measure(check, args)
-        base, scope, lines = results[0], describe_scope(results[0].to_dict()), []
-        for name, here in ratios(results).items():
+        repeats = measure(check, args)
+        base, lines = next(iter(repeats[0].values())), []
+        scope = describe_scope(base.to_dict())
+        for name, here in ratios(repeats).items():
             identity = dict(name=name, scope=scope)
             before = next(iter(stored.select(**identity)), None)
             quotient = f'{here["ratio"] / before["ratio"]:.3f}' if before else '–'

@@ -150,11 +150,7 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_run_cf
 
 
 @pytest.mark.parametrize('block', BLOCKS)
-def test_python_of_a_page_runs(
-    block: str, readers_folder: Path, small_detector: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The process goes on.
-    monkeypatch.setattr(slab_det.measure, 'keep_freed_memory', lambda: None)
+def test_python_of_a_page_runs(block: str, readers_folder: Path, small_detector: Callable) -> None:
     model = small_detector(norm_cfg=dict(type='PRepBN'))
     model.cfg = Config.fromfile('config.py')  # as init_detector leaves it
     given = dict(torch=torch, slab_det=slab_det, model=model)

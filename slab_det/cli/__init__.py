@@ -1,6 +1,6 @@
 """The command ``slab-det``. Each module here is one of its commands, and each program of tools/ calls one of them.
 
-A command parses its arguments before it imports what takes seconds: ``--help`` does not wait for torch.
+A command parses its arguments before it imports torch, so that ``--help`` takes under a second.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def run_cli(function: Callable[..., None], *args: argparse.Namespace) -> None:
 
 
 def find_folder(name: str) -> Path:
-    """``configs`` or ``tools``: inside the package where it is installed, beside it in a checkout."""
+    """Returns ``configs`` or ``tools``: inside the package where it is installed, beside it in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / '.mim' / name
     return installed if installed.is_dir() else package.parent / name

@@ -3,19 +3,19 @@
 import argparse
 from typing import Any
 
-from mmengine.config import DictAction
-
-# Copies of names that the package has: importing them takes seconds. tests/tools/test_tools.py compares them.
+# Copies of names in slab_det.measure.latency, whose import takes seconds.
 SCOPES = ('backbone', 'backbone+neck', 'detector', 'end-to-end')
 DTYPES = ('float32', 'float16', 'bfloat16')
 
 
-class ConfigOptions(DictAction):
-    """mmengine's ``--cfg-options``, which reports words that are no KEY=VALUE as a usage error."""
+class ConfigOptions(argparse.Action):
+    """mmengine's ``--cfg-options``, with a usage error for words that are not KEY=VALUE."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list[str], *args: Any) -> None:
+        from mmengine.config import DictAction
+
         try:
-            super().__call__(parser, namespace, values, *args)
+            DictAction(self.option_strings, self.dest)(parser, namespace, values)
         except (ValueError, AssertionError) as error:
             raise argparse.ArgumentError(self, f'{" ".join(values)}: give KEY=VALUE, lists as key="[a,b]"') from error
 
@@ -50,17 +50,12 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
         help=f'image size in pixels before padding (default: {size or "the size of the first test image"})',
     )
     group.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
-    group.add_argument('--repeat', type=int, default=1, metavar='N', help='measurements, whose medians show the spread')
     group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16, bfloat16: autocast')
-    group.add_argument('--compile', action='store_true', help='torch.compile backbone and neck')
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
-    group.add_argument(
-        '--keep-memory', action='store_true', help='keep freed memory for the next layer, as servers do; needs glibc'
-    )
     group.add_argument('--image', metavar='FILE', help='photograph to run on')
 
 
 def latency_options(args: argparse.Namespace) -> dict:
-    """Returns what ``add_latency_arguments`` parsed as keyword arguments of ``measure_latency``."""
-    names = ('rounds', 'warmup', 'scope', 'repeat', 'dtype', 'compile', 'threads', 'image', 'keep_memory')
-    return {'size': args.size and tuple(args.size), 'cost': True, **{name: getattr(args, name) for name in names}}
+    """Returns the arguments of ``add_latency_arguments`` as keyword arguments of ``measure_latency``."""
+    names = ('rounds', 'warmup', 'size', 'scope', 'dtype', 'threads', 'image')
+    return {'cost': True, 'progress': True, **{name: getattr(args, name) for name in names}}

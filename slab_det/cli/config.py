@@ -1,4 +1,4 @@
-"""Reads what commands are given: configs, images, and names of files to write."""
+"""Reads the configs and images of a command, and checks the files that it will write."""
 
 import argparse
 import os
@@ -21,8 +21,8 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
 
     Args:
         path: A .py, .json or .yaml file, or one of an installed package, such as ``slab_det::slab/NAME.py``.
-        options: What ``--cfg-options`` parsed.
-        data_root: The folder below which every dataset is read, see :func:`slab_det.data.set_data_root`.
+        options: The parsed ``--cfg-options``.
+        data_root: See :func:`slab_det.data.set_data_root`.
 
     Raises:
         ConfigError: If the file is not a config, or has no model.
@@ -41,12 +41,7 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
-    """Reads ``args.config`` and applies what ``add_runner_arguments`` parsed; the command line wins.
-
-    Raises:
-        ConfigError: If it is no config of a detector.
-        DataError: If ``--data-root`` is not a folder.
-    """
+    """Reads ``args.config`` and applies the arguments of ``add_runner_arguments``; raises as :func:`read_config`."""
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config, args.cfg_options, args.data_root)
     cfg.launcher = args.launcher
@@ -69,11 +64,20 @@ def read_images(cfg: Config, num_images: int, pipeline: str = 'test', folder: st
     return recalibration_dataloader(cfg, num_images, pipeline)
 
 
+def check_report(path: str | Path | None) -> None:
+    """Raises an error, before the measurement, if a report cannot be added to; None stands for no report."""
+    from slab_det.measure.report import read_report
+
+    check_writable(path)
+    if path is not None and Path(path).exists():
+        read_report(path)
+
+
 def check_out(out: str, checkpoint: str, config: str | None = None) -> None:
-    """Refuses to overwrite the checkpoint of a training, which holds more than its weights, or its config.
+    """Refuses to overwrite the checkpoint of a training or its config.
 
     Raises:
-        CheckpointError: If ``out`` is a folder or the checkpoint, or ``config`` is one that goes beside ``out``.
+        CheckpointError: If ``out`` is a folder or the checkpoint, or the new config beside it would be ``config``.
         OSError: If ``out`` cannot be written.
     """
     path = Path(out)

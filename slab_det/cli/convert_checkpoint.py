@@ -1,5 +1,5 @@
-"""Converts a LayerNorm detector to PRepBN, for a fine-tune that ends without norms. With --to native: converts
-pretrained weights of a backbone to mmdet's layout."""
+"""Converts a LayerNorm detector to PRepBN, for a fine-tune that ends without norms. --to native converts pretrained
+weights of a backbone to mmdet's layout."""
 
 import argparse
 
@@ -9,15 +9,9 @@ SCHEDULE = find_folder('configs') / '_base_/schedules/finetune_prepbn.py'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('source', help='checkpoint of the detector; native: weights of a backbone, or timm://NAME')
     parser.add_argument(
-        'source',
-        help='checkpoint of the LayerNorm detector; for native, weights of a backbone in any '
-        'layout that slab_det.load_pretrained knows, or timm://NAME',
-    )
-    parser.add_argument(
-        'destination',
-        metavar='FILE.pth',
-        help='what is written; for prepbn, FILE_config.py for the fine-tune goes beside it',
+        'destination', metavar='FILE.pth', help='prepbn: FILE_config.py for the fine-tune goes beside it'
     )
     parser.add_argument(
         '--to',
@@ -26,19 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prepbn: a PRepBN detector; native: mmdet's layout of a backbone, for "
         "init_cfg=dict(type='Pretrained', checkpoint=FILE.pth) (default %(default)s)",
     )
-    parser.add_argument(
-        '--config',
-        required=True,
-        help='prepbn: what the LayerNorm detector was trained with; native: a config with the backbone '
-        'that the weights are for, which do not tell its windows, heads, eps and norms',
-    )
+    parser.add_argument('--config', required=True, help='config of the detector; native: any config with the backbone')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR (prepbn)')
-    parser.add_argument(
-        '--schedule',
-        default=str(SCHEDULE),
-        help="config of the fine-tune's schedule and hooks (prepbn; default configs/_base_/schedules/"
-        'finetune_prepbn.py: 3 epochs)',
-    )
+    parser.add_argument('--schedule', default=str(SCHEDULE), help='config of the fine-tune (prepbn; default: 3 epochs)')
 
 
 @command(add_arguments)

@@ -5,35 +5,23 @@ from pathlib import Path
 
 from slab_det.cli import command
 
+# A copy of slab_det.deployment.export.SCOPES, whose import takes seconds.
+SCOPES = ('backbone', 'backbone+neck+rpn', 'detector')
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector, fused or not')
     parser.add_argument('checkpoint', help='its weights; recalibrated, gamma = 0')
     parser.add_argument('--out', required=True, metavar='FILE.onnx')
-    parser.add_argument(
-        '--scope',
-        choices=('backbone', 'backbone+neck+rpn', 'detector'),
-        default='detector',
-        help='(default %(default)s)',
-    )
+    parser.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
     parser.add_argument('--opset', type=int, default=17, help='(default %(default)s)')
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')
     parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='compare on photographs too')
     group = parser.add_argument_group('int8')
-    group.add_argument(
-        '--int8',
-        action='store_true',
-        help='write FILE_int8.onnx beside it, weights and activations in int8, calibrated on images',
-    )
-    group.add_argument(
-        '--images', metavar='DIR', help='pictures to calibrate on, without annotations (default: training images)'
-    )
+    group.add_argument('--int8', action='store_true', help='also write FILE_int8.onnx, calibrated on images')
+    group.add_argument('--images', metavar='DIR', help='pictures to calibrate on (default: training images)')
     group.add_argument('--num-images', type=int, default=100, help='calibration images (default %(default)s)')
-    group.add_argument(
-        '--calibrate-with',
-        metavar='CONFIG',
-        help='config with the train_dataloader; a fused config has none (default: CONFIG)',
-    )
+    group.add_argument('--calibrate-with', metavar='CONFIG', help='config with the training images (default: CONFIG)')
     group.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
 
 
@@ -54,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
-    # Now, not after minutes of exporting: missing images, and folders that cannot be written to.
+    # Missing images, and folders that cannot be written to, are found before minutes of exporting.
     check_writable(args.out, int8 if args.int8 else None)
     if args.int8:
         cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)

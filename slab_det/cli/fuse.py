@@ -9,14 +9,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config that the detector was trained with')
     parser.add_argument('checkpoint', help='its last checkpoint, recalibrated, gamma = 0')
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='FILE_config.py is written beside it')
-    parser.add_argument(
-        '--size',
-        type=int,
-        nargs=2,
-        default=(203, 331),
-        metavar=('H', 'W'),
-        help='size of the image on which the fused model is compared with the original (default 203 331)',
-    )
+    size = dict(type=int, nargs=2, default=(203, 331), metavar=('H', 'W'))
+    parser.add_argument('--size', **size, help='compare with the original on an image of this size (default 203 331)')
     parser.add_argument(
         '--fold-outputs',
         action='store_true',
@@ -35,15 +29,13 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
     from slab_det.norms import named_offline_norms
 
-    if min(args.size) < 1:
-        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
     check_out(args.out, args.checkpoint, args.config)
     cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)
     if not any(named_offline_norms(model)):
         raise FusionError(
-            f'{args.config} has no norm to fold away: it is fused already, or has norms that stay, such '
-            'as LayerNorm: slab-det absorb takes those out without training, slab-det convert for a fine-tune'
+            f'{args.config} has no norm to fold away: it is fused, or has LayerNorms, which slab-det absorb takes out '
+            'without training, and slab-det convert replaces for a fine-tune'
         )
     check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model, fold_outputs=args.fold_outputs)

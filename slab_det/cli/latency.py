@@ -9,12 +9,7 @@ from slab_det.cli.arguments import ConfigOptions, add_latency_arguments, latency
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('configs', nargs='+', metavar='CONFIG', help='models to measure; ratios are to the first')
-    parser.add_argument(
-        '--checkpoint',
-        nargs='+',
-        metavar='FILE',
-        help='one for each config, "none" for random weights; left out: random weights everywhere',
-    )
+    parser.add_argument('--checkpoint', nargs='+', metavar='FILE', help='one per config; "none": random weights')
     parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
     parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
     parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')
@@ -31,33 +26,29 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import is_fused
     from slab_det.checkpoints.build import build_detector
-    from slab_det.cli.config import read_config
+    from slab_det.cli.config import check_report, read_config
     from slab_det.measure.latency import DTYPES, find_device, latency_table
-    from slab_det.measure.report import ReportEntry, describe_model, form_suffix, read_report, update_report
+    from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
     from slab_det.norms import named_offline_norms
     from slab_det.runtime.errors import SlabDetError
-    from slab_det.runtime.run_folder import check_writable
 
     checkpoints = [None if name == 'none' else name for name in args.checkpoint or ['none'] * len(args.configs)]
     if len(checkpoints) != len(args.configs):
         raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
     pairs = list(zip(args.configs, checkpoints, strict=True))
-    check_writable(args.json)
-    if args.json and Path(args.json).exists():
-        # A file that cannot be added to is found now, not after the measurement.
-        read_report(args.json)
+    if len({*pairs}) < len(pairs):
+        raise SlabDetError('a config is listed twice; leave one out')
+    check_report(args.json)
     device = find_device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     models, entries = {}, {}
     for config, checkpoint in pairs:
-        if pairs.count((config, checkpoint)) > 1:
-            raise SlabDetError(f'{config} is listed twice; leave one out, or measure again with --repeat')
         cfg = read_config(config, args.cfg_options)
-        # Before deploy, which picks convolutions by the device of their weights.
+        # Before deploy, which chooses convolutions by the device of their weights.
         model = build_detector(cfg, checkpoint).to(device)
         if checkpoint is None:
-            blind = prepare_untrained(model)
-            heads = f'heads made to find {OBJECTS} objects' if blind else 'heads that find anything or nothing'
+            prepared = prepare_untrained(model)
+            heads = f'heads made to find {OBJECTS} objects' if prepared else 'heads that find anything or nothing'
             print(f'{config}: no checkpoint, so random weights with gamma = 0 and {heads}')
         if args.fuse and any(named_offline_norms(model)):
             model = slab_det.fuse(model, inplace=True)
@@ -72,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
         models[name] = model
         entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)
         entries[name]['name'] += form_suffix(args.deploy, args.dtype)
-    results = slab_det.measure_latency(models, device=device, progress=True, **latency_options(args))
+    results = slab_det.measure_latency(models, device=device, **latency_options(args))
     print(latency_table(list(results.values())))
     if args.json:
         filled = [ReportEntry(**entries[name], latency=result.to_dict()) for name, result in results.items()]

@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import read_config
     from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
     from slab_det.measure import update_report
-    from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
+    from slab_det.measure.figure import ap_latency_figure, save_figure
 
     start = time.monotonic()
     work_dir = Path(args.work_dir)
@@ -50,8 +50,6 @@ def main(args: argparse.Namespace) -> None:
     table = compare(entries)
     (work_dir / 'table.md').write_text(table)
     save_figure(ap_latency_figure(entries), work_dir / 'ap_latency.svg')
-    runs = {'Swin': read_scalars(twin), 'SLAB-Swin': read_scalars(work_dir)}
-    save_figure(training_figure(runs), work_dir / 'training.svg')
     save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
     print(f'\n{table}')
     print('Written to ' + ', '.join(str(work_dir / name) for name in ('table.md', 'report.json')))

@@ -13,12 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--pipeline',
         choices=('train', 'test'),
-        help="these images as training saw them, or as inference does (default: as the config's "
-        'RecalibrateFuseHook has it, or else train)',
+        help="images as in training or inference (default: as in the config's RecalibrateFuseHook, or else train)",
     )
-    parser.add_argument(
-        '--max-passes', type=int, metavar='N', help='passes over the images; without it, until nothing changes'
-    )
+    parser.add_argument('--max-passes', type=int, metavar='N', help='passes (default: until nothing changes)')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
     parser.add_argument('--json', metavar='FILE', help='write the report to FILE')
 
@@ -46,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     pipeline = args.pipeline or configured_pipeline(cfg)
     images = read_images(cfg, args.num_images, pipeline)
     report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
-    # DetInferencer understands a missing dataset_meta, and not None.
+    # DetInferencer understands a missing dataset_meta, but not None.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:

@@ -1,4 +1,4 @@
-"""Builds and runs the runner that a command tests with."""
+"""Builds and runs the runner of a test."""
 
 import argparse
 
@@ -27,7 +27,7 @@ def build_test_runner(cfg: Config) -> Runner:
     """Builds the runner of a config with its test loop, so that errors in the config come before the test.
 
     Raises:
-        ConfigError: If there is nothing to test on, or model, data or evaluator cannot be built.
+        ConfigError: If the config has no test loop, or model, data or evaluator cannot be built.
     """
     with config_errors(cfg.filename):
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else ReadOnlyRunner.from_cfg(cfg)
@@ -40,8 +40,8 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     """Tests ``args.checkpoint``, in the form that ``args`` asks for; returns the runner and its metrics.
 
     Raises:
-        ConfigError: If there is nothing to test on, or model, data or evaluator cannot be built.
-        SlabDetError: If test-time augmentation is asked for, and the detector finds masks.
+        ConfigError: See :func:`build_test_runner`.
+        SlabDetError: If the detector finds masks, and ``--tta`` is given.
     """
     # The config of a resumed run would resume again.
     cfg.load_from, cfg.resume = args.checkpoint, False
@@ -49,8 +49,8 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
         trigger_visualization_hook(cfg, args)
     if args.tta:
         enable_test_time_augmentation(cfg)
-    # The checkpoint has the averaged weights already, and the statistics that were recalibrated for them; EMAHook would
-    # swap in statistics of the training, or its copy of a model that is fused by now.
+    # The checkpoint has the averaged weights already. EMAHook would load the statistics of the training, or its copy of
+    # a model that is fused by now.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_test_runner(cfg)
     model, dtype = unwrap(runner.model), DTYPES[args.dtype]
@@ -71,7 +71,7 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
 
 
 def enable_test_time_augmentation(cfg: Config) -> None:
-    """Wraps model and test pipeline of a config for TTA, in place; it flips images if it has no tta_pipeline."""
+    """Wraps model and test pipeline of a config for TTA, in place; without a tta_pipeline, images are flipped."""
     datasets = [dataset for dataset in walk_datasets(cfg.test_dataloader.dataset) if 'pipeline' in dataset]
     if 'tta_pipeline' not in cfg:
         *steps, pack = datasets[0].pipeline

@@ -1,4 +1,4 @@
-"""Evaluates a detector and fills report.json. mmdet's arguments, and --data-root, --fuse, --deploy and --latency."""
+"""Evaluates a detector and fills report.json. Takes mmdet's arguments, --data-root, --fuse, --deploy and --latency."""
 
 import argparse
 from dataclasses import replace
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
 
     import slab_det
     from slab_det.checkpoints import is_fused
-    from slab_det.cli.config import config_from_arguments
+    from slab_det.cli.config import check_report, config_from_arguments
     from slab_det.cli.runner import run_test
     from slab_det.data import check_data
     from slab_det.measure.environment import describe_environment
@@ -43,7 +43,6 @@ def main(args: argparse.Namespace) -> None:
         describe_model,
         form_suffix,
         markdown_table,
-        read_report,
         update_report,
     )
     from slab_det.runtime.distributed import unwrap
@@ -52,19 +51,14 @@ def main(args: argparse.Namespace) -> None:
 
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
-    if cfg.get('default_scope') == 'mmpretrain' and (args.tta or args.show or args.show_dir):
-        raise SlabDetError('--tta, --show and --show-dir are for detectors; leave them out')
     if args.tta and (args.latency or args.fuse or args.deploy):
         raise SlabDetError('--latency, --fuse and --deploy are for the plain detector; leave out --tta')
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
         raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
     path = Path(args.report or Path(cfg.work_dir) / 'report.json')
-    check_writable(path, args.out)
+    check_report(path)
+    check_writable(args.out)
     check_data(cfg, ('test',))
-    if path.exists():
-        # A file that cannot be added to is found now, not after the test.
-        read_report(path)
-    # Each form of a detector has its own entry.
     description = describe_model(cfg.model)
     description['name'] += '-TTA' * args.tta + form_suffix(args.deploy, args.dtype)
     runner, metrics = run_test(cfg, args)
@@ -81,16 +75,14 @@ def main(args: argparse.Namespace) -> None:
         ap=ap_from_metrics(metrics) or None,
         environment=describe_environment(device),
     )
-    # At once: AP took long, and the measurement of latency may fail.
+    # AP took long, and the measurement of latency may fail.
     update_report(path, entry)
     if args.latency:
         options = latency_options(args)
         options['image'] = options['image'] or dataset.get_data_info(0).get('img_path')
         options['size'] = options['size'] or tuple(dataset[0]['inputs'].shape[-2:])
-        (result,) = slab_det.measure_latency(
-            {description['name']: model}, device=device, progress=True, **options
-        ).values()
-        entry = replace(entry, latency=result.to_dict())
+        results = slab_det.measure_latency({description['name']: model}, device=device, **options)
+        entry = replace(entry, latency=results[description['name']].to_dict())
         update_report(path, entry)
     print(f'\n{markdown_table([entry])}\nWritten to {path}')
     if args.show_dir:

@@ -8,11 +8,10 @@ from slab_det.cli.arguments import add_runner_arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config with test_dataloader and test_evaluator, such as the fused one')
-    parser.add_argument('file', help='what slab-det export wrote, with --scope detector')
+    parser.add_argument('file', help='output of slab-det export with --scope detector')
     add_runner_arguments(parser)
-    parser.add_argument(
-        '--runtime', choices=('onnxruntime', 'openvino'), default='onnxruntime', help='(default %(default)s)'
-    )
+    runtimes = ('onnxruntime', 'openvino')
+    parser.add_argument('--runtime', choices=runtimes, default=runtimes[0], help='(default %(default)s)')
     parser.add_argument('--precision', choices=('f32', 'bf16'), default='f32', help='bf16 needs --runtime openvino')
     parser.add_argument('--threads', type=int, default=0, help='CPU threads (default: the runtime chooses)')
     parser.add_argument('--json', metavar='FILE', help='write AP and its scope to FILE')
@@ -39,9 +38,9 @@ def main(args: argparse.Namespace) -> None:
     check_data(cfg, ('test',))
     options = dict(runtime=args.runtime, threads=args.threads, precision=args.precision)
     cfg.model = dict(type='ExportedDetector', file=args.file, pipeline=inference_steps(cfg), **options)
-    # The file has its own weights, and no layers for hooks of a training.
+    # The file has its own weights, and no layers for the hooks of a training.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
-    # The runner would hand it to ExportedDetector.
+    # The runner would pass it to ExportedDetector.
     cfg.pop('data_preprocessor', None)
     runner = build_test_runner(cfg)
     metrics = runner.test()
@@ -55,8 +54,7 @@ def main(args: argparse.Namespace) -> None:
         environment=describe_environment(),
     )
     for kind, values in result['ap'].items():
-        print(
-            f'{kind}: ' + ', '.join(f'{name} {100 * value:.1f}' for name, value in values.items() if value is not None)
-        )
+        shown = (f'{name} {100 * value:.1f}' for name, value in values.items() if value is not None)
+        print(f'{kind}: {", ".join(shown)}')
     if args.json:
         put_text(json.dumps(result, indent=1) + '\n', args.json)

@@ -1,4 +1,4 @@
-"""Trains, recalibrates and fuses a detector. mmdet's arguments, and --data-root."""
+"""Trains, recalibrates and fuses a detector. Takes mmdet's arguments and --data-root."""
 
 import argparse
 import sys
@@ -12,13 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runner_arguments(parser)
     parser.add_argument('--amp', action='store_true', help='train with automatic mixed precision')
     parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate to the batch size')
-    parser.add_argument(
-        '--resume',
-        nargs='?',
-        const='auto',
-        metavar='CHECKPOINT',
-        help='resume from a checkpoint; without a path from the latest in the work dir',
-    )
+    latest = dict(nargs='?', const='auto', metavar='CHECKPOINT')
+    parser.add_argument('--resume', **latest, help='resume from a checkpoint, by default the latest in the work dir')
 
 
 @command(add_arguments)
@@ -39,8 +34,8 @@ def main(args: argparse.Namespace) -> None:
     cfg = config_from_arguments(args)
     if not cfg.get('train_dataloader'):
         raise ConfigError(
-            f'{args.config} has no train_dataloader, so there is nothing to train on; to train a fused detector, train '
-            'the config that it was fused from, and fuse again'
+            f'{args.config} has no train_dataloader; for a fused detector train the config that it was fused from, and '
+            'fuse again'
         )
     if args.amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
@@ -58,14 +53,14 @@ def main(args: argparse.Namespace) -> None:
             # mmengine would start without the config's load_from.
             print(f'--resume: {cfg.work_dir} has no checkpoint yet, so this run starts from the beginning')
     check_data(cfg, ('train', 'val'))
-    # Builds everything now: an error in the config is an error of the config, not one of the training.
+    # Building everything here names the config in errors of the config.
     with config_errors(cfg.filename):
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         for split, loop in (('train', runner.train_loop), ('val', runner.val_loop)):
             if loop is not None:
                 check_num_classes(runner.model, loop.dataloader.dataset, split)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-    # Configs that do not start from configs/_base_/runtime.py lack it. It reports hooks that are missing.
+    # It reports missing hooks; only configs that start from configs/_base_/runtime.py have it.
     if not any(isinstance(hook, NormStateHook) for hook in runner.hooks):
         runner.register_hook(NormStateHook())
     try:

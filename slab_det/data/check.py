@@ -1,9 +1,7 @@
 """Checks that the data of a config is there and fits it, before a training or a test begins."""
 
 import json
-import os
 import os.path as osp
-import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 
@@ -20,18 +18,19 @@ from slab_det.runtime.errors import DataError, name_some
 from slab_det.runtime.scope import enter_scope
 
 SPLITS = ('train', 'val', 'test')
+HEADS = ('head', 'bbox_head', 'mask_head', 'panoptic_head')
 # Larger annotation files would be parsed twice for seconds; mmdet reads them anyway a moment later.
 MAX_PARSED_BYTES = 50 * 2**20
 
 
 def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
-    """Raises an error if files of a config's datasets are missing, or annotations do not fit the config.
+    """Raises an error if files of a config's datasets are missing, or COCO annotations do not fit the config.
 
-    Datasets are found through every wrapper. Remote paths (``s3://…``) and generated images are not checked.
+    Remote paths (``s3://…``) and generated images are not checked.
 
     Args:
         cfg: A config with ``<split>_dataloader`` entries; absent ones are skipped.
-        splits: Which of 'train', 'val' and 'test' will be used.
+        splits: The splits that will be used, of 'train', 'val' and 'test'.
 
     Raises:
         DataError: Naming the split, the missing path, and what to do about it.
@@ -40,36 +39,26 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     for split in splits:
         for dataset in _file_datasets(cfg, split):
             _check_dataset(dataset, split)
-        for evaluator in _evaluators(cfg, split):
-            if evaluator.get('ann_file'):
-                _check_path(evaluator.ann_file, f'{split}_evaluator annotation file', 'ann_file=…')
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
-    """Raises an error if a head of ``model`` has another number of classes than a dataset.
+    """Raises DataError if a head of ``model`` has another number of classes than the dataset of a split.
 
     mmdet would index classes that are not there, or take the surplus class of the data for background.
-
-    Args:
-        model: A detector, whose box, mask and panoptic heads are checked, also those in a cascade, or a classifier.
-        dataset: A dataset with ``metainfo``; one that names no classes is not checked.
-        split: What the message calls the dataset.
-
-    Raises:
-        DataError: Naming the head and both numbers.
     """
     model = unwrap(model)
-    if hasattr(model, 'language_model'):
-        # In Grounding DINO num_classes is the length of the text.
-        return
     metainfo = getattr(dataset, 'metainfo', {})
     classes = metainfo.get('classes')
+    # In Grounding DINO num_classes is the length of the text.
+    if not classes or hasattr(model, 'language_model'):
+        return
     # Two-stage panoptic detectors have boxes of things alone.
-    numbers = {len(metainfo[key]) for key in ('classes', 'thing_classes') if metainfo.get(key)}
+    numbers = (len(classes), len(metainfo.get('thing_classes', classes)))
     for name, module in model.named_modules():
         num_classes = getattr(module, 'num_classes', None)
-        is_head = re.search(r'^head$|(^|\.)(bbox|mask|panoptic)_head(\.\d+)?$', name)
-        if classes and is_head and num_classes is not None and num_classes not in numbers:
+        # The heads of a cascade are numbered.
+        is_head = name.rstrip('.0123456789').rpartition('.')[2] in HEADS
+        if is_head and num_classes is not None and num_classes not in numbers:
             raise DataError(
                 f'{name} has num_classes={num_classes}, but the {split} dataset has {len(classes)} classes '
                 f'({name_some(classes)}). Set num_classes={len(classes)} in every head, or metainfo=dict(classes=…) in '
@@ -113,7 +102,7 @@ def set_data_root(cfg: Config, root: str) -> None:
 
 
 def _file_datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
-    """The datasets of a split that read files: all but the wrappers."""
+    """Yields the datasets of a split that read files: all but the wrappers."""
     dataloader = cfg.get(f'{split}_dataloader')
     for dataset in walk_datasets(dataloader.dataset) if dataloader else ():
         if 'dataset' not in dataset and not dataset.get('datasets'):
@@ -134,65 +123,60 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
     # Datasets of classifiers say themselves what they lack.
     if issubclass(dataset_class, SyntheticShapes) or not issubclass(dataset_class, BaseDetDataset):
         return
-    root, ann_file, prefixes = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix', {})
-    if ann_file:
-        ann_file = osp.join(root, ann_file)
+    root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
+    ann_file = osp.join(root, dataset.get('ann_file') or '')
+    if dataset.get('ann_file'):
         _check_path(ann_file, f'{split} annotation file', 'ann_file=…')
     for prefix in prefixes.values():
         _check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
     classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
-    # Classes that read their files otherwise, such as LVIS's and the panoptic ones, are not checked.
-    reads_coco = all(
-        getattr(dataset_class, name, None) is getattr(CocoDataset, name)
-        for name in ('load_data_list', 'parse_data_info')
-    )
-    if ann_file and classes and reads_coco and osp.isfile(ann_file) and osp.getsize(ann_file) <= MAX_PARSED_BYTES:
-        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, f'{split} annotation file')
+    # LVIS and the panoptic datasets read their files otherwise.
+    readers = (CocoDataset.load_data_list, CocoDataset.parse_data_info)
+    reads_coco = (dataset_class.load_data_list, getattr(dataset_class, 'parse_data_info', None)) == readers
+    if reads_coco and classes and osp.isfile(ann_file) and osp.getsize(ann_file) <= MAX_PARSED_BYTES:
+        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
 
 
 def _check_path(path: str, what: str, argument: str) -> None:
     # mmengine's file backends read remote paths; only they know what is there.
     if not osp.exists(path) and '://' not in path:
-        start = '' if osp.isabs(path) else f' from {os.getcwd()}'
         raise DataError(
-            f'{what} {path} not found{start}: correct {argument}, or add --data-root DIR; docs/reproduce-coco.md '
+            f'{what} {osp.abspath(path)} not found: correct {argument}, or add --data-root DIR; docs/reproduce-coco.md '
             'downloads COCO, and `slab-det quickstart` trains on images that it generates'
         )
 
 
-def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], what: str) -> None:
-    try:
-        with open(ann_file) as file:
+def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
+    """Checks the image files, the names of the classes and the format of the boxes."""
+    with open(ann_file) as file:
+        try:
             content = json.load(file)
-        names = [category['name'] for category in content['categories']]
-        images = {image['id']: image for image in content['images']}
-        files = [osp.join(folder, image['file_name']) for image in images.values()]
-        # Test sets are published without annotations.
-        annotations = [item for item in content.get('annotations', ()) if item['image_id'] in images]
-        boxes = [(item['bbox'], images[item['image_id']]) for item in annotations]
-        outside = [(box, image) for box, image in boxes if _leaves_image(box, image)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f'{what} {ann_file} is not COCO JSON: {error!r}') from error
-    missing = next((file for file in files if '://' not in file and not osp.exists(file)), None)
-    if missing:
-        raise DataError(f'{what} {ann_file}: image {missing} not found: correct data_prefix=dict(img=…) of the dataset')
+            names = [category['name'] for category in content['categories']]
+            images = {image['id']: image for image in content['images']}
+            files = [osp.join(folder, image['file_name']) for image in images.values()]
+            # Test sets are published without annotations.
+            annotations = [item for item in content.get('annotations', ()) if item['image_id'] in images]
+            outside = [item['bbox'] for item in annotations if _leaves_image(item['bbox'], images[item['image_id']])]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f'{split} annotation file {ann_file} is not COCO JSON: {error!r}') from error
+    for image in files:
+        _check_path(image, f'{split} image', 'data_prefix=dict(img=…)')
     # mmdet numbers the classes in the order of the file.
     if [name for name in names if name in classes] != [*classes]:
         raise DataError(
-            f"{what} {ann_file}: the config's {len(classes)} classes ({name_some(classes)}) are not among its "
-            f'{len(names)} categories ({name_some(names)}), or not in the same order: set '
+            f"{split} annotation file {ann_file}: the config's {len(classes)} classes ({name_some(classes)}) are not "
+            f'among its {len(names)} categories ({name_some(names)}), or not in the same order: set '
             f'metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads'
         )
-    # Half or more of the boxes end outside if they are corners; a few do in real data, where the border cuts them off.
-    if len(outside) > len(boxes) / 4:
-        box, image = outside[0]
+    # Half or more of the boxes end outside if they are corners.
+    if len(outside) > len(annotations) / 4:
         raise DataError(
-            f'{what} {ann_file}: {len(outside)} of its {len(boxes)} boxes end outside of their image, such as {box} in '
-            f'{image["width"]} x {image["height"]} pixels: COCO boxes are [x, y, width, height], not corners'
+            f'{split} annotation file {ann_file}: {len(outside)} of its {len(annotations)} boxes end outside of their '
+            f'image, such as {outside[0]}: COCO boxes are [x, y, width, height], not corners'
         )
 
 
 def _leaves_image(box: Sequence[float], image: dict) -> bool:
-    """Whether a box ends outside of its image by more than the few pixels that boxes of real data do."""
+    """Whether a box ends outside of its image by more than the few pixels of real data."""
     x, y, width, height = box
     return x + width > 1.05 * image['width'] or y + height > 1.05 * image['height']

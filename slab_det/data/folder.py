@@ -19,11 +19,11 @@ class ImageFolder(Dataset):
 
     Args:
         folder: The folder.
-        pipeline: Configs of the transforms; those that load annotations are left out.
-        metainfo: What checkpoints of a training on it store: the class names of the detector.
+        pipeline: Configs of the transforms; annotations are not loaded.
+        metainfo: The class names of the detector, which checkpoints of a training store.
 
     Raises:
-        DataError: If the folder holds no image; also when an image is read that does not pass the pipeline.
+        DataError: If the folder holds no image. Also when an image cannot be read, or does not pass the pipeline.
     """
 
     def __init__(self, folder: str | Path, pipeline: Sequence[dict], metainfo: dict | None = None) -> None:

@@ -1,16 +1,16 @@
 """Generates COCO-format images of shapes: a detection task that is learnt in minutes, without a download.
 
 Every image shows a few filled shapes over a textured, dull background. Classes differ in outline and in their typical
-hue, which overlaps with the neighbours'. Sizes, rotations, brightness and textures are the same for all classes.
-Shapes may overlap and may be cut by the border; an annotation is the visible part, as polygons.
+hue, which overlaps with the hues of other classes. Shapes may overlap, and the border may cut them; an annotation is
+the visible part, as polygons.
 """
 
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import cv2
@@ -38,10 +38,10 @@ def generate(
     size: Sequence[int] = (192, 160),
     seed: int = 0,
 ) -> Path:
-    """Writes the images and annotations once and returns the folder that holds them.
+    """Writes the images and annotations once and returns their folder.
 
-    The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It gets its name
-    when all of it is written: an interrupted run leaves no half of it, and two processes may generate it at once.
+    The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It appears when it
+    is complete, so several processes may call this function at once.
 
     Args:
         root: The folder to write. None means ``synthetic-<key>`` in the cache folder: ``$SLAB_DET_CACHE``, or
@@ -53,34 +53,27 @@ def generate(
         seed: The same seed gives the same bytes, with the same versions of numpy and OpenCV.
 
     Raises:
-        DataError: If ``root`` exists and holds something else.
-        ValueError: If a count is below 1 or the images are too small for the objects.
+        DataError: If ``root`` exists and was not generated with these arguments.
     """
-    if min(num_train, num_val) < 1:
-        raise ValueError(f'both splits need an image, got num_train={num_train}, num_val={num_val}')
-    if min(size) < OBJECT_SIZE[1]:
-        raise ValueError(f'size={tuple(size)}: width and height must be at least {OBJECT_SIZE[1]} pixels')
     spec = dict(version=GENERATOR_VERSION, num_train=num_train, num_val=num_val, size=list(size), seed=seed)
     spec['key'] = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
     if root is None:
         cache = os.environ.get('XDG_CACHE_HOME', '~/.cache') + '/slab_det'
         root = Path(os.environ.get('SLAB_DET_CACHE', cache)).expanduser() / f'synthetic-{spec["key"]}'
     root = Path(root)
-    if root.exists():
-        _check_same(root, spec)
-        return root
-    root.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f'.{root.name}-', dir=root.parent))
-    try:
-        _write_splits(building, spec)
-        building.chmod(0o755)  # mkdtemp makes it private, and caches are shared.
-        try:
-            building.rename(root)
-        except OSError:
-            # Another process was faster. _check_same raises unless its images are the same.
-            _check_same(root, spec)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    if not root.exists():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f'.{root.name}-', dir=root.parent) as folder:
+            building = Path(folder) / root.name
+            building.mkdir()
+            _write_splits(building, spec)
+            # Fails if another process was faster.
+            with suppress(OSError):
+                building.rename(root)
+    marker = root / 'generator.json'
+    found = json.loads(marker.read_text()) if marker.is_file() else {}
+    if found.get('key') != spec['key']:
+        raise DataError(f'{root} was generated with {found or "other tools"}, not with {spec}; choose another folder')
     return root
 
 
@@ -90,20 +83,15 @@ class SyntheticShapes(CocoDataset):
 
     Args:
         split: 'train' or 'val'.
-        data_root: The folder that :func:`generate` wrote; None generates it in the cache folder.
+        data_root: A folder that :func:`generate` wrote; None generates it in the cache folder.
         generator: Arguments of :func:`generate` besides ``root``; the same for both splits.
         kwargs: Arguments of CocoDataset. ``ann_file`` and ``data_prefix`` follow from ``split``.
     """
 
-    METAINFO = {
-        'classes': CLASSES,
-        # The typical hues of the classes.
-        'palette': [(220, 50, 50), (135, 200, 40), (40, 190, 200), (140, 70, 220)],
-    }
+    # The palette has the typical hues of the classes.
+    METAINFO = {'classes': CLASSES, 'palette': [(220, 50, 50), (135, 200, 40), (40, 190, 200), (140, 70, 220)]}
 
     def __init__(self, split: str, data_root: str | None = None, generator: dict | None = None, **kwargs) -> None:
-        if split not in ('train', 'val'):
-            raise ValueError(f"split must be 'train' or 'val', got {split!r}")
         if data_root is None:
             data_root = str(generate(**(generator or {})))
         super().__init__(
@@ -112,15 +100,6 @@ class SyntheticShapes(CocoDataset):
             data_prefix={'img': f'images/{split}/'},
             **kwargs,
         )
-
-
-def _check_same(root: Path, spec: dict) -> None:
-    marker = root / 'generator.json'
-    if not marker.is_file():
-        raise DataError(f'{root} exists but was not written by slab_det.data.generate; choose another folder')
-    found = json.loads(marker.read_text())
-    if found['key'] != spec['key']:
-        raise DataError(f'{root} was generated with {found}, not with {spec}; remove it or choose another')
 
 
 def _write_splits(root: Path, spec: dict) -> None:
@@ -157,7 +136,7 @@ def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndar
         The image as (H, W, 3) uint8, BGR, and one dict per object with ``category_id`` (1-based),
         ``segmentation`` (polygons in pixels), ``bbox`` (x, y, width, height) and ``area`` in square pixels.
     """
-    # Nearly grey, so that a detector trained from scratch for minutes finds the objects.
+    # Nearly grey: a detector trained from scratch for minutes finds the objects.
     pixels = _texture(rng, size, contrast=10.0) + rng.uniform(50, 205) + rng.normal(0.0, 8.0, 3)
     placed: list[tuple[int, np.ndarray]] = []  # class index, visible mask
     for _ in range(rng.integers(OBJECTS_PER_IMAGE[0], OBJECTS_PER_IMAGE[1] + 1)):
@@ -177,14 +156,14 @@ def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndar
 
 
 def _texture(rng: np.random.Generator, size: tuple[int, int], contrast: float) -> np.ndarray:
-    """Smooth random blotches, (H, W, 3), zero mean, in grey levels."""
+    """Returns smooth random blotches, (H, W, 3), zero mean, in grey levels."""
     cells = int(rng.integers(3, 14))
     coarse = rng.normal(0.0, contrast, (cells, cells, 3))
     return cv2.resize(coarse, size, interpolation=cv2.INTER_CUBIC)
 
 
 def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
-    """A saturated colour, BGR in [0, 255], whose hue scatters by 20 degrees around the hue of the class."""
+    """Returns a saturated colour, BGR in [0, 255], whose hue scatters by 20 degrees around the hue of the class."""
     hue = (label * 360 / len(CLASSES) + rng.normal(0.0, 20.0)) % 360
     # HSV of floats in OpenCV: hue in degrees, saturation and value in [0, 1].
     hsv = np.array([[[hue, rng.uniform(0.6, 1.0), rng.uniform(0.5, 1.0)]]], np.float32)
@@ -192,18 +171,11 @@ def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
 
 
 def _outline(rng: np.random.Generator, label: int, size: tuple[int, int]) -> np.ndarray:
-    """Corner points (N, 2) in pixels of one randomly sized, stretched, rotated and placed shape."""
+    """Returns the corners (N, 2), in pixels, of one randomly sized, stretched, rotated and placed shape."""
     radius = rng.uniform(*OBJECT_SIZE) / 2
-    match CLASSES[label]:
-        case 'circle':
-            corners, radii = 48, np.full(48, 1.0)
-        case 'square':
-            corners, radii = 4, np.full(4, 1.15)
-        case 'triangle':
-            corners, radii = 3, np.full(3, 1.2)
-        case 'star':
-            corners, radii = 10, np.tile([1.2, 0.5], 5)
-    angles = np.arange(corners) * 2 * np.pi / corners
+    # Distances of the corners from the centre, for each class.
+    radii = (np.full(48, 1.0), np.full(4, 1.15), np.full(3, 1.2), np.tile([1.2, 0.5], 5))[label]
+    angles = np.arange(len(radii)) * 2 * np.pi / len(radii)
     points = np.stack([np.cos(angles), np.sin(angles)], 1) * radii[:, None] * radius
     stretch = np.diag([1.0, rng.uniform(0.8, 1.0)])
     turn = rng.uniform(0, 2 * np.pi)
@@ -220,14 +192,14 @@ def _fill(outline: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def _annotation(label: int, mask: np.ndarray) -> dict | None:
-    """The COCO annotation of a visible mask (H, W), or None where no polygon describes it."""
-    # OpenCV's contours pass through pixel centres, COCO's polygons enclose pixels: at a quarter of a pixel
-    # the difference is too small to move one when the polygon is rasterised.
+    """Returns the COCO annotation of a visible mask (H, W), or None where no polygon describes it."""
+    # OpenCV's contours pass through pixel centres, COCO's polygons enclose pixels. At four times the resolution the
+    # difference moves no pixel of the rasterised polygon.
     scale = 4
     fine = cv2.resize(mask.astype(np.uint8), None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
     contours, _ = cv2.findContours(fine, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
     contours = [cv2.approxPolyDP(contour, 0.4 * scale, closed=True) for contour in contours]
-    # Slivers of a few pixels that an occluder cut off are no use as polygons.
+    # An occluder may cut off slivers of a few pixels, which are left out.
     polygons = [
         ((contour.reshape(-1) + 0.5) / scale).tolist()
         for contour in contours
@@ -236,7 +208,7 @@ def _annotation(label: int, mask: np.ndarray) -> dict | None:
     if not polygons:
         return None
     encoded = coco_mask.merge(coco_mask.frPyObjects(polygons, *mask.shape))
-    # Area and box of the polygons, which are what training and evaluation rasterise, not of `mask`.
+    # Training and evaluation rasterise the polygons, so area and box describe them and not the mask.
     return {
         'category_id': label + 1,
         'segmentation': polygons,

@@ -34,7 +34,7 @@ class ImageListError(DataError):
 
 
 class ServedDetector:
-    """Finds objects in images: files, addresses, bytes, arrays or images of Pillow.
+    """Finds objects in images: files, bytes, arrays or images of Pillow.
 
     Several threads may call it at the same time. Images of a list run one by one: padded to a common size, one would
     change the objects of another.
@@ -43,11 +43,10 @@ class ServedDetector:
         model: A detector with ``test_step``, in eval mode.
         steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
         classes: The name of each label; empty where the file of the weights has none.
-        **options: Options of ImagePipeline.
     """
 
-    def __init__(self, model: nn.Module, steps: Sequence[dict], classes: Sequence[str] = (), **options: float) -> None:
-        self.model, self.pipeline, self.classes = model, ImagePipeline(steps, **options), tuple(classes)
+    def __init__(self, model: nn.Module, steps: Sequence[dict], classes: Sequence[str] = ()) -> None:
+        self.model, self.pipeline, self.classes = model, ImagePipeline(steps), tuple(classes)
 
     def __call__(self, images: Image | Sequence[Image]) -> DetDataSample | list[DetDataSample]:
         """Predicts the objects of one image, or of each image of a list; results are on the CPU.
@@ -82,13 +81,12 @@ def load_detector(
     weights: str | Path,
     runtime: str = 'torch',
     device: str | torch.device | None = None,
-    fetch_timeout: float = 10.0,
     masks: str = 'full',
     **options: object,
 ) -> ServedDetector:
     """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
 
-    An image is a path, an address, the bytes of a file, an array in BGR, or an image of Pillow; see
+    An image is a path, the bytes of a file, an array in BGR, or an image of Pillow; see
     :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes are in its pixels, and masks have its size, as in
     ``pred_instances`` of mmdet. ``detector.classes`` names the labels. The first image of a size costs more than the
     next.
@@ -99,8 +97,6 @@ def load_detector(
             :func:`slab_det.deployment.export.export_onnx` wrote.
         runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
         device: Device of the runtime 'torch'; None takes a GPU where PyTorch finds one. Others run on the CPU.
-        fetch_timeout: Seconds for the download of an image whose name begins with http:// or https://; 0 refuses such
-            names.
         masks: 'full', as mmdet gives them, (n, H, W): 100 masks of 4000x8000 are 3.2 GB. Or 'rle': a list of n dicts,
             as ``pycocotools.mask.encode`` gives them; one mask at a time is in memory. mmdet's evaluators take both.
         **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
@@ -135,4 +131,4 @@ def load_detector(
         enter_scope(cfg)
         model = ExportedDetector(str(weights), inference_steps(cfg), masks, runtime=runtime, **options).eval()
         meta = model.runtime.metadata.get('dataset_meta')
-    return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()), fetch_timeout=fetch_timeout)
+    return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()))

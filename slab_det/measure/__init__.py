@@ -1,11 +1,8 @@
-"""Measures detectors: latency, cost, AP, agreement, and the reports and pictures of them.
-
-The modules ``agreement``, ``evaluate``, ``figure`` and ``untrained`` are not imported here, as few programs need them.
-"""
+"""Measures detectors: latency, cost, AP and agreement; writes reports and pictures."""
 
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
-from slab_det.measure.latency import LatencyResult, keep_freed_memory, latency_table, measure_latency
+from slab_det.measure.latency import LatencyResult, latency_table, measure_latency
 from slab_det.measure.report import ReportEntry, markdown_table, read_report, update_report
 
 __all__ = [
@@ -13,7 +10,6 @@ __all__ = [
     'ModelCost',
     'ReportEntry',
     'describe_environment',
-    'keep_freed_memory',
     'latency_table',
     'markdown_table',
     'measure_cost',

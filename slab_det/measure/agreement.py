@@ -1,4 +1,4 @@
-"""Compares the detections of a student and its teacher on images without labels, and estimates the AP that was lost."""
+"""Compares the detections of a student and its teacher on images without labels, and estimates the loss of AP."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from slab_det.runtime.errors import AgreementError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # The loss of AP is about LOSS (1 - agreement)^2: a least-squares fit to 11 absorbed detectors, three of them for int8,
-# with teachers of 2,000 iterations on BCCD and DSB2018. It is off by up to 0.012, and by up to 0.014 for eleven more
-# that were measured later. Students of teachers of 500 iterations lose half of it; with a teacher of 0.14 AP, on
-# photographs, the loss is within the noise.
+# with teachers of 2,000 iterations on BCCD and DSB2018. The fit is off by up to 0.012, and by up to 0.014 for eleven
+# further detectors. Students of teachers of 500 iterations lose half as much.
 LOSS = 0.97
 # The three detectors with at least this agreement lost at most 0.006 AP.
 LEAST_AGREEMENT = 0.95
@@ -34,7 +33,7 @@ class Detections:
     Attributes:
         scores: (N,), in (0, 1].
         labels: Class of each, (N,).
-        regions: Boxes as x, y, width, height, (N, 4), or N masks in COCO's run-length encoding.
+        regions: Boxes (x, y, width, height), (N, 4), or N masks in COCO's run-length encoding.
     """
 
     scores: np.ndarray
@@ -42,7 +41,7 @@ class Detections:
     regions: np.ndarray | list[dict]
 
     def select(self, indices: np.ndarray) -> Detections:
-        """The detections of these indices, in their order."""
+        """Returns the detections of these indices, in their order."""
         masks = isinstance(self.regions, list)
         regions = [self.regions[i] for i in indices] if masks else self.regions[indices]
         return Detections(self.scores[indices], self.labels[indices], regions)
@@ -50,7 +49,7 @@ class Detections:
 
 @torch.no_grad()
 def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
-    """Runs a detector as in testing and collects its detections.
+    """Runs a detector as in testing.
 
     Args:
         model: A detector.
@@ -79,7 +78,7 @@ def _as_detections(sample: DetDataSample) -> Detections:
     scores = instances.scores.double().cpu().numpy()
     if 'masks' in instances:
         regions = instances.masks
-        # slab_det.deploy(masks='rle') encodes them itself.
+        # The masks of slab_det.deploy(masks='rle') are encoded already.
         if not isinstance(regions, list):
             regions = encode_mask_results(np.asarray(torch.as_tensor(regions).cpu()))
         # One by one: coco_mask.area takes at most 255 masks.
@@ -88,25 +87,25 @@ def _as_detections(sample: DetDataSample) -> Detections:
         corners = instances.bboxes.double().cpu().numpy()
         regions = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1)
         has_area = (regions[:, 2:] > 0).all(1)
-    # A region without area overlaps with nothing, not even with itself. NaN scores are not above 0.
+    # A region without area overlaps with nothing. NaN scores are not above 0.
     valid = np.flatnonzero(has_area & (scores > 0))
     order = valid[np.argsort(-scores[valid], kind='stable')]
     return Detections(scores, instances.labels.cpu().numpy(), regions).select(order)
 
 
 def agreement(reference: Sequence[Detections], other: Sequence[Detections]) -> float:
-    """The AP of ``other`` divided by the AP of ``reference``, if the detections of ``reference`` are the truth.
+    """Returns the AP of ``other`` divided by the AP of ``reference``, where the truth is ``reference`` itself.
 
-    A detection of ``reference`` with score p is a true object with probability p. A detection of ``other`` that matches
-    it, as COCO matches detections to objects, is right with probability p; one without a match is wrong. The precision
-    and the recall of the n highest scores of a class are
+    A detection of ``reference`` with score p is a true object with probability p. Detections of ``other`` are matched
+    to detections of ``reference`` as COCO matches them to objects. A matched detection is right with the probability p
+    of its match; a detection without a match is wrong. The precision and the recall of the n highest scores of a class
+    are
 
         precision(n) = 1/n sum_{i <= n} p_i,    recall(n) = sum_{i <= n} p_i / sum of all p of ``reference``,
 
     and AP is the mean of the interpolated precision over 101 recalls and the IoU thresholds 0.50, 0.55, ..., 0.95. The
-    agreement of a class is the AP of ``other`` over the AP of ``reference`` by this measure. The mean over classes
-    weights a class by the highest score that either detector gives it, so that absent classes count little. There is no
-    score threshold: the many detections of low scores that detectors without NMS return weigh little.
+    mean over classes weights a class by the highest score that either detector gives it, so that absent classes count
+    little.
 
     Args:
         reference: Detections in each image, as :func:`detect` returns them.
@@ -144,7 +143,7 @@ def expected_loss(value: float) -> float:
 
 
 def _match(reference: Detections, other: Detections) -> np.ndarray:
-    """The score of the match of each detection of ``other`` at each IoU threshold, 0 without a match; (10, N)."""
+    """Returns the score of the match of each detection of ``other``, 0 without one, at each IoU threshold; (10, N)."""
     matched = np.zeros((len(IOU_THRESHOLDS), len(other.scores)))
     if not (len(reference.scores) and len(other.scores)):
         return matched
@@ -161,15 +160,15 @@ def _match(reference: Detections, other: Detections) -> np.ndarray:
 
 
 def _average_precision(scores: np.ndarray, p: np.ndarray, total: float) -> float:
-    """AP of detections that are right with probabilities ``p``, if ``total`` objects are expected."""
+    """Returns the AP of detections that are right with probabilities ``p``, where ``total`` objects are expected."""
     if not len(scores) or not total:
         return 0.0
     order = np.argsort(-scores, kind='stable')
     found = p[order].cumsum()
-    # Equal scores have no order: only the last of them is a point of the curve.
+    # Equal scores have no order: only the last one is a point of the curve.
     last = np.flatnonzero(np.diff(scores[order], append=-1.0))
     recall, precision = found[last] / total, found[last] / (last + 1)
-    # COCO takes the best precision at a recall or any higher one.
+    # COCO takes the best precision at a recall or any higher recall.
     precision = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
     # Rounding must not place the last recall below 1.
     return float(precision[np.searchsorted(recall, _RECALLS - 1e-9)].mean())

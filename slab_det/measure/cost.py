@@ -13,7 +13,7 @@ from slab_det.norms import ChannelAffine, OfflineNorm, named_norms
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Cost of one forward pass at batch 1, in the same submodules and the same call as the latency beside it.
+    """Cost of one forward pass at batch 1.
 
     Attributes:
         multiply_adds: Multiply-adds of the matrix products, convolutions and attention that run. One is two
@@ -30,7 +30,7 @@ class ModelCost:
 
 
 def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> ModelCost:
-    """Runs ``forward`` once and counts. torch.compile must not have been applied: it hides the operators.
+    """Runs ``forward`` once and counts.
 
     Args:
         parts: The modules that run in ``forward``.
@@ -45,21 +45,12 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> M
 
 
 def count_norms(model: nn.Module) -> int:
-    """The number of norm modules in a model; a norm that contains others (PRepBN) counts once."""
+    """Returns the number of norm modules in a model; a norm that contains others (PRepBN) counts once."""
     return sum(1 for _ in named_norms(model, OfflineNorm, *LIVE_NORMS, ChannelAffine))
 
 
 def count_multiply_adds(forward: Callable[[], object]) -> int:
-    """Multiply-adds of one call, by torch's counter."""
-    # Not in inference mode, which hides the parts of composite operators from the counter.
-    with torch.inference_mode(False), torch.no_grad():
-        with FlopCounterMode(display=False, custom_mapping=_more_formulas()) as counter:
-            forward()
-    return counter.get_total_flops() // 2
-
-
-def _more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
-    """Formulas that torch's counter lacks: deployed linear layers and, before torch 2.15, attention on a CPU."""
+    """Returns the multiply-adds of one call. torch.compile hides operators from the counter."""
 
     def linear_flops(x: torch.Size, *others: object, out_shape: torch.Size, **options: object) -> int:
         return 2 * out_shape.numel() * x[-1]
@@ -67,7 +58,12 @@ def _more_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
     def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *others: object, **options: object) -> int:
         return sdpa_flop_count(q, k, v)
 
+    # torch's counter lacks deployed linear layers and, before torch 2.15, attention on a CPU.
     formulas = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
     if torch.backends.mkldnn.is_available():
         formulas[torch.ops.mkldnn._linear_pointwise] = linear_flops
-    return formulas
+    # Inference mode hides the parts of composite operators from the counter.
+    with torch.inference_mode(False), torch.no_grad():
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            forward()
+    return counter.get_total_flops() // 2

@@ -13,14 +13,8 @@ import torchvision
 import slab_det
 
 
-def library_versions() -> dict[str, str]:
-    """Versions of the libraries that run in a forward pass."""
-    libraries = (torch, torchvision, mmengine, mmcv, mmdet, slab_det)
-    return {'python': platform.python_version(), **{library.__name__: library.__version__ for library in libraries}}
-
-
 def device_name(device: torch.device | str) -> str:
-    """The product name of a device, for example 'NVIDIA H200' or 'Intel(R) Xeon(R) Platinum 8481C'."""
+    """Returns the product name of a device, for example 'NVIDIA H200' or 'Intel(R) Xeon(R) Platinum 8481C'."""
     device = torch.device(device)
     if device.type == 'cuda':
         return torch.cuda.get_device_name(device)
@@ -35,9 +29,11 @@ def device_name(device: torch.device | str) -> str:
 
 
 def describe_environment(device: torch.device | str = 'cpu') -> dict:
-    """The current versions, device name, threads and TF32 switches."""
+    """Returns the versions of the libraries, the device name, the threads and the TF32 switches."""
+    libraries = (torch, torchvision, mmengine, mmcv, mmdet, slab_det)
+    versions = {library.__name__: library.__version__ for library in libraries}
     return {
-        'versions': library_versions(),
+        'versions': {'python': platform.python_version(), **versions},
         'device': device_name(device),
         'threads': torch.get_num_threads(),
         'tf32_matmul': torch.backends.cuda.matmul.allow_tf32,

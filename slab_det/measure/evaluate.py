@@ -22,7 +22,7 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
         cfg: A config with both.
 
     Returns:
-        AP as in :func:`slab_det.measure.report.ap_from_metrics`.
+        See :func:`slab_det.measure.report.ap_from_metrics`.
     """
     enter_scope(cfg)
     loader = Runner.build_dataloader(cfg.val_dataloader)

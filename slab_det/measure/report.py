@@ -1,4 +1,4 @@
-"""Reads and writes report.json, which holds what a hook and the tools measured of detectors, and its Markdown table."""
+"""Reads and writes report.json, which holds the measurements of detectors, and shows it as a Markdown table."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ PER_CENT = {'accuracy', 'iou'}
 
 @dataclass(frozen=True)
 class ReportEntry:
-    """A detector, fused or not, and what was measured with it: one row of a table.
+    """A detector, fused or not, and its measurements: one row of a table.
 
     Attributes:
-        name: Row label with width and depths where the config gives them, for example 'SLAB-Swin-96x2262'.
+        name: Row label, with width and depths where the config gives them, for example 'SLAB-Swin-96x2262'.
         variant: 'unfused' or 'fused'.
         norm: Type of the norms it was trained with, for example 'PRepBN'.
         attention: 'softmax', 'sla' or 'focused', or one per stage joined by '/'.
         detector: Type of the detector, for example 'MaskRCNN'.
         config: Path of the config.
         checkpoint: Path of the weights; None where they were random.
-        dataset: ``ann_file`` and number of ``images`` that AP was measured on.
+        dataset: ``ann_file`` and number of ``images`` of the AP.
         ap: See :func:`ap_from_metrics`.
         latency: ``LatencyResult.to_dict()``.
         recalibration: Passes, residual and images of the recalibration.
-        fusion: Where each norm went, and the largest difference to the unfused outputs.
+        fusion: The outcome of each norm, and the largest difference to the unfused outputs.
         training: ``seed``, ``iterations`` and ``batch_size``.
         environment: See :func:`slab_det.measure.environment.describe_environment`.
     """
@@ -69,15 +69,12 @@ class ReportEntry:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """Identifies the detector: entries of different tools with the same key describe the same one."""
+        """Identifies the detector: entries with the same key describe the same detector."""
         return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
 
 
 def describe_model(model_cfg: Mapping) -> dict[str, str]:
-    """Reads ``name``, ``norm``, ``attention`` and ``detector`` from a model config, fused or not.
-
-    A type may be 'MaskRCNN', 'mmdet.MaskRCNN', or the class itself.
-    """
+    """Reads ``name``, ``norm``, ``attention`` and ``detector`` from a model config, fused or not."""
     model_cfg = detector_config(model_cfg)
     backbone = model_cfg['backbone']
     # A ConvertedModel holds its backbone, with the norms, in ``model``.
@@ -95,15 +92,12 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
 
 
 def form_suffix(deployed: bool, dtype: str) -> str:
-    """Suffix for the name of a deployed or lower-precision model, so that each form has its own entry."""
+    """Returns the suffix for the name of a deployed or lower-precision model, which has an entry of its own."""
     return '-deployed' * deployed + f'-{dtype}' * (dtype != 'float32')
 
 
 def describe_dataset(dataset: object) -> dict:
-    """Reads ``ann_file``, or the folder of classes, and the number of ``images`` from a dataset.
-
-    Dataset wrappers are followed to the dataset inside, a concatenation to its first one.
-    """
+    """Reads ``ann_file``, or the folder of classes, and the number of ``images`` from a dataset, also in a wrapper."""
     images = len(dataset)
     while hasattr(dataset, 'datasets') or hasattr(dataset, 'dataset'):
         dataset = dataset.datasets[0] if hasattr(dataset, 'datasets') else dataset.dataset
@@ -116,8 +110,8 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
     """Picks AP, accuracy and mIoU out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
 
     Returns:
-        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}, 'accuracy': {…}}`` for the kinds that were evaluated on any
-        object, in [0, 1]. COCO's -1, for sizes without objects, becomes None.
+        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}, 'accuracy': {…}}``, in [0, 1]. COCO's -1, for sizes without
+        objects, becomes None, and kinds without any object are left out.
     """
     by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
     found = {
@@ -137,18 +131,18 @@ def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float |
 
 
 def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:
-    """The kinds that any of the entries has, in the order of their columns."""
+    """Returns the kinds that any of the entries has, in the order of their columns."""
     found = {kind for entry in entries for kind in entry.ap or ()}
     return [kind for kind in AP_KINDS if kind in found]
 
 
 def score(kinds: Sequence[str]) -> str:
-    """A common name for numbers of these kinds: 'AP', 'accuracy' or 'mIoU'."""
+    """Returns a common name for numbers of these kinds: 'AP', 'accuracy' or 'mIoU'."""
     return next((AP_KINDS[kind].rpartition(' ')[2] for kind in kinds if kind in PER_CENT), 'AP')
 
 
 def main_column(kind: str) -> str:
-    """The column that represents a kind where there is room for one: AP, top1 or mIoU."""
+    """Returns the column that represents a kind where there is room for one: AP, top1 or mIoU."""
     return next(iter(METRICS[kind]))
 
 
@@ -169,16 +163,13 @@ def read_report(path: str | Path) -> list[ReportEntry]:
 
 
 def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
-    """Writes a report.json. Readers see the old file or the new one, never a part."""
+    """Writes a report.json."""
     content = {'entries': [asdict(entry) for entry in entries], 'schema': SCHEMA}
     put_text(json.dumps(content, indent=1, allow_nan=False) + '\n', str(path))
 
 
 def update_report(path: str | Path, *entries: ReportEntry) -> list[ReportEntry]:
-    """Merges entries into a report.json, which need not exist, and returns all of them.
-
-    A new training run calls :func:`write_report` instead, so that no number of an earlier run stays.
-    """
+    """Merges entries into a report.json, which need not exist, and returns all of them."""
     old = read_report(path) if Path(path).exists() else []
     merged = merge_entries([*old, *entries])
     write_report(path, merged)
@@ -186,7 +177,7 @@ def update_report(path: str | Path, *entries: ReportEntry) -> list[ReportEntry]:
 
 
 def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
-    """One entry per key in order of appearance; later entries win field by field."""
+    """Returns one entry per key, in order of appearance; later entries win field by field."""
     merged: dict[tuple, ReportEntry] = {}
     for entry in entries:
         known = {name: value for name, value in vars(entry).items() if value is not None}
@@ -195,46 +186,50 @@ def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
 
 
 def markdown_table(entries: Sequence[ReportEntry]) -> str:
-    """A table in the columns of SLAB's Table 3, with the scope of its numbers below it.
+    """Returns a table in the columns of SLAB's Table 3, AP times 100.
 
-    AP is shown times 100. Numbers of different scopes (device, dtype, threads, size, … or data and training) get
-    different marks.
+    Numbers with the same mark have the same conditions (device, dtype, threads, size, … or data and training), which
+    stand below the table.
     """
     kinds = measured_kinds(entries)
-    # For detectors the columns are those of Table 3, measured or not.
+    # Detectors have the columns of Table 3, measured or not.
     kinds = kinds if PER_CENT & {*kinds} else ['bbox', 'segm']
-    ms_marks, notes = _footnotes('L', 'ms: median latency, ', [latency_scope(e) for e in entries if e.latency])
-    ap_marks, ap_notes = _footnotes('A', f'{score(kinds)} on ', [ap_scope(e) for e in entries if e.ap])
-    notes += ap_notes
-    if len(ms_marks) > 1:
-        notes.append('Latencies with different marks were measured differently: do not compare them.')
-    titles = [
-        ' / '.join([AP_KINDS[kind], *(column.removeprefix('AP') for column in [*METRICS[kind]][1:])]) for kind in kinds
-    ]
+    conditions: list[str] = []
+
+    def mark(text: str) -> str:
+        if text not in conditions:
+            conditions.append(text)
+        return f' [{conditions.index(text) + 1}]'
+
     rows = []
     for entry in entries:
         row = [entry.name, entry.norm, entry.variant, '–', *('–' for _ in kinds)]
         if entry.latency:
-            row[3] = f'{entry.latency["median_ms"]:.1f}{ms_marks[latency_scope(entry)]}'
+            row[3] = f'{entry.latency["median_ms"]:.1f}' + mark(f'ms: median latency, {latency_scope(entry)}')
         for index, kind in enumerate(kinds, start=4):
             if ap := (entry.ap or {}).get(kind):
                 values = [ap.get(column) for column in METRICS[kind]]
                 cells = ('–' if value is None else f'{100 * value:.1f}' for value in values)
-                row[index] = ' / '.join(cells) + ap_marks[ap_scope(entry)]
+                row[index] = ' / '.join(cells) + mark(f'{score(kinds)} on {ap_scope(entry)}')
         rows.append(row)
-    table = format_table(['model', 'norm', 'form', 'ms', *titles], rows)
-    return '\n'.join([table, '', *notes]) + '\n'
+    titles = [
+        ' / '.join([AP_KINDS[kind], *(name.removeprefix('AP') for name in [*METRICS[kind]][1:])]) for kind in kinds
+    ]
+    # Without blank lines Markdown joins the notes into one paragraph.
+    notes = [f'\n[{i}] {text}' for i, text in enumerate(conditions, start=1)]
+    notes += ['\nCompare only numbers with the same mark.'] if len(conditions) > 1 else []
+    return '\n'.join([format_table(['model', 'norm', 'form', 'ms', *titles], rows), *notes]) + '\n'
 
 
 def latency_scope(entry: ReportEntry) -> str:
-    """The conditions that latencies need in common to be compared, as one line."""
-    # Deployed models have rows of their own (see form_suffix), which are compared with the others.
+    """Returns the conditions that two latencies must share to be compared, as one line."""
+    # Deployed models have rows of their own (see form_suffix) and are compared with the others.
     latency = entry.latency | {'deployed': False}
     return f'{describe_scope(latency)}, {latency["rounds"]} rounds after {latency["warmup"]}'
 
 
 def ap_scope(entry: ReportEntry) -> str:
-    """The data and training that APs need in common to be compared, as one line."""
+    """Returns the data and training that two APs must share to be compared, as one line."""
     dataset = entry.dataset or {}
     ann_file = Path(dataset.get('ann_file') or 'unknown data')
     # Many datasets name the file instances_val.json: the folder tells them apart.
@@ -243,14 +238,6 @@ def ap_scope(entry: ReportEntry) -> str:
     if entry.training:
         text += '; trained ' + ', '.join(f'{key.replace("_", " ")} {value}' for key, value in entry.training.items())
     return text
-
-
-def _footnotes(letter: str, prefix: str, texts: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """A mark for each distinct text, empty if there is only one, and the notes that explain the marks."""
-    texts = list(dict.fromkeys(texts))
-    marks = {text: f' [{letter}{i}]' if len(texts) > 1 else '' for i, text in enumerate(texts, start=1)}
-    # Without the blank line Markdown joins the notes into one paragraph.
-    return marks, [f'{mark} {prefix}{text}\n'.lstrip() for text, mark in marks.items()]
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:

@@ -1,4 +1,4 @@
-"""Prepares detectors with random weights for timing: fitting statistics, and heads with the same work in each."""
+"""Prepares detectors with random weights for timing: statistics that fit, and heads with the same work in each."""
 
 import torch
 from mmdet.models.dense_heads import RPNHead
@@ -8,22 +8,22 @@ from torch import nn
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.recalibration.fixed_point import recalibrate
 
-# Chosen, not measured: COCO has seven objects in an image, and a score threshold of 0.05 lets many more through.
+# Chosen, not measured: COCO has seven objects in an image, and many more pass a score threshold of 0.05.
 OBJECTS = 32
 
 
 def prepare_untrained(model: nn.Module) -> bool:
     """Changes a detector with random weights, in place, so that it takes the time of a trained one.
 
-    Norms get gamma = 0, as after training, and statistics of noise: with the initial ones activations grow from block
-    to block. The work of heads depends on what they find, which is chance with random weights. So heads are made to
-    ignore the features: every proposal is an anchor, and the best ``OBJECTS`` of them become objects.
+    Norms get gamma = 0, as after training, and statistics of noise; with the initial statistics activations grow from
+    block to block. The work of heads depends on the objects that they find, which is chance with random weights. So
+    heads ignore the features: every proposal is an anchor, and the best ``OBJECTS`` proposals become objects.
 
     Args:
         model: A detector in eval mode, unfused.
 
     Returns:
-        Whether the heads could be changed, which takes an RPN and a single box head.
+        Whether the heads were changed, which needs an RPN and a single box head.
     """
     set_gamma(model, 0.0)
     if any(True for _ in named_offline_norms(model)):
@@ -39,6 +39,6 @@ def prepare_untrained(model: nn.Module) -> bool:
     # The first class gets a score above every threshold.
     nn.init.constant_(box_head.fc_cls.bias[:1], 10.0)
     limit = roi_head.test_cfg.max_per_img
-    # mmdet takes -1 as no limit.
+    # -1 is no limit.
     roi_head.test_cfg.max_per_img = min(OBJECTS, limit) if limit > 0 else OBJECTS
     return True

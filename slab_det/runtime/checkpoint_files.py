@@ -1,4 +1,4 @@
-"""Checkpoint files, read without running what is in them."""
+"""Reads checkpoint files without running code that they hold."""
 
 import os
 import pickle
@@ -22,29 +22,28 @@ SAFETENSORS, TIMM = '.safetensors', 'timm://'
 
 
 def install_safe_reading() -> None:
-    """Reads every checkpoint that mmengine is asked for with the allow-list of this module, ``timm://NAME`` too.
+    """Makes mmengine read every checkpoint with the allow-list of this module, ``timm://NAME`` too.
 
     Patches ``_safe_torch_load``, which tries again with ``weights_only=False`` where the allow-list refuses a file, and
-    ``load_from_http``, which has no allow-list: https://github.com/open-mmlab/mmengine/blob/main/mmengine/runner/checkpoint.py
-    (onedl-mmengine 0.10.12).
+    ``load_from_http``, which has no allow-list (mmengine/runner/checkpoint.py, onedl-mmengine 0.10.12).
     """
     CheckpointLoader.register_scheme(TIMM, load_from_timm, force=True)
-    # An empty prefix matches every path, and mmengine asks it last.
+    # An empty prefix matches every path; mmengine tries it last.
     CheckpointLoader.register_scheme('', load_from_local, force=True)
     CheckpointLoader.register_scheme(('http://', 'https://'), load_from_http, force=True)
-    # The remaining schemes call these two by name: torchvision:// and open-mmlab:// the first, s3:// the second.
+    # torchvision:// and open-mmlab:// call the first function by name, s3:// the second.
     mmengine.runner.checkpoint.load_from_http = load_from_http
     mmengine.runner.checkpoint._safe_torch_load = read_torch_file
 
 
 def read_checkpoint(name: str | os.PathLike) -> Any:
-    """Returns the content of a checkpoint, tensors on the CPU. Every function of slab_det reads checkpoints with it.
+    """Returns the content of a checkpoint, with tensors on the CPU.
 
     Args:
         name: A file in torch's format or safetensors, an address, or ``timm://NAME``.
 
     Raises:
-        CheckpointError: If it is not there, is not a whole checkpoint, or holds objects that are not allowed.
+        CheckpointError: If the checkpoint is missing, damaged, or holds objects that are not allowed.
     """
     name = os.fspath(name)
     if name.startswith(TIMM):
@@ -88,7 +87,7 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
                 '--cfg-options model.backbone.init_cfg=None'
             ) from error
 
-    # The other processes read the copy that the main one downloaded, or raise its error.
+    # The other processes read the copy of the main one, or raise its error.
     checkpoint = run_on_main(load)
     return checkpoint if is_main_process() else load()
 
@@ -108,11 +107,10 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
         )
     try:
         return timm.create_model(name, pretrained=True).state_dict()
-    except Exception as error:  # whatever timm, the hub's client and its network raise
-        reason = str(error).partition('\n')[0] or type(error).__name__
+    except Exception as error:  # of timm, the hub's client or the network
         raise CheckpointError(
-            f'{filename}: timm cannot get the weights ({reason}). Where there is a network, write the state_dict of '
-            f"timm.create_model('{name}', pretrained=True) with torch.save and name that file; or train from scratch "
+            f'{filename}: timm cannot get the weights ({" ".join(str(error).split())}). Where there is a network, save '
+            f"the state_dict of timm.create_model('{name}', pretrained=True) and name that file; or train from scratch "
             'with init_cfg=None'
         ) from error
 
@@ -125,7 +123,7 @@ def read_torch_file(file: Any, map_location: Any = None) -> Any:
 
 @contextmanager
 def checkpoint_errors(file: Any) -> Iterator[None]:
-    """Turns the errors of reading a broken or unsafe checkpoint into one that says what to do."""
+    """Turns an error of reading a damaged or unsafe checkpoint into a CheckpointError."""
     try:
         yield
     except (MemoryError, torch.cuda.OutOfMemoryError, URLError, PermissionError):
@@ -134,30 +132,29 @@ def checkpoint_errors(file: Any) -> Iterator[None]:
         _, _, unsafe = str(error).partition(' GLOBAL ')
         if isinstance(error, pickle.UnpicklingError) and unsafe:
             raise CheckpointError(
-                f'{file}: holds {unsafe.split()[0]}, which is neither weights nor what mmengine saves, and could run '
-                'code. Not loaded. If you trust where it comes from, read it with torch.load(FILE, weights_only=False) '
-                'and save its state_dict alone.'
+                f'{file}: holds {unsafe.split()[0]}, which could run code. Not loaded. If you trust its source, read '
+                'it with torch.load(FILE, weights_only=False) and save its state_dict alone.'
             ) from error
         raise CheckpointError(
-            f'{file}: cannot be read as a checkpoint. It may have been cut off while it was written or downloaded, or '
-            'be no checkpoint: get it again, or take an earlier one.'
+            f'{file}: cannot be read as a checkpoint; it is cut off or another kind of file. Get it again, or take an '
+            'earlier one.'
         ) from error
 
 
 def known_method(owner: type, name: str) -> Callable:
-    """Returns what ``getattr`` does for the classes in ``METHOD_OWNERS``, whose pickled methods checkpoints hold."""
+    """Stands in for ``getattr``, and returns methods of the classes in ``METHOD_OWNERS`` alone."""
     if owner not in METHOD_OWNERS or name.startswith('__'):
         raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
     return getattr(owner, name)
 
 
-# The message hub holds HistoryBuffers, and each of them its methods; OneCycle schedulers hold their annealing method.
+# Checkpoints hold pickled methods of the HistoryBuffers in the message hub, and of OneCycle schedulers.
 METHOD_OWNERS = (HistoryBuffer, OneCycleParamScheduler)
 NUMPY_CORE = np._core.multiarray if hasattr(np, '_core') else np.core.multiarray
 DTYPE_CODES = '?' + np.typecodes['AllInteger'] + np.typecodes['Float'] + 'SU'
 CHECKPOINT_GLOBALS = (
     *METHOD_OWNERS,
-    # In place of getattr itself, which mmengine allows: it reaches any attribute of any class on the list.
+    # mmengine allows getattr itself, which reaches any attribute of any class on the list.
     (known_method, 'builtins.getattr'),
     # Metrics and learning rates are numpy scalars, histories are arrays. numpy 2 renamed the module.
     *(

@@ -31,10 +31,7 @@ def to_values(cfg: Config) -> dict:
 
 
 def walk_datasets(dataset: ConfigDict) -> Iterator[ConfigDict]:
-    """Yields the config of a dataset and those inside it, through RepeatDataset, ConcatDataset and every other wrapper.
-
-    A wrapper comes before what it holds. Wrappers of mmengine and mmdet hold ``dataset`` or ``datasets``.
-    """
+    """Yields the config of a dataset, then the configs inside it, through every wrapper of mmengine and mmdet."""
     yield dataset
     for inner in dataset.get('datasets') or ([dataset['dataset']] if 'dataset' in dataset else []):
         yield from walk_datasets(inner)
@@ -49,7 +46,7 @@ def detector_config(model: dict) -> dict:
 
 
 def drop_pretrained(model: dict) -> None:
-    """Removes what would load pretrained weights from a detector's config, in place."""
+    """Removes the pretrained weights of a detector and its backbone from the config, in place."""
     for part in (model, model.get('backbone', {})):
         part.pop('init_cfg', None)
         part.pop('pretrained', None)

@@ -1,4 +1,4 @@
-"""Errors and values that all processes of a distributed run share."""
+"""Shares errors and values between the processes of a distributed run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Makes an error in one process an error in all: the others would wait for that process until a timeout.
+    """Makes an error in one process an error in all; otherwise the others would wait for it until a timeout.
 
     All processes enter the block, and nothing in it communicates.
 

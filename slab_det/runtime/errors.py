@@ -1,4 +1,4 @@
-"""Errors that a user can act on; the command lines print them as one line and exit with code 1."""
+"""Errors that a user can act on. Commands print them as one line and exit with code 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class SlabDetError(RuntimeError):
-    """Base of every expected error: its message says what is wrong, where, and what to do."""
+    """Base of every expected error. The message says what is wrong, where, and what to do."""
 
 
 class ConfigError(SlabDetError):
@@ -15,7 +15,7 @@ class ConfigError(SlabDetError):
 
 
 class DataError(SlabDetError):
-    """An annotation file, an image folder or an image that is missing, or does not fit config or model."""
+    """Annotations or images that are missing, or do not fit config or model."""
 
 
 class LatencyError(SlabDetError):
@@ -23,7 +23,7 @@ class LatencyError(SlabDetError):
 
 
 class AgreementError(SlabDetError):
-    """Detections that cannot be compared: of no image, of another number of images, or of no instances."""
+    """Detections of two detectors that cannot be compared."""
 
 
 class ReportError(SlabDetError):
@@ -39,7 +39,7 @@ class ConversionError(SlabDetError):
 
 
 class RankError(SlabDetError):
-    """An error of another process of a distributed run, which ends this one too."""
+    """An error of another process of a distributed run, which ends this process too."""
 
 
 class DeploymentError(SlabDetError):
@@ -47,41 +47,33 @@ class DeploymentError(SlabDetError):
 
 
 class ExportError(SlabDetError):
-    """A detector, or a part of one, that cannot be exported, or an exported file that cannot be run."""
+    """A detector that cannot be exported, or an exported file that cannot be run."""
 
 
 @contextmanager
 def config_errors(config: str) -> Iterator[None]:
-    """Turns what reading or building a config raises into an error that names the config.
-
-    Args:
-        config: Its file name.
-
-    Raises:
-        ConfigError: For every exception except SlabDetError and OSError, which pass as they are.
-    """
+    """Turns every exception except SlabDetError and OSError into a ConfigError that names the file ``config``."""
     try:
         yield
     except (SlabDetError, OSError):
         raise
     except Exception as error:
         # The text of a KeyError is its argument in quotes.
-        reason = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-        reason = ' '.join(reason.split()) or 'no reason given'
+        reason = ' '.join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
         raise ConfigError(
             f'{config}: {type(error).__name__}: {reason}; correct the config, or the value given with --cfg-options'
         ) from error
 
 
 def name_some(names: Iterable[str]) -> str:
-    """The first five of ``names``, and how many more there are."""
+    """Returns the first five of ``names``, and how many more there are."""
     names = [*names]
     more = f' and {len(names) - 5} more' if len(names) > 5 else ''
     return ', '.join(names[:5]) + more
 
 
 def describe_error(error: SlabDetError | OSError) -> str:
-    """Returns the text of an expected error, as the user reads it."""
+    """Returns the text of an expected error for the user."""
     if 'Original Traceback' in str(error):
         # A data loader's worker sends its whole traceback as the text, which ends with "type: message".
         return str(error).strip().splitlines()[-1].partition(': ')[2]

@@ -1,8 +1,7 @@
 """NMS and RoIAlign for an mmcv without compiled operators, on torchvision's.
 
-``mmcv.ops`` imports all its operators from the extension ``mmcv._ext`` at once, and mmdet imports ``mmcv.ops``. Where
-the extension was not compiled, a module of that name takes its place: it has the operators that mmdet's two-stage
-detectors need, and every other operator raises when it is called.
+mmdet imports ``mmcv.ops``, which imports all its operators from the extension ``mmcv._ext``. Where the extension was
+not compiled, a module of that name takes its place.
 """
 
 import sys
@@ -24,28 +23,28 @@ COMPILE = 'pip install --force-reinstall --no-deps --no-build-isolation --no-bin
 
 
 def install_ops() -> None:
-    """Puts the stand-in in the place of ``mmcv._ext`` if mmcv has no compiled operators; otherwise does nothing."""
+    """Replaces ``mmcv._ext`` if mmcv has no compiled operators."""
     if EXTENSION not in sys.modules and find_spec(EXTENSION) is None:
         sys.modules[EXTENSION] = mmcv._ext = TorchvisionOps()
 
 
 class TorchvisionOps(ModuleType):
-    """The stand-in for ``mmcv._ext``. It has every operator, and those that torchvision lacks raise on call."""
+    """The module in the place of ``mmcv._ext``. Operators that torchvision lacks raise when they are called."""
 
     def __init__(self) -> None:
         super().__init__(EXTENSION, self.__doc__)
-        # importlib and pkgutil raise ValueError for a module in sys.modules that has no spec. Without a loader in it,
-        # mmcv.utils.check_ops_exist() finds that nothing is compiled.
+        # importlib raises ValueError for a module without a spec. A spec without a loader tells
+        # mmcv.utils.check_ops_exist() that nothing is compiled.
         self.__spec__ = ModuleSpec(EXTENSION, loader=None, origin=__file__)
         self.nms = nms
         self.roi_align_forward = roi_align_forward
         self.roi_align_backward = roi_align_backward
-        # Not operators: mmcv's collect_env calls these two.
+        # mmcv's collect_env calls these two.
         self.get_compiler_version = lambda: f'not compiled, operators of torchvision {torchvision.__version__}'
         self.get_compiling_cuda_version = lambda: 'not compiled'
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
-        # Python must not find its own names here: __path__ would make the module a package.
+        # A __path__ would make the module a package.
         if name.startswith('__'):
             raise AttributeError(name)
 
@@ -58,9 +57,8 @@ class TorchvisionOps(ModuleType):
 def raise_unavailable(op: str) -> NoReturn:
     """Raises SlabDetError for an operator that neither mmcv nor torchvision has here."""
     raise SlabDetError(
-        f'mmcv.ops: this model calls the operator "{op}". The installed mmcv has no compiled operators, and slab_det '
-        'supplies only nms and roi_align (average pooling), from torchvision. Choose a model without this operator, '
-        f'or compile mmcv, which needs a C++ compiler:\n  {COMPILE}'
+        f'mmcv.ops: the operator "{op}" is not compiled, and torchvision supplies only nms and roi_align (average '
+        f'pooling). Choose a model without this operator, or compile mmcv, which needs a C++ compiler:\n  {COMPILE}'
     )
 
 
@@ -80,7 +78,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
     dtype = torch.promote_types(torch.promote_types(boxes.dtype, scores.dtype), torch.float32)
     boxes = boxes.to(dtype)
     if offset:
-        # The same corners with the last pixel's far edge: all widths, heights and intersections grow by the offset.
+        # All widths, heights and intersections grow by the offset.
         boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
     return torchvision.ops.nms(boxes, scores.to(dtype), iou_threshold)
 
@@ -110,8 +108,7 @@ def roi_align_backward(
     """Writes the gradient of :func:`roi_align_forward`'s ``input`` into ``grad_input``; other arguments as there."""
     scale, height, width, ratio, aligned = roi_align_options(**options)
     dtype = torch.promote_types(grad_output.dtype, torch.float32)
-    # The operator that torchvision's autograd calls. Differentiating torchvision.ops.roi_align would run the forward
-    # again.
+    # Differentiating torchvision.ops.roi_align would run the forward again.
     backward = torch.ops.torchvision._roi_align_backward
     grad_input.copy_(
         backward(grad_output.to(dtype), rois.to(dtype), scale, height, width, *grad_input.shape, ratio, aligned)

@@ -1,4 +1,4 @@
-"""A progress bar for terminals and log files."""
+"""Shows the progress of long work on terminals and in log files."""
 
 import sys
 from typing import Any

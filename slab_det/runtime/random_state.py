@@ -19,7 +19,7 @@ def random_state() -> dict:
 
 
 def set_random_state(state: Mapping) -> None:
-    """Sets what :func:`random_state` returned."""
+    """Sets the generators to a state from :func:`random_state`."""
     version, values, gauss = state['python']
     random.setstate((version, tuple(values), gauss))
     np.random.set_state(state['numpy'])
@@ -30,9 +30,9 @@ def set_random_state(state: Mapping) -> None:
 
 @contextmanager
 def fixed_random_state(seed: int) -> Iterator[None]:
-    """Seeds the generators on the CPU inside the block; after it they go on as if the block had not been."""
+    """Seeds the generators on the CPU inside the block, and restores their state after it."""
     python, legacy = random.getstate(), np.random.get_state()
-    # Not the CUDA generators, which a worker of a data loader must not touch.
+    # A worker of a data loader must not touch the CUDA generators.
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed)

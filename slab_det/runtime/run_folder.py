@@ -1,11 +1,10 @@
-"""Files of a training run that are whole or absent: a run can be killed at any moment and resumed."""
+"""Writes the files of a training run whole or not at all, so that a run can be killed at any moment and resumed."""
 
 from __future__ import annotations
 
 import copy
 import errno
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,14 +28,12 @@ MARKER = 'last_checkpoint'
 def install_run_folder() -> None:
     """Writes local files through :class:`AtomicLocalBackend`, and removes a checkpoint after its successor is written.
 
-    Patches two behaviours. ``LocalBackend.put`` writes under the final name.
-    ``CheckpointHook._save_checkpoint_with_step`` and ``_save_best_checkpoint`` remove the previous checkpoint first: a
-    run with ``max_keep_ckpts=1`` that is killed or out of disk space while it saves has no checkpoint left.
-    https://github.com/open-mmlab/mmengine/blob/main/mmengine/fileio/backends/local_backend.py
-    https://github.com/open-mmlab/mmengine/blob/main/mmengine/hooks/checkpoint_hook.py
+    Patches mmengine's ``LocalBackend.put``, which writes under the final name, and
+    ``CheckpointHook._save_checkpoint_with_step`` and ``_save_best_checkpoint``, which remove the previous checkpoint
+    first: a run with ``max_keep_ckpts=1`` that is killed while it saves would have no checkpoint left.
     """
     register_backend('local', AtomicLocalBackend, force=True, prefixes='')
-    # mmengine reuses the backends that it has made so far.
+    # mmengine reuses the backends that it has made before.
     backend_instances.clear()
     for name in ('_save_checkpoint_with_step', '_save_best_checkpoint'):
         save = getattr(CheckpointHook, name)
@@ -45,7 +42,7 @@ def install_run_folder() -> None:
 
 
 def check_writable(*files: str | Path | None) -> None:
-    """Raises the OSError now that writing ``files`` would raise after the work; None stands for no file."""
+    """Raises now the OSError that writing ``files`` would raise after the work; None stands for no file."""
     for path in (Path(file).resolve() for file in files if file is not None):
         try:
             if path.is_dir():
@@ -58,17 +55,17 @@ def check_writable(*files: str | Path | None) -> None:
 
 @contextmanager
 def whole_file(file: str | Path) -> Iterator[Path]:
-    """Gives a name beside ``file`` to write to; when the block is done, what was written takes the place of ``file``.
+    """Yields a name beside ``file`` to write to; after the block the new file takes the place of ``file``.
 
-    The file appears when all of it is on the disk. An error in the block leaves the previous file as it was. A program
-    that is killed also leaves a file whose name ends with ``.tmp``, which the next writing of the same file replaces.
+    An error in the block leaves the previous file as it was. A killed program leaves a file whose name ends with
+    ``.tmp``, which the next writing of ``file`` replaces.
 
     Raises:
         OSError: With the name of the file that could not be written.
     """
-    # A symbolic link stays one: the file that it points to is replaced.
+    # The target of a symbolic link is replaced, not the link.
     path = Path(file).resolve()
-    # All processes of a distributed run write logs, and may have one work directory.
+    # All processes of a distributed run may write into one work directory.
     unfinished = path.with_name(f'.{path.name}.{get_rank()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +74,7 @@ def whole_file(file: str | Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        # A full disk does not say which file it was.
+        # The error of a full disk names no file.
         if error.filename in (None, str(unfinished)):
             error.filename, error.filename2 = str(path), None
         raise
@@ -89,9 +86,9 @@ def save_with_config(checkpoint: dict, cfg: Config, path: str | Path) -> tuple[P
     """Writes a checkpoint and, beside it, ``<stem>_config.py``; returns the names of both."""
     path, buffer, backend = Path(path), BytesIO(), AtomicLocalBackend()
     config = path.with_name(f'{path.stem}_config.py')
-    # Not straight into the file: PyTorch raises errors of its own where the disk is full.
+    # PyTorch would raise an error of its own for a full disk.
     torch.save(checkpoint, buffer)
-    # The config last: an old config refuses a new checkpoint, and a new config might take an old one.
+    # The config last: an old config refuses a new checkpoint, but a new config might take an old one.
     backend.put(buffer.getvalue(), path)
     backend.put_text(cfg.pretty_text, config)
     return path, config
@@ -111,7 +108,7 @@ class AtomicLocalBackend(LocalBackend):
 
 
 def remove_after_saving(save: Callable) -> Callable:
-    """A method of ``CheckpointHook`` that saves, with its removals moved behind the saving."""
+    """Returns a saving method of ``CheckpointHook`` whose removals follow the saving."""
 
     @wraps(save)
     def save_then_remove(self: CheckpointHook, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +121,7 @@ def remove_after_saving(save: Callable) -> Callable:
             self.file_backend = backend
         best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
         for path in removals:
-            # A resumed run saves under the same name what it removes.
+            # A resumed run may save under a name that it removes.
             if path not in (self.last_ckpt, *best):
                 backend.remove(path)
 
@@ -132,22 +129,22 @@ def remove_after_saving(save: Callable) -> Callable:
 
 
 def find_latest_checkpoint(folder: str | Path) -> str | None:
-    """The checkpoint to resume from in a work directory, None if there is none yet.
+    """Returns the checkpoint to resume from in a work directory, None if there is none yet.
 
-    The file ``last_checkpoint`` names it, also after the folder was moved. Where a run was killed before all of that
-    name was written, the newest ``iter_N.pth`` or ``epoch_N.pth`` is taken.
+    The file ``last_checkpoint`` names it, also after the folder was moved. Where the run was killed before it wrote the
+    name, it is the newest ``iter_N.pth`` or ``epoch_N.pth``.
 
     Raises:
-        CheckpointError: If ``last_checkpoint`` is there, but no checkpoint.
+        CheckpointError: If there is a ``last_checkpoint``, but no checkpoint.
     """
     folder = Path(folder)
     marker = folder / MARKER
     name = marker.read_text().strip() if marker.is_file() else ''
-    # In the folder first: where it is a copy, the original run may have gone on.
+    # The folder may be a copy, whose original has gone on since.
     for candidate in (folder / Path(name).name, Path(name)):
         if candidate.is_file():
             return str(candidate)
-    saved = [file for file in folder.glob('*.pth') if re.fullmatch(r'(iter|epoch)_\d+\.pth', file.name)]
+    saved = [*folder.glob('iter_*.pth'), *folder.glob('epoch_*.pth')]
     if saved:
         return str(max(saved, key=lambda file: file.stat().st_mtime_ns))
     if marker.exists():

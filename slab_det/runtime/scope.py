@@ -1,4 +1,4 @@
-"""Makes slab_det a package of mmengine, whose configs are named ``slab_det::folder/file.py``."""
+"""Makes slab_det a package of mmengine, so that ``slab_det::folder/file.py`` names its configs."""
 
 import sys
 from importlib import import_module
@@ -24,8 +24,7 @@ def register_all_modules(init_default_scope: bool = False) -> None:
 def register_scope() -> None:
     """Adds slab_det to mmengine's table of packages, and to each of mmdet's registries a child with the scope slab_det.
 
-    A config that inherits from ``slab_det::...`` has the scope slab_det. Its names are found in mmdet's registries,
-    where our classes are registered too.
+    A config that inherits from ``slab_det::...`` has this scope; the parent registries hold our classes and mmdet's.
     """
     MODULE2PACKAGE['slab_det'] = 'slab_det'
     for registry in REGISTRIES:
@@ -35,10 +34,10 @@ def register_scope() -> None:
 
 
 def register_on_demand(registry: Registry, *modules: str) -> None:
-    """Makes a registry import modules, whose classes register themselves, before it first looks for a name."""
+    """Makes a registry import modules, whose classes register themselves, before its first look-up."""
     for module in modules if registry._imported else ():
         import_module(module)
-    # mmengine takes locations when a registry is made, and mmdet has made this one.
+    # Locations are an argument of the constructor, and mmdet has made this registry already.
     registry._locations = [*modules, *registry._locations]
 
 

@@ -29,10 +29,6 @@ def digest(root: Path) -> dict[str, str]:
     }
 
 
-def annotations(root: Path, split: str = 'train') -> dict:
-    return json.loads((root / 'annotations' / f'instances_{split}.json').read_text())
-
-
 def test_images_depend_on_the_seed_the_split_and_their_place_alone(root: Path, tmp_path: Path) -> None:
     assert digest(generate(tmp_path / 'again', **SMALL)) == digest(root)
     other = generate(tmp_path / 'other', **{**SMALL, 'seed': 4})
@@ -49,7 +45,6 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
     assert first.parent == tmp_path / 'mine'
     assert generate(**SMALL) == first == Path(SyntheticShapes('val', generator=SMALL).data_root)
     assert generate(**{**SMALL, 'seed': 5}) != first
-    assert not [path for path in first.parent.iterdir() if path.name.startswith('.')]
 
 
 def test_processes_that_generate_at_once_agree(tmp_path: Path) -> None:
@@ -64,38 +59,21 @@ def generate_small(root: Path) -> Path:
 
 
 def test_foreign_folder_is_not_taken_for_images(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match='was not written by'):
-        generate(tmp_path, **SMALL)
-    with pytest.raises(DataError, match='was generated with'):
-        generate(root, **{**SMALL, 'seed': 4})
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
-        ({'num_train': 0}, 'both splits need an image'),
-        ({'num_val': 0}, 'both splits need an image'),
-        ({'size': (96, 20)}, 'must be at least 76 pixels'),
-    ],
-)
-def test_impossible_arguments_are_refused(arguments: dict, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        generate(tmp_path / 'refused', **{**SMALL, **arguments})
-    assert not list(tmp_path.iterdir())
+    for folder, arguments in ((tmp_path, SMALL), (root, {**SMALL, 'seed': 4})):
+        with pytest.raises(DataError, match='was generated with .* choose another folder'):
+            generate(folder, **arguments)
 
 
 def test_boxes_and_areas_are_those_of_the_polygons(root: Path) -> None:
     width, height = SMALL['size']
-    for found in annotations(root)['annotations']:
+    for found in json.loads((root / 'annotations' / 'instances_train.json').read_text())['annotations']:
         canvas = np.zeros((height, width), bool)
         for polygon in found['segmentation']:
             assert len(polygon) >= 6 and len(polygon) % 2 == 0
             canvas |= coco_mask.decode(coco_mask.frPyObjects([polygon], height, width))[..., 0].astype(bool)
         rows, columns = np.nonzero(canvas)
         box = [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
-        assert found['area'] == canvas.sum()
-        assert found['bbox'] == box
-        assert found['iscrowd'] == 0
+        assert (found['area'], found['bbox'], found['iscrowd']) == (canvas.sum(), box, 0)
         assert found['category_id'] in range(1, len(CLASSES) + 1)
 
 

@@ -176,10 +176,10 @@ def test_images_that_no_training_had_are_refused_everywhere(runtime, preprocesso
         config.model.model.data_preprocessor.type = preprocessor
         detector = slab_det.load_detector(config, files[1], runtime)
     for image, message in (
-        (IMAGES[0] / 255, 'float64, has values from 0.0.* to 0.9.*multiply 0 to 1 by 255'),
-        (IMAGES[0].astype(np.uint16) * 257, 'uint16, has values from .* to 6.*divide 16 bits by 257'),
-        (np.where(IMAGES[0] > 200, np.nan, IMAGES[0]), 'float64, has values from nan'),
-        (np.zeros((20000, 10, 3), np.uint8), 'a side is too short'),
+        (IMAGES[0] / 255, 'values from 0.0.* to 0.9.*multiply 0 to 1 by 255'),
+        (IMAGES[0].astype(np.uint16) * 257, 'values from .* to 6.*divide 16 bits by 257'),
+        (np.where(IMAGES[0] > 200, np.nan, IMAGES[0]), 'values from nan'),
+        (np.zeros((20000, 10, 3), np.uint8), 'does not pass Resize'),
         (IMAGES[0].transpose(2, 0, 1), r'image.transpose\(1, 2, 0\)'),
         (tmp_path / 'nowhere.jpg', 'nowhere.jpg cannot be read .*No such file'),
         (tmp_path, 'cannot be read .*Is a directory'),
@@ -222,12 +222,6 @@ def test_the_functions_of_the_docs_serve_a_file_as_load_detector_does(files, ser
             [functions['paste_mask'](*pair, *image.shape[:2]) for pair in zip(found['mask_logits'], boxes, strict=True)]
         )
         assert masks.any() and (masks != expected.masks.numpy()).mean() < 1e-5
-
-
-def test_a_server_switches_addresses_off(files):
-    detector = slab_det.load_detector(*files[:2], device='cpu', fetch_timeout=0)
-    with pytest.raises(DataError, match='fetch_timeout=0 refuses addresses'):
-        detector('http://127.0.0.1:1/photo.jpg')
 
 
 def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_path):

@@ -300,8 +300,7 @@ def test_classifier_goes_the_whole_way(row, affine, tmp_path, call):
     assert 0 < fused.fusion['difference']['float64'] < 1e-9
     table = call('report.py', 'run/report.json', '--out', 'table').out
     assert 'accuracy on shapes/val (8 images); trained seed' in table
-    assert all('top-1 accuracy' in Path('table', name).read_text() for name in ('ap_latency.svg', 'training.svg'))
-    assert '>run, recalibrated<' in Path('table/training.svg').read_text()
+    assert 'top-1 accuracy' in Path('table/ap_latency.svg').read_text()
 
     # With the mean and deviation of the images that stand beside the model, a second recalibration finds the same.
     call('recalibrate.py', 'small.py', 'run/epoch_3.pth', '--out', 'again.pth', '--data-root', 'shapes')

@@ -6,11 +6,9 @@ import torch
 from conftest import CONFIGS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
-from mmengine.dataset import InfiniteSampler
 from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 from torch import nn
-from torch.utils.data import DataLoader
 
 from slab_det.data import generate, set_data_root
 from slab_det.measure.agreement import Detections, agreement, detect
@@ -44,16 +42,6 @@ def test_a_detector_agrees_with_itself_and_nothing_agrees_with_nothing() -> None
     assert agreement([found((0.9, 0, SQUARE))], [found((0.9, 1, SQUARE))]) == 0
 
 
-def test_only_the_order_of_scores_and_the_overlap_count_not_their_scale() -> None:
-    def change(detections: Detections, scale: float) -> Detections:
-        return Detections(detections.scores**3, detections.labels, detections.regions * scale)
-
-    changed = [change(detections, 1.0) for detections in TEACHER]
-    assert agreement(TEACHER, changed) == pytest.approx(1)
-    enlarged = [change(detections, 50.0) for detections in TEACHER]
-    assert agreement([Detections(d.scores, d.labels, d.regions * 50) for d in TEACHER], enlarged) == pytest.approx(1)
-
-
 def test_shift_counts_at_the_thresholds_that_it_keeps() -> None:
     # 20x20 moved by 4: 320 / 480 = 0.667 reaches 0.50, 0.55, 0.60 and 0.65 of ten thresholds.
     moved = [14.0, 10.0, 20.0, 20.0]
@@ -75,6 +63,11 @@ def test_precision_counts_teachers_scores_as_probabilities() -> None:
     # The same object twice: the second one is wrong too.
     twice = [found((0.8, 0, apart(0)), (0.5, 0, apart(0)), (0.2, 0, apart(1)))]
     assert agreement(reference, twice) == agreement(reference, wrong)
+    # Scores are compared across images, though each image alone is in order, and their scale does not count.
+    sure, unsure = found((0.9, 0, SQUARE)), found((0.2, 0, SQUARE))
+    assert agreement([sure, unsure], [unsure, sure]) < 0.8
+    cubed = [Detections(image.scores**3, image.labels, image.regions) for image in TEACHER]
+    assert agreement(TEACHER, cubed) == pytest.approx(1)
 
 
 def test_ties_have_no_order() -> None:
@@ -82,13 +75,6 @@ def test_ties_have_no_order() -> None:
     tied = [found((0.5, 0, apart(i)), (0.5, 0, apart(9)), (0.5, 0, apart(2 - i))) for i in (0, 2)]
     one, other = (agreement(reference, [detections]) for detections in tied)
     assert one == pytest.approx(other, rel=1e-12)
-
-
-def test_scores_are_compared_across_images() -> None:
-    sure, unsure = found((0.9, 0, SQUARE)), found((0.2, 0, SQUARE))
-    # Each image alone is in order.
-    assert agreement([sure, unsure], [unsure, sure]) < 0.8
-    assert agreement([sure, unsure], [sure, unsure]) == pytest.approx(1)
 
 
 def test_classes_weigh_by_their_surest_detection() -> None:
@@ -166,5 +152,3 @@ def test_image_tensors_are_taken_as_they_are_and_no_image_is_an_error(small_dete
     assert agreement(together, detect(other, [images])) < 0.5
     with pytest.raises(AgreementError, match='no image'):
         detect(model, [])
-    endless = DataLoader(images, sampler=InfiniteSampler(images, shuffle=False, seed=0), collate_fn=torch.stack)
-    assert len(detect(model, endless)) == 2

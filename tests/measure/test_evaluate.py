@@ -1,4 +1,4 @@
-"""AP without a runner: one detector finds all objects, another one those in every second image."""
+"""AP without a runner: one detector finds all objects, another one only in every second image."""
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
-"""Pictures: what they join, what they keep apart, and whether one can read them."""
+"""The picture of AP over latency: comparable models share a panel, and every name can be read."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from test_report import DATASET, entry, latency
 
-from slab_det.measure.figure import ap_latency_figure, read_scalars, save_figure, training_figure
-from slab_det.measure.report import ReportEntry, write_report
+from slab_det.measure.figure import ap_latency_figure, save_figure
+from slab_det.measure.report import ReportEntry
 from slab_det.runtime.errors import ReportError
 
 
@@ -54,7 +53,7 @@ def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
     assert faces[27, 42.9] == faces[25, 43.0] == to_rgba('white')
     assert to_rgba('white') not in (faces[21, 42.9], faces[24, 43.9])
     labels = dict.fromkeys(entry.name for entry in SWIN)
-    assert names(figure.subfigs[0]) == [*labels, 'unfused', 'fused'], 'a model without AP is left out'
+    assert names(figure.subfigs[0]) == [*labels], 'a model without AP is left out'
     shown = {(line.get_marker(), line.get_color()) for line in markers(box).values()}
     assert len(shown) == len(labels), 'one look for each name'
 
@@ -73,14 +72,6 @@ def test_what_was_measured_differently_gets_panels_of_its_own(change: dict) -> N
     panels = ap_latency_figure([SWIN[0], other]).findobj(Axes)
     places = [(axes.get_ylabel(), *markers(axes), arrows(axes)) for axes in panels]
     assert places == [('box AP', (25, 43.0), []), ('mask AP', (25, 39.3), []), ('box AP', (34, 46.2), [])]
-
-
-def test_the_deployed_form_is_in_the_same_panel_under_its_own_name() -> None:
-    deployed = timed('Swin-T-deployed', 'unfused', 15, 43.0, scope={'deployed': True})
-    figure = ap_latency_figure([timed('Swin-T', 'unfused', 25, 43.0), deployed])
-    (axes,) = figure.findobj(Axes)
-    assert markers(axes).keys() == {(25, 43.0), (15, 43.0)}
-    assert names(figure.subfigs[0]) == ['Swin-T', 'Swin-T-deployed', 'unfused', 'fused']
 
 
 def test_the_same_entries_give_the_same_readable_file(tmp_path: Path) -> None:
@@ -104,59 +95,7 @@ def test_names_cover_nothing_and_leave_room_for_the_panels(length: int) -> None:
         assert not box.overlaps(axes.get_tightbbox()) and axes.get_window_extent().height > 200, 'one inch at least'
 
 
-@pytest.mark.parametrize('ap', [0.2, 50, 99.9])
-def test_axes_show_small_differences_small_and_nothing_that_ap_cannot_be(ap: float) -> None:
-    models = [timed('a', 'unfused', 0.01, ap), timed('b', 'unfused', 20, ap)]
-    (axes,) = ap_latency_figure(models).findobj(Axes)
-    low, high = axes.get_ylim()
-    assert 0 <= low < ap < high <= 100 and high - low > 2
-    assert axes.get_xlim()[0] >= 0
-
-
 def test_without_ap_and_latency_of_one_model_there_is_no_picture() -> None:
     tested = ReportEntry('Swin-S', 'unfused', 'LN', 'softmax', 'MaskRCNN', 'a.py', ap={'bbox': {'AP': 0.4}})
     with pytest.raises(ReportError, match='both AP and latency'):
         ap_latency_figure([timed('Swin-T', 'unfused', 25), tested])
-
-
-def test_report_draws_runs_of_one_name_in_two_folders(tmp_path: Path, call) -> None:
-    for name in ('long', 'short'):
-        logs = tmp_path / name / 'seed0/1/vis_data'
-        logs.mkdir(parents=True)
-        (logs / 'scalars.json').write_text('{"coco/bbox_mAP": 0.2, "iter": 20}\n')
-        write_report(tmp_path / name / 'seed0/report.json', [timed(name, 'fused', 20, 40.0)])
-    call('report.py', 'long/seed0/report.json', 'short/seed0/report.json', '--out', 'drawn')
-    drawn = (tmp_path / 'drawn/training.svg').read_text()
-    assert '>long/seed0<' in drawn and '>short/seed0<' in drawn
-
-
-def test_ap_and_gamma_over_a_run_that_was_resumed(tmp_path: Path) -> None:
-    parts = (
-        [{'gamma': 0.5, 'iter': 20}, {'coco/segm_mAP': 0.2, 'step': 0}, {'gamma': 0.4, 'iter': 40}],
-        [
-            {'gamma': 0.0, 'iter': 40},
-            {'coco/segm_mAP': 0.3, 'step': 0},
-            {'recalibrated/coco/segm_mAP': 0.4, 'step': 40},
-        ],
-    )
-    for time, lines in enumerate(parts):
-        file = tmp_path / 'run' / f'2026_{time}' / 'vis_data' / 'scalars.json'
-        file.parent.mkdir(parents=True)
-        file.write_text('\n'.join(map(json.dumps, lines)))
-    scalars = read_scalars(tmp_path / 'run')
-    assert scalars['gamma'] == {20: 0.5, 40: 0.0}, 'what was logged again counts'
-    anew = tmp_path / 'run/2026_2/vis_data/scalars.json'
-    anew.parent.mkdir(parents=True)
-    anew.write_text('{"gamma": 0.8, "iter": 20}\n')
-    assert read_scalars(tmp_path / 'run') == {'gamma': {20: 0.8}, 'iter': {20: 20}}
-    figure = training_figure({'SLAB': scalars, 'LayerNorm': {'coco/segm_mAP': {20: 0.1, 40: 0.99}}})
-    upper, lower = figure.findobj(Axes)
-    curves = {line.get_label(): line.get_xydata().tolist() for line in upper.lines}
-    assert curves == {
-        'SLAB': [[20, pytest.approx(20)], [40, pytest.approx(30)]],
-        'SLAB, recalibrated': [[40, pytest.approx(40)]],
-        'LayerNorm': [[20, pytest.approx(10)], [40, pytest.approx(99)]],
-    }
-    assert lower.lines[0].get_xydata().tolist() == [[20, 0.5], [40, 0.0]]
-    assert names(figure) == [*curves]
-    assert (upper.get_ylabel(), lower.get_ylabel(), upper.get_ylim()) == ('mask AP', 'gamma', (0, 100))

@@ -110,7 +110,7 @@ def test_a_folder_without_pictures_or_with_broken_ones_is_named(cfg, tmp_path):
         with pytest.raises(DataError, match=f'{folder} {what}'):
             image_folder_dataloader(cfg, tmp_path / folder, 4)
     (tmp_path / 'empty/broken.jpg').write_bytes(b'no JPEG')
-    with pytest.raises(DataError, match=r'broken\.jpg is no image'):
+    with pytest.raises(DataError, match=r'broken\.jpg cannot be read'):
         images_of(image_folder_dataloader(cfg, tmp_path / 'empty', 4))
 
 

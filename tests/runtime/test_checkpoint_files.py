@@ -56,12 +56,9 @@ BROKEN = {
     'empty': b'',
     'half': WHOLE[: len(WHOLE) // 2],
     'without its last byte': WHOLE[:-1],
-    'beginning': WHOLE[:10],
     'half legacy': LEGACY[: len(LEGACY) // 2],
     'git lfs pointer': b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n',
     'html': b'<!DOCTYPE html><title>404</title>',
-    'image': b'\x89PNG\r\n\x1a\n',
-    'other archive': b'PK\x05\x06' + bytes(18),
     'plain pickle': pickle.dumps({'state_dict': {}}, protocol=2)[:-4],
 }
 
@@ -100,7 +97,6 @@ def test_arrays_and_scalars_of_both_numpys_are_loaded(tmp_path):
     ('load', 'address'),
     [
         (read_checkpoint, 'https://example.com/weights.pth'),
-        (load_with_mmengine, 'https://example.com/weights.pth'),
         (load_with_mmengine, 'torchvision://resnet18'),
     ],
 )
@@ -127,9 +123,7 @@ def test_broken_safetensors_are_named_with_what_to_do(tmp_path):
 @pytest.mark.parametrize(
     ('address', 'expected'),
     [
-        ('ftp://somewhere/swin.pth', r'no checkpoint ftp://somewhere/swin\.pth; .*https://'),
         ('tim://swin_tiny', r'no checkpoint tim://.*timm://'),
-        ('', 'no checkpoint'),
         (os.path.dirname(__file__), 'no checkpoint .*runtime; check its name'),
         ('nowhere.pth', r'no checkpoint nowhere\.pth; check its name'),
         # Port 9 of this machine: nothing listens there.
