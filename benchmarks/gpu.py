@@ -32,7 +32,7 @@ from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
 from slab_det.deployment import detection
 from slab_det.deployment.gpu.graph import GraphCache
-from slab_det.deployment.gpu.static import Frame, static_form
+from slab_det.deployment.gpu.static import Frame, StaticDetector
 from slab_det.measure.environment import device_name
 from slab_det.measure.latency import DTYPES, LatencyResult, measure_latency, repeat_ratios
 from slab_det.measure.markdown import format_table
@@ -124,7 +124,7 @@ def replay(cache: GraphCache, times: int = 20) -> float:
 @torch.no_grad()
 def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     """A graph of each part of a deployed Mask R-CNN, and of the whole; the caches keep what graphs read."""
-    static, caches = static_form(model, fused=True), {}
+    static, caches = StaticDetector(model, fused=True), {}
     stage, head, cfg = static.stages[0], model.rpn_head, model.roi_head.test_cfg
     meta = dict(img_shape=SIZE, scale_factor=(1.0, 1.0))
     frame = torch.tensor(Frame.numbers(meta), device='cuda').unbind()

@@ -12,26 +12,16 @@ CONFIGS = {
     'Faster R-CNN': 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco',
     'Cascade Mask R-CNN': 'cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco',
     'Cascade R-CNN': 'cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco',
-    'RetinaNet': 'retinanet/retinanet_r50_fpn_1x_coco',
-    'RTMDet': 'rtmdet/rtmdet_l_swin_b_4xb32-100e_coco',
-    'ATSS': 'atss/atss_r50_fpn_1x_coco',
-    'FCOS': 'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco',
 }
-# Two sizes of images for each: RTMDet's neck joins maps by size, and GroupNorms need more than one pixel.
-SIZES = dict.fromkeys(CONFIGS, ((75, 102), (130, 66))) | {'RTMDet': ((64, 96), (96, 128))}
-SIZES |= dict.fromkeys(('ATSS', 'FCOS'), ((256, 192), (224, 320)))
 
 
 def build(kind, rng):
     """A small detector with random weights, whose scores spread over all of their range."""
     cfg = Config.fromstring(f"_base_ = ['mmdet::{CONFIGS[kind]}.py']", '.py').model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
-    of_backbone = cfg.neck.in_channels
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
-    cfg.neck.in_channels = [8, 16, 32, 64][-len(of_backbone) :]
-    if len(of_backbone) == 3:
-        cfg.backbone['out_indices'] = (1, 2, 3)
+    cfg.neck.in_channels = [8, 16, 32, 64]
     model = MODELS.build(cfg)
     # The eval() of mmdet's Swin returns None.
     model.eval()

@@ -170,7 +170,7 @@ def test_threads_get_what_one_gets():
 
 
 def test_threads_capture_graphs_of_two_models():
-    models, data = [deploy(), deploy('RetinaNet')], noise(SIZES[0], ORI_SHAPE)
+    models, data = [deploy(), deploy('Faster R-CNN')], noise(SIZES[0], ORI_SHAPE)
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(graphed, models, (data, copy.deepcopy(data)))]
     for model, (one,) in zip(models, found, strict=True):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from mmdet.models.dense_heads import RPNHead
-from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.coders import DistancePointBBoxCoder
 from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
@@ -31,19 +29,16 @@ class Boxes(ABC):
     """Operators on boxes whose number depends on the image."""
 
     @abstractmethod
-    def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
-        """The anchors (A, 4) or points (A, 2) of all levels, for maps (1, C, H, W) of their sizes."""
+    def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
+        """The anchors (A, 4) of all levels, for maps (1, C, H, W) of their sizes."""
 
     @abstractmethod
-    def best(
-        self, levels: Sequence[Tensor], count: int, activation: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best values of each level.
+    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best anchors of each level.
 
         Args:
-            levels: The values of each level, (n_i,).
-            count: Largest number of values of a level; all for a number below 1.
-            activation: Makes scores of values, and keeps their order.
+            levels: The logits of each level, (n_i,).
+            count: Largest number of anchors of a level; all for a number below 1.
 
         Returns:
             Scores in descending order within a group, (G, K); their places in the concatenation of all levels, (G, K);
@@ -93,34 +88,30 @@ class Boxes(ABC):
         return torch.where((scores > score_thr) & (found > EMPTY)[:, None], scores, EMPTY)
 
     def decode(
-        self, coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None
+        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None
     ) -> Tensor:
-        """Corners of boxes, clipped to the image.
+        """Corners of boxes, ``center + delta * size`` and ``size * exp(delta)``, clipped to the image.
 
-        Deltas (R-CNN, Girshick et al., CVPR 2014, appendix C) are ``center + delta * size`` and ``size * exp(delta)``;
-        distances (FCOS, Tian et al., ICCV 2019) reach from a point to each side.
+        See R-CNN (Girshick et al., CVPR 2014), appendix C.
 
         Args:
-            coder: DeltaXYWHBBoxCoder or DistancePointBBoxCoder.
-            priors: Corners (A, 4) or points (A, 2).
-            values: Deltas or distances: (A, 4) with places, (A, n, 4) without.
+            coder: The DeltaXYWHBBoxCoder.
+            priors: Corners, (A, 4).
+            deltas: (A, 4) with places, (A, n, 4) without.
             limits: The image's (width, height, width, height).
-            place: Which of the A are decoded, (...); all without.
+            place: Which of the A boxes are decoded, (...); None for all.
 
         Returns:
             (..., 4), or (A, n, 4).
         """
-        priors, values = (priors[:, None], values) if place is None else (priors[place], values[place])
-        if isinstance(coder, DistancePointBBoxCoder):
-            decoded = torch.cat([priors - values[..., :2], priors + values[..., 2:]], -1)
-        else:
-            values = values * numbers(coder.stds, values.device, values.dtype)
-            values = values + numbers(coder.means, values.device, values.dtype)
-            low, high = priors[..., :2], priors[..., 2:]
-            size = high - low
-            center = (low + high) * 0.5 + size * values[..., :2]
-            half = size * values[..., 2:].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * 0.5
-            decoded = torch.cat([center - half, center + half], -1)
+        priors, deltas = (priors[:, None], deltas) if place is None else (priors[place], deltas[place])
+        deltas = deltas * numbers(coder.stds, deltas.device, deltas.dtype)
+        deltas = deltas + numbers(coder.means, deltas.device, deltas.dtype)
+        low, high = priors[..., :2], priors[..., 2:]
+        size = high - low
+        center = (low + high) * 0.5 + size * deltas[..., :2]
+        half = size * deltas[..., 2:].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * 0.5
+        decoded = torch.cat([center - half, center + half], -1)
         return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
@@ -144,44 +135,12 @@ def propose(
         limits: The image's (width, height, width, height).
     """
     cfg = head.test_cfg
-    scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1), torch.sigmoid)
+    scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1))
     corners = boxes.decode(head.bbox_coder, priors, deltas, limits, place)
     scores = drop_small(corners, scores, cfg)
     stride = boxes.stride(corners, scores)
     scores, index = boxes.suppress(corners, scores, level, stride, cfg.nms.iou_threshold, cfg.max_per_img)
     return corners.reshape(-1, 4)[index], scores
-
-
-def detect_dense(
-    boxes: Boxes, head: BaseDenseHead, outputs: Sequence[Sequence[Tensor]], limits: Tensor, rescale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The objects that a single-stage detector finds, as BaseDenseHead predicts them.
-
-    Args:
-        boxes: The form of deployment.
-        head: The head of RetinaNet, RTMDet or another that predicts as they do.
-        outputs: Class logits of each level, boxes of each level, and perhaps the centerness of each level.
-        limits: The image's (width, height, width, height).
-        rescale: Factors (4,) to the original image.
-
-    Returns:
-        Corners, scores and labels, and whether these are all objects (see :meth:`Boxes.candidates`).
-    """
-    cfg, classes = head.test_cfg, head.cls_out_channels - (not head.use_sigmoid_cls)
-    levels = []
-    for logits in outputs[0]:
-        logits = flat(logits, head.cls_out_channels)
-        scores = logits.sigmoid() if head.use_sigmoid_cls else logits.softmax(-1)[:, :-1]
-        levels.append(torch.where(scores > cfg.get('score_thr', 0), scores, EMPTY).reshape(-1))
-    scores, place, _ = boxes.best(levels, cfg.nms_pre, lambda x: x)
-    scores, place = scores.reshape(-1), place.reshape(-1)
-    prior, label = torch.div(place, classes, rounding_mode='floor'), place % classes
-    regressed = torch.cat([flat(x, 4) for x in outputs[1]])
-    corners = boxes.decode(head.bbox_coder, boxes.priors(head, outputs[0]), regressed, limits, prior) * rescale
-    if len(outputs) > 2:
-        factor = torch.cat([flat(x, 1)[:, 0].sigmoid() for x in outputs[2]])[prior]
-        scores = torch.where(scores > EMPTY, scores * factor, EMPTY)
-    return _choose(boxes, corners, drop_small(corners, scores, cfg), lambda place: label[place], cfg)
 
 
 def detect_regions(
@@ -195,7 +154,7 @@ def detect_regions(
     rescale: Tensor | None,
     score_thr: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The objects that the outputs of a bbox_head make of proposals; see :func:`detect_dense`.
+    """The best objects of all classes that the outputs of a bbox_head make of proposals, suppressed in each class.
 
     Args:
         boxes: The form of deployment.
@@ -207,6 +166,9 @@ def detect_regions(
         limits: The image's (width, height, width, height).
         rescale: Factors (4,) to the original image, or None.
         score_thr: Smallest score of an object.
+
+    Returns:
+        Corners, scores and labels, and whether these are all objects (see :meth:`Boxes.candidates`).
     """
     proposed, found = proposals
     scores = boxes.class_scores(logits, found, score_thr)
@@ -216,21 +178,15 @@ def detect_regions(
     corners = corners if rescale is None else corners * rescale
     if head.reg_class_agnostic:
         corners = corners.expand(-1, classes, 4)
-    return _choose(boxes, corners.reshape(-1, 4), scores.reshape(-1), lambda place: place % classes, cfg)
-
-
-def _choose(
-    boxes: Boxes, corners: Tensor, scores: Tensor, label_of: Callable[[Tensor], Tensor], cfg: dict
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The best objects of all classes, suppressed in each; cfg has ``nms`` and ``max_per_img``."""
-    corners, scores, place, stride, enough = boxes.candidates(scores, corners)
-    label, iou_threshold, limit = label_of(place), cfg['nms']['iou_threshold'], cfg['max_per_img']
+    corners, scores, place, stride, enough = boxes.candidates(scores.reshape(-1), corners.reshape(-1, 4))
+    label, limit = place % classes, cfg['max_per_img']
+    iou_threshold = cfg['nms']['iou_threshold']
     scores, index = boxes.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
     if enough is not None:
         if limit == len(scores):
             # The best candidates suppress each other in the same way, whether worse ones are there or not.
             enough = enough | (scores > EMPTY).all()
-        # mmcv suppresses none of the boxes if a coordinate is not a number.
+        # mmcv suppresses no box if a coordinate is not a number.
         enough = enough & stride.isfinite()
     return corners[index], scores, label[index], enough
 

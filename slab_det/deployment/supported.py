@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mmdet.models.dense_heads import RPNHead
-from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
-from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
+from mmdet.models.detectors import TwoStageDetector
 from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
 from mmdet.models.roi_heads.base_roi_head import BaseRoIHead
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder, DistancePointBBoxCoder
-from mmdet.models.task_modules.prior_generators import AnchorGenerator, MlvlPointGenerator
+from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
+from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import nn
 
 from slab_det.runtime.config import type_name
@@ -54,13 +53,14 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
     """Raises unless :mod:`slab_det.deployment.detection` computes what ``detector.predict`` computes.
 
     Args:
-        detector: A two-stage detector.
+        detector: The detector.
         cascade: Whether its roi_head may be a cascade.
 
     Raises:
         Unsupported: If a part computes something else.
     """
-    _require('a detector that predicts as TwoStageDetector does', type(detector).predict is TwoStageDetector.predict)
+    predict = getattr(type(detector), 'predict', None)
+    _require('a detector that predicts as TwoStageDetector does', predict is TwoStageDetector.predict)
     rpn_head, roi_head = (getattr(detector, name, None) for name in ('rpn_head', 'roi_head'))
     check_kind('rpn_head', rpn_head, RPNHead)
     check_kind('roi_head', roi_head, StandardRoIHead, *[CascadeRoIHead] * cascade)
@@ -71,6 +71,8 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
     _require('a roi_head without shared_head', not roi_head.with_shared_head)
     _require('a positive max_per_img in test_cfg.rpn', rpn_head.test_cfg.max_per_img > 0)
     _check_box_head('rpn_head', rpn_head, rpn_head.test_cfg)
+    check_kind('rpn_head.prior_generator', rpn_head.prior_generator, AnchorGenerator)
+    _require('anchors that are tensors', not rpn_head.prior_generator.use_box_type)
     for stage in find_stages(roi_head):
         head, extractors = stage.bbox_head, [stage.bbox_roi_extractor]
         check_kind('roi_head.bbox_head', head, BBoxHead)
@@ -88,36 +90,14 @@ def check_two_stage(detector: nn.Module, cascade: bool = True) -> None:
             _require("roi_layers of pool_mode='avg'", all(pools))
 
 
-def check_single_stage(detector: nn.Module) -> None:
-    """Raises unless :mod:`slab_det.deployment.detection` computes what ``detector.predict`` computes.
-
-    Raises:
-        Unsupported: If a part computes something else.
-    """
-    predicts = type(detector).predict is SingleStageDetector.predict
-    _require('a detector that predicts as SingleStageDetector does', predicts)
-    head = getattr(detector, 'bbox_head', None)
-    check_kind('bbox_head', head, BaseDenseHead)
-    cfg = head.test_cfg
-    _require_prediction('a bbox_head', head, BaseDenseHead, PREDICTION)
-    _check_box_head('bbox_head', head, cfg)
-    custom = getattr(head.loss_cls, 'custom_cls_channels', False)
-    _require('a bbox_head with sigmoid or softmax scores', not custom)
-    limits = cfg.get('nms_pre', -1), cfg.get('max_per_img', -1)
-    _require('positive nms_pre and max_per_img in test_cfg', min(limits) > 0)
-
-
 def _check_box_head(name: str, head: nn.Module, cfg: dict) -> None:
-    coder, nms, priors = head.bbox_coder, cfg.get('nms') or {}, getattr(head, 'prior_generator', None)
+    coder, nms = head.bbox_coder, cfg.get('nms') or {}
     plain = type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
     known = {'iou_threshold'} <= {*nms} <= NMS_OPTIONS
     _require(f'plain NMS per class in the test_cfg of {name}', plain and known)
-    check_kind(f'{name}.bbox_coder', coder, DeltaXYWHBBoxCoder, DistancePointBBoxCoder)
-    decodes = type(coder).decode in (DeltaXYWHBBoxCoder.decode, DistancePointBBoxCoder.decode)
-    _require('bbox_coders without add_ctr_clamp', decodes and not getattr(coder, 'add_ctr_clamp', False))
-    if isinstance(head, BaseDenseHead):
-        check_kind(f'{name}.prior_generator', priors, AnchorGenerator, MlvlPointGenerator)
-    _require('anchors that are tensors', not getattr(priors, 'use_box_type', False))
+    check_kind(f'{name}.bbox_coder', coder, DeltaXYWHBBoxCoder)
+    decodes = type(coder).decode is DeltaXYWHBBoxCoder.decode
+    _require('bbox_coders without add_ctr_clamp', decodes and not coder.add_ctr_clamp)
 
 
 def check_kind(name: str, part: object, *kinds: type) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import torchvision
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
-from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.detectors import TwoStageDetector
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from torch import Tensor, nn
@@ -145,19 +144,17 @@ class DetectorGraph(DenseGraph):
 class DynamicBoxes(Boxes):
     """Operators on as many boxes as there are, made of operators that ONNX has."""
 
-    def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
+    def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
         sizes = [x.shape[-2:] for x in maps]
         return torch.cat(head.prior_generator.grid_priors(sizes, maps[0].dtype, maps[0].device))
 
-    def best(
-        self, levels: Sequence[Tensor], count: int, activation: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         found, start = [], 0
-        for i, values in enumerate(levels):
+        for i, logits in enumerate(levels):
             # min() of a traced size would be a constant.
-            size = torch._shape_as_tensor(values)[0]
+            size = torch._shape_as_tensor(logits)[0]
             k = torch.minimum(size, torch.tensor(count)) if count > 0 else size
-            scores, place = activation(values).topk(k)
+            scores, place = logits.sigmoid().topk(k)
             found.append((scores, place + start, torch.zeros_like(scores) + i))
             start = start + size
         scores, place, level = (torch.cat(column)[None] for column in zip(*found, strict=True))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.coders import DistancePointBBoxCoder
 from torch import Tensor, nn
 
 from slab_det.deployment.detection import MAX_LOG_RATIO
@@ -135,9 +134,9 @@ if triton is not None:
     @triton.jit
     def _decode_kernel(
         priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
-        PER: tl.constexpr, AT: tl.constexpr, POINTS: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
+        PER: tl.constexpr, AT: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # Corners from deltas, or from distances to points.
+        # Corners from anchors and deltas.
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         known = i < N
         if AT:
@@ -150,20 +149,15 @@ if triton is not None:
         b = tl.load(value + 1, mask=known, other=0.0).to(tl.float32)
         c = tl.load(value + 2, mask=known, other=0.0).to(tl.float32)
         d = tl.load(value + 3, mask=known, other=0.0).to(tl.float32)
-        if POINTS:
-            x = tl.load(priors + prior * 2, mask=known, other=0.0)
-            y = tl.load(priors + prior * 2 + 1, mask=known, other=0.0)
-            x1, y1, x2, y2 = x - a, y - b, x + c, y + d
-        else:
-            px1 = tl.load(priors + prior * 4, mask=known, other=0.0)
-            py1 = tl.load(priors + prior * 4 + 1, mask=known, other=0.0)
-            px2 = tl.load(priors + prior * 4 + 2, mask=known, other=0.0)
-            py2 = tl.load(priors + prior * 4 + 3, mask=known, other=0.0)
-            a, b, c, d = a * s0 + m0, b * s1 + m1, c * s2 + m2, d * s3 + m3
-            c, d = tl.minimum(tl.maximum(c, -clamp), clamp), tl.minimum(tl.maximum(d, -clamp), clamp)
-            x, y = (px1 + px2) * 0.5 + (px2 - px1) * a, (py1 + py2) * 0.5 + (py2 - py1) * b
-            w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
-            x1, y1, x2, y2 = x - w, y - h, x + w, y + h
+        px1 = tl.load(priors + prior * 4, mask=known, other=0.0)
+        py1 = tl.load(priors + prior * 4 + 1, mask=known, other=0.0)
+        px2 = tl.load(priors + prior * 4 + 2, mask=known, other=0.0)
+        py2 = tl.load(priors + prior * 4 + 3, mask=known, other=0.0)
+        a, b, c, d = a * s0 + m0, b * s1 + m1, c * s2 + m2, d * s3 + m3
+        c, d = tl.minimum(tl.maximum(c, -clamp), clamp), tl.minimum(tl.maximum(d, -clamp), clamp)
+        x, y = (px1 + px2) * 0.5 + (px2 - px1) * a, (py1 + py2) * 0.5 + (py2 - py1) * b
+        w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
+        x1, y1, x2, y2 = x - w, y - h, x + w, y + h
         if CLIP:
             # NaN stays NaN.
             width, height = tl.load(limits), tl.load(limits + 1)
@@ -312,16 +306,15 @@ def class_scores(logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
     return out
 
 
-def decode(coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None) -> Tensor:
+def decode(coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None) -> Tensor:
     """See :meth:`slab_det.deployment.detection.Boxes.decode`."""
-    values = values if values.stride()[-2:] == (4, 1) else values.contiguous()
-    shape = values.shape if place is None else (*place.shape, 4)
-    out = torch.empty(shape, dtype=torch.float32, device=values.device)
-    total, points = out.numel() // 4, isinstance(coder, DistancePointBBoxCoder)
-    deltas = (0.0,) * 4 + (1.0,) * 4 if points else (*map(float, coder.means), *map(float, coder.stds))
+    deltas = deltas if deltas.stride()[-2:] == (4, 1) else deltas.contiguous()
+    shape = deltas.shape if place is None else (*place.shape, 4)
+    out = torch.empty(shape, dtype=torch.float32, device=deltas.device)
+    total, scales = out.numel() // 4, (*map(float, coder.means), *map(float, coder.stds))
     _decode_kernel[(triton.cdiv(total, 128),)](
-        priors.contiguous(), values, priors if place is None else place.contiguous(), limits, out, total, *deltas,
-        MAX_LOG_RATIO, values.stride(0), PER=1 if place is not None else shape[1], AT=place is not None, POINTS=points,
+        priors.contiguous(), deltas, priors if place is None else place.contiguous(), limits, out, total, *scales,
+        MAX_LOG_RATIO, deltas.stride(0), PER=1 if place is not None else shape[1], AT=place is not None,
         CLIP=bool(coder.clip_border), BLOCK=128, num_warps=1,
     )  # fmt: skip
     return out

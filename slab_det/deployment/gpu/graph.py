@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from slab_det.deployment.constants import used_constants
 from slab_det.deployment.detection import EMPTY
 from slab_det.deployment.gpu import box_kernels, kernels
-from slab_det.deployment.gpu.static import Frame, static_form
+from slab_det.deployment.gpu.static import Frame, StaticDetector
 from slab_det.deployment.masks import paste_masks
 from slab_det.deployment.supported import Unsupported
 
@@ -160,7 +160,7 @@ class GraphedPrediction:
 
     def _detect(self, image: Tensor, samples: Sequence[DetDataSample]) -> InstanceData | None:
         if self._graphs is None:
-            static = static_form(self._model, fused=True)
+            static = StaticDetector(self._model, fused=True)
             # Threads look at self._graphs, which therefore comes last.
             self._settings = static.settings
             self._graphs = GraphCache(partial(_run_static, static))
@@ -228,7 +228,7 @@ def use_graphs(model: nn.Module, masks: str) -> None:
     try:
         if kernels.triton is None:
             raise Unsupported('this PyTorch comes without Triton')
-        static_form(model)
+        StaticDetector(model)
         model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:
         MMLogger.get_current_instance().info(

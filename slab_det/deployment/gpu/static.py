@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
-from torch import Tensor, nn
+from mmdet.models.detectors import TwoStageDetector
+from torch import Tensor
 
 from slab_det.deployment import detection
 from slab_det.deployment.gpu.boxes import FixedBoxes
 from slab_det.deployment.gpu.layers import RPN, BoxHead, MaskHead
-from slab_det.deployment.supported import Unsupported, check_single_stage, check_two_stage, find_stages
+from slab_det.deployment.supported import check_two_stage, find_stages
 
 
 class Detections(NamedTuple):
@@ -52,45 +52,19 @@ class Frame(NamedTuple):
         return [[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2]
 
 
-def static_form(detector: nn.Module, fused: bool = False) -> StaticTwoStage | StaticSingleStage:
-    """The static form of a detector: a function ``(image (1, 3, H, W), Frame) -> Detections``.
+class StaticDetector:
+    """A Faster, Mask or Cascade R-CNN as a function ``(image (1, 3, H, W), Frame) -> Detections``.
 
     Args:
-        detector: The detector; the form runs its modules.
+        detector: The detector, whose modules this form runs.
         fused: Whether heads compute with fewer kernels.
 
     Raises:
-        Unsupported: If a part of the detector computes something else than the form.
+        Unsupported: If a part of the detector computes something else than this form.
     """
-    if isinstance(detector, TwoStageDetector):
+
+    def __init__(self, detector: TwoStageDetector, fused: bool = False) -> None:
         check_two_stage(detector)
-        return StaticTwoStage(detector, fused)
-    if isinstance(detector, SingleStageDetector):
-        check_single_stage(detector)
-        return StaticSingleStage(detector)
-    raise Unsupported(f'{type(detector).__name__} does not find boxes by NMS')
-
-
-class StaticSingleStage:
-    """The static form of RetinaNet, RTMDet and others whose head predicts as BaseDenseHead does."""
-
-    def __init__(self, detector: SingleStageDetector) -> None:
-        self.detector, self.boxes = detector, FixedBoxes()
-
-    def settings(self) -> tuple:
-        """The values of the configs that results depend on."""
-        return detection.settings(self.detector.bbox_head.test_cfg)
-
-    def __call__(self, image: Tensor, frame: Frame) -> Detections:
-        head = self.detector.bbox_head
-        outputs = [[x.float() for x in levels] for levels in head(self.detector.extract_feat(image))]
-        return Detections(*detection.detect_dense(self.boxes, head, outputs, frame.limits, frame.rescale))
-
-
-class StaticTwoStage:
-    """The static form of Faster, Mask and Cascade R-CNN."""
-
-    def __init__(self, detector: TwoStageDetector, fused: bool) -> None:
         self.detector, self.boxes, self.rpn = detector, FixedBoxes(), RPN(detector.rpn_head, fused)
         self.stages = find_stages(detector.roi_head)
         self.box_heads = [BoxHead(stage.bbox_head, fused) for stage in self.stages]
