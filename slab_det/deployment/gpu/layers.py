@@ -1,4 +1,4 @@
-"""Convolutions, FPN and heads with fewer kernels: bias and activation in the product, no copies between layouts."""
+"""Convolutions, FPN and heads with fewer kernels: products include bias and activation, and no layout is copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from slab_det.deployment.detection import flat
 from slab_det.deployment.gpu import kernels
-from slab_det.fusion.folds import find_hooks
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -64,21 +63,21 @@ def fused_conv(layer: nn.Module) -> FusedConv | None:
     """The fused form of a convolution, alone or with a ReLU and without norm; None for every other layer."""
     conv, relu = layer, False
     if type(layer) is ConvModule:
-        if layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding or find_hooks(layer):
+        if layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding:
             return None
         if layer.with_activation and type(layer.activate) is not nn.ReLU:
             return None
         conv, relu = layer.conv, layer.with_activation
-    if type(conv) is not nn.Conv2d or conv.bias is None or conv.padding_mode != 'zeros' or find_hooks(conv):
+    if type(conv) is not nn.Conv2d or conv.bias is None:
         return None
-    if isinstance(conv.padding, str):
+    if conv.padding_mode != 'zeros' or isinstance(conv.padding, str):
         return None
     conv.__class__, conv.relu = FusedConv, relu
     return conv
 
 
 class FusedFPN(FPN):
-    """mmdet's FPN, without extra convolutions, with the upsampling of a level and the sum in one kernel."""
+    """mmdet's FPN without extra convolutions; one kernel upsamples a level and adds it."""
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not kernels.take(inputs[0]):
@@ -104,7 +103,7 @@ class RPN:
 
     Args:
         head: The RPN.
-        fused: Whether logits and deltas are one product, of copies of their weights, if the head has one convolution.
+        fused: Whether logits and deltas are one product of copied weights; needs mmdet's head of one convolution.
     """
 
     def __init__(self, head: RPNHead, fused: bool) -> None:
@@ -137,7 +136,7 @@ class BoxHead:
 
     Args:
         head: The head.
-        fused: Whether regions are read channels last, by copies of the weights, if the head has linear layers alone.
+        fused: Whether copied weights read regions channels last; needs a head of linear layers alone.
     """
 
     def __init__(self, head: nn.Module, fused: bool) -> None:
@@ -173,7 +172,7 @@ class MaskHead:
 
     Args:
         head: The head.
-        fused: Whether only the mask of the label is computed, if the head upsamples by a transposed convolution.
+        fused: Whether only the mask of the label is computed; needs a head with a transposed convolution.
     """
 
     def __init__(self, head: FCNMaskHead, fused: bool) -> None:
