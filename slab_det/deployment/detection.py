@@ -1,8 +1,8 @@
-"""From the maps of heads to detections: proposals, decoding and suppression, for CUDA graphs and for ONNX.
+"""Makes detections of what heads return: proposals, decoding and suppression, for CUDA graphs and for ONNX files.
 
-How many boxes there are is known only while a detector runs. A subclass of :class:`Boxes` says how a form of deployment
-deals with that. A CUDA graph computes every place that could hold a box, and marks empty places with the score
-:data:`EMPTY`; an ONNX graph computes the boxes that there are. Everything else is written once, here.
+The number of boxes is known only while a detector runs. A CUDA graph computes every place that could hold a box, and
+gives empty places the score :data:`EMPTY`. An ONNX graph computes the boxes alone. Each has a subclass of
+:class:`Boxes`, and shares the functions of this module.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Boxes(ABC):
         """The boxes (N, 4) whose scores (N,) are not ``EMPTY``.
 
         Returns:
-            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether K sufficed for all,
-            or None where it always does.
+            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether the K are all boxes,
+            or None where they always are.
         """
 
     @abstractmethod
@@ -64,8 +64,8 @@ class Boxes(ABC):
             corners: (G, K, 4).
             scores: (G, K), in the order of :meth:`best`.
             groups: The level or the label of each box, (G, K).
-            stride: How far :func:`set_apart` moves the boxes of a group.
-            iou_threshold: A box goes if it overlaps a better one of its group by more.
+            stride: How far :func:`set_apart` moves each group from the one before.
+            iou_threshold: A box is suppressed if its overlap with a better one of its group is larger.
             limit: Largest number of boxes that stay.
 
         Returns:
@@ -79,7 +79,7 @@ class Boxes(ABC):
         """RoIAlign of every box (n, 4) on its level of the pyramid (FPN, Lin et al., CVPR 2017, eq. 1).
 
         Returns:
-            Regions (n, C, h, w), and the box of each region, (n,); None where regions are in the order of boxes.
+            Regions (n, C, h, w), and the place of each region's box, (n,), or None where the orders are the same.
         """
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float | Tensor) -> Tensor:
@@ -115,16 +115,16 @@ class Boxes(ABC):
         return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
-        """How far mmcv's batched NMS moves the boxes of a group: one more than the largest coordinate of all."""
+        """How far mmcv's batched NMS moves each group from the one before: the largest coordinate plus 1."""
         corners = torch.where((scores > EMPTY)[..., None], corners, 0.0)
-        # The zero is the largest coordinate of no boxes.
+        # Without boxes, the largest coordinate is this zero.
         return torch.cat([corners.reshape(-1), corners.new_zeros(1)]).max() + 1
 
 
 def propose(
     boxes: Boxes, head: RPNHead, levels: Sequence[Tensor], deltas: Tensor, priors: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The best anchors of each level, decoded and suppressed (Ren et al., NeurIPS 2015): corners and scores.
+    """Decodes and suppresses the best anchors of each level (Ren et al., NeurIPS 2015).
 
     Args:
         boxes: The form of deployment.
@@ -133,6 +133,9 @@ def propose(
         deltas: The deltas of the A anchors of all levels, (A, 4).
         priors: The anchors, (A, 4).
         limits: The image's (width, height, width, height).
+
+    Returns:
+        Corners (n, 4) and scores (n,) of the proposals, best first.
     """
     cfg = head.test_cfg
     scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1))
@@ -154,21 +157,21 @@ def detect_regions(
     rescale: Tensor | None,
     score_thr: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The best objects of all classes that the outputs of a bbox_head make of proposals, suppressed in each class.
+    """Decodes the outputs of a bbox_head, suppresses boxes of each class, and returns the best of all classes.
 
     Args:
         boxes: The form of deployment.
         head: The head.
         cfg: ``test_cfg.rcnn``.
         logits: (P, classes + 1).
-        deltas: (P, 4 classes), or (P, 4) where they are the same for all classes.
+        deltas: (P, 4 classes), or (P, 4) for a head that is class-agnostic.
         proposals: Corners and scores of the P proposals.
         limits: The image's (width, height, width, height).
         rescale: Factors (4,) to the original image, or None.
         score_thr: Smallest score of an object.
 
     Returns:
-        Corners, scores and labels, and whether these are all objects (see :meth:`Boxes.candidates`).
+        Corners, scores and labels, and whether mmdet would return the same; None if :meth:`Boxes.candidates` does.
     """
     proposed, found = proposals
     scores = boxes.class_scores(logits, found, score_thr)
@@ -184,20 +187,11 @@ def detect_regions(
     scores, index = boxes.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
     if enough is not None:
         if limit == len(scores):
-            # The best candidates suppress each other in the same way, whether worse ones are there or not.
+            # The best candidates suppress each other in the same way with worse ones and without.
             enough = enough | (scores > EMPTY).all()
         # mmcv suppresses no box if a coordinate is not a number.
         enough = enough & stride.isfinite()
     return corners[index], scores, label[index], enough
-
-
-def refine(boxes: Boxes, head: BBoxHead, logits: Tensor, deltas: Tensor, proposals: Tensor, limits: Tensor) -> Tensor:
-    """The proposals (P, 4) of the next stage (Cascade R-CNN, Cai and Vasconcelos, CVPR 2018)."""
-    deltas = deltas.reshape(deltas.shape[0], -1, 4)
-    if not head.reg_class_agnostic:
-        label = logits[:, :-1].argmax(1)
-        deltas = deltas.gather(1, label[:, None, None].expand(-1, 1, 4))
-    return boxes.decode(head.bbox_coder, proposals, deltas, limits)[:, 0]
 
 
 def settings(cfg: dict) -> tuple:
@@ -208,7 +202,7 @@ def settings(cfg: dict) -> tuple:
 
 
 def flat(x: Tensor, channels: int) -> Tensor:
-    """A map (1, n * channels, H, W) with a row for each anchor, (H * W * n, channels)."""
+    """Maps (N, n * channels, H, W) with a row for each anchor, (N * H * W * n, channels)."""
     return x.permute(0, 2, 3, 1).reshape(-1, channels)
 
 
@@ -221,7 +215,7 @@ def map_levels(extractor: SingleRoIExtractor, boxes: Tensor) -> Tensor:
 
 
 def numbers(values: Iterable[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of these numbers, made once: a CUDA graph cannot copy numbers to its device."""
+    """A tensor of these numbers, which is kept: a CUDA graph cannot copy numbers to its device."""
     values = tuple(values)
     return constant((values, device, dtype), lambda: torch.tensor(values, dtype=dtype, device=device))
 
@@ -235,7 +229,7 @@ def drop_small(corners: Tensor, scores: Tensor, cfg: dict) -> Tensor:
 
 
 def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:
-    """Boxes (..., 4), each group moved to a place of its own, as mmcv moves them, rounding included.
+    """Moves boxes (..., 4) of each group away from all other groups, with the rounding of mmcv.
 
     Places without a box get a box without area, which suppresses nothing.
     """

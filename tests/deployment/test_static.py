@@ -1,4 +1,4 @@
-"""The form of fixed shapes, which a CUDA graph holds, finds what mmdet finds, to the last bit."""
+"""StaticDetector, which a CUDA graph holds, finds what mmdet finds, to the last bit."""
 
 import os
 import random

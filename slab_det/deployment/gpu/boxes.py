@@ -1,4 +1,4 @@
-"""Operators on boxes whose number stays on the device: tensors have room for the most boxes that there could be."""
+"""Operators on boxes whose number stays on the GPU: tensors have places for as many boxes as there could be."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slab_det.deployment.constants import constant
 from slab_det.deployment.detection import EMPTY, Boxes, map_levels, numbers, set_apart
 from slab_det.deployment.gpu import box_kernels, kernels
 
-# Largest number of boxes of all classes that NMS reads; a CUDA graph returns whether more passed the threshold.
+# Largest number of boxes, of all classes, that NMS reads. A CUDA graph returns whether more passed the threshold.
 CANDIDATES = 4096
 
 
 class FixedBoxes(Boxes):
-    """Operators on boxes in tensors of fixed shapes, which on a GPU never wait for the device.
+    """Operators on tensors of fixed shapes; on a GPU they never wait for the device.
 
     Without kernels, operators of PyTorch and torchvision compute what mmdet computes on a CPU, to the last bit.
     """
@@ -108,10 +108,10 @@ class FixedBoxes(Boxes):
 
 
 def _rank(scores: Tensor, count: int, like_head: bool = False) -> tuple[Tensor, Tensor]:
-    """The ``count`` best scores and their places; ``EMPTY`` fills up the scores.
+    """The ``count`` best scores and their places; missing scores are ``EMPTY``.
 
-    Equal scores are in the order of places, as in NMS, or, with ``like_head`` and more than ``count`` scores, as in
-    mmdet's heads.
+    Equal scores are in the order of places, as in NMS. With ``like_head`` and more than ``count`` scores, they are in
+    the order of mmdet's heads.
     """
     found = (scores != EMPTY).nonzero()[:, 0]
     scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)

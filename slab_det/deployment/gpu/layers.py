@@ -22,11 +22,6 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch._addmm_activation(bias, x, weight.t())
 
 
-def rows(x: Tensor) -> Tensor:
-    """The pixels (n * H * W, C) of a map (n, C, H, W), channels last; a view."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-
-
 def convolve(conv: nn.Conv2d, x: Tensor, relu: bool) -> Tensor:
     """A convolution of maps (N, C, H, W), channels last, with its bias and perhaps a ReLU in the same kernel.
 
@@ -34,7 +29,7 @@ def convolve(conv: nn.Conv2d, x: Tensor, relu: bool) -> Tensor:
     """
     if conv.kernel_size == conv.stride == (1, 1) and conv.groups == 1:
         product = linear_relu if relu else F.linear
-        out = product(rows(x), conv.weight.flatten(1), conv.bias)
+        out = product(flat(x, x.shape[1]), conv.weight.flatten(1), conv.bias)
         return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
     options = conv.stride, conv.padding, conv.dilation, conv.groups
     if not kernels.take(x) or x.dtype.itemsize > 4:
@@ -126,7 +121,7 @@ class RPN:
         outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
         for part, x in zip(outputs.split(sizes), features, strict=True):
             hidden = convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)
-            torch.addmm(self.bias, rows(hidden), self.weight.t(), out=part)
+            torch.addmm(self.bias, flat(hidden, hidden.shape[1]), self.weight.t(), out=part)
         logits, deltas = outputs[:, : self.anchors].float(), outputs[:, self.anchors : 5 * self.anchors]
         return list(logits.flatten().split([self.anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
 
@@ -195,7 +190,7 @@ class MaskHead:
         for conv in head.convs:
             x = conv(x)
         count, _, height, width = x.shape
-        x = linear_relu(rows(x), self.up_weight, self.up_bias).view(count, height * width * 4, -1)
+        x = linear_relu(flat(x, x.shape[1]), self.up_weight, self.up_bias).view(count, height * width * 4, -1)
         weight, bias = head.conv_logits.weight.flatten(1)[labels], head.conv_logits.bias[labels]
         logits = torch.bmm(x, weight[:, :, None])[..., 0].float() + bias[:, None].float()
         return logits.view(count, height, width, 2, 2).transpose(2, 3).reshape(count, 2 * height, 2 * width)
