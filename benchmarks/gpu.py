@@ -32,7 +32,7 @@ from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
 from slab_det.deployment import detection
 from slab_det.deployment.gpu.graph import GraphCache
-from slab_det.deployment.gpu.static import Frame, static_form
+from slab_det.deployment.gpu.static import Frame, StaticDetector
 from slab_det.measure.environment import device_name
 from slab_det.measure.latency import DTYPES, LatencyResult, measure_latency
 from slab_det.measure.markdown import format_table
@@ -123,8 +123,8 @@ def replay(cache: GraphCache, times: int = 20) -> float:
 @torch.no_grad()
 def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     """A graph of each part of a deployed Mask R-CNN, and of the whole; the caches keep what graphs read."""
-    static, caches = static_form(model, fused=True), {}
-    stage, head, cfg = static.stages[0], model.rpn_head, model.roi_head.test_cfg
+    static, caches = StaticDetector(model, fused=True), {}
+    head, roi_head, cfg = model.rpn_head, model.roi_head, model.roi_head.test_cfg
     meta = dict(img_shape=SIZE, scale_factor=(1.0, 1.0))
     frame = torch.tensor(Frame.numbers(meta), device='cuda').unbind()
 
@@ -137,13 +137,13 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
         return detection.propose(static.boxes, head, *static.rpn(features), priors, limits)
 
     def detect(corners: Tensor, scores: Tensor, limits: Tensor, *features: Tensor) -> Sequence[Tensor]:
-        regions, _ = static.boxes.pool(stage.bbox_roi_extractor, features, corners, scores)
+        regions, _ = static.boxes.pool(roi_head.bbox_roi_extractor, features, corners, scores)
         found = (corners, scores), limits, None, cfg.score_thr
-        return detection.detect_regions(static.boxes, stage.bbox_head, cfg, *static.box_heads[0](regions), *found)
+        return detection.detect_regions(static.boxes, roi_head.bbox_head, cfg, *static.box_head(regions), *found)
 
     def mask(corners: Tensor, scores: Tensor, labels: Tensor, *features: Tensor) -> Sequence[Tensor]:
-        regions, _ = static.boxes.pool(stage.mask_roi_extractor, features, corners, scores)
-        return (static.mask_heads[0](regions, labels).sigmoid(),)
+        regions, _ = static.boxes.pool(roi_head.mask_roi_extractor, features, corners, scores)
+        return (static.mask_head(regions, labels).sigmoid(),)
 
     image = torch.randn(1, 3, *PADDED, device='cuda')
     maps = run('backbone', model.backbone, image)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.deployment.export import ExportError, export_onnx, load_runtime
+from slab_det.deployment.export.detector import KINDS
 from slab_det.fusion import FusionError
 from slab_det.norms import OfflineNorm
 
@@ -96,15 +98,17 @@ def check_onnx(case: Case, folder: Path) -> bool:
     model = build_model(replace(case, dtype=torch.float32))
     path = folder / f'{case.seed}.onnx'
     try:
-        export_onnx(model, path, 'backbone+neck+rpn')
+        export_onnx(model, path)
     except ExportError:
         return False
-    runtime = load_runtime(path, threads=1)
+    names = [f'{kind}{i}' for kind in KINDS for i in range(model.rpn_head.prior_generator.num_levels)]
+    run_file = load_runtime(path, threads=1).inspect(names)
     model64 = copy.deepcopy(model).double()
     for size in (case.size, (case.size[1] + 37, case.size[0] + 5)):
         generator = torch.Generator().manual_seed(case.seed)
         image = torch.rand(1, 3, *size, generator=generator) * 255
-        found = [torch.from_numpy(output) for output in runtime.run(image.numpy()).values()]
+        outputs = run_file(image.numpy(), score_thr=np.array(0.05, np.float32))
+        found = [torch.from_numpy(outputs[name]) for name in names]
         reference = neck_and_rpn(model64, image.double())
         apart, own = distance(found, reference), distance(neck_and_rpn(model, image), reference)
         assert apart <= FLOAT32_FACTOR * own, f'{size}: ONNX and torch differ by {apart:g}, float32 rounding is {own:g}'

@@ -1,4 +1,4 @@
-"""Detectors and images for the tests of the form that CUDA graphs hold."""
+"""Small detectors and images for the tests of CUDA graphs."""
 
 import torch
 from conftest import SMALL_SWIN
@@ -10,28 +10,16 @@ from zoo import shrunk
 CONFIGS = {
     'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',
     'Faster R-CNN': 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco',
-    'Cascade Mask R-CNN': 'cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco',
-    'Cascade R-CNN': 'cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco',
-    'RetinaNet': 'retinanet/retinanet_r50_fpn_1x_coco',
-    'RTMDet': 'rtmdet/rtmdet_l_swin_b_4xb32-100e_coco',
-    'ATSS': 'atss/atss_r50_fpn_1x_coco',
-    'FCOS': 'fcos/fcos_r50-caffe_fpn_gn-head_1x_coco',
 }
-# Two sizes of images for each: RTMDet's neck joins maps by size, and GroupNorms need more than one pixel.
-SIZES = dict.fromkeys(CONFIGS, ((75, 102), (130, 66))) | {'RTMDet': ((64, 96), (96, 128))}
-SIZES |= dict.fromkeys(('ATSS', 'FCOS'), ((256, 192), (224, 320)))
 
 
 def build(kind, rng):
-    """A small detector with random weights, whose scores spread over all of their range."""
+    """A small detector with random weights, whose scores spread over their whole range."""
     cfg = Config.fromstring(f"_base_ = ['mmdet::{CONFIGS[kind]}.py']", '.py').model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
-    of_backbone = cfg.neck.in_channels
     cfg = Config(dict(model=shrunk(cfg.to_dict(), {}))).model
     cfg.backbone = {**SMALL_SWIN, 'norm_cfg': dict(type='LN')}
-    cfg.neck.in_channels = [8, 16, 32, 64][-len(of_backbone) :]
-    if len(of_backbone) == 3:
-        cfg.backbone['out_indices'] = (1, 2, 3)
+    cfg.neck.in_channels = [8, 16, 32, 64]
     model = MODELS.build(cfg)
     # The eval() of mmdet's Swin returns None.
     model.eval()
@@ -44,7 +32,7 @@ def build(kind, rng):
 
 
 def noise(size, ori_shape, count=1):
-    """What a test pipeline puts out for images of noise."""
+    """What a test pipeline returns for images of noise."""
     scale = (size[1] / ori_shape[1], size[0] / ori_shape[0])
     meta = dict(img_shape=size, ori_shape=ori_shape, scale_factor=scale, img_id=0, img_path='')
     images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for _ in range(count)]
@@ -61,7 +49,7 @@ def eager(model, data):
 
 @torch.no_grad()
 def graphed(model, data):
-    """What the detector finds, in a graph where it can."""
+    """What the detector finds, in a graph if it has one."""
     return [sample.pred_instances.clone() for sample in model.test_step(data)]
 
 
@@ -73,7 +61,7 @@ def is_answered(model, data):
 
 
 def unmatched(found, expected, boxes=1e-2, scores=1e-4):
-    """The share of objects with no object of their label near them, in boxes (pixels) and in scores, in the other."""
+    """The share of objects without a partner: of the same label, near in every coordinate (pixels) and in its score."""
     same = found.labels[:, None] == expected.labels
     same &= (found.scores[:, None] - expected.scores).abs() <= scores
     same &= (found.bboxes[:, None] - expected.bboxes).abs().amax(-1) <= boxes

@@ -1,4 +1,4 @@
-"""What training, recalibration, absorption, fusion and deployment compute on a GPU, beside a CPU."""
+"""Training, recalibration, absorption, fusion and deployment compute the same on a GPU as on a CPU."""
 
 import copy
 import json
@@ -94,7 +94,7 @@ def test_training_computes_the_same(name):
     assert relative_difference(outputs, references) <= 1e-9
     gradients = [{key: p.grad for key, p in model.named_parameters() if p.grad is not None} for model in (gpu, cpu)]
     assert gradients[0].keys() == gradients[1].keys()
-    # Some gradients are zero but for rounding: the bias before a norm.
+    # Some gradients are rounding alone: the bias before a norm.
     scale = max(gradient.abs().max() for gradient in gradients[1].values())
     for key, reference in gradients[1].items():
         assert (gradients[0][key].cpu() - reference).abs().max() <= 1e-9 * scale, key
@@ -146,31 +146,12 @@ def test_a_graph_in_half_precision_is_near_the_detector(dtype):
     deployed = slab_det.deploy(model, dtype)
     (found,), (alone,), (exact,) = graphed(deployed, data), eager(deployed, data), eager(model, data)
     assert is_answered(deployed, data) and found.bboxes.dtype == torch.float32
-    # Random detectors make much of rounding: the graph may be as far from float32 as half precision is.
+    # Random detectors amplify rounding: the graph may be as far from float32 as the deployed layers without a graph.
     assert unmatched(found, exact, 2, 0.05) <= unmatched(alone, exact, 2, 0.05) + 0.2
 
 
-@torch.no_grad()
-def test_two_images_and_autocast_are_answered_without(without_tf32):
-    model, data = deploy(), noise(SIZES[0], ORI_SHAPE, count=2)
-    for found, expected in zip(graphed(model, data), eager(model, data), strict=True):
-        assert len(expected) and unmatched(found, expected) <= 0.02
-    with torch.autocast('cuda', torch.float16):
-        assert len(graphed(model, noise(SIZES[0], ORI_SHAPE))) == 1
-    assert model.predict._graphs is None
-
-
-def test_threads_get_what_one_gets():
-    model, data = deploy(), [noise(size, ORI_SHAPE) for size in SIZES * 8]
-    expected = [graphed(model, one) for one in data]
-    with ThreadPoolExecutor(2) as pool:
-        for (found,), (alone,) in zip(pool.map(partial(graphed, model), data), expected, strict=True):
-            torch.testing.assert_close(found.bboxes, alone.bboxes)
-            torch.testing.assert_close(found.scores, alone.scores)
-
-
 def test_threads_capture_graphs_of_two_models():
-    models, data = [deploy(), deploy('RetinaNet')], noise(SIZES[0], ORI_SHAPE)
+    models, data = [deploy(), deploy('Faster R-CNN')], noise(SIZES[0], ORI_SHAPE)
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(graphed, models, (data, copy.deepcopy(data)))]
     for model, (one,) in zip(models, found, strict=True):
@@ -185,7 +166,7 @@ def test_a_capture_that_asks_the_host_is_one_warning(caplog):
     assert features(image) is None and features(image) is None
     assert torch.cuda.current_stream() == stream
     assert caplog.text.count('no CUDA graph of inputs of 1x3x8x8') == 1
-    # The device goes on.
+    # The GPU still works after the failed capture.
     (found,), (expected,) = graphed(model, data), eager(model, data)
     assert len(found) == len(expected)
 

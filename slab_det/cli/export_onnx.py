@@ -13,8 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector, fused or not')
     parser.add_argument('checkpoint', help='its weights; recalibrated, gamma = 0')
     parser.add_argument('--out', required=True, metavar='FILE.onnx')
-    parser.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
-    parser.add_argument('--opset', type=int, default=17, help='(default %(default)s)')
+    choices = 'backbone', 'detector'
+    parser.add_argument('--scope', choices=choices, default='detector', help='(default %(default)s)')
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')
     parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='compare on photographs too')
     group = parser.add_argument_group('int8')
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
     detector = build_detector(read_config(args.config), args.checkpoint)
     check_statistics(detector, args.checkpoint)
     with whole_file(args.out) as name:
-        export_onnx(detector, name, args.scope, args.opset)
+        export_onnx(detector, name, args.scope)
         print('The file in ONNX Runtime, float32, against the detector in PyTorch, float64:')
         for check in check_parity(detector, load_runtime(name), images):
             print(f'  {check}')

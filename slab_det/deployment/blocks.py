@@ -31,7 +31,7 @@ def replace_stock_blocks(backbone: nn.Module) -> None:
 
 
 def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Module]]:
-    """The blocks without hooks of exactly these kinds: a subclass may compute something else."""
+    """Names and blocks of exactly these kinds, without hooks: a subclass may compute something else."""
     return [
         (name, block)
         for name, block in backbone.named_modules()
@@ -40,13 +40,13 @@ def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Mo
 
 
 def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
-    """Our block with the layers of one of mmdet's, for inference; raises CannotFold if it computes something else."""
+    """Our block with the layers of mmdet's, for inference; raises CannotFold if mmdet's computes something else."""
     replace, kind = find_rule(block.attn, 'replace'), OWN_FFNS.get(type(block.ffn))
     attn = replace() if replace else block.attn
     has_two_layers = kind is not LinearFFN or (block.ffn.num_fcs == 2 and block.ffn.add_identity)
     if not isinstance(attn, ShiftedWindowAttention | MapAttention) or kind is None or not has_two_layers:
         raise CannotFold('its attention or its FFN is not of mmdet')
-    # Every layer is replaced by the original's.
+    # On the meta device no weight is drawn; every layer comes from the original.
     with torch.device('meta'):
         own = Block(attn, LinearFFN(1, 1, dict(type='GELU')), dict(type='LN'))
         own.ffn = kind(1, 1, dict(type='GELU'))
@@ -69,7 +69,7 @@ class FFNLayers(NamedTuple):
 
 
 def ffn_layers(ffn: nn.Module) -> FFNLayers | None:
-    """The layers of an FFN; None if it has other ones as well, such as a convolution or a norm."""
+    """The layers of an FFN; None if it has other layers too, such as a convolution or a norm."""
     if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
         return None
     fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
@@ -83,13 +83,16 @@ def ffn_layers(ffn: nn.Module) -> FFNLayers | None:
 def is_plain_linear(layer: nn.Module) -> bool:
     """Whether ``layer`` computes ``x weight^T + bias`` of its parameters and nothing else."""
     # Exact classes: a subclass may compute its weight, or add something.
-    return type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters and not find_hooks(layer)
+    return type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters
 
 
 def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replaces each layer below ``module`` by what ``replacement`` makes of it; None keeps the layer."""
+    """Replaces each layer below ``module`` by what ``replacement`` makes of it, if that is not None.
+
+    A layer with hooks stays: its replacement would not call them.
+    """
     for name, child in module.named_children():
-        new = replacement(child)
+        new = None if any(map(find_hooks, child.modules())) else replacement(child)
         if new is None:
             replace_layers(child, replacement)
         else:

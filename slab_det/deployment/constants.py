@@ -1,4 +1,4 @@
-"""Tensors made of sizes and settings alone, once for all calls."""
+"""A cache of tensors that depend on sizes and settings alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Largest number of constants of all models and sizes of images; the least recently used one goes first.
+# Largest number of constants, of all models and sizes of images; beyond it the least recently used one is dropped.
 MAX_CONSTANTS = 1024
 _made: OrderedDict[Hashable, Any] = OrderedDict()
 _lock = RLock()
@@ -18,7 +18,7 @@ _recording = local()
 
 
 def constant(key: Hashable, make: Callable[[], Any]) -> Any:
-    """Returns what ``make`` returned when this key was first asked for: tensors that nobody changes."""
+    """Returns the tensors that ``make`` returned at the first call with this key; nobody may change them."""
     with _lock:
         if key not in _made:
             # The tensors outlive the mode that they are made in.
@@ -35,7 +35,7 @@ def constant(key: Hashable, make: Callable[[], Any]) -> Any:
 
 @contextmanager
 def used_constants() -> Iterator[list]:
-    """Collects the constants that this thread asks for: a CUDA graph reads their memory, and has to keep them."""
+    """Collects the constants that this thread asks for: a CUDA graph reads their memory, and keeps them alive."""
     _recording.used = []
     try:
         yield _recording.used

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from mmdet.structures import DetDataSample
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
 from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
-from slab_det.deployment.precision import check_precision, lower_precision
+from slab_det.deployment.precision import lower_precision
 from slab_det.deployment.trial import try_deployed
 from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
@@ -28,17 +27,13 @@ from slab_det.runtime.errors import DeploymentError
 def deploy(
     model: nn.Module, dtype: torch.dtype | None = None, *, inplace: bool = False, masks: str = 'full'
 ) -> nn.Module:
-    """Gives a detector a faster form for inference, with the results of ``model``.
+    """Makes a detector faster for inference; its results differ by rounding.
 
-    Our blocks replace mmdet's: they compute nothing for padding tokens whose result is known before. Feature maps and
-    convolutions are channels last. On a CPU, blocks run tile by tile and add residuals in place, so that intermediate
-    results stay in the cache, linear layers run on oneDNN where it is faster, and RoIAlign reads channels-last maps
-    without a copy. On a GPU, blocks run as kernels in Triton, and ``predict`` of a single image replays a CUDA graph
-    for images of its size (:mod:`slab_det.deployment.gpu.graph`).
+    Our blocks replace mmdet's, and maps are channels last. On a CPU, blocks run tile by tile, and linear layers,
+    RoIAlign and 3x3 convolutions have faster forms. On a GPU, blocks run as kernels in Triton, and ``predict`` of a
+    single image replays a CUDA graph for images of its size.
 
-    In float32 results differ by rounding: sums have other orders, and on a CPU 3x3 convolutions have fewer
-    multiplications (:class:`~slab_det.deployment.cpu.winograd.WinogradConv`). A deployed model has no gradients, and
-    its state dict has keys of its own: save the model that it was made of.
+    A deployed model has no gradients, and its state dict has keys of its own: save the model that it was made of.
 
     Both models run on a small image of noise (:func:`~slab_det.deployment.trial.try_deployed`). A deployed model that
     does not run, or computes something else, is refused. Its ``deployment_check`` says how far the two are apart.
@@ -65,17 +60,14 @@ def deploy(
         raise DeploymentError('the model is in training mode; call model.eval() before slab_det.deploy')
     if is_deployed(model):
         raise DeploymentError('the model is deployed already; deploy the fused model that it was made of')
-    waiting = [name for name, norm in named_offline_norms(model)]
-    if waiting:
+    unfused = [name for name, norm in named_offline_norms(model)]
+    if unfused:
         raise DeploymentError(
-            f'{len(waiting)} norms are not fused ({waiting[0]}, ...); call slab_det.fuse before slab_det.deploy'
+            f'{len(unfused)} norms are not fused ({unfused[0]}, ...); call slab_det.fuse before slab_det.deploy'
         )
     check_form(masks, DeploymentError)
-    if dtype == torch.float32:
-        dtype = None
     check_finite(model, DeploymentError)
-    if dtype is not None:
-        check_precision(model, dtype)
+    dtype = None if dtype == torch.float32 else dtype
     original, deployed = copy_module(model), model
     if not inplace:
         original, deployed = deployed, original
@@ -134,30 +126,14 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 
 def _refuse_other_uses(backbone: nn.Module, inputs: tuple) -> None:
-    if backbone.training:
-        raise DeploymentError('a deployed model is in training mode: call eval(), and train the model it was made of')
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        # Its tiles would fit images of one size.
+    has_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    # Tiles in a traced graph would fit images of one size.
+    is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    if backbone.training or has_gradients or is_traced:
         raise DeploymentError(
-            'a deployed model is not traced or exported: take the fused model that it was made of, for ONNX with '
-            'slab_det.deployment.export.export_onnx'
+            'a deployed model predicts in eval mode, without gradients, tracing and export: use the fused model that '
+            'it was made of; slab_det.deployment.export.export_onnx makes an ONNX file of that'
         )
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        raise DeploymentError('a deployed model has no gradients: take the gradients of the model that it was made of')
-
-
-@torch.no_grad()
-def warm(model: nn.Module, *sizes: tuple[int, int]) -> None:
-    """Runs a deployed detector on a black image of each size, so that the first real one takes no longer than others.
-
-    Args:
-        model: The deployed detector, or the ``model`` of what :func:`slab_det.load_detector` returned.
-        *sizes: (height, width) of images after the resize of the test pipeline.
-    """
-    for size in sizes:
-        metainfo = dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0), img_id=0, img_path='')
-        image = torch.zeros(3, *size, dtype=torch.uint8)
-        model.test_step(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]))
 
 
 def is_deployed(model: nn.Module) -> bool:

@@ -1,22 +1,20 @@
-"""From the maps of heads to detections: proposals, decoding and suppression, for CUDA graphs and for ONNX.
+"""Makes detections of what heads return: proposals, decoding and suppression, for CUDA graphs and for ONNX files.
 
-How many boxes there are is known only while a detector runs. A subclass of :class:`Boxes` says how a form of deployment
-deals with that. A CUDA graph computes every place that could hold a box, and marks empty places with the score
-:data:`EMPTY`; an ONNX graph computes the boxes that there are. Everything else is written once, here.
+The number of boxes is known only while a detector runs. A CUDA graph computes every place that could hold a box, and
+gives empty places the score :data:`EMPTY`. An ONNX graph computes the boxes alone. Each has a subclass of
+:class:`Boxes`, and shares the functions of this module.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from mmdet.models.dense_heads import RPNHead
-from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.coders import DistancePointBBoxCoder
 from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
@@ -31,19 +29,16 @@ class Boxes(ABC):
     """Operators on boxes whose number depends on the image."""
 
     @abstractmethod
-    def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
-        """The anchors (A, 4) or points (A, 2) of all levels, for maps (1, C, H, W) of their sizes."""
+    def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
+        """The anchors (A, 4) of all levels, for maps (1, C, H, W) of their sizes."""
 
     @abstractmethod
-    def best(
-        self, levels: Sequence[Tensor], count: int, activation: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best values of each level.
+    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best anchors of each level.
 
         Args:
-            levels: The values of each level, (n_i,).
-            count: Largest number of values of a level; all for a number below 1.
-            activation: Makes scores of values, and keeps their order.
+            levels: The logits of each level, (n_i,).
+            count: Largest number of anchors of a level; all for a number below 1.
 
         Returns:
             Scores in descending order within a group, (G, K); their places in the concatenation of all levels, (G, K);
@@ -55,8 +50,8 @@ class Boxes(ABC):
         """The boxes (N, 4) whose scores (N,) are not ``EMPTY``.
 
         Returns:
-            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether K sufficed for all,
-            or None where it always does.
+            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether the K are all boxes,
+            or None where they always are.
         """
 
     @abstractmethod
@@ -69,8 +64,8 @@ class Boxes(ABC):
             corners: (G, K, 4).
             scores: (G, K), in the order of :meth:`best`.
             groups: The level or the label of each box, (G, K).
-            stride: How far :func:`set_apart` moves the boxes of a group.
-            iou_threshold: A box goes if it overlaps a better one of its group by more.
+            stride: How far :func:`set_apart` moves each group from the one before.
+            iou_threshold: A box is suppressed if its overlap with a better one of its group is larger.
             limit: Largest number of boxes that stay.
 
         Returns:
@@ -84,7 +79,7 @@ class Boxes(ABC):
         """RoIAlign of every box (n, 4) on its level of the pyramid (FPN, Lin et al., CVPR 2017, eq. 1).
 
         Returns:
-            Regions (n, C, h, w), and the box of each region, (n,); None where regions are in the order of boxes.
+            Regions (n, C, h, w), and the place of each region's box, (n,), or None where the orders are the same.
         """
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float | Tensor) -> Tensor:
@@ -93,47 +88,43 @@ class Boxes(ABC):
         return torch.where((scores > score_thr) & (found > EMPTY)[:, None], scores, EMPTY)
 
     def decode(
-        self, coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None
+        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None
     ) -> Tensor:
-        """Corners of boxes, clipped to the image.
+        """Corners of boxes, ``center + delta * size`` and ``size * exp(delta)``, clipped to the image.
 
-        Deltas (R-CNN, Girshick et al., CVPR 2014, appendix C) are ``center + delta * size`` and ``size * exp(delta)``;
-        distances (FCOS, Tian et al., ICCV 2019) reach from a point to each side.
+        See R-CNN (Girshick et al., CVPR 2014), appendix C.
 
         Args:
-            coder: DeltaXYWHBBoxCoder or DistancePointBBoxCoder.
-            priors: Corners (A, 4) or points (A, 2).
-            values: Deltas or distances: (A, 4) with places, (A, n, 4) without.
+            coder: The DeltaXYWHBBoxCoder.
+            priors: Corners, (A, 4).
+            deltas: (A, 4) with places, (A, n, 4) without.
             limits: The image's (width, height, width, height).
-            place: Which of the A are decoded, (...); all without.
+            place: Which of the A boxes are decoded, (...); None for all.
 
         Returns:
             (..., 4), or (A, n, 4).
         """
-        priors, values = (priors[:, None], values) if place is None else (priors[place], values[place])
-        if isinstance(coder, DistancePointBBoxCoder):
-            decoded = torch.cat([priors - values[..., :2], priors + values[..., 2:]], -1)
-        else:
-            values = values * numbers(coder.stds, values.device, values.dtype)
-            values = values + numbers(coder.means, values.device, values.dtype)
-            low, high = priors[..., :2], priors[..., 2:]
-            size = high - low
-            center = (low + high) * 0.5 + size * values[..., :2]
-            half = size * values[..., 2:].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * 0.5
-            decoded = torch.cat([center - half, center + half], -1)
+        priors, deltas = (priors[:, None], deltas) if place is None else (priors[place], deltas[place])
+        deltas = deltas * numbers(coder.stds, deltas.device, deltas.dtype)
+        deltas = deltas + numbers(coder.means, deltas.device, deltas.dtype)
+        low, high = priors[..., :2], priors[..., 2:]
+        size = high - low
+        center = (low + high) * 0.5 + size * deltas[..., :2]
+        half = size * deltas[..., 2:].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * 0.5
+        decoded = torch.cat([center - half, center + half], -1)
         return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
-        """How far mmcv's batched NMS moves the boxes of a group: one more than the largest coordinate of all."""
+        """How far mmcv's batched NMS moves each group from the one before: the largest coordinate plus 1."""
         corners = torch.where((scores > EMPTY)[..., None], corners, 0.0)
-        # The zero is the largest coordinate of no boxes.
+        # Without boxes, the largest coordinate is this zero.
         return torch.cat([corners.reshape(-1), corners.new_zeros(1)]).max() + 1
 
 
 def propose(
     boxes: Boxes, head: RPNHead, levels: Sequence[Tensor], deltas: Tensor, priors: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The best anchors of each level, decoded and suppressed (Ren et al., NeurIPS 2015): corners and scores.
+    """Decodes and suppresses the best anchors of each level (Ren et al., NeurIPS 2015).
 
     Args:
         boxes: The form of deployment.
@@ -142,46 +133,17 @@ def propose(
         deltas: The deltas of the A anchors of all levels, (A, 4).
         priors: The anchors, (A, 4).
         limits: The image's (width, height, width, height).
+
+    Returns:
+        Corners (n, 4) and scores (n,) of the proposals, best first.
     """
     cfg = head.test_cfg
-    scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1), torch.sigmoid)
+    scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1))
     corners = boxes.decode(head.bbox_coder, priors, deltas, limits, place)
     scores = drop_small(corners, scores, cfg)
     stride = boxes.stride(corners, scores)
     scores, index = boxes.suppress(corners, scores, level, stride, cfg.nms.iou_threshold, cfg.max_per_img)
     return corners.reshape(-1, 4)[index], scores
-
-
-def detect_dense(
-    boxes: Boxes, head: BaseDenseHead, outputs: Sequence[Sequence[Tensor]], limits: Tensor, rescale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The objects that a single-stage detector finds, as BaseDenseHead predicts them.
-
-    Args:
-        boxes: The form of deployment.
-        head: The head of RetinaNet, RTMDet or another that predicts as they do.
-        outputs: Class logits of each level, boxes of each level, and perhaps the centerness of each level.
-        limits: The image's (width, height, width, height).
-        rescale: Factors (4,) to the original image.
-
-    Returns:
-        Corners, scores and labels, and whether these are all objects (see :meth:`Boxes.candidates`).
-    """
-    cfg, classes = head.test_cfg, head.cls_out_channels - (not head.use_sigmoid_cls)
-    levels = []
-    for logits in outputs[0]:
-        logits = flat(logits, head.cls_out_channels)
-        scores = logits.sigmoid() if head.use_sigmoid_cls else logits.softmax(-1)[:, :-1]
-        levels.append(torch.where(scores > cfg.get('score_thr', 0), scores, EMPTY).reshape(-1))
-    scores, place, _ = boxes.best(levels, cfg.nms_pre, lambda x: x)
-    scores, place = scores.reshape(-1), place.reshape(-1)
-    prior, label = torch.div(place, classes, rounding_mode='floor'), place % classes
-    regressed = torch.cat([flat(x, 4) for x in outputs[1]])
-    corners = boxes.decode(head.bbox_coder, boxes.priors(head, outputs[0]), regressed, limits, prior) * rescale
-    if len(outputs) > 2:
-        factor = torch.cat([flat(x, 1)[:, 0].sigmoid() for x in outputs[2]])[prior]
-        scores = torch.where(scores > EMPTY, scores * factor, EMPTY)
-    return _choose(boxes, corners, drop_small(corners, scores, cfg), lambda place: label[place], cfg)
 
 
 def detect_regions(
@@ -195,18 +157,21 @@ def detect_regions(
     rescale: Tensor | None,
     score_thr: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The objects that the outputs of a bbox_head make of proposals; see :func:`detect_dense`.
+    """Decodes the outputs of a bbox_head, suppresses boxes of each class, and returns the best of all classes.
 
     Args:
         boxes: The form of deployment.
         head: The head.
         cfg: ``test_cfg.rcnn``.
         logits: (P, classes + 1).
-        deltas: (P, 4 classes), or (P, 4) where they are the same for all classes.
+        deltas: (P, 4 classes), or (P, 4) for a head that is class-agnostic.
         proposals: Corners and scores of the P proposals.
         limits: The image's (width, height, width, height).
         rescale: Factors (4,) to the original image, or None.
         score_thr: Smallest score of an object.
+
+    Returns:
+        Corners, scores and labels, and whether mmdet would return the same; None if :meth:`Boxes.candidates` does.
     """
     proposed, found = proposals
     scores = boxes.class_scores(logits, found, score_thr)
@@ -216,32 +181,17 @@ def detect_regions(
     corners = corners if rescale is None else corners * rescale
     if head.reg_class_agnostic:
         corners = corners.expand(-1, classes, 4)
-    return _choose(boxes, corners.reshape(-1, 4), scores.reshape(-1), lambda place: place % classes, cfg)
-
-
-def _choose(
-    boxes: Boxes, corners: Tensor, scores: Tensor, label_of: Callable[[Tensor], Tensor], cfg: dict
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The best objects of all classes, suppressed in each; cfg has ``nms`` and ``max_per_img``."""
-    corners, scores, place, stride, enough = boxes.candidates(scores, corners)
-    label, iou_threshold, limit = label_of(place), cfg['nms']['iou_threshold'], cfg['max_per_img']
+    corners, scores, place, stride, enough = boxes.candidates(scores.reshape(-1), corners.reshape(-1, 4))
+    label, limit = place % classes, cfg['max_per_img']
+    iou_threshold = cfg['nms']['iou_threshold']
     scores, index = boxes.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
     if enough is not None:
         if limit == len(scores):
-            # The best candidates suppress each other in the same way, whether worse ones are there or not.
+            # The best candidates suppress each other in the same way with worse ones and without.
             enough = enough | (scores > EMPTY).all()
-        # mmcv suppresses none of the boxes if a coordinate is not a number.
+        # mmcv suppresses no box if a coordinate is not a number.
         enough = enough & stride.isfinite()
     return corners[index], scores, label[index], enough
-
-
-def refine(boxes: Boxes, head: BBoxHead, logits: Tensor, deltas: Tensor, proposals: Tensor, limits: Tensor) -> Tensor:
-    """The proposals (P, 4) of the next stage (Cascade R-CNN, Cai and Vasconcelos, CVPR 2018)."""
-    deltas = deltas.reshape(deltas.shape[0], -1, 4)
-    if not head.reg_class_agnostic:
-        label = logits[:, :-1].argmax(1)
-        deltas = deltas.gather(1, label[:, None, None].expand(-1, 1, 4))
-    return boxes.decode(head.bbox_coder, proposals, deltas, limits)[:, 0]
 
 
 def settings(cfg: dict) -> tuple:
@@ -252,7 +202,7 @@ def settings(cfg: dict) -> tuple:
 
 
 def flat(x: Tensor, channels: int) -> Tensor:
-    """A map (1, n * channels, H, W) with a row for each anchor, (H * W * n, channels)."""
+    """Maps (N, n * channels, H, W) with a row for each anchor, (N * H * W * n, channels)."""
     return x.permute(0, 2, 3, 1).reshape(-1, channels)
 
 
@@ -265,7 +215,7 @@ def map_levels(extractor: SingleRoIExtractor, boxes: Tensor) -> Tensor:
 
 
 def numbers(values: Iterable[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of these numbers, made once: a CUDA graph cannot copy numbers to its device."""
+    """A tensor of these numbers, which is kept: a CUDA graph cannot copy numbers to its device."""
     values = tuple(values)
     return constant((values, device, dtype), lambda: torch.tensor(values, dtype=dtype, device=device))
 
@@ -279,7 +229,7 @@ def drop_small(corners: Tensor, scores: Tensor, cfg: dict) -> Tensor:
 
 
 def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:
-    """Boxes (..., 4), each group moved to a place of its own, as mmcv moves them, rounding included.
+    """Moves boxes (..., 4) of each group away from all other groups, with the rounding of mmcv.
 
     Places without a box get a box without area, which suppresses nothing.
     """

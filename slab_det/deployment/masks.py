@@ -20,7 +20,7 @@ from slab_det.runtime.errors import DeploymentError, SlabDetError
 MASK_FORMS = ('full', 'rle')
 # Number of pixels that are sampled at once; each takes 13 bytes.
 BAND = 2**20
-# Some columns of the window of a box: x and y of the first pixel, and all pixels (w, h), in the order of RLE.
+# Some columns of the window of a box: x and y of the first pixel, and the pixels (w, h), in the order of RLE.
 Band = tuple[int, int, Tensor]
 
 
@@ -59,7 +59,7 @@ def paste_masks(
 
 
 def _paste_bands(probability: Tensor, box: Tensor, shape: Sequence[int], threshold: float) -> Iterator[Band]:
-    """Pastes one mask into the window of its box, some columns at a time; it has no pixel outside."""
+    """Pastes one mask into the window of its box, outside of which it has no pixel, some columns at a time."""
     left, top = (max(0, math.floor(low) - 1) for low in box[:2].tolist())
     right, bottom = (min(side, math.ceil(high) + 1) for side, high in zip(shape[::-1], box[2:].tolist(), strict=True))
     bottom = max(top, bottom)
@@ -73,20 +73,20 @@ def _paste_bands(probability: Tensor, box: Tensor, shape: Sequence[int], thresho
 
 
 def _sample_points(start: int, end: int, low: Tensor, high: Tensor) -> Tensor:
-    """Centres of pixels on an axis where the box is -1 to 1; mmdet's order of operations decides the last bit."""
+    """Centres of pixels on an axis where the box is -1 to 1, computed in mmdet's order for the same last bit."""
     points = (torch.arange(start, end, device=low.device).float() + 0.5 - low) / (high - low) * 2 - 1
     return points.masked_fill(points.isinf(), 0)
 
 
 def _encode_bands(bands: Iterable[Band], height: int, width: int) -> dict:
-    """The RLE of an image (H, W) that is empty outside its bands: the lengths of runs of 0 and 1, by columns."""
+    """The RLE of an image (H, W) whose pixels outside of the bands are 0: lengths of runs of 0 and 1, by columns."""
     edges = [np.empty(0, int)]
     for x, y, pixels in bands:
         # A 0 above each column ends the runs of the column before.
         flat = np.pad(pixels.numpy(), ((0, 1), (1, 0))).ravel()
         column, row = divmod(np.flatnonzero(flat[1:] != flat[:-1]), pixels.shape[1] + 1)
         edges.append((x + column) * height + y + row)
-    # An edge that is there twice lies between two columns whose runs meet: they are one run.
+    # Where an edge is there twice, a run continues from one column to the next.
     places, times = np.unique(np.concatenate(edges), return_counts=True)
     places = places[(times == 1) & (places < height * width)]
     counts = np.diff(places, prepend=0, append=height * width)

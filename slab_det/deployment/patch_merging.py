@@ -1,4 +1,4 @@
-"""Patch merging that reads the tokens of a block in the order in which memory holds them."""
+"""Patch merging that reads the tokens of a block in their order in memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from mmdet.models.layers import PatchMerging as MmdetPatchMerging
 from torch import Tensor, nn
 
 from slab_det.backbones.blocks import PatchMerging
-from slab_det.fusion.folds import find_hooks
 from slab_det.norms import ChannelAffine
 
 
 class DeployedPatchMerging(PatchMerging):
-    """A patch merging whose weights are permuted once to the order (row, column, C), so that no token is transposed.
+    """A patch merging whose weights have the order (row, column, C) of the tokens, so that no token is transposed.
 
     Args:
         merging: The patch merging to deploy, ours or mmdet's; its weights are permuted in place.
@@ -41,4 +40,4 @@ def deployed_merging(layer: nn.Module) -> DeployedPatchMerging | None:
     else:
         return None
     known = type(layer.norm) in (nn.LayerNorm, ChannelAffine, nn.Identity, type(None))
-    return DeployedPatchMerging(layer, stride) if known and not any(map(find_hooks, layer.modules())) else None
+    return DeployedPatchMerging(layer, stride) if known else None

@@ -30,31 +30,29 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     _return_float32(model)
 
 
-def check_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises unless :func:`lower_precision` can cast the model.
+def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts backbone, neck and heads to ``dtype``, in place; RoI extractors read, and heads return, float32.
+
+    Args:
+        model: A detector or a backbone.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
 
     Raises:
-        DeploymentError: If ``dtype`` is no half precision, or a part of the detector is of unknown kind.
+        DeploymentError: If ``dtype`` is no half precision, or the detector has parameters outside of these parts.
     """
     if dtype not in HALF_PRECISIONS:
         raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, HALF_PRECISIONS))}, or None')
-    known = {parameter for part in _cast_parts(model) for parameter in part.parameters()}
+    parts = [model]
+    if hasattr(model, 'backbone'):
+        parts = [model.backbone, *filter(None, [getattr(model, 'neck', None)]), *_modules(model, HEADS)]
+    known = {parameter for part in parts for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
         if parameter not in known:
             raise DeploymentError(
                 f'{type(model).__name__}: whether {name} computes coordinates is not known; '
                 'deploy this detector in float32'
             )
-
-
-def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts backbone, neck and heads to ``dtype``, in place; RoI extractors read, and heads return, float32.
-
-    Args:
-        model: A model that :func:`check_precision` lets pass.
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
-    """
-    for part in _cast_parts(model):
+    for part in parts:
         part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
     _return_float32(model)
     for extractor in _modules(model, BaseRoIExtractor):
@@ -68,12 +66,6 @@ def _return_float32(model: nn.Module) -> None:
 
 def _cast_outputs(head: nn.Module, args: tuple, outputs: Any) -> Any:
     return _cast(torch.float32, outputs)
-
-
-def _cast_parts(model: nn.Module) -> list[nn.Module]:
-    if not hasattr(model, 'backbone'):
-        return [model]
-    return [model.backbone, *filter(None, [getattr(model, 'neck', None)]), *_modules(model, HEADS)]
 
 
 def _modules(model: nn.Module, kinds: type | tuple[type, ...]) -> list[nn.Module]:

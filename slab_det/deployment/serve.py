@@ -1,4 +1,4 @@
-"""load_detector: one object that finds objects in images of any form, in any runtime."""
+"""load_detector: a detector that takes images in any form, in any runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slab_det.runtime.scope import enter_scope
 
 
 class ImageListError(DataError):
-    """Some images of a list were refused; ``results`` has what was found in the others.
+    """Some images of a list were refused; ``results`` holds the objects of the others.
 
     Attributes:
         results: A DetDataSample for each image of the list, and None for those that were refused.
@@ -36,13 +36,13 @@ class ImageListError(DataError):
 class ServedDetector:
     """Finds objects in images: files, bytes, arrays or images of Pillow.
 
-    Several threads may call it at the same time. Images of a list run one by one: padded to a common size, one would
-    change the objects of another.
+    Several threads may call it at the same time. Images of a list run one by one: padding to a common size would change
+    their objects.
 
     Args:
         model: A detector with ``test_step``, in eval mode.
         steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
-        classes: The name of each label; empty where the file of the weights has none.
+        classes: The name of each label; empty if the file of the weights has no names.
     """
 
     def __init__(self, model: nn.Module, steps: Sequence[dict], classes: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Which token lies where in the windows of a map, by arithmetic on its size, which an exported graph repeats."""
+"""Computes which token lies where in the windows of a map, by arithmetic that an exported graph can repeat."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slab_det.attention.geometry import Windows, mask_regions
 
 
 class WindowIndex(Windows):
-    """The windows of a map of one image, cut by gathers that also set heads apart and fill padding.
+    """The windows of a map of one image; the gathers that cut them also split heads and fill padding.
 
     Attributes:
-        tokens: The token in each slot, (nW, N); H * W, one behind the last token, in slots of padding.
+        tokens: The token in each slot, (nW, N), or H * W in slots of padding.
 
     Args:
         height: Rows of the map, in tokens, perhaps symbolic.
@@ -37,7 +37,7 @@ class WindowIndex(Windows):
     def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
         row = padding.to(qkv.dtype)
         channels = int(row.shape[0])
-        # Each row of qkv is 3 g rows of C / g channels, and so is the last one, of a padding token.
+        # Each token is 3 g rows of C / g channels. The last token is padding.
         rows = torch.cat([qkv.reshape(-1, channels), row[None]]).reshape(-1, channels // (3 * groups))
         first = self.tokens[:, None] * (3 * groups) + torch.arange(groups, device=qkv.device)[:, None]
         return tuple(_gather_rows(rows, first + part * groups) for part in range(3))
@@ -91,7 +91,7 @@ def _axis(side: int, window_size: int, shift: int, device: torch.device) -> _Axi
     padded = num_windows * window_size
 
     def wrap(position: Tensor) -> Tensor:
-        # At most one lap too far, and a comparison is cheaper than a remainder.
+        # Positions are below 2 * padded, and a comparison is cheaper than a remainder.
         return torch.where(position >= padded, position - padded, position)
 
     places = torch.arange(num_windows, device=device)[:, None] * window_size + torch.arange(window_size, device=device)

@@ -1,4 +1,4 @@
-"""Masks as COCO RLE: what mmdet and pycocotools make, to the last byte, in the memory of one mask."""
+"""Masks as COCO RLE equal the masks of mmdet and pycocotools to the last byte, in the memory of one mask."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OtherMaskHead(FCNMaskHead):
 
 
 def random_logits(count: int, seed: int = 0) -> torch.Tensor:
-    """Blobs, and the first mask full."""
+    """Logits of masks with blobs; the first mask is full."""
     coarse = torch.randn(count, 1, 7, 7, generator=torch.Generator().manual_seed(seed)) * 4
     logits = nn.functional.interpolate(coarse, size=28, mode='bicubic')[:, 0]
     logits[:1] = 20
@@ -88,7 +88,7 @@ def test_one_mask_at_a_time_is_in_memory():
 
     def run() -> None:
         pages = int(Path('/proc/self/statm').read_text().split()[0])
-        # Two masks more than the process has.
+        # The process may allocate two masks.
         limit = pages * resource.getpagesize() + 2 * shape[0] * shape[1]
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         found = paste_masks(probabilities, boxes, shape, 0.5, 'rle')

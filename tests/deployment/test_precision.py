@@ -1,4 +1,4 @@
-"""Detectors in half precision: under autocast, as tools/test.py --dtype runs them, and deployed."""
+"""Detectors in half precision: deployed, and under autocast, as tools/test.py --dtype runs them."""
 
 import pytest
 import torch
@@ -38,11 +38,11 @@ def test_layers_compute_in_half_precision_and_boxes_in_float32(small_detector, f
         assert {p.dtype for p in model.parameters()} == {dtype}
     else:
         autocast_forward(model, dtype)
-    # deploy runs both models on an image of its own.
+    # deploy has run both models on its own image.
     del priors[1:]
     found = predict(model, images)
     assert layers == {torch.float32, dtype} and regions == {torch.float32}
-    # In bfloat16 they would be multiples of 4 at the right end of this image.
+    # Priors in bfloat16 would be multiples of 4 at the right end of this image.
     assert all(map(torch.equal, *priors))
     assert len(found) and found.bboxes.dtype == found.scores.dtype == torch.float32
     assert (found.bboxes != found.bboxes.bfloat16().float()).float().mean() > 0.2

@@ -1,4 +1,4 @@
-"""Attention and FFNs for a CPU that run tile by tile and write into their tokens."""
+"""Attention and FFNs that run tile by tile on a CPU, and write their results into their input."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class TiledWindowAttention(TiledAttention):
             for tile in parts:
                 rows = image.index_select(0, tile.tokens)
                 mixed = w_msa.attend(self.norm(rows), tile)
-                # Every token is in one tile, so that nothing reads it after this.
+                # No other tile reads these tokens.
                 image.index_copy_(0, tile.tokens, linear_add(mixed, proj.weight, proj.bias, rows))
         return x
 
 
 class TiledMapAttention(TiledAttention):
-    """A :class:`~slab_det.attention.MapAttention` that runs tile by tile where queries are independent."""
+    """A :class:`~slab_det.attention.MapAttention` that runs tile by tile if each query is mixed by itself."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         # Tokens of mmdet's patch embedding lie one channel after the other.
@@ -63,7 +63,7 @@ class TiledMapAttention(TiledAttention):
         for rows in tiles.row_tiles(x.shape[1], max_rows):
             q = split_groups(linear(normed[:, rows], *to_q), attention.groups)
             mixed = join_groups(attention.mix(q, k, v, geometry))
-            # Keys and values are computed already, so that nothing reads these rows after this.
+            # Nothing reads these rows again: keys and values are computed already.
             x[:, rows] = linear_add(mixed, out_proj.weight, out_proj.bias, x[:, rows])
         return x
 
@@ -101,27 +101,16 @@ def tile_blocks(backbone: nn.Module) -> None:
         # Other norms may need more than the tokens of a tile.
         if not {type(block.norm1), type(block.norm2)} <= {nn.LayerNorm, ChannelAffine, nn.Identity}:
             continue
-        attention = _tile_attention(block.norm1, block.attn)
-        if attention is None:
+        attention, kind = block.attn, None
+        if type(attention) is ShiftedWindowAttention:
+            w_msa = attention.w_msa
+            if type(w_msa).attend is WindowAttention.attend and is_plain_linear(w_msa.proj):
+                kind = TiledWindowAttention
+        elif isinstance(attention, MapAttention) and type(attention).forward is MapAttention.forward:
+            kind = TiledMapAttention
+        if kind is None:
             continue
-        block.norm1, block.attn = nn.Identity(), attention
-        ffn = _tile_ffn(block.norm2, block.ffn)
-        if ffn is not None:
-            block.norm2, block.ffn = nn.Identity(), ffn
-
-
-def _tile_attention(norm: nn.Module, attention: nn.Module) -> TiledAttention | None:
-    """The tiled form of an attention; None if a subclass or its projection computes something else."""
-    if type(attention) is ShiftedWindowAttention:
-        w_msa = attention.w_msa
-        is_known = type(w_msa).attend is WindowAttention.attend and is_plain_linear(w_msa.proj)
-        return TiledWindowAttention(norm, attention) if is_known else None
-    if isinstance(attention, MapAttention) and type(attention).forward is MapAttention.forward:
-        return TiledMapAttention(norm, attention)
-    return None
-
-
-def _tile_ffn(norm: nn.Module, ffn: nn.Module) -> TiledFFN | None:
-    """The tiled form of an FFN; None if it has a convolution or a norm in between."""
-    layers = ffn_layers(ffn)
-    return None if layers is None else TiledFFN(norm, layers)
+        block.norm1, block.attn = nn.Identity(), kind(block.norm1, attention)
+        layers = ffn_layers(block.ffn)
+        if layers is not None:
+            block.norm2, block.ffn = nn.Identity(), TiledFFN(block.norm2, layers)

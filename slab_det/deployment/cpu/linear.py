@@ -1,7 +1,7 @@
-"""Linear layers of a CPU that oneDNN computes in one kernel with their activation or residual, where that is faster.
+"""Linear layers on oneDNN, with the activation or the residual in the same kernel, on CPUs where that is faster.
 
-The library behind ``F.linear`` chooses kernels by the maker of the processor, oneDNN by its instructions. With AVX-512
-on processors of AMD, oneDNN multiplies float32 at one to two times the speed of ``F.linear``, with AVX2 at less.
+The library behind ``F.linear`` chooses kernels by the maker of the processor, oneDNN by its instructions. On AMD's
+processors oneDNN multiplies float32 at one to two times the speed of ``F.linear`` with AVX-512, and slower with AVX2.
 """
 
 from __future__ import annotations
@@ -26,24 +26,15 @@ ONEDNN_DTYPES = _onednn_dtypes()
 
 
 def takes_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies ``x`` and ``weight``, by operators of PyTorch's own compiler without a public name."""
-    # Autograd has no formula for these operators, autocast does not know them, and compilers and exporters want
-    # standard ones.
-    return (
-        x.device.type == 'cpu'
-        and x.dtype == weight.dtype
-        and x.dtype in ONEDNN_DTYPES
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-        and not torch.is_autocast_enabled('cpu')
-        and getattr(torch.backends.mkldnn, 'enabled', True)
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-    )
+    """Whether oneDNN multiplies ``x`` and ``weight``."""
+    # The operators belong to PyTorch's compiler, and are not public. Autocast and torch.compile do not know them.
+    is_watched = torch.is_autocast_enabled('cpu') or torch.compiler.is_compiling()
+    return x.device.type == 'cpu' and x.dtype == weight.dtype and x.dtype in ONEDNN_DTYPES and not is_watched
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 'none') -> Tensor:
     """``activation(x weight^T + bias)`` of x (..., C) and a weight (C_out, C); 'none', 'gelu' (by erf) or 'relu'."""
-    # oneDNN's ReLU turns NaN into 0, and a broken checkpoint would look healthy.
+    # oneDNN's ReLU turns NaN into 0, which would hide a broken checkpoint.
     if activation != 'relu' and takes_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], 'none')
     return _FUNCTIONS[activation](F.linear(x, weight, bias))

@@ -1,4 +1,4 @@
-"""RoIAlign of channels-last maps on a CPU: weighted sums of pixels, all channels of a pixel at once."""
+"""RoIAlign of channels-last maps on a CPU, as weighted sums of pixels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DeployedRoIAlign(RoIAlign):
 
         sum_r sum_c wy[r] wx[c] x[r, c],    wy[r] = mean over samples y of max(0, 1 - |y - r|)
 
-    Other operators want each channel contiguous. They copy a channels-last map first, and work on one thread.
+    The operators of mmcv and torchvision copy a channels-last map first, and run on one thread.
 
     Args:
         layer: The layer to deploy, with ``pool_mode='avg'``, ``sampling_ratio=0`` and ``aligned=True``.
@@ -30,7 +30,7 @@ class DeployedRoIAlign(RoIAlign):
         self.__dict__.update(layer.__dict__)
 
     def forward(self, x: Tensor, rois: Tensor) -> Tensor:
-        if x.device.type != 'cpu' or not len(rois) or (torch.is_grad_enabled() and x.requires_grad):
+        if x.device.type != 'cpu' or not len(rois):
             return super().forward(x, rois)
         (_, channels, height, width), (bins_y, bins_x) = x.shape, self.output_size
         pixels = x.permute(0, 2, 3, 1).reshape(-1, channels)
@@ -63,7 +63,7 @@ class _Samples:
         weight: Weight of each sample: one over the RoI's number of samples in a bin, or 0 for samples outside of the
             map and beyond this number.
         first: The first pixel of each bin, (K, bins).
-        touched: How many pixels the largest bin of a RoI touches, (K,).
+        touched: How many pixels the largest bin of each RoI touches, (K,).
     """
 
     def __init__(self, start: Tensor, length: Tensor, bins: int, size: int) -> None:
@@ -76,7 +76,7 @@ class _Samples:
         counts = (places >= -1) & (places <= size) & (sample < number)
         self.weight, self.places = counts / number.clamp(min=1), places.clamp(0, size - 1)
         ends = torch.where(sample < number, self.places, self.places[..., :1]).aminmax(dim=-1)
-        # A broken model has places that are NaN, and its sums will be NaN too.
+        # Where places are NaN, the sums are NaN too.
         self.first, last = (end.nan_to_num().long() for end in ends)
         self.touched = (last - self.first).amax(-1) + 2
 

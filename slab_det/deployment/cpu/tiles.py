@@ -1,4 +1,4 @@
-"""A map cut into tiles of whole windows, small enough that a tile's results stay in the cache of a CPU."""
+"""Cuts maps into tiles of whole windows, so small that the results of a tile stay in the cache of a CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from slab_det.attention.geometry import Windows, join_groups, mask_regions, split_qkv
 from slab_det.deployment.window_index import WindowIndex
 
-# glibc reuses the memory of results as small as a tile's, and asks the system for new pages for every result of a whole
-# map (docs/measuring.md, Memory). Smaller tiles cost more calls than they save.
+# glibc reuses the memory of results of this size, but asks the system for new pages for each result of a whole map
+# (docs/measuring.md, Memory). Smaller tiles take more calls, which cost more than they save.
 TILE_TOKENS = 2048
 
 
@@ -55,16 +55,16 @@ class WindowTile(Windows):
 def window_tiles(
     height: int, width: int, window_size: int, shift: int, max_tokens: int, device: torch.device
 ) -> list[WindowTile]:
-    """All windows of a (height, width) map in tiles; where their tokens lie is computed once per size.
+    """All windows of a (height, width) map in tiles, which are computed once per size.
 
-    Windows of one region come first, in tiles of their own, which need no mask.
+    Windows that lie in one region come first, in tiles of their own, which need no mask.
 
     Args:
-        height: Rows of the map, in tokens, as all sizes here.
-        width: Columns of the map.
+        height: Rows of the map, in tokens.
+        width: Columns of the map, in tokens.
         window_size: Side of a window.
         shift: Cyclic shift towards the top left.
-        max_tokens: Slots of a tile, which holds one window at least.
+        max_tokens: Largest number of slots of a tile; a tile holds at least one window.
         device: Where the index tensors live.
     """
     index = WindowIndex(height, width, window_size, shift, device)

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.fusion.folds import find_hooks
-
 # B^T, G and A^T of Winograd's F(4x4, 3x3), by the points 0, 1, -1, 2, -2 and infinity (Lavin and Gray).
 OUT, IN = 4, 6
 _INPUT = (
@@ -36,10 +34,11 @@ MIN_CHANNELS = 128
 class WinogradConv(nn.Module):
     """A 3x3 convolution of stride 1 by minimal filtering (Lavin and Gray, CVPR 2016).
 
-    A tile of 4x4 outputs reads 6x6 inputs d. With the filter g, and a sum over the input channels in each of the 36
-    places of the elementwise product::
+    A tile of 4x4 outputs reads 6x6 inputs d. With the filter g it is::
 
         A^T [(G g G^T) * (B^T d B)] A
+
+    where each of the 36 products is a sum over the input channels.
 
     Args:
         conv: The convolution to deploy, with a padding of 1.
@@ -76,7 +75,7 @@ class WinogradConv(nn.Module):
         return output.permute(0, 3, 1, 2)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """The outputs (n, y, 4, x, 4, C_out) of y * x tiles, from their padded rows (n, 4 y + 2, 4 x + 2, C)."""
+        """The outputs (n, y, 4, x, 4, C_out) of y * x tiles, from padded rows (n, 4 y + 2, 4 x + 2, C)."""
         tiles = x.unfold(1, IN, OUT).unfold(2, IN, OUT).permute(4, 5, 0, 1, 2, 3)
         transformed = (self.to_input @ tiles.reshape(IN * IN, -1)).view(IN * IN, -1, x.shape[-1])
         products = torch.bmm(transformed, self.weight)
@@ -89,7 +88,7 @@ class WinogradConv(nn.Module):
 def winograd_conv(layer: nn.Module) -> nn.Module | None:
     """The :class:`WinogradConv` of a layer; None if the layer computes something else or has few channels."""
     # Exactly this class: a subclass may compute its weight.
-    if type(layer) is not nn.Conv2d or find_hooks(layer) or layer.padding_mode != 'zeros' or layer.groups > 1:
+    if type(layer) is not nn.Conv2d or layer.padding_mode != 'zeros' or layer.groups > 1:
         return None
     shape = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     is_small = min(layer.in_channels, layer.out_channels) < MIN_CHANNELS

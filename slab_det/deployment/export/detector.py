@@ -1,9 +1,9 @@
-"""Mask R-CNN and Faster R-CNN as one graph, from raw pixels to detections."""
+"""The modules that are traced: a backbone, or a whole Mask or Faster R-CNN from raw pixels to detections."""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,33 +11,28 @@ import torch.nn.functional as F
 import torchvision
 from mmdet.models.data_preprocessors import DetDataPreprocessor
 from mmdet.models.dense_heads import RPNHead
-from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
 from mmdet.models.detectors import TwoStageDetector
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from torch import Tensor, nn
 
 from slab_det.deployment import detection
 from slab_det.deployment.detection import EMPTY, Boxes, flat
-from slab_det.deployment.supported import check_kind, check_two_stage
-from slab_det.runtime.errors import ExportError
+from slab_det.deployment.supported import check_two_stage, find_part
 
-# The outputs of the first stage on each level.
+# The maps of the first stage, one of each kind on each level.
 KINDS = ('feature', 'objectness', 'delta')
 
 
-class DenseGraph(nn.Module):
-    """Preprocessing, backbone, neck and RPN head of a detector whose backbone is size-free.
+class BackboneGraph(nn.Module):
+    """Preprocessing and backbone of a detector, after :func:`make_size_free`.
 
     Shape:
-        (1, 3, H, W), 0 to 255 -> the feature maps, then the objectness logits, then the box deltas of each level.
+        (1, 3, H, W), 0 to 255 -> the feature map of each stage that the backbone puts out.
     """
 
     def __init__(self, detector: TwoStageDetector) -> None:
         super().__init__()
-        if not isinstance(detector, TwoStageDetector):
-            raise ExportError(f'only two-stage detectors have an export form, {type(detector).__name__} is none')
-        check_kind('data_preprocessor', detector.data_preprocessor, DetDataPreprocessor)
-        check_kind('rpn_head', getattr(detector, 'rpn_head', None), RPNHead)
+        find_part(detector, 'data_preprocessor', DetDataPreprocessor)
         self.detector = detector
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
@@ -49,11 +44,9 @@ class DenseGraph(nn.Module):
 
         Args:
             image: (1, 3, H, W), 0 to 255.
-            given: Values that later steps read in place of the results of earlier steps, and perhaps a ``score_thr``.
+            given: Values, by name, that later steps read instead of computed ones, and perhaps a ``score_thr``.
         """
-        features = self.detector.extract_feat(self._preprocess(image))
-        maps = zip(KINDS, (features, *self.detector.rpn_head(features)), strict=True)
-        return {f'{kind}{i}': level for kind, levels in maps for i, level in enumerate(levels)}
+        return dict(zip(self.output_names(), self.detector.backbone(self._preprocess(image)), strict=True))
 
     def _preprocess(self, image: Tensor) -> Tensor:
         """Computes what the data_preprocessor does in testing; each side becomes the next multiple of its divisor."""
@@ -67,31 +60,15 @@ class DenseGraph(nn.Module):
         return F.pad(image, (0, right, 0, bottom), value=float(preprocessor.pad_value))
 
     def output_names(self) -> list[str]:
-        levels = range(self.detector.rpn_head.prior_generator.num_levels)
-        return [f'{kind}{i}' for kind in KINDS for i in levels]
+        return [f'feature{i}' for i in range(len(self.detector.backbone.out_indices))]
 
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
         """Names of the outputs' dimensions that depend on the image."""
         return {name: {0: 'batch', 2: f'height{name[-1]}', 3: f'width{name[-1]}'} for name in self.output_names()}
 
 
-class BackboneGraph(DenseGraph):
-    """Preprocessing and backbone alone.
-
-    Shape:
-        (1, 3, H, W), 0 to 255 -> the feature map of each stage that the backbone puts out.
-    """
-
-    def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """See :meth:`DenseGraph.run`."""
-        return dict(zip(self.output_names(), self.detector.backbone(self._preprocess(image)), strict=True))
-
-    def output_names(self) -> list[str]:
-        return [f'feature{i}' for i in range(len(self.detector.backbone.out_indices))]
-
-
-class DetectorGraph(DenseGraph):
-    """The whole detector except the pasting of masks; boxes are in pixels of the input image, sorted by score.
+class DetectorGraph(BackboneGraph):
+    """The whole detector without the pasting of masks; boxes are in pixels of the input image, sorted by score.
 
     Attributes:
         score_thr: Detections have a larger score.
@@ -102,15 +79,17 @@ class DetectorGraph(DenseGraph):
 
     def __init__(self, detector: TwoStageDetector) -> None:
         super().__init__(detector)
-        check_two_stage(detector, cascade=False)
+        check_two_stage(detector)
         self.register_buffer('score_thr', torch.tensor(float(detector.roi_head.test_cfg.score_thr)))
 
     def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """See :meth:`DenseGraph.run`."""
-        # Not shape[2:]: sizes have to be tensors, or the traced arithmetic of boxes has constants.
+        """See :meth:`BackboneGraph.run`."""
+        # The tracer makes constants of the numbers in image.shape.
         limits = torch._shape_as_tensor(image)[[3, 2, 3, 2]].to(image.dtype)
         rpn_head, roi_head, boxes = self.detector.rpn_head, self.detector.roi_head, DynamicBoxes()
-        values = super().run(image)
+        features = self.detector.extract_feat(self._preprocess(image))
+        maps = zip(KINDS, (features, *rpn_head(features)), strict=True)
+        values = {f'{kind}{i}': level for kind, levels in maps for i, level in enumerate(levels)}
         known = ChainMap(given or {}, values, dict(score_thr=self.score_thr))
         features, logits, deltas = ([known[name] for name in values if name.startswith(kind)] for kind in KINDS)
         levels, deltas = [flat(x, 1).flatten() for x in logits], torch.cat([flat(x, 4) for x in deltas])
@@ -145,19 +124,17 @@ class DetectorGraph(DenseGraph):
 class DynamicBoxes(Boxes):
     """Operators on as many boxes as there are, made of operators that ONNX has."""
 
-    def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
+    def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
         sizes = [x.shape[-2:] for x in maps]
         return torch.cat(head.prior_generator.grid_priors(sizes, maps[0].dtype, maps[0].device))
 
-    def best(
-        self, levels: Sequence[Tensor], count: int, activation: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         found, start = [], 0
-        for i, values in enumerate(levels):
-            # min() of a traced size would be a constant.
-            size = torch._shape_as_tensor(values)[0]
+        for i, logits in enumerate(levels):
+            # The tracer makes a constant of min().
+            size = torch._shape_as_tensor(logits)[0]
             k = torch.minimum(size, torch.tensor(count)) if count > 0 else size
-            scores, place = activation(values).topk(k)
+            scores, place = logits.sigmoid().topk(k)
             found.append((scores, place + start, torch.zeros_like(scores) + i))
             start = start + size
         scores, place, level = (torch.cat(column)[None] for column in zip(*found, strict=True))
@@ -165,7 +142,7 @@ class DynamicBoxes(Boxes):
 
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         place = _nonzero(scores > EMPTY)
-        # The shape says to readers of the file that a box has 4 sides.
+        # The file needs the shape of a box.
         corners, scores = corners[place].reshape(-1, 4), scores[place]
         return corners, scores, place, self.stride(corners, scores), None
 
@@ -198,7 +175,7 @@ class DynamicBoxes(Boxes):
 
 
 class _Suppression(torch.autograd.Function):
-    """Greedy NMS of boxes that are not empty, up to ``limit`` boxes; ONNX's NonMaxSuppression of one class."""
+    """Greedy NMS of boxes that are not empty, up to ``limit`` boxes; in ONNX, NonMaxSuppression of one class."""
 
     @staticmethod
     def forward(ctx: Any, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> Tensor:

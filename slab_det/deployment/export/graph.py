@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import slab_det
 from slab_det.deployment.deploy import is_deployed
 from slab_det.deployment.export.backbones import make_size_free
-from slab_det.deployment.export.detector import BackboneGraph, DenseGraph, DetectorGraph
+from slab_det.deployment.export.detector import BackboneGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, find_resize, import_extra
+from slab_det.fusion.folds import find_hooks
 from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import ExportError
@@ -25,25 +26,22 @@ from slab_det.runtime.run_folder import whole_file
 
 SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
     'backbone': BackboneGraph,
-    'backbone+neck+rpn': DenseGraph,
     'detector': DetectorGraph,
 }
-# The first opset whose RoiAlign knows half pixels is 16.
-MIN_OPSET = 17
-# ONNX Runtime has no kernel for the RoiAlign of opset 22.
-MAX_OPSET = 21
-# No multiple of a window or a stride, and small, because tracing runs the model.
+# The RoiAlign of ONNX knows half pixels from opset 16 on, and ONNX Runtime has no kernel for the one of opset 22.
+OPSET = 17
+# Small, because tracing runs the model, and no multiple of a window or a stride.
 TRACED_SIZE = (161, 227)
 
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
-    """The module that :func:`export_onnx` traces: a copy of a detector that computes everything from the image.
-
-    Arguments and errors are as for :func:`export_onnx`.
-    """
+    """The module that :func:`export_onnx` traces, made of a copy of the detector; see there."""
     if scope not in SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
     check_finite(detector, ExportError)
+    hooked = [name for name, module in detector.named_modules() if find_hooks(module)]
+    if hooked:
+        raise ExportError(f'{hooked[0]} has hooks, which the file would lose; remove them')
     detector = slab_det.fuse(detector) if any(named_offline_norms(detector)) else copy_module(detector)
     # The graph makes its indices on the CPU.
     detector.cpu().eval()
@@ -52,14 +50,13 @@ def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
 
 
 @torch.no_grad()
-def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', opset: int = MIN_OPSET) -> None:
+def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') -> None:
     """Writes a detector as ONNX, for images of any height and width, batch 1.
 
     Args:
         detector: A two-stage detector in eval mode. Its offline norms are fused.
         path: The file, ending in .onnx.
         scope: One of ``SCOPES``.
-        opset: Version of ONNX's operators, 17 to 21.
 
     Raises:
         ExportError: If the detector, or a part of it, has no export form, or has weights that are not finite.
@@ -68,27 +65,30 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
     """
     if is_deployed(detector):
         raise ExportError('the model is deployed; export the fused model that it was made of')
-    if not MIN_OPSET <= opset <= MAX_OPSET:
-        raise ExportError(f'opset {opset}: give one from {MIN_OPSET} to {MAX_OPSET}')
     onnx = import_extra('onnx')
     graph = build_graph(detector, scope).float()
     image, buffer = torch.rand(1, 3, *TRACED_SIZE) * 255, io.BytesIO()
     names = list(graph.run(image))
-    with _traced_sizes(), export_errors(detector):
-        # torch.export takes minutes for a Swin-T, the tracer seconds: to torch.export each size is a formula, which
-        # every operator simplifies again. The parity check finds sizes that the tracer took for constants.
-        torch.onnx.export(
-            _EveryValue(graph),
-            (image,),
-            buffer,
-            dynamo=False,
-            opset_version=opset,
-            input_names=['image'],
-            output_names=names,
-            dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
-        )
+    try:
+        with _traced_sizes():
+            # torch.export takes minutes for a Swin-T, the tracer seconds: to torch.export each size is a formula, which
+            # every operator simplifies again. The parity check finds sizes that the tracer took for constants.
+            torch.onnx.export(
+                _EveryValue(graph),
+                (image,),
+                buffer,
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=['image'],
+                output_names=names,
+                dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
+            )
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
+        # The rest of the message asks for a report to PyTorch.
+        reason = str(error).strip().partition('\n')[0].partition('. ')[0].rstrip('.')
+        raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
     model = onnx.load_from_string(buffer.getvalue())
-    # Inner values are traced as outputs to keep their names, by which the parity check reads them.
+    # Inner values were traced as outputs, so that they keep the names by which the parity check reads them.
     outputs = [output for output in model.graph.output if output.name in graph.output_names()]
     for output in outputs:
         if output.name == 'boxes':
@@ -113,23 +113,12 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector', 
 class _EveryValue(nn.Module):
     """Returns all values of a graph that the parity check reads."""
 
-    def __init__(self, graph: DenseGraph) -> None:
+    def __init__(self, graph: BackboneGraph) -> None:
         super().__init__()
         self.graph = graph
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.graph.run(image).values())
-
-
-@contextmanager
-def export_errors(detector: nn.Module) -> Iterator[None]:
-    """Turns the tracer's errors about an operator into one line."""
-    try:
-        yield
-    except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-        # The rest of the message asks for a report to PyTorch.
-        reason = str(error).strip().partition('\n')[0].partition('. ')[0].rstrip('.')
-        raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
 
 
 def _describe_input(detector: nn.Module) -> dict:
@@ -147,17 +136,17 @@ def _describe_input(detector: nn.Module) -> dict:
 
 @contextmanager
 def _traced_sizes() -> Iterator[None]:
-    """Keeps ``Tensor.unflatten`` from turning sizes into constants, leaves out dropout, and mutes the tracer."""
+    """Keeps ``Tensor.unflatten`` from making constants of sizes, leaves out dropout, and mutes the tracer."""
     original = Tensor.unflatten
 
     def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         dim %= self.ndim
-        # The tracer keeps the other sizes as sizes if they come from the shape.
+        # The tracer keeps sizes that come from the shape.
         return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
 
     Tensor.unflatten = unflatten
     # torch writes scaled_dot_product_attention with a dropout of probability 0, which OpenVINO refuses.
-    torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, MIN_OPSET)
+    torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, OPSET)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
@@ -166,4 +155,4 @@ def _traced_sizes() -> Iterator[None]:
             yield
     finally:
         Tensor.unflatten = original
-        torch.onnx.unregister_custom_op_symbolic('aten::dropout', MIN_OPSET)
+        torch.onnx.unregister_custom_op_symbolic('aten::dropout', OPSET)

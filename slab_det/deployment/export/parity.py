@@ -1,4 +1,4 @@
-"""Compares an exported file with its detector; float32 in PyTorch says how much rounding is allowed."""
+"""Compares an exported file with its detector in float64; PyTorch in float32 shows how much rounding is normal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from slab_det.runtime.errors import ExportError
 
 # Multiples of 32 and others, small and large, upright and lying.
 SIZES = ((96, 160), (131, 203), (331, 97))
-# Largest distance of PyTorch in float32 from float64 on an image that can prove something.
+# Images on which PyTorch in float32 is farther from float64 prove nothing.
 MOST_OWN = 0.01
-# Largest share of boxes without partner: rounding moves a box whose score or overlap equals a threshold across it.
+# Largest share of boxes without partner: rounding moves scores and overlaps across thresholds.
 UNMATCHED_SHARE = 0.02
 # Two boxes are the same if corners differ by less than this share of the image, and scores by less than this.
 NEAR = 1e-4
-# Smallest number of detections that are compared on an image, whatever their scores.
+# Number of detections that are compared on an image at least, whatever their scores.
 LEAST_DETECTIONS = 20
 DETECTIONS = ('boxes', 'scores', 'labels')
 
@@ -44,7 +44,7 @@ class ParityCheck:
         num_boxes: How many proposals and detections were compared.
         unmatched: Share of these boxes that the file does not have; one of less than 50 counts as one of 50.
         own_unmatched: Share of these boxes that the detector in float32 does not have.
-        detections: How many detections the file has; None for scopes without detections.
+        detections: How many detections the file has; None for the scope 'backbone'.
     """
 
     size: tuple[int, int]
@@ -65,7 +65,7 @@ class ParityCheck:
     @property
     def exact(self) -> bool:
         """Whether the difference is rounding: at most ten times the difference of PyTorch in float32."""
-        # The difference is infinite if an output is not finite or has another shape.
+        # An output that is not finite, or has another shape, makes the difference infinite.
         bound = FLOAT32_FACTOR * self.own + FLOAT64_BOUND
         return self.difference <= bound < math.inf and self.unmatched <= UNMATCHED_SHARE
 
@@ -83,10 +83,10 @@ class ParityCheck:
 
 @torch.no_grad()
 def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndarray]) -> list[ParityCheck]:
-    """Compares an exported file with the detector it was made of, step by step.
+    """Compares an exported file with its detector, step by step.
 
-    Each step of the reference reads the file's results of the steps before, because rounding before a threshold makes
-    other boxes behind it. Where fewer than ``LEAST_DETECTIONS`` pass the threshold of scores, both get a lower one.
+    Each step of the reference reads what the file computed in the steps before: otherwise rounding would choose other
+    boxes. Where fewer than ``LEAST_DETECTIONS`` pass the threshold of scores, file and reference get a lower one.
 
     Args:
         detector: The detector, in eval mode.
@@ -122,7 +122,7 @@ def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, inspect: Run, i
     if outputs.keys() != {*graph.output_names()}:
         raise ExportError(f'the file has the outputs {sorted(outputs)}, expected {sorted(graph.output_names())}')
     if 'scores' in outputs:
-        # The file has its own threshold of scores: with the detector's, it has to find the same.
+        # With the detector's threshold of scores, the file finds the same as with its own.
         found = _as_tensors(inspect(image.numpy(), score_thr=graph.score_thr.numpy()))
         shares.append(_unmatched_share(*(_rows(values, DETECTIONS, image) for values in (outputs, found))))
         scores = found['class_logits'].softmax(-1)[:, :-1].flatten()
@@ -135,7 +135,7 @@ def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, inspect: Run, i
     boxes = [group for group in (('proposals',), DETECTIONS) if group[0] in reference]
     compared = [name for name in reference if name not in chain(*boxes)]
     differences = []
-    # The rounding of each stage is its worst output's: a single output may round little by chance.
+    # A single output may round little by chance: its bound is the largest rounding of its stage.
     for is_first_stage in (True, False):
         names = [name for name in compared if name.startswith(KINDS) == is_first_stage]
         own_difference = relative_difference(*([values[name] for name in names] for values in (own, reference)))
@@ -166,13 +166,13 @@ def _as_tensors(values: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _rows(values: Mapping[str, Tensor], names: Sequence[str], image: Tensor) -> Tensor:
-    """Boxes in shares of the image's larger side, with their scores and labels if there are any, (n, 4) or (n, 6)."""
+    """Boxes in shares of the image's larger side, perhaps with scores and labels, (n, 4) or (n, 6)."""
     corners, *others = (values[name].double() for name in names)
     return torch.cat([corners / max(image.shape), *(other[:, None] for other in others)], 1)
 
 
 def _unmatched_share(first: Tensor, second: Tensor) -> float:
-    """The number of rows without a near row in the other set, over the larger set, or 1 / UNMATCHED_SHARE if larger."""
+    """Number of rows without a near row in the other set, over the size of the larger set, at least 50."""
     near = torch.cdist(first, second, p=math.inf) <= NEAR
     lonely = max((~near.any(dim)).sum().item() for dim in (0, 1))
     return max(lonely, abs(len(first) - len(second))) / max(len(first), len(second), 1 / UNMATCHED_SHARE)

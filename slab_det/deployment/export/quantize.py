@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from slab_det.deployment.export.runtime import import_extra
-from slab_det.runtime.errors import ExportError
 from slab_det.runtime.run_folder import whole_file
 
-# Layers that stay in float32, by a part of their node's name: the first, which reads pixels and is a hundredth of the
-# work, and the last ones, because one step of a delta moves a large anchor by pixels.
+# Layers that stay in float32, by a part of their node's name. The first reads pixels, and is a hundredth of the work.
+# The last ones decide boxes and masks: one int8 step of a delta moves a large anchor by pixels.
 FLOAT_LAYERS = ('projection', 'rpn_cls', 'rpn_reg', 'fc_cls', 'fc_reg', 'conv_logits')
 OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 
@@ -42,7 +41,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
 
     with whole_file(target) as name, tempfile.TemporaryDirectory() as folder:
         prepared = Path(folder) / 'prepared.onnx'
-        fold_constants(source, prepared)
+        _fold_constants(source, prepared)
         graph = onnx.load(prepared).graph
         weights = {tensor.name for tensor in graph.initializer}
         nodes = [
@@ -61,7 +60,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             nodes_to_quantize=nodes,
-            # Otherwise outputs of linear layers are rounded too, and the GELU behind one becomes four kernels.
+            # A GELU behind a rounded output would be four kernels instead of one.
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
         quantized = onnx.load(name)
@@ -70,21 +69,10 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
     return nodes
 
 
-def fold_constants(source: str | Path, target: str | Path) -> None:
-    """Writes a file in which weights that the graph computes, such as kernels of linear attention, are constants.
-
-    Args:
-        source: An exported file.
-        target: The new file.
-
-    Raises:
-        ExportError: If onnxruntime is not installed, or cannot write the file.
-    """
+def _fold_constants(source: str | Path, target: Path) -> None:
+    """Writes a file in which weights that the graph computes, such as kernels of linear attention, are constants."""
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.optimized_model_filepath = str(target)
-    try:
-        onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])
-    except Exception as error:  # the errors of ONNX Runtime share no other base
-        raise ExportError(f'{target}: ONNX Runtime cannot write it ({error}); is its disk full?') from error
+    onnxruntime.InferenceSession(str(source), options, providers=['CPUExecutionProvider'])

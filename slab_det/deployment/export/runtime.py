@@ -28,7 +28,7 @@ Run = Callable[..., dict[str, np.ndarray]]
 
 
 def find_resize(steps: Sequence[dict]) -> dict | None:
-    """The config of the transform of a test pipeline that resizes, as JSON stores it; None if there is none."""
+    """The config of the transform that resizes in a test pipeline, as JSON stores it; None if there is none."""
     step = next((step for step in steps if 'Resize' in type_name(step['type'])), None)
     return step and json.loads(json.dumps(dict(step, type=type_name(step['type']))))
 
@@ -85,8 +85,8 @@ class Runtime:
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
         run: Gives the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
-        inspect: Makes a ``run`` that also returns the inner values of some names, and for scope 'detector' takes the
-            threshold of scores as an argument ``score_thr``.
+        inspect: Returns a ``run`` that also returns the inner values of these names. For the scope 'detector' it takes
+            the threshold of scores as an argument ``score_thr``.
     """
 
     metadata: dict

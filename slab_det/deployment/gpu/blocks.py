@@ -1,4 +1,4 @@
-"""Attention in windows and FFNs as one kernel each: no window is copied, and no hidden channel is written."""
+"""Attention in windows and FFNs as kernels that copy no window, and write no hidden channel to memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from slab_det.deployment.blocks import ffn_layers
 from slab_det.deployment.constants import constant
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.window_index import WindowIndex
-from slab_det.fusion.folds import find_hooks
 
-# The logit of a slot that fills up a power of 2: 0 after a softmax, and finite in every dtype.
+# Logit of slots without a token: its softmax is 0, and it is finite in every dtype.
 EXCLUDED_LOGIT = -1e4
 # The smallest side that tl.dot multiplies, and the largest ones that a program holds.
 MIN_SIDE, MAX_HEAD_DIMS, MAX_SLOTS, MAX_FFN_CHANNELS = 16, 128, 256, 192
@@ -86,7 +85,7 @@ def fused_windows(layer: nn.Module) -> FusedWindowAttention | None:
     fits = MIN_SIDE <= w_msa.head_dims <= MAX_HEAD_DIMS and w_msa.head_dims & (w_msa.head_dims - 1) == 0
     # A program of the softmax holds all pairs of slots, and SLAB's windows have 56x56 slots.
     fits = fits and (type(w_msa) is SimplifiedWindowAttention or _round_up(w_msa.window_size**2) <= MAX_SLOTS)
-    return FusedWindowAttention(layer) if fits and not any(map(find_hooks, layer.modules())) else None
+    return FusedWindowAttention(layer) if fits else None
 
 
 def _round_up(slots: int) -> int:
@@ -117,8 +116,8 @@ class FusedFFN(nn.Module):
 
 
 def fused_ffn(layer: nn.Module) -> FusedFFN | None:
-    """The fused form of an FFN of few channels, whose weights fit a chip; None for every other layer."""
-    layers = None if any(map(find_hooks, layer.modules())) else ffn_layers(layer)
+    """The fused form of an FFN whose channels fit into one program; None for every other layer."""
+    layers = ffn_layers(layer)
     if layers is None or layers.fc1.bias is None or layers.fc2.bias is None:
         return None
     channels = len(layers.fc2.weight)

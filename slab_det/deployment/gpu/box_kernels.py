@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
-from mmdet.models.task_modules.coders import DistancePointBBoxCoder
 from torch import Tensor, nn
 
 from slab_det.deployment.detection import MAX_LOG_RATIO
@@ -135,9 +134,9 @@ if triton is not None:
     @triton.jit
     def _decode_kernel(
         priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
-        PER: tl.constexpr, AT: tl.constexpr, POINTS: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
+        PER: tl.constexpr, AT: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # Corners from deltas, or from distances to points.
+        # Corners from anchors and deltas.
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         known = i < N
         if AT:
@@ -150,20 +149,15 @@ if triton is not None:
         b = tl.load(value + 1, mask=known, other=0.0).to(tl.float32)
         c = tl.load(value + 2, mask=known, other=0.0).to(tl.float32)
         d = tl.load(value + 3, mask=known, other=0.0).to(tl.float32)
-        if POINTS:
-            x = tl.load(priors + prior * 2, mask=known, other=0.0)
-            y = tl.load(priors + prior * 2 + 1, mask=known, other=0.0)
-            x1, y1, x2, y2 = x - a, y - b, x + c, y + d
-        else:
-            px1 = tl.load(priors + prior * 4, mask=known, other=0.0)
-            py1 = tl.load(priors + prior * 4 + 1, mask=known, other=0.0)
-            px2 = tl.load(priors + prior * 4 + 2, mask=known, other=0.0)
-            py2 = tl.load(priors + prior * 4 + 3, mask=known, other=0.0)
-            a, b, c, d = a * s0 + m0, b * s1 + m1, c * s2 + m2, d * s3 + m3
-            c, d = tl.minimum(tl.maximum(c, -clamp), clamp), tl.minimum(tl.maximum(d, -clamp), clamp)
-            x, y = (px1 + px2) * 0.5 + (px2 - px1) * a, (py1 + py2) * 0.5 + (py2 - py1) * b
-            w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
-            x1, y1, x2, y2 = x - w, y - h, x + w, y + h
+        px1 = tl.load(priors + prior * 4, mask=known, other=0.0)
+        py1 = tl.load(priors + prior * 4 + 1, mask=known, other=0.0)
+        px2 = tl.load(priors + prior * 4 + 2, mask=known, other=0.0)
+        py2 = tl.load(priors + prior * 4 + 3, mask=known, other=0.0)
+        a, b, c, d = a * s0 + m0, b * s1 + m1, c * s2 + m2, d * s3 + m3
+        c, d = tl.minimum(tl.maximum(c, -clamp), clamp), tl.minimum(tl.maximum(d, -clamp), clamp)
+        x, y = (px1 + px2) * 0.5 + (px2 - px1) * a, (py1 + py2) * 0.5 + (py2 - py1) * b
+        w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
+        x1, y1, x2, y2 = x - w, y - h, x + w, y + h
         if CLIP:
             # NaN stays NaN.
             width, height = tl.load(limits), tl.load(limits + 1)
@@ -188,8 +182,8 @@ if triton is not None:
     @triton.jit
     def _roi_align_kernel(
         f0, f1, f2, f3, boxes, levels, out,
-        H0, W0, H1, W1, H2, W2, H3, W3, s0, s1, s2, s3, offset,
-        RATIO: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, BINS: tl.constexpr,
+        H0, W0, H1, W1, H2, W2, H3, W3, s0, s1, s2, s3,
+        C: tl.constexpr, CHANNELS: tl.constexpr, BINS: tl.constexpr,
     ):  # fmt: skip
         # One bin of one box, all channels; coordinates are float32 in every dtype of the maps.
         box, bin = tl.program_id(0), tl.program_id(1)
@@ -197,18 +191,12 @@ if triton is not None:
         H = tl.where(level == 0, H0, tl.where(level == 1, H1, tl.where(level == 2, H2, H3)))
         W = tl.where(level == 0, W0, tl.where(level == 1, W1, tl.where(level == 2, W2, W3)))
         scale = tl.where(level == 0, s0, tl.where(level == 1, s1, tl.where(level == 2, s2, s3)))
-        x1 = tl.load(boxes + box * 4) * scale - offset
-        y1 = tl.load(boxes + box * 4 + 1) * scale - offset
-        width = tl.load(boxes + box * 4 + 2) * scale - offset - x1
-        height = tl.load(boxes + box * 4 + 3) * scale - offset - y1
-        if offset == 0.0:
-            width = tl.maximum(width, 1.0)
-            height = tl.maximum(height, 1.0)
+        x1 = tl.load(boxes + box * 4) * scale - 0.5
+        y1 = tl.load(boxes + box * 4 + 1) * scale - 0.5
+        width = tl.load(boxes + box * 4 + 2) * scale - 0.5 - x1
+        height = tl.load(boxes + box * 4 + 3) * scale - 0.5 - y1
         step_x, step_y = width / BINS, height / BINS
-        if RATIO > 0:
-            columns, rows = RATIO, RATIO
-        else:
-            columns, rows = tl.ceil(step_x).to(tl.int32), tl.ceil(step_y).to(tl.int32)
+        columns, rows = tl.ceil(step_x).to(tl.int32), tl.ceil(step_y).to(tl.int32)
         channel = tl.arange(0, CHANNELS)
         sum = tl.zeros([CHANNELS], tl.float32)
         for row in range(0, rows):
@@ -312,36 +300,34 @@ def class_scores(logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
     return out
 
 
-def decode(coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None) -> Tensor:
+def decode(coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None) -> Tensor:
     """See :meth:`slab_det.deployment.detection.Boxes.decode`."""
-    values = values if values.stride()[-2:] == (4, 1) else values.contiguous()
-    shape = values.shape if place is None else (*place.shape, 4)
-    out = torch.empty(shape, dtype=torch.float32, device=values.device)
-    total, points = out.numel() // 4, isinstance(coder, DistancePointBBoxCoder)
-    deltas = (0.0,) * 4 + (1.0,) * 4 if points else (*map(float, coder.means), *map(float, coder.stds))
+    deltas = deltas if deltas.stride()[-2:] == (4, 1) else deltas.contiguous()
+    shape = deltas.shape if place is None else (*place.shape, 4)
+    out = torch.empty(shape, dtype=torch.float32, device=deltas.device)
+    total, scales = out.numel() // 4, (*map(float, coder.means), *map(float, coder.stds))
     _decode_kernel[(triton.cdiv(total, 128),)](
-        priors.contiguous(), values, priors if place is None else place.contiguous(), limits, out, total, *deltas,
-        MAX_LOG_RATIO, values.stride(0), PER=1 if place is not None else shape[1], AT=place is not None, POINTS=points,
+        priors.contiguous(), deltas, priors if place is None else place.contiguous(), limits, out, total, *scales,
+        MAX_LOG_RATIO, deltas.stride(0), PER=1 if place is not None else shape[1], AT=place is not None,
         CLIP=bool(coder.clip_border), BLOCK=128, num_warps=1,
     )  # fmt: skip
     return out
 
 
 def can_roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor]) -> bool:
-    """Whether :func:`roi_align` computes what the layers of an extractor compute."""
-    layers = extractor.roi_layers
-    same = {(layer.output_size, layer.sampling_ratio, layer.aligned) for layer in layers}
-    bins = layers[0].output_size
-    return len(layers) <= 4 and len(same) == 1 and bins[0] == bins[1] and {len(x) for x in features} == {1}
+    """Whether :func:`roi_align` computes what the layers of an extractor compute; mmdet's usual options are known."""
+    layers, bins = extractor.roi_layers, extractor.roi_layers[0].output_size[0]
+    options = {(layer.output_size, layer.sampling_ratio, layer.aligned) for layer in layers}
+    return len(layers) <= 4 and options == {((bins, bins), 0, True)} and {len(x) for x in features} == {1}
 
 
 def roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, levels: Tensor) -> Tensor:
     """RoIAlign (He et al., ICCV 2017) of boxes (n, 4) on their level of the pyramid.
 
     Args:
-        extractor: An extractor whose layers average.
+        extractor: An extractor that :func:`can_roi_align` accepts.
         features: Up to four maps (1, C, H, W).
-        boxes: Corners, float32; a box without area has no samples unless sampling_ratio fixes their number.
+        boxes: Corners, float32; a box without area has no samples.
         levels: The map of each box, (n,).
 
     Returns:
@@ -355,8 +341,7 @@ def roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: 
     out = torch.empty(len(boxes), bins, bins, channels, device=boxes.device, dtype=features[0].dtype)
     _roi_align_kernel[(len(boxes), bins * bins)](
         *maps, *[maps[-1]] * missing, boxes.contiguous(), levels.int(), out, *sizes, *scales, *[scales[-1]] * missing,
-        0.5 * layer.aligned,
-        RATIO=layer.sampling_ratio, C=channels, CHANNELS=triton.next_power_of_2(channels), BINS=bins,
+        C=channels, CHANNELS=triton.next_power_of_2(channels), BINS=bins,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2)
 

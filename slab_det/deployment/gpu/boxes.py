@@ -1,13 +1,13 @@
-"""Operators on boxes whose number stays on the device: tensors have room for the most boxes that there could be."""
+"""Operators on boxes whose number stays on the GPU: tensors have places for as many boxes as there could be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 import torchvision
-from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
+from mmdet.models.dense_heads import RPNHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from torch import Tensor, nn
 
@@ -15,31 +15,29 @@ from slab_det.deployment.constants import constant
 from slab_det.deployment.detection import EMPTY, Boxes, map_levels, numbers, set_apart
 from slab_det.deployment.gpu import box_kernels, kernels
 
-# Largest number of boxes of all classes that NMS reads; a CUDA graph returns whether more passed the threshold.
+# Largest number of boxes, of all classes, that NMS reads. A CUDA graph returns whether more passed the threshold.
 CANDIDATES = 4096
 
 
 class FixedBoxes(Boxes):
-    """Operators on boxes in tensors of fixed shapes, which on a GPU never wait for the device.
+    """Operators on tensors of fixed shapes; on a GPU they never wait for the device.
 
     Without kernels, operators of PyTorch and torchvision compute what mmdet computes on a CPU, to the last bit.
     """
 
-    def priors(self, head: BaseDenseHead, maps: Sequence[Tensor]) -> Tensor:
+    def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
         sizes, device = tuple(tuple(x.shape[-2:]) for x in maps), maps[0].device
         generator = head.prior_generator
         return constant(
             (generator, sizes, device), lambda: torch.cat(generator.grid_priors(sizes, torch.float32, device))
         )
 
-    def best(
-        self, levels: Sequence[Tensor], count: int, activation: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [len(level) for level in levels]
         width, device = max(sizes), levels[0].device
         count = min(count, width) if count > 0 else width
         if not kernels.take(levels[0]):
-            scores, place = zip(*(_rank(activation(level), count, like_head=True) for level in levels), strict=True)
+            scores, place = zip(*(_rank(level.sigmoid(), count, like_head=True) for level in levels), strict=True)
             scores, place = torch.stack(scores), torch.stack(place)
         else:
             # One kernel for all levels.
@@ -48,7 +46,7 @@ class FixedBoxes(Boxes):
                 row[: len(level)] = level
             scores, place = rows.topk(count)
             there = torch.arange(count, device=device) < numbers(sizes, device)[:, None]
-            scores, place = torch.where(there, activation(scores), EMPTY), torch.where(there, place, 0)
+            scores, place = torch.where(there, scores.sigmoid(), EMPTY), torch.where(there, place, 0)
         starts = numbers([sum(sizes[:i]) for i in range(len(sizes))], device, torch.int64)
         level = numbers(range(len(sizes)), device)[:, None].expand_as(scores)
         return scores, place + starts[:, None], level
@@ -82,11 +80,11 @@ class FixedBoxes(Boxes):
         return super().class_scores(logits, found, score_thr)
 
     def decode(
-        self, coder: nn.Module, priors: Tensor, values: Tensor, limits: Tensor, place: Tensor | None = None
+        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None
     ) -> Tensor:
-        if kernels.take(values):
-            return box_kernels.decode(coder, priors, values, limits, place)
-        return super().decode(coder, priors, values, limits, place)
+        if kernels.take(deltas):
+            return box_kernels.decode(coder, priors, deltas, limits, place)
+        return super().decode(coder, priors, deltas, limits, place)
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
         return box_kernels.stride(corners, scores) if kernels.take(scores) else super().stride(corners, scores)
@@ -110,10 +108,10 @@ class FixedBoxes(Boxes):
 
 
 def _rank(scores: Tensor, count: int, like_head: bool = False) -> tuple[Tensor, Tensor]:
-    """The ``count`` best scores and their places; ``EMPTY`` fills up the scores.
+    """The ``count`` best scores and their places; missing scores are ``EMPTY``.
 
-    Equal scores are in the order of places, as in NMS, or, with ``like_head`` and more than ``count`` scores, as in
-    mmdet's heads.
+    Equal scores are in the order of places, as in NMS. With ``like_head`` and more than ``count`` scores, they are in
+    the order of mmdet's heads.
     """
     found = (scores != EMPTY).nonzero()[:, 0]
     scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)

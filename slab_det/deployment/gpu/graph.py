@@ -1,4 +1,4 @@
-"""A detector whose predictions are replays of CUDA graphs, one for each size of image."""
+"""Runs a deployed detector as CUDA graphs, one for each size of image."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from slab_det.deployment.constants import used_constants
 from slab_det.deployment.detection import EMPTY
 from slab_det.deployment.gpu import box_kernels, kernels
-from slab_det.deployment.gpu.static import Frame, static_form
+from slab_det.deployment.gpu.static import Frame, StaticDetector
 from slab_det.deployment.masks import paste_masks
 from slab_det.deployment.supported import Unsupported
 
-# Largest number of graphs of a model, and largest share of the device's memory that they take. They share one pool of
-# memory, because they never run at the same time.
+# Largest number of graphs of a model, and largest share of the GPU's memory for them. The graphs of a model share one
+# pool of memory, because they never run at the same time.
 MAX_GRAPHS, MAX_SHARE = 64, 0.25
 # PyTorch captures one graph at a time, on one stream of the process.
 _capturing = Lock()
@@ -31,7 +31,7 @@ _capturing = Lock()
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured call; ``used`` are constants that it reads, ``num_bytes`` is the memory that it added to the pool."""
+    """A captured call, the constants that it reads (``used``), and the memory that it added to the pool."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -43,11 +43,11 @@ class _Graph:
 class GraphCache:
     """Runs a function of tensors as CUDA graphs: its kernels are launched at once, and Python does not run.
 
-    A graph is captured for each shape of the inputs, in about a tenth of a second. The least recently used one goes
-    beyond ``MAX_GRAPHS``, or where all take more than ``MAX_SHARE`` of the memory. Threads take turns.
+    A graph is captured for each shape of the inputs, in about a tenth of a second. Beyond ``MAX_GRAPHS`` or
+    ``MAX_SHARE``, the least recently used graph is dropped. Threads take turns.
 
     Args:
-        function: Makes a tuple of tensors from tensors, and never waits for the device.
+        function: Returns a tuple of tensors, and never waits for the GPU.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -56,11 +56,11 @@ class GraphCache:
         self._pool: tuple[int, int] | None = None
 
     def __call__(self, *inputs: Tensor, settings: Hashable = ()) -> tuple[Tensor, ...] | None:
-        """Copies of the tensors that the function returns; None if it cannot be captured.
+        """Returns copies of the function's results, or None if the function cannot be captured.
 
         Args:
-            *inputs: Tensors on the GPU, or pinned ones, which the graph reads from copies on the GPU.
-            settings: Everything else that the function reads; each value of it has a graph.
+            *inputs: Tensors on the GPU, or pinned tensors, which are copied to the GPU.
+            settings: Everything else that the function reads; each value has its own graph.
         """
         key = settings, tuple((x.shape, x.dtype, x.device) for x in inputs)
         with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -124,23 +124,16 @@ class GraphCache:
 
 
 class GraphedPrediction:
-    """``predict`` of a detector in a CUDA graph; what the graph cannot answer exactly is answered without.
+    """``predict`` of a detector in a CUDA graph; calls that the graph cannot answer exactly go to the class.
 
     Args:
-        model: The detector; its class has the ``predict`` that answers without a graph.
+        model: The detector.
         masks: The form of masks, 'full' or 'rle'.
-
-    Raises:
-        Unsupported: If a part of the detector has no static form.
     """
 
     def __init__(self, model: nn.Module, masks: str) -> None:
         self._model, self._masks = model, masks
         self._graphs: GraphCache | None = None
-
-    def __reduce__(self) -> tuple:
-        # Copies and files capture their own graphs.
-        return GraphedPrediction, (self._model, self._masks)
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -160,8 +153,8 @@ class GraphedPrediction:
 
     def _detect(self, image: Tensor, samples: Sequence[DetDataSample]) -> InstanceData | None:
         if self._graphs is None:
-            static = static_form(self._model, fused=True)
-            # Threads look at self._graphs, which therefore comes last.
+            static = StaticDetector(self._model, fused=True)
+            # Other threads take self._graphs as the sign that all is ready, so that it comes last.
             self._settings = static.settings
             self._graphs = GraphCache(partial(_run_static, static))
         meta = samples[0].metainfo
@@ -188,14 +181,11 @@ def _run_static(static: Callable, image: Tensor, frame: Tensor) -> tuple[Tensor,
 
 
 class GraphedFeatures:
-    """``extract_feat`` of a detector in a CUDA graph, for detectors whose heads have no static form."""
+    """``extract_feat`` of a detector in a CUDA graph, where the heads cannot be in one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._graphs = GraphCache(lambda image: tuple(type(model).extract_feat(model, image)))
-
-    def __reduce__(self) -> tuple:
-        return GraphedFeatures, (self._model,)
 
     def __call__(self, batch_inputs: Tensor) -> tuple[Tensor, ...]:
         features = None
@@ -206,7 +196,7 @@ class GraphedFeatures:
 
 
 def _may_replay(model: nn.Module, image: Tensor) -> bool:
-    """Whether a graph computes what a call of the model computes now."""
+    """Whether a graph computes what the model itself would compute in this call."""
     return (
         image.is_cuda
         and not model.training
@@ -219,16 +209,16 @@ def _may_replay(model: nn.Module, image: Tensor) -> bool:
 
 
 def _address(model: nn.Module) -> int:
-    """Where the weights lie: after a model was moved, its graphs would read the old place."""
+    """Address of the weights: the graphs of a model that has moved would read the old address."""
     return next(model.parameters()).data_ptr()
 
 
 def use_graphs(model: nn.Module, masks: str) -> None:
-    """Gives a deployed detector on a GPU a ``predict`` from CUDA graphs, or where heads have none, ``extract_feat``."""
+    """Lets a deployed detector on a GPU predict in CUDA graphs, or extract features if its heads cannot be in one."""
     try:
         if kernels.triton is None:
             raise Unsupported('this PyTorch comes without Triton')
-        static_form(model)
+        StaticDetector(model)
         model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:
         MMLogger.get_current_instance().info(

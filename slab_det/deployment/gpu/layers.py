@@ -1,4 +1,4 @@
-"""Convolutions, FPN and heads with fewer kernels: bias and activation in the product, no copies between layouts."""
+"""Convolutions, FPN and heads with fewer kernels: products include bias and activation, and no layout is copied."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from torch import Tensor, nn
 
 from slab_det.deployment.detection import flat
 from slab_det.deployment.gpu import kernels
-from slab_det.fusion.folds import find_hooks
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``ReLU(x weight^T + bias)`` of x (n, C) and a weight (C_out, C)."""
     return torch._addmm_activation(bias, x, weight.t())
-
-
-def rows(x: Tensor) -> Tensor:
-    """The pixels (n * H * W, C) of a map (n, C, H, W), channels last; a view."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 def convolve(conv: nn.Conv2d, x: Tensor, relu: bool) -> Tensor:
@@ -35,7 +29,7 @@ def convolve(conv: nn.Conv2d, x: Tensor, relu: bool) -> Tensor:
     """
     if conv.kernel_size == conv.stride == (1, 1) and conv.groups == 1:
         product = linear_relu if relu else F.linear
-        out = product(rows(x), conv.weight.flatten(1), conv.bias)
+        out = product(flat(x, x.shape[1]), conv.weight.flatten(1), conv.bias)
         return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
     options = conv.stride, conv.padding, conv.dilation, conv.groups
     if not kernels.take(x) or x.dtype.itemsize > 4:
@@ -64,21 +58,21 @@ def fused_conv(layer: nn.Module) -> FusedConv | None:
     """The fused form of a convolution, alone or with a ReLU and without norm; None for every other layer."""
     conv, relu = layer, False
     if type(layer) is ConvModule:
-        if layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding or find_hooks(layer):
+        if layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding:
             return None
         if layer.with_activation and type(layer.activate) is not nn.ReLU:
             return None
         conv, relu = layer.conv, layer.with_activation
-    if type(conv) is not nn.Conv2d or conv.bias is None or conv.padding_mode != 'zeros' or find_hooks(conv):
+    if type(conv) is not nn.Conv2d or conv.bias is None:
         return None
-    if isinstance(conv.padding, str):
+    if conv.padding_mode != 'zeros' or isinstance(conv.padding, str):
         return None
     conv.__class__, conv.relu = FusedConv, relu
     return conv
 
 
 class FusedFPN(FPN):
-    """mmdet's FPN, without extra convolutions, with the upsampling of a level and the sum in one kernel."""
+    """mmdet's FPN without extra convolutions; one kernel upsamples a level and adds it."""
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not kernels.take(inputs[0]):
@@ -104,7 +98,7 @@ class RPN:
 
     Args:
         head: The RPN.
-        fused: Whether logits and deltas are one product, of copies of their weights, if the head has one convolution.
+        fused: Whether logits and deltas are one product of copied weights; needs mmdet's head of one convolution.
     """
 
     def __init__(self, head: RPNHead, fused: bool) -> None:
@@ -127,7 +121,7 @@ class RPN:
         outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
         for part, x in zip(outputs.split(sizes), features, strict=True):
             hidden = convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)
-            torch.addmm(self.bias, rows(hidden), self.weight.t(), out=part)
+            torch.addmm(self.bias, flat(hidden, hidden.shape[1]), self.weight.t(), out=part)
         logits, deltas = outputs[:, : self.anchors].float(), outputs[:, self.anchors : 5 * self.anchors]
         return list(logits.flatten().split([self.anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
 
@@ -137,7 +131,7 @@ class BoxHead:
 
     Args:
         head: The head.
-        fused: Whether regions are read channels last, by copies of the weights, if the head has linear layers alone.
+        fused: Whether copied weights read regions channels last; needs a head of linear layers alone.
     """
 
     def __init__(self, head: nn.Module, fused: bool) -> None:
@@ -173,7 +167,7 @@ class MaskHead:
 
     Args:
         head: The head.
-        fused: Whether only the mask of the label is computed, if the head upsamples by a transposed convolution.
+        fused: Whether only the mask of the label is computed; needs a head with a transposed convolution.
     """
 
     def __init__(self, head: FCNMaskHead, fused: bool) -> None:
@@ -196,7 +190,7 @@ class MaskHead:
         for conv in head.convs:
             x = conv(x)
         count, _, height, width = x.shape
-        x = linear_relu(rows(x), self.up_weight, self.up_bias).view(count, height * width * 4, -1)
+        x = linear_relu(flat(x, x.shape[1]), self.up_weight, self.up_bias).view(count, height * width * 4, -1)
         weight, bias = head.conv_logits.weight.flatten(1)[labels], head.conv_logits.bias[labels]
         logits = torch.bmm(x, weight[:, :, None])[..., 0].float() + bias[:, None].float()
         return logits.view(count, height, width, 2, 2).transpose(2, 3).reshape(count, 2 * height, 2 * width)

@@ -1,17 +1,16 @@
-"""A detector as a function of tensors of fixed shapes, which one CUDA graph can hold."""
+"""Computes a whole detector on tensors of fixed shapes, so that one CUDA graph can hold it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from mmdet.models.detectors import SingleStageDetector, TwoStageDetector
-from torch import Tensor, nn
+from mmdet.models.detectors import TwoStageDetector
+from torch import Tensor
 
 from slab_det.deployment import detection
 from slab_det.deployment.gpu.boxes import FixedBoxes
 from slab_det.deployment.gpu.layers import RPN, BoxHead, MaskHead
-from slab_det.deployment.supported import Unsupported, check_single_stage, check_two_stage, find_stages
+from slab_det.deployment.supported import check_two_stage
 
 
 class Detections(NamedTuple):
@@ -52,81 +51,44 @@ class Frame(NamedTuple):
         return [[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2]
 
 
-def static_form(detector: nn.Module, fused: bool = False) -> StaticTwoStage | StaticSingleStage:
-    """The static form of a detector: a function ``(image (1, 3, H, W), Frame) -> Detections``.
+class StaticDetector:
+    """A Faster or Mask R-CNN as a function ``(image (1, 3, H, W), Frame) -> Detections``.
 
     Args:
-        detector: The detector; the form runs its modules.
+        detector: The detector, whose modules this form runs.
         fused: Whether heads compute with fewer kernels.
 
     Raises:
-        Unsupported: If a part of the detector computes something else than the form.
+        Unsupported: If a part of the detector computes something else than this form.
     """
-    if isinstance(detector, TwoStageDetector):
+
+    def __init__(self, detector: TwoStageDetector, fused: bool = False) -> None:
         check_two_stage(detector)
-        return StaticTwoStage(detector, fused)
-    if isinstance(detector, SingleStageDetector):
-        check_single_stage(detector)
-        return StaticSingleStage(detector)
-    raise Unsupported(f'{type(detector).__name__} does not find boxes by NMS')
-
-
-class StaticSingleStage:
-    """The static form of RetinaNet, RTMDet and others whose head predicts as BaseDenseHead does."""
-
-    def __init__(self, detector: SingleStageDetector) -> None:
-        self.detector, self.boxes = detector, FixedBoxes()
-
-    def settings(self) -> tuple:
-        """The values of the configs that results depend on."""
-        return detection.settings(self.detector.bbox_head.test_cfg)
-
-    def __call__(self, image: Tensor, frame: Frame) -> Detections:
-        head = self.detector.bbox_head
-        outputs = [[x.float() for x in levels] for levels in head(self.detector.extract_feat(image))]
-        return Detections(*detection.detect_dense(self.boxes, head, outputs, frame.limits, frame.rescale))
-
-
-class StaticTwoStage:
-    """The static form of Faster, Mask and Cascade R-CNN."""
-
-    def __init__(self, detector: TwoStageDetector, fused: bool) -> None:
         self.detector, self.boxes, self.rpn = detector, FixedBoxes(), RPN(detector.rpn_head, fused)
-        self.stages = find_stages(detector.roi_head)
-        self.box_heads = [BoxHead(stage.bbox_head, fused) for stage in self.stages]
-        self.mask_heads = [MaskHead(stage.mask_head, fused) for stage in self.stages if detector.with_mask]
+        self.box_head = BoxHead(detector.roi_head.bbox_head, fused)
+        self.mask_head = MaskHead(detector.roi_head.mask_head, fused) if detector.with_mask else None
 
     def settings(self) -> tuple:
         """The values of the configs that results depend on."""
         return detection.settings(self.detector.rpn_head.test_cfg), detection.settings(self.detector.roi_head.test_cfg)
 
     def __call__(self, image: Tensor, frame: Frame) -> Detections:
-        detector, boxes = self.detector, self.boxes
-        features, head, cfg = detector.extract_feat(image), detector.rpn_head, detector.roi_head.test_cfg
-        corners, scores = detection.propose(
-            boxes, head, *self.rpn(features), boxes.priors(head, features), frame.limits
-        )
+        boxes, rpn_head, roi_head = self.boxes, self.detector.rpn_head, self.detector.roi_head
+        features = self.detector.extract_feat(image)
+        priors = boxes.priors(rpn_head, features)
+        corners, scores = detection.propose(boxes, rpn_head, *self.rpn(features), priors, frame.limits)
         # A score that is not a number comes first in mmdet, and is no score here.
         is_number = scores[0] == scores[0]
-        all_logits, last = [], self.stages[-1].bbox_head
-        for stage, box_head in zip(self.stages, self.box_heads, strict=True):
-            regions, _ = boxes.pool(stage.bbox_roi_extractor, features, corners, scores)
-            logits, deltas = box_head(regions)
-            all_logits.append(logits)
-            if stage.bbox_head is not last:
-                corners = detection.refine(boxes, stage.bbox_head, logits, deltas, corners, frame.limits)
-        logits = all_logits[0] if len(all_logits) == 1 else sum(all_logits) / float(len(all_logits))
+        regions, _ = boxes.pool(roi_head.bbox_roi_extractor, features, corners, scores)
+        outputs = *self.box_head(regions), (corners, scores), frame.limits
         # With masks, mmdet suppresses boxes before it rescales them to the original image.
-        rescale = None if detector.with_mask else frame.rescale
+        rescale = None if self.mask_head else frame.rescale
+        cfg = roi_head.test_cfg
         corners, scores, labels, exact = detection.detect_regions(
-            boxes, last, cfg, logits, deltas, (corners, scores), frame.limits, rescale, cfg.score_thr
+            boxes, roi_head.bbox_head, cfg, *outputs, rescale, cfg.score_thr
         )
         exact = exact & is_number
-        if not detector.with_mask:
+        if self.mask_head is None:
             return Detections(corners, scores, labels, exact)
-        masks = []
-        for stage, mask_head in zip(self.stages, self.mask_heads, strict=True):
-            regions, _ = boxes.pool(stage.mask_roi_extractor, features, corners, scores)
-            masks.append(mask_head(regions, labels).sigmoid())
-        masks = masks[0] if len(masks) == 1 else torch.stack(masks).mean(0)
-        return Detections(corners / frame.scale, scores, labels, exact, masks)
+        regions, _ = boxes.pool(roi_head.mask_roi_extractor, features, corners, scores)
+        return Detections(corners / frame.scale, scores, labels, exact, self.mask_head(regions, labels).sigmoid())
