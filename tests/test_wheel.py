@@ -97,12 +97,12 @@ def test_an_editable_installation_has_the_same_names_for_the_configs_of_its_chec
     # A .pth file counts in folders of packages alone.
     check = f"""
 import site; site.addsitedir({str(site)!r})
-from importlib.util import find_spec
+import slab_det
 from mmengine.config import Config
 
-cfg = Config.fromfile('mine.py', import_custom_modules=False)
+cfg = Config.fromfile('mine.py')
 assert cfg.model.backbone.type == 'SLABSwin' and cfg.custom_hooks and cfg.work_dir == 'edited'
-print(find_spec('slab_det').origin)
+print(slab_det.__file__)
 """
     done = run('-c', check, folder=tmp_path, PYTHONPATH=str(site))
     assert done.stdout.splitlines()[-1] == str(tree / 'slab_det/__init__.py')
