@@ -4,14 +4,13 @@
     python -m benchmarks.fuzz --case 123
 
 A case is drawn from its seed, SEED to SEED + DRAWS - 1; --case checks and shows a single one. Every model must fuse
-exactly and stay the same after saving and loading. For every 20th detector the exported ONNX file must agree too.
+exactly and stay the same after saving and loading.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
 import sys
-import tempfile
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +22,7 @@ from slab_det.runtime.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests'))
 from fuzz_cases import draw_case  # noqa: E402
-from fuzz_checks import check_case, check_onnx, is_exported  # noqa: E402
-
-ONNX_EVERY = 20
+from fuzz_checks import check_case  # noqa: E402
 
 
 def holds(seed: int) -> bool:
@@ -33,9 +30,6 @@ def holds(seed: int) -> bool:
     case = draw_case(seed)
     try:
         check_case(case)
-        if seed % ONNX_EVERY == 0 and is_exported(case):
-            with tempfile.TemporaryDirectory() as folder:
-                check_onnx(case, Path(folder))
     except Exception:
         print(f'\nSeed {seed} fails; python -m benchmarks.fuzz --case {seed}\n{traceback.format_exc()}', flush=True)
         return False

@@ -10,7 +10,6 @@ if not os.path.exists('/dev/nvidia0'):
 
 import slab_det  # noqa: F401, I001 (first: it makes mmdet's models importable)
 
-import multiprocessing
 import resource
 import runpy
 import sys
@@ -129,25 +128,16 @@ def make_affine(model):
 
 
 def on_a_full_disk(write: Callable[[], object]) -> str:
-    """What a command line prints when no file may be larger than 4 kB while ``write`` runs, in another process."""
-    fork = multiprocessing.get_context('fork')
-    receiver, sender = fork.Pipe(duplex=False)
-
-    def run() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        try:
-            write()
-            sender.send('')
-        except (SlabDetError, OSError) as error:
-            sender.send(describe_error(error))
-
-    process = fork.Process(target=run)
-    process.start()
-    # The end of a process that dies is seen as the end of what it sends.
-    sender.close()
-    message = receiver.recv()
-    process.join()
-    return message
+    """What a command line prints when no file may be larger than 4 kB while ``write`` runs."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        write()
+    except (SlabDetError, OSError) as error:
+        return describe_error(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ''
 
 
 def pictures(count=6, size=(66, 70), seed=0):
@@ -169,45 +159,46 @@ def _deterministic():
     init_default_scope('mmdet')
 
 
+def build_detector_cfg(detector: str = 'mask_rcnn', **backbone) -> Config:
+    """The config of a small Mask or Faster R-CNN for arguments of its backbone."""
+    backbone = {**SMALL_SWIN, **backbone}
+    channels = [backbone['embed_dims'] * 2**i for i in backbone.get('out_indices', range(4))]
+    model = Config.fromfile(CONFIGS / '_base_/models/mask_rcnn_swin_small.py').model
+    model.backbone = backbone
+    model.neck.in_channels = channels
+    model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
+    # Heads of regions take most of the time of so small an image.
+    model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
+    model.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=50)
+    model.train_cfg.rcnn.sampler.num = 32
+    if detector == 'faster_rcnn':
+        model.type = 'FasterRCNN'
+        model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
+    return model
+
+
 @pytest.fixture(scope='session')
 def small_detector_cfg():
-    """A function: the config of a small Mask or Faster R-CNN for arguments of its backbone."""
-
-    def build(detector: str = 'mask_rcnn', **backbone) -> Config:
-        backbone = {**SMALL_SWIN, **backbone}
-        channels = [backbone['embed_dims'] * 2**i for i in backbone.get('out_indices', range(4))]
-        model = Config.fromfile(CONFIGS / '_base_/models/mask_rcnn_swin_small.py').model
-        model.backbone = backbone
-        model.neck.in_channels = channels
-        model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
-        # Heads of regions take most of the time of so small an image.
-        model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
-        model.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=50)
-        model.train_cfg.rcnn.sampler.num = 32
-        if detector == 'faster_rcnn':
-            model.type = 'FasterRCNN'
-            model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
-        return model
-
-    return build
+    """A function: see :func:`build_detector_cfg`."""
+    return build_detector_cfg
 
 
 @pytest.fixture
-def small_detector(small_detector_cfg):
+def small_detector():
     """A function: a small detector with every weight, bias, eta and statistic random, in eval mode at gamma 0."""
 
     def build(detector: str = 'mask_rcnn', seed: int = 0, **backbone) -> nn.Module:
-        return as_trained(MODELS.build(small_detector_cfg(detector, **backbone)), seed)
+        return as_trained(MODELS.build(build_detector_cfg(detector, **backbone)), seed)
 
     return build
 
 
-def run_cfg_builder(folder: Path, small_detector_cfg: Callable[..., Config]) -> Callable[..., Config]:
+def run_cfg_builder(folder: Path) -> Callable[..., Config]:
     """A function: the config of a run of a few iterations on a few generated images, in ``folder / name``."""
 
     def build(name: str = 'run', max_iters: int = 6, **backbone) -> Config:
         cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
-        cfg.model = small_detector_cfg(**{**SLA, **backbone})
+        cfg.model = build_detector_cfg(**{**SLA, **backbone})
         cfg.model.roi_head.bbox_head.num_classes = cfg.model.roi_head.mask_head.num_classes = 4
         cfg.model.test_cfg.rcnn.max_per_img = 20
         for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
@@ -227,19 +218,19 @@ def run_cfg_builder(folder: Path, small_detector_cfg: Callable[..., Config]) -> 
 
 
 @pytest.fixture
-def small_run_cfg(tmp_path, monkeypatch, small_detector_cfg):
+def small_run_cfg(tmp_path, monkeypatch):
     """See :func:`run_cfg_builder`; one test's."""
     monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path / 'cache'))
-    return run_cfg_builder(tmp_path, small_detector_cfg)
+    return run_cfg_builder(tmp_path)
 
 
 @pytest.fixture(scope='module')
-def module_run_cfg(tmp_path_factory, small_detector_cfg):
+def module_run_cfg(tmp_path_factory):
     """See :func:`run_cfg_builder`; for runs that several tests of a file look at."""
     folder = tmp_path_factory.mktemp('runs')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('SLAB_DET_CACHE', str(folder / 'cache'))
-        yield run_cfg_builder(folder, small_detector_cfg)
+        yield run_cfg_builder(folder)
 
 
 class StopAfter(Hook):

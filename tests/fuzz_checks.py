@@ -5,28 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import math
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import relative_difference
+from conftest import build_detector_cfg, relative_difference
 from fuzz_cases import Case
 from mmdet.registry import MODELS
-from mmengine.config import Config
 from torch import Tensor, nn
 
 import slab_det
-from slab_det.deployment.export import ExportError, export_onnx, load_runtime
-from slab_det.deployment.export.detector import KINDS
 from slab_det.fusion import FusionError
 from slab_det.norms import OfflineNorm
 
-SMALL_DETECTOR = Path(__file__).parents[1] / 'configs/_base_/models/mask_rcnn_swin_small.py'
-CHANNELS = 8
 # Law 1. On one image the yardstick, float32's own rounding, may be small by chance where few numbers decide it all:
 # what exceeds the bound there is measured on several images, largest distance against largest distance.
 # Focused attention has the longest tail: the largest rounding of 8 images moves tenfold from draw to draw (case 219).
@@ -82,50 +72,6 @@ def check_equal(expected: list[Tensor], got: list[Tensor], what: str) -> None:
         assert torch.equal(a, b), f'{what} differs in output {i} by {(a - b).abs().max():g}'
 
 
-def is_exported(case: Case) -> bool:
-    """Whether a case is one that has an ONNX form: a detector without LayerNorm in its PRepBN."""
-    return case.part != 'backbone' and case.gamma == 0
-
-
-def check_onnx(case: Case, folder: Path) -> bool:
-    """Raises AssertionError unless the exported file differs from the unfused detector by float32's rounding.
-
-    At the case's size and at another one, which the file was not traced with either.
-
-    Returns:
-        Whether there is such a file: all parts have an export form.
-    """
-    model = build_model(replace(case, dtype=torch.float32))
-    path = folder / f'{case.seed}.onnx'
-    try:
-        export_onnx(model, path)
-    except ExportError:
-        return False
-    names = [f'{kind}{i}' for kind in KINDS for i in range(model.rpn_head.prior_generator.num_levels)]
-    run_file = load_runtime(path, threads=1).inspect(names)
-    model64 = copy.deepcopy(model).double()
-    for size in (case.size, (case.size[1] + 37, case.size[0] + 5)):
-        generator = torch.Generator().manual_seed(case.seed)
-        image = torch.rand(1, 3, *size, generator=generator) * 255
-        outputs = run_file(image.numpy(), score_thr=np.array(0.05, np.float32))
-        found = [torch.from_numpy(outputs[name]) for name in names]
-        reference = neck_and_rpn(model64, image.double())
-        apart, own = distance(found, reference), distance(neck_and_rpn(model, image), reference)
-        assert apart <= FLOAT32_FACTOR * own, f'{size}: ONNX and torch differ by {apart:g}, float32 rounding is {own:g}'
-    return True
-
-
-@torch.no_grad()
-def neck_and_rpn(model: nn.Module, image: Tensor) -> list[Tensor]:
-    """The neck's maps, then objectness, then box deltas, of an image (1, 3, H, W) with values from 0 to 255."""
-    preprocessor = model.data_preprocessor
-    image = (image.flip(1) - preprocessor.mean.view(3, 1, 1)) / preprocessor.std.view(3, 1, 1)
-    height, width = image.shape[2:]
-    features = model.extract_feat(F.pad(image, (0, -width % 32, 0, -height % 32)))
-    logits, deltas = model.rpn_head(features)
-    return [*features, *logits, *deltas]
-
-
 def measure_float32_ratio(case: Case, model: nn.Module, fused: nn.Module, model64: nn.Module, num_images: int) -> float:
     """Over several draws of images, the largest distance of ``fused`` over the model's own to its float64 self."""
     distances = []
@@ -156,17 +102,11 @@ def build_model(case: Case, seed: int | None = None) -> nn.Module:
     return model
 
 
-def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a model computes with, under the keys of its state dict, where some are permuted copies."""
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return {key: named[key].detach() for key in model.state_dict()}
-
-
-@torch.no_grad()
 def fill_at_random(model: nn.Module, seed: int) -> None:
     """No two numbers alike; variances over two decades, etas of either sign, some channels without weight."""
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in live_tensors(model).items():
+    state = model.state_dict()
+    for name, tensor in state.items():
         if not tensor.is_floating_point() or name.endswith('_gamma'):
             continue
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
@@ -176,7 +116,8 @@ def fill_at_random(model: nn.Module, seed: int) -> None:
             noise /= tensor[0].numel() ** 0.5
         else:
             noise[torch.rand(tensor.shape, generator=generator) < 0.05] = 0.0
-        tensor.copy_(noise)
+        state[name] = noise.to(tensor)
+    model.load_state_dict(state)
 
 
 def model_config(case: Case) -> dict:
@@ -184,10 +125,7 @@ def model_config(case: Case) -> dict:
     backbone = copy.deepcopy(case.backbone)
     if case.part == 'backbone':
         return backbone
-    model = copy.deepcopy(small_detector())
-    if case.part == 'faster_rcnn':
-        model.type = 'FasterRCNN'
-        model.roi_head.mask_head = model.roi_head.mask_roi_extractor = None
+    model = build_detector_cfg(case.part)
     model.backbone = backbone
     model.neck.update(in_channels=output_channels(backbone), **case.neck)
     strides = [4 * 2**level for level in range(case.neck['num_outs'])]
@@ -204,19 +142,6 @@ def output_channels(backbone: dict) -> list[int]:
     if 'depths' in backbone:
         return [backbone['embed_dims'] * 2**stage for stage in stages]
     return [backbone['embed_dims'] * backbone['num_heads'][stage] for stage in stages]
-
-
-@cache
-def small_detector() -> dict:
-    """The Mask R-CNN of the quick start with heads as narrow as they can be."""
-    model = Config.fromfile(SMALL_DETECTOR).model
-    model.neck.out_channels = CHANNELS
-    model.rpn_head.update(in_channels=CHANNELS, feat_channels=CHANNELS)
-    head = model.roi_head
-    head.bbox_roi_extractor.out_channels = head.mask_roi_extractor.out_channels = CHANNELS
-    head.bbox_head.update(in_channels=CHANNELS, fc_out_channels=CHANNELS, num_classes=2)
-    head.mask_head.update(in_channels=CHANNELS, conv_out_channels=CHANNELS, num_convs=1, num_classes=2)
-    return model
 
 
 def draw_inputs(case: Case, seed: int | None = None) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ The command lines as they are typed; the tests of each subpackage have the argum
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
 import shutil
@@ -57,29 +55,13 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
     for name in ('own_config', 'own_tune_config'):
         shutil.copy(folder / 'small.py', folder / f'{name}.py')
     write('layernorm', norm_cfg={'type': 'LN'})
-    write('wider', embed_dims=16)
-    for size in (4, 8):
-        write(f'un{size}', norm_cfg={'type': 'UN', 'window_size': size})
     resnet = {'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight': torch.ones(64, 64)}
     torch.save({'state_dict': resnet}, folder / 'resnet.pth')
     torch.save({'state_dict': RunsCode(os.mkdir, 'ran')}, folder / 'bomb.pth')
     (folder / 'truncated.pth').write_bytes((folder / 'small.pth').read_bytes()[:-2000])
 
-    (folder / 'data' / 'unpacked' / 'images').mkdir(parents=True)
-    image = {'id': 1, 'file_name': 'b.png', 'width': 96, 'height': 80}
-    content = {'images': [image], 'annotations': [], 'categories': [{'id': 1, 'name': 'cat'}]}
-    (folder / 'data' / 'unpacked' / 'annotations.json').write_text(json.dumps(content))
-    for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
-        loader.dataset = dict(
-            type='CocoDataset',
-            data_root='data/coco',
-            ann_file='annotations.json',
-            data_prefix=dict(img='images/'),
-            metainfo=dict(classes=('cat',)),
-            pipeline=loader.dataset.pipeline,
-        )
-    cfg.val_evaluator = cfg.test_evaluator = dict(type='CocoMetric')
-    cfg.model.roi_head.bbox_head.num_classes = cfg.model.roi_head.mask_head.num_classes = 1
+    for loader in (cfg.train_dataloader, cfg.val_dataloader):
+        loader.dataset = dict(type='CocoDataset', data_root='data/coco', ann_file='annotations.json')
     cfg.dump(folder / 'coco.py')
 
     (folder / 'bad_backbone.py').write_text("_base_ = 'small.py'\nmodel = dict(backbone=dict(embed_dim=8))\n")
@@ -101,85 +83,56 @@ def run(world: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPat
     return lambda command, code=1: call(*command.split(), code=code)
 
 
-# A command, and what its message names and tells to do.
+# A command, and the culprit and the remedy that its message names.
 COMMANDS = [
-    ('train.py coco.py', 'train annotation file .*data/coco/annotations.json not found.*--data-root'),
-    ('train.py coco.py --data-root data/unpacked', r'images/b\.png not found'),
-    ('train.py fused_config.py', r'fused_config\.py has no train_dataloader.*train the config that it was fused from'),
-    (
-        'train.py small.py --cfg-options model.roi_head.mask_head.num_classes=80',
-        r'roi_head\.mask_head has num_classes=80, but the train dataset has 4 classes \(circle.*in every head',
-    ),
-    ('train.py small.py --cfg-options train_dataloader.dataset.type=Coko', "no dataset is called 'Coko'"),
+    ('train.py coco.py', 'data/coco/annotations.json.*--data-root'),
+    ('train.py fused_config.py', r'fused_config\.py.*train_dataloader'),
+    ('train.py small.py --cfg-options model.roi_head.mask_head.num_classes=80', r'mask_head.*80.* 4 .*circle'),
+    ('train.py small.py --cfg-options train_dataloader.dataset.type=Coko', "dataset.*'Coko'"),
     ('train.py nowhere.py', r'nowhere\.py'),
-    ('train.py notes.txt', r'notes\.txt is no config.*\.py'),
-    ('test.py broken.py small.pth', r'broken\.py: SyntaxError.*correct the config'),
-    ('latency.py nothing.py', r'nothing\.py is no config of a detector.*model=dict'),
-    ('train.py small.py --cfg-options model.backbone.norm_cfg.type=PReBN', r'small\.py: .*PReBN.*correct the config'),
-    ('train.py small.py --cfg-options custom_hooks.0.total=-1', 'total=-1 fraction is no length.*use 0 to 1'),
-    ('train.py small.py --cfg-options custom_hooks.1.pipeline=val', "pipeline='val'.*one of train, test"),
-    (
-        'train.py small.py --auto-scale-lr --cfg-options auto_scale_lr=None',
-        r'small\.py has no auto_scale_lr\.base_batch_size',
-    ),
+    ('train.py notes.txt', r'notes\.txt.*\.py'),
+    ('test.py broken.py small.pth', r'broken\.py: SyntaxError'),
+    ('latency.py nothing.py', r'nothing\.py.*model=dict'),
+    ('train.py small.py --cfg-options model.backbone.norm_cfg.type=PReBN', r'small\.py: .*PReBN'),
+    ('train.py small.py --cfg-options custom_hooks.0.total=-1', 'total=-1.* 0 to 1'),
+    ('train.py small.py --auto-scale-lr --cfg-options auto_scale_lr=None', r'small\.py.*\.base_batch_size'),
     ('train.py small.py --work-dir notes.txt/run', r'notes\.txt/run: Not a directory'),
-    ('train.py small.py --resume nowhere.pth', r'no checkpoint nowhere\.pth.*check its name'),
-    ('train.py small.py --resume wider.pth', r'wider\.pth: \d+ shapes do not fit.*make the config agree'),
     ('test.py small.py resnet.pth', r'resnet\.pth: nothing matches'),
-    ('test.py small.py fused.pth', r'fused\.pth: the checkpoint is fused.*use the fused config'),
-    ('test.py fused_config.py small.pth', r'small\.pth: the checkpoint is not fused.*slab-det fuse'),
-    ('fuse.py un4.py layernorm.pth --out x.pth', r'layernorm\.pth: 16 of 16 norms have no statistics.*train it'),
-    (
-        'train.py un8.py --resume un4.pth',
-        r'un4\.pth cannot be resumed from: .*averages of another training.*config in its work_dir',
-    ),
-    ('train.py small.py --resume layernorm.pth', r'layernorm\.pth cannot be resumed from.*load_from=FILE'),
-    (
-        'test.py small.py truncated.pth',
-        r'truncated\.pth: cannot be read as a checkpoint.*Get it again, or take an earlier',
-    ),
-    ('fuse.py small.py bomb.pth --out x.pth', r'bomb\.pth: holds posix\.mkdir.*Not loaded'),
-    ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5.*finish the training'),
-    (
-        'fuse.py layernorm.py layernorm.pth --out x.pth',
-        r'layernorm\.py has no norm to fold.*slab-det absorb',
-    ),
-    ('convert_checkpoint.py small.pth x.pth --config small.py', 'no LayerNorm to convert'),
-    (
-        'convert_checkpoint.py fused.pth x.pth --config fused_config.py',
-        'no LayerNorm to convert',
-    ),
-    ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7' is not there.*--device cpu"),
-    (
-        'latency.py small.py --checkpoint small.pth small.pth',
-        '1 configs but 2 checkpoints.*write "none"',
-    ),
-    ('latency.py small.py small.py --checkpoint small.pth small.pth', 'listed twice.*leave one out'),
+    ('test.py small.py fused.pth', r'fused\.pth:.*fused config'),
+    ('test.py fused_config.py small.pth', r'small\.pth:.*slab-det fuse'),
+    ('train.py small.py --resume layernorm.pth', r'layernorm\.pth.*load_from=FILE'),
+    ('test.py small.py truncated.pth', r'truncated\.pth:.*earlier'),
+    ('fuse.py small.py bomb.pth --out x.pth', r'bomb\.pth: .*posix\.mkdir'),
+    ('fuse.py small.py small.pth --out x.pth --size 0 32', '--size 0 32: .* 1'),
+    ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5'),
+    ('fuse.py layernorm.py layernorm.pth --out x.pth', r'layernorm\.py.*slab-det absorb'),
+    ('fuse.py small.py layernorm.pth --out x.pth', r'layernorm\.pth: .* statistics'),
+    ('convert_checkpoint.py small.pth x.pth --config small.py', 'no LayerNorm'),
+    ('convert_checkpoint.py fused.pth x.pth --config fused_config.py', 'LayerNorm'),
+    ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', r'bad_backbone\.py: TypeError'),
+    ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7'.*--device cpu"),
+    ('latency.py small.py --checkpoint small.pth small.pth', '1 configs.* 2 checkpoints.*"none"'),
+    ('latency.py small.py small.py --checkpoint small.pth small.pth', 'twice'),
     ('latency.py small.py --checkpoint small.pth --deploy', r'slab_det\.fuse'),
-    ('latency.py small.py --checkpoint small.pth --image notes.txt', r'image notes\.txt cannot be decoded'),
+    ('latency.py small.py --checkpoint small.pth --image notes.txt', r'notes\.txt'),
     ('report.py no_entries.json --out table', 'no entr'),
-    ('report.py cut_off.json --out table', r'cut_off\.json is no report'),
-    ('latency.py small.py --checkpoint nowhere.pth --json cut_off.json', r'cut_off\.json is no report'),
-    ('test.py small.py nowhere.pth --report cut_off.json', r'cut_off\.json is no report'),
+    ('report.py cut_off.json --out table', r'cut_off\.json'),
+    ('test.py small.py nowhere.pth --report cut_off.json', r'cut_off\.json'),
     ('test.py small.py small.pth --out x.txt', r'--out x\.txt.*\.pkl'),
-    ('test.py small.py small.pth --tta --latency', '--latency.*leave out --tta'),
-    ('test.py small.py small.pth --tta', '--tta: mmdet merges boxes alone'),
-    ('fuse.py small.py nowhere.pth --out x.pth', 'no checkpoint nowhere.pth; check its name'),
-    ('test.py small.py nowhere.pth', 'no checkpoint nowhere.pth; check its name'),
-    ('recalibrate.py small.py small.pth --out x.pth --max-passes 0', 'max_passes must be at least 1'),
-    ('recalibrate.py fused_config.py fused.pth --out x.pth', 'no train_dataloader; give the one'),
-    ('recalibrate.py small.py small.pth --out ./small.pth', 'is a folder or the checkpoint itself'),
-    ('fuse.py small.py small.pth --out ./small.pth', 'is a folder or the checkpoint itself'),
-    ('convert_checkpoint.py small.pth ./small.pth --config small.py', 'is a folder or the checkpoint itself'),
-    ('fuse.py own_config.py small.pth --out own.pth', 'own.pth would put a new config in the place of own_config.py'),
-    ('convert_checkpoint.py small.pth own.pth --config own_config.py', 'in the place of own_config.py'),
-    ('absorb.py own_tune_config.py small.pth --out own.pth', 'in the place of own_tune_config.py'),
-    ('report.py nowhere.json --out x', 'nowhere.json: No such file'),
-    ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', 'bad_backbone.py: TypeError'),
-    ('test.py no_test.py small.pth', r'no_test\.py has no test_dataloader.*add them'),
-    ('fuse.py small.py layernorm.pth --out x.pth', 'layernorm.pth: .* norms have no statistics of data'),
-    ('export_onnx.py small.py layernorm.pth --out x.onnx', 'layernorm.pth: .* norms have no statistics of data'),
-    ('test.py small.py small.pth --cfg-options test_evaluator.type=Koko', 'small.py: KeyError.*Koko.*correct'),
+    ('test.py small.py small.pth --tta --latency', '--latency.*--tta'),
+    ('test.py small.py small.pth --tta', '--tta.* boxes'),
+    ('test.py small.py nowhere.pth', r'nowhere\.pth'),
+    ('test.py no_test.py small.pth', r'no_test\.py.*test_dataloader'),
+    ('test.py small.py small.pth --cfg-options test_evaluator.type=Koko', r'small\.py: KeyError.*Koko'),
+    ('recalibrate.py small.py small.pth --out x.pth --max-passes 0', 'max_passes.* 1'),
+    ('recalibrate.py fused_config.py fused.pth --out x.pth', 'train_dataloader'),
+    # Nothing of the user's is overwritten.
+    ('recalibrate.py small.py small.pth --out ./small.pth', r'small\.pth'),
+    ('fuse.py small.py small.pth --out ./small.pth', r'small\.pth'),
+    ('fuse.py own_config.py small.pth --out own.pth', r'own_config\.py'),
+    ('convert_checkpoint.py small.pth ./small.pth --config small.py', r'small\.pth'),
+    ('convert_checkpoint.py small.pth own.pth --config own_config.py', r'own_config\.py'),
+    ('absorb.py own_tune_config.py small.pth --out own.pth', r'own_tune_config\.py'),
 ]
 
 
@@ -211,35 +164,6 @@ def test_a_wrong_command_is_one_message_and_nothing_half_done(command, expected,
     new = [path for path in after.keys() - before.keys() if not re.match(r'run/(\d{8}_\d{6}/.*|\w+\.py)$', path)]
     assert not new, new
     assert not (world / 'ran').exists(), 'the checkpoint ran code'
-
-
-def test_a_wrong_flag_shows_the_usage(run):
-    result = run('latency.py small.py --dtype float8', code=2)
-    assert 'usage: latency.py' in result.err
-    assert 'error: argument --dtype' in result.err.splitlines()[-1]
-
-
-def test_a_full_disk_at_the_last_checkpoint_leaves_the_one_before(world, run, monkeypatch):
-    sync, folder = os.fsync, world / 'full'
-
-    def sync_until_full(descriptor: int) -> None:
-        if '/.iter_4.pth' in os.readlink(f'/proc/self/fd/{descriptor}'):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, 'fsync', sync_until_full)
-        result = run('train.py small.py --work-dir full')
-    assert 'Traceback' not in result.err
-    message = r'error: \S*/full/iter_4\.pth: No space left on device'
-    assert re.fullmatch(message, result.err.splitlines()[-1])
-    # max_keep_ckpts=1: mmengine alone would have removed it before.
-    assert Path((folder / 'last_checkpoint').read_text()) == folder / 'iter_2.pth'
-    assert read_checkpoint(folder / 'iter_2.pth')['meta']['iter'] == 2
-    assert not [path.name for path in folder.iterdir() if 'iter_4' in path.name or path.name.endswith('.tmp')]
-
-    run('train.py small.py --work-dir full --resume', code=0)
-    assert sorted(path.name for path in folder.glob('*.pth')) == ['fused.pth', 'iter_4.pth']
 
 
 def test_a_latency_that_cannot_be_measured_leaves_the_ap(world, run):

@@ -5,9 +5,6 @@ from pathlib import Path
 
 from slab_det.cli import command
 
-# A copy of slab_det.deployment.export.SCOPES, whose import takes seconds.
-SCOPES = ('backbone', 'backbone+neck+rpn', 'detector')
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector, fused or not')

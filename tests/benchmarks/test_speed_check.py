@@ -40,8 +40,3 @@ def test_ratios_are_compared_with_the_stored_ones_of_the_same_scope(call, tmp_pa
     row['scope'] = 'elsewhere'
     stored.write()
     assert call()[2:] == ['–', '–'], 'stored for another scope'
-
-
-def test_where_there_is_no_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('PATH', '')
-    assert speed_check.commit() == 'unknown'

@@ -1,52 +1,45 @@
-"""Checks that need several processes, run in all of them: ``python ranks.py PROCESSES FOLDER``.
-
-Importing torch and mmdet takes seconds, so it is done once, and the processes are forked from here. Each writes what it
-saw to FOLDER/<rank>.json, where the tests read it.
-"""
-
-import slab_det  # noqa: F401, I001 (before mmdet)
+"""What the four gloo processes of test_ranks.py do. Each writes what it saw to <rank>.json, where the tests read it."""
 
 import errno
+import hashlib
 import json
 import multiprocessing
 import os
 import socket
-import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from conftest import SMALL_SWIN, as_trained, relative_difference
 from mmdet.registry import MODELS
-from mmdet.utils import register_all_modules
-from mmengine.config import Config
 from mmengine.dist import get_rank, init_dist
-from mmengine.hooks import EMAHook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
-from recorder import StepRecorder, digest
 from regression import Regression, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import slab_det
 from slab_det.data.synthetic import generate
-from slab_det.runtime.errors import DataError
-from slab_det.fusion import verify
 from slab_det.hooks import ExactResumeHook, ProgressiveNormHook, RecalibrateFuseHook, recalibrate_fuse
-from slab_det.norms import MABN, UN, PowerNorm, PRepBN
+from slab_det.norms import MABN, UN, PowerNorm, PRepBN, named_progressive_norms
+from slab_det.runtime.errors import DataError
 
-CONFIGS = Path(__file__).parents[2] / 'configs'
+NUM_RANKS = 4
 CHANNELS = 6
 # Tokens of each process. A single token alone has no variance.
 TOKENS = [5, 1, 7, 3]
 # Images of each process in a recalibration: unequal in number and size, and one process has none.
 IMAGES = ([(64, 80), (33, 90), (48, 40)], [(90, 33)], [(40, 40), (64, 32)], [])
-SIZE = (96, 80)
-SMALL = dict(embed_dims=8, depths=(2, 2, 1, 1), num_heads=(1, 2, 2, 4))
 
 
-def distance(value, reference):
-    """Largest difference, relative to the largest value."""
-    return float((value - reference).abs().max() / reference.abs().max())
+def digest(tensors):
+    """One word for the bytes of named tensors."""
+    sha = hashlib.sha256()
+    for name, value in sorted(dict(tensors).items()):
+        sha.update(name.encode() + value.detach().numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def message(function, *args):
@@ -99,10 +92,11 @@ def trained_together(alone):
         own_by_token, own_gradients, own_buffers = trained(name, [get_rank()], recompute)
         for gradient in own_gradients.values():
             dist.all_reduce(gradient)
-        pairs = {key: (value, by_token[key].split(TOKENS, 1)[get_rank()]) for key, value in own_by_token.items()}
-        pairs |= {key: (value, gradients[key]) for key, value in own_gradients.items()}
-        pairs |= {key: (value.double(), buffers[key].double()) for key, value in own_buffers.items()}
-        found[f'{name}, {recompute}'] = {key: distance(*pair) for key, pair in pairs.items() if pair[1].any()}
+        expected = {key: value.split(TOKENS, 1)[get_rank()] for key, value in by_token.items()} | gradients | buffers
+        own = own_by_token | own_gradients | own_buffers
+        found[f'{name}, {recompute}'] = {
+            key: relative_difference([own[key]], [value]) for key, value in expected.items() if value.any()
+        }
     return found
 
 
@@ -110,14 +104,7 @@ def trained_together(alone):
 
 
 def backbone():
-    torch.manual_seed(0)
-    model = MODELS.build(dict(type='SLABSwin', norm_cfg=dict(type='PRepBN'), **SMALL)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.5 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * scale)
-    slab_det.set_gamma(model, 0)
-    return model
+    return as_trained(MODELS.build(SMALL_SWIN)).double()
 
 
 def images_of(rank):
@@ -135,9 +122,9 @@ def recalibrated_alone():
 def recalibrated_together(alone):
     model = backbone().train()
     report = slab_det.recalibrate(model, images_of(get_rank()), max_passes=4, tol=0, progress=False)
-    statistics = [(model.state_dict()[key], value) for key, value in alone.items() if 'running' in key]
+    statistics = [([model.state_dict()[key]], [value]) for key, value in alone.items() if 'running' in key]
     return {
-        'distances': [distance(*pair) for pair in statistics],
+        'distances': [relative_difference(*pair) for pair in statistics],
         'digest': digest(model.state_dict()),
         'batches': report.num_batches,
         'residuals': report.residuals,
@@ -160,6 +147,25 @@ def recalibration_fails_on_one():
 
 
 # A run -----------------------------------------------------------------------------------------------------------
+
+
+class StepRecorder(Hook):
+    """Notes the model of every iteration."""
+
+    priority = 'LOWEST'
+
+    def __init__(self):
+        self.notes = {'gammas': [], 'parameters': [], 'states': []}
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        gammas = {norm.gamma for norm in named_progressive_norms(runner.model.module).values()}
+        self.notes['gammas'].append(sorted(gammas))
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        model = runner.model.module
+        self.notes['parameters'].append(digest(model.named_parameters()))
+        self.notes['states'].append(digest(model.state_dict()))
+        self.notes['find_unused'] = runner.model.find_unused_parameters
 
 
 def training(folder):
@@ -186,52 +192,35 @@ def training(folder):
 # The end of a run ------------------------------------------------------------------------------------------------
 
 
-def detector_config(folder):
-    cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_slab_swin.py')
-    cfg.model.backbone.update(window_sizes=(10, 6, 7, 7), **SMALL)
-    cfg.model.neck.in_channels = [8, 16, 32, 64]
-    for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
-        loader.dataset.generator = {'num_train': 8, 'num_val': 3, 'size': SIZE}
-        loader.update(num_workers=0, persistent_workers=False)
-    cfg.val_evaluator.collect_device = cfg.test_evaluator.collect_device = 'gpu'
-    cfg.train_dataloader.batch_size = 2
-    cfg.train_cfg.max_iters, cfg.train_cfg.val_interval = 1, 10
-    cfg.default_hooks.checkpoint.interval = 1
-    cfg.custom_hooks = [{'type': 'ProgressiveNormHook', 'total': 0}]
-    cfg.launcher, cfg.work_dir = 'pytorch', str(folder / 'detector')
-    return cfg
-
-
 def end_of_run(cfg):
-    """RecalibrateFuseHook after a training, first with errors of single processes, then without."""
+    """RecalibrateFuseHook after a training, with errors of single processes."""
     cfg.work_dir += str(get_rank())
+    cfg.launcher, cfg.val_evaluator.collect_device = 'pytorch', 'gpu'
+    cfg.custom_hooks = [{'type': 'ProgressiveNormHook', 'total': 0}]
+    cfg.default_hooks.checkpoint.interval = 1
     runner = Runner.from_cfg(cfg)
     runner.train()
     folder = Path(cfg.work_dir)
     hook = RecalibrateFuseHook(num_images=6, max_passes=2)
-    quick = RecalibrateFuseHook(num_images=6, recalibrate=False)
     saved = (folder / 'iter_1.pth').read_bytes() if get_rank() == 0 else None
-    found = {}
 
-    def raises(name, target, attribute, value, hook=hook, rank=0):
+    def failed(rank, target, attribute, error):
+        def fail(*args):
+            raise error
+
         original = getattr(target, attribute)
         if get_rank() == rank:
-            setattr(target, attribute, value)
-        found[name] = message(hook.after_train, runner)
+            setattr(target, attribute, fail)
+        found = message(hook.after_train, runner)
         setattr(target, attribute, original)
+        return found
 
-    def no_images(*args):
-        raise DataError('images/7.png is missing')
-
-    def full_disk(*args):
-        raise OSError(errno.ENOSPC, 'No space left on device')
-
-    raises('data', recalibrate_fuse, 'recalibration_dataloader', no_images, rank=3)
-    raises('disk', os, 'fsync', full_disk)
-    raises('verification', verify, 'FLOAT64_BOUND', -1.0, quick)
-    found['intact'] = saved is None or (folder / 'iter_1.pth').read_bytes() == saved
-    found['early'] = sorted(path.name for path in folder.glob('*fused*'))
-    return found
+    return {
+        'data': failed(3, recalibrate_fuse, 'recalibration_dataloader', DataError('images/7.png is missing')),
+        'disk': failed(0, os, 'fsync', OSError(errno.ENOSPC, 'No space left on device')),
+        'intact': saved is None or (folder / 'iter_1.pth').read_bytes() == saved,
+        'early': sorted(path.name for path in folder.glob('*fused*')),
+    }
 
 
 # Processes -------------------------------------------------------------------------------------------------------
@@ -251,10 +240,32 @@ def launch():
     return {'backend': dist.get_backend(), 'warnings': [str(w.message) for w in caught]}
 
 
-def run(rank, world_size, folder, port, norms, statistics, cfg):
+def start(rank, world_size, port, function, *args):
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR='127.0.0.1', MASTER_PORT=port
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR='127.0.0.1',
+        MASTER_PORT=port,
+        CUDA_VISIBLE_DEVICES='',
     )
+    function(*args)
+
+
+def in_processes(world_size, function, *args):
+    """Calls a function in so many processes. They are forked: importing torch and mmdet takes seconds."""
+    fork, port = multiprocessing.get_context('fork'), free_port()
+    processes = [
+        fork.Process(target=start, args=(rank, world_size, port, function, *args)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes)
+
+
+def run(folder, norms, statistics, cfg):
     found = {'launch': launch()}
     found['norms'] = trained_together(norms)
     found['recalibration'] = recalibrated_together(statistics)
@@ -262,26 +273,13 @@ def run(rank, world_size, folder, port, norms, statistics, cfg):
     found['failed download'] = download_fails()
     found['training'] = training(folder)
     found['end of run'] = end_of_run(cfg)
-    (folder / f'{rank}.json').write_text(json.dumps(found))
+    (folder / f'{get_rank()}.json').write_text(json.dumps(found))
 
 
-def main(world_size, folder):
-    torch.set_num_threads(1)
-    register_all_modules(init_default_scope=True)
-    slab_det.runtime.install()
-    os.environ['SLAB_DET_CACHE'] = str(folder / 'cache')
-    generate(num_train=8, num_val=3, size=SIZE)
-    every = range(world_size)
-    norms = {(name, recompute): trained(name, every, recompute) for name in NORMS for recompute in (False, True)}
-    arguments = world_size, folder, free_port(), norms, recalibrated_alone(), detector_config(folder)
-    fork = multiprocessing.get_context('fork')
-    processes = [fork.Process(target=run, args=(rank, *arguments)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    raise SystemExit(max(abs(process.exitcode) for process in processes))
-
-
-if __name__ == '__main__':
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+def run_all(folder, cfg):
+    """Returns what each process wrote."""
+    # Not by four processes at a time.
+    generate(**cfg.train_dataloader.dataset.generator)
+    norms = {(name, recompute): trained(name, range(NUM_RANKS), recompute) for name in NORMS for recompute in (0, 1)}
+    in_processes(NUM_RANKS, run, folder, norms, recalibrated_alone(), cfg)
+    return [json.loads((folder / f'{rank}.json').read_text()) for rank in range(NUM_RANKS)]

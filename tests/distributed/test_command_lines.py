@@ -3,21 +3,23 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from mmdet.evaluation import DumpDetResults
 from mmengine.config import Config
-from mmengine.runner import Runner
-from recorder import digest
+from ranks import in_processes
+
+from slab_det.cli.test import main
 
 REPO = Path(__file__).parents[2]
+TOOLS = REPO / 'tools'
 CONFIG = f"""
 _base_ = ['{REPO}/configs/quickstart_mask_rcnn_slab_swin.py']
-custom_imports = dict(imports=['slab_det', 'recorder'], allow_failed_imports=False)
+custom_imports = dict(imports=['slab_det'], allow_failed_imports=False)
 generator = dict(num_train=10, num_val=5, size=(96, 80))
 train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False, dataset=dict(generator=generator))
 val_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(generator=generator))
@@ -30,29 +32,27 @@ model = dict(
     neck=dict(in_channels=[8, 16, 32, 64]))
 train_cfg = dict(max_iters=4, val_interval=10)
 default_hooks = dict(checkpoint=dict(interval=2))
-optim_wrapper = dict(accumulative_counts=2)
 auto_scale_lr = dict(enable=False, base_batch_size=2)
 custom_hooks = [
     dict(type='ProgressiveNormHook', total=2, unit='iter'),
     dict(type='RecalibrateFuseHook', num_images=5, max_passes=2),
-    dict(type='StepRecorder'),
 ]
 work_dir = 'rank{{{{$RANK:0}}}}'
 """
+# Spaces, and what a shell would run.
+HOSTILE = 'a b; touch pwned; $(touch pwned) `touch pwned` & *'
 
 
-def call(folder, script, *arguments):
+def call(folder: Path, script: Path, *arguments: object, **environment: str) -> None:
     variables = dict(
         PYTHON=sys.executable,
-        PYTHONPATH=f'{REPO}:{Path(__file__).parent}',
+        PYTHONPATH=str(REPO),
         CUDA_VISIBLE_DEVICES='',
-        OMP_NUM_THREADS='1',
         SLAB_DET_CACHE=str(folder / 'cache'),
     )
-    command = [str(REPO / 'tools' / script), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={**os.environ, **variables}, timeout=600, check=False
-    )
+    environment = {**os.environ, **variables, **environment}
+    command = [str(script), *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
@@ -60,32 +60,17 @@ def call(folder, script, *arguments):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('dist')
     (folder / 'config.py').write_text(CONFIG)
-    call(folder, 'dist_train.sh', 'config.py', 2, '--auto-scale-lr')
-    fused = 'rank0/fused_config.py', 'rank0/fused.pth'
-    call(folder, 'dist_test.sh', *fused, 2, '--work-dir', 'test', '--out', 'together.pkl')
+    call(folder, TOOLS / 'dist_train.sh', 'config.py', 2, '--auto-scale-lr')
     return folder
 
 
-@pytest.fixture(scope='module')
-def notes(folder):
-    return [json.loads((folder / f'rank{rank}' / 'notes.json').read_text()) for rank in range(2)]
-
-
-def test_processes_train_alike_and_only_the_main_process_writes(folder, notes):
-    first, second = notes
-    for rank in notes:
-        assert rank['wrapper'] == 'CpuDataParallel' and rank['find_unused'] is False
-        assert rank['gammas'] == [[1.0], [0.5], [0.0], [0.0]]
-        # Twice the batch of the base: 2 processes with 2 images each.
-        assert rank['lr'] == pytest.approx(2 * 1e-3)
-        changed = [after != before for before, after in zip(rank['parameters'], rank['parameters'][1:], strict=False)]
-        assert changed == [True, False, True], 'one step of the optimizer in two iterations'
-    assert first['parameters'] == second['parameters']
+def test_processes_share_the_images_and_only_the_main_process_writes(folder):
     written = ({path.name for path in (folder / f'rank{rank}').glob('*')} for rank in range(2))
     results = {'fused.pth', 'iter_2.pth', 'iter_4.pth', 'report.json', 'fused_config.py'}
     assert [results & names for names in written] == [results, set()]
-    saved = digest(torch.load(folder / 'rank0' / 'iter_4.pth', weights_only=False)['state_dict'])
-    assert first['end'] == second['end'] == saved
+    optimizer = torch.load(folder / 'rank0' / 'iter_4.pth', weights_only=False)['optimizer']
+    # Twice the batch of the base: 2 processes with 2 images each.
+    assert optimizer['param_groups'][0]['initial_lr'] == pytest.approx(2 * 1e-3)
     unfused, fused = json.loads((folder / 'rank0' / 'report.json').read_text())['entries']
     # The five images of recalibration, in the training's batches of two: 2 + 1 in one process, 2 in the other.
     assert unfused['training']['batch_size'] == 4 and unfused['recalibration']['num_batches'] == 3
@@ -94,13 +79,13 @@ def test_processes_train_alike_and_only_the_main_process_writes(folder, notes):
 
 def test_two_processes_predict_what_one_does(folder, monkeypatch):
     monkeypatch.setenv('SLAB_DET_CACHE', str(folder / 'cache'))
-    cfg = Config.fromfile(folder / 'rank0' / 'fused_config.py', import_custom_modules=False)
+    monkeypatch.chdir(folder)
     # It serves a single process too.
-    assert 'launcher' not in cfg
-    cfg.work_dir, cfg.load_from = str(folder / 'alone'), str(folder / 'rank0' / 'fused.pth')
-    runner = Runner.from_cfg(cfg)
-    runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=str(folder / 'alone.pkl')))
-    runner.test()
+    assert 'launcher' not in Config.fromfile('rank0/fused_config.py', import_custom_modules=False)
+    command = 'test.py rank0/fused_config.py rank0/fused.pth --work-dir test --out'.split()
+    for count, options in ((2, ['together.pkl', '--launcher', 'pytorch']), (1, ['alone.pkl'])):
+        monkeypatch.setattr(sys, 'argv', command + options)
+        in_processes(count, main)
     together, alone = (
         {sample['img_id']: sample['pred_instances'] for sample in pickle.loads((folder / name).read_bytes())}
         for name in ('together.pkl', 'alone.pkl')
@@ -112,10 +97,22 @@ def test_two_processes_predict_what_one_does(folder, monkeypatch):
         torch.testing.assert_close(together[image]['scores'], expected['scores'], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    'script, arguments',
-    [('dist_train.sh', ['config.py']), ('dist_test.sh', ['config.py', 'weights.pth'])],
-)
-def test_missing_arguments_are_answered_with_the_usage(script, arguments):
-    done = subprocess.run([str(REPO / 'tools' / script), *arguments], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(('script', 'positional'), [('dist_train.sh', 1), ('dist_test.sh', 2)])
+def test_a_script_passes_its_arguments_on_as_they_are_or_shows_its_usage(script, positional, tmp_path):
+    # The scripts themselves lie in such a folder. A recorder stands for python.
+    tools = tmp_path / HOSTILE / 'tools'
+    tools.mkdir(parents=True)
+    for path in TOOLS.glob('*.sh'):
+        shutil.copy(path, tools)
+    recorder = tmp_path / 'recorder'
+    recorder.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" >"{tmp_path}/notes"\n')
+    recorder.chmod(0o755)
+    call(tmp_path, tools / script, *[HOSTILE] * positional, 2, f'--work-dir={HOSTILE}', PYTHON=str(recorder))
+    notes = (tmp_path / 'notes').read_text().splitlines()
+    assert notes.count(HOSTILE) == positional and f'--work-dir={HOSTILE}' in notes, notes
+    assert any(note.startswith(str(tools)) for note in notes), notes
+    assert not list(tmp_path.rglob('pwned'))
+
+    arguments = ['config.py'] * positional
+    done = subprocess.run([str(TOOLS / script), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and f'usage: {script} CONFIG' in done.stderr

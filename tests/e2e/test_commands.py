@@ -24,20 +24,6 @@ def run(call: Callable[..., Outcome]) -> Callable[[str], str]:
     return lambda command: call(*shlex.split(command)).out
 
 
-def run_in_process(command: str) -> str:
-    """The same in a process of its own, as a user has it."""
-    tool, *arguments = shlex.split(command)
-    result = subprocess.run(
-        [sys.executable, str(ROOT / 'tools' / tool), *arguments],
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, f'{command}: {result.stdout[-3000:]}\n{result.stderr[-3000:]}'
-    return result.stdout + result.stderr
-
-
 def dump_without_folder(cfg, path: Path) -> None:
     cfg.pop('work_dir')
     cfg.pop('experiment_name')
@@ -46,14 +32,18 @@ def dump_without_folder(cfg, path: Path) -> None:
 
 def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     dump_without_folder(small_run_cfg('unused'), tmp_path / 'small.py')
-    screen = run_in_process('train.py small.py --work-dir run')
+    # In a process of its own, as a user has it.
+    command = [sys.executable, str(ROOT / 'tools/train.py'), 'small.py', '--work-dir', 'run']
+    done = subprocess.run(command, env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True, text=True)
+    screen = done.stdout + done.stderr
+    assert done.returncode == 0, screen[-3000:]
     assert 'Recalibration, pass 1: 100%' in screen and not {'\r', '\b'} & set(screen)
     checkpoint = Path((tmp_path / 'run' / 'last_checkpoint').read_text())
     assert (tmp_path / checkpoint).name == 'iter_6.pth'
     rounds = '--rounds 3 --warmup 1'
-    for model, run_test in ((f'small.py {checkpoint}', run_in_process), ('run/fused_config.py run/fused.pth', run)):
+    for model in (f'small.py {checkpoint}', 'run/fused_config.py run/fused.pth'):
         report = '--work-dir tested --report run/report.json --show-dir drawn --latency'
-        screen = run_test(f'test.py {model} {report} {rounds}')
+        screen = run(f'test.py {model} {report} {rounds}')
         assert re.search(r'\| ms \|.*box AP', screen)
         assert [*Path(re.search('Predictions drawn in (.*)', screen)[1]).iterdir()]
 
@@ -74,7 +64,6 @@ def test_train_test_fuse_measure_and_report(small_run_cfg, run, tmp_path):
     assert settled['meta']['dataset_meta']['classes'] == trained['meta']['dataset_meta']['classes']
     changed = differing(settled['state_dict'], trained['state_dict'])
     assert {key.rpartition('.')[2] for key in changed} == {'running_mean', 'running_var'}
-    run('fuse.py small.py settled.pth --out settled_fused.pth')
     output = run(
         f'latency.py small.py run/fused_config.py --checkpoint {checkpoint} run/fused.pth --scope backbone {rounds} '
         '--size 64 96 --json latency.json'

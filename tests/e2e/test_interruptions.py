@@ -1,30 +1,32 @@
 """A run with every hook and every way of saving memory is killed where it hurts most: it ends as if it had not been."""
 
-from collections.abc import Iterator
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS
-from interruptions import FORK_SERVER, Interruptions, KillPoint, WholeFiles
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, EMAHook, LoggerHook
 from mmengine.runner import Runner
 
-from slab_det.hooks import (
-    CheckedLoadHook,
-    ExactResumeHook,
-    ProgressiveNormHook,
-    RecalibrateFuseHook,
-)
+from slab_det.cli.train import main
+from slab_det.hooks import CheckedLoadHook, ExactResumeHook, ProgressiveNormHook, RecalibrateFuseHook
+from slab_det.measure.report import read_report
+from slab_det.runtime import read_checkpoint
 
-MAX_ITERS = 6
+FORK = multiprocessing.get_context('fork')
+LAST = 'iter_6.pth'
 
 
-@pytest.fixture(scope='module')
-def cfg(module_run_cfg) -> Config:
+@pytest.fixture
+def cfg(small_run_cfg: Callable[..., Config]) -> Config:
     """A training whose loss, data and layers all draw random numbers."""
-    cfg = module_run_cfg('unused', MAX_ITERS, with_cp=True, drop_path_rate=0.3)
+    cfg = small_run_cfg('unused', 6, with_cp=True, drop_path_rate=0.3)
     cfg.train_dataloader.dataset.pipeline.insert(
         2, dict(type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False)
     )
@@ -32,40 +34,63 @@ def cfg(module_run_cfg) -> Config:
     cfg.optim_wrapper.accumulative_counts = 3
     cfg.train_cfg.val_interval = 4
     cfg.default_hooks.checkpoint.max_keep_ckpts = 1
-    cfg.default_hooks.logger.interval = 1
     cfg.custom_hooks[1].tol = 0.0
     cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
     return cfg
 
 
-@pytest.fixture(scope='module')
-def runs(cfg, tmp_path_factory) -> Iterator[Interruptions]:
-    """That training, run once to the end."""
-    folder = tmp_path_factory.mktemp('interruptions')
-    cfg.dump(folder / 'small.py')
-    with pytest.MonkeyPatch.context() as patch:
-        # All runs are forked from a process that imports this file's conftest, for what it saves in runs.
-        patch.setenv('PYTHONPATH', f'{Path(__file__).parents[1]}:{CONFIGS.parent}')
-        FORK_SERVER.set_forkserver_preload(
-            ['conftest', 'slab_det.cli.config', 'slab_det.backbones', 'mmdet.evaluation']
-        )
-        yield Interruptions(folder / 'small.py', folder)
+def train(arguments: list[str], kill_at: tuple[str, int] | None) -> None:
+    """Runs ``slab-det train``, and kills this process when it writes a file of this name for the n-th time."""
+    sync, writes = os.fsync, 0
+
+    def sync_or_die(descriptor: int) -> None:
+        nonlocal writes
+        name, count = kill_at
+        writes += f'/.{name}.' in os.readlink(f'/proc/self/fd/{descriptor}')
+        if writes == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(descriptor)
+
+    if kill_at:
+        os.fsync = sync_or_die
+    sys.argv = ['train.py', *arguments]
+    main()
 
 
-@pytest.mark.parametrize(
-    'point',
-    [
-        KillPoint('decay', f'Iter(train) [3/{MAX_ITERS}]'),
-        KillPoint('recalibration', 'Recalibration, pass 2'),
-        KillPoint('fused checkpoint', 'Recalibration, pass 1', '.fused.pth.0.tmp'),
-    ],
-    ids=lambda point: point.kind,
-)
-def test_a_killed_run_ends_as_the_uninterrupted_one(runs, point):
-    kill = runs.kill(point)
-    assert (kill['largest_difference'], kill['gamma'], kill['same_report']) == (0, 0, True), kill
-    assert not kill['torn'] and bool(kill['unfinished']) == (point.writes is not None), kill
-    assert kill['resumed_from'] == f'iter_{2 if point.kind == "decay" else MAX_ITERS}', kill
+def run(folder: Path, *arguments: str, kill_at: tuple[str, int] | None = None) -> None:
+    """Trains in a process of its own, to the end or until it is killed."""
+    process = FORK.Process(target=train, args=(['small.py', '--work-dir', str(folder), *arguments], kill_at))
+    process.start()
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if kill_at else 0)
+
+
+def results(folder: Path) -> list[dict]:
+    """Weights, optimizer and averaged weights of the last checkpoint, and the fused weights."""
+    last, fused = read_checkpoint(folder / LAST), read_checkpoint(folder / 'fused.pth')
+    return [last['state_dict'], last['optimizer'], last['ema_state_dict'], fused['state_dict']]
+
+
+def test_a_run_that_is_killed_three_times_ends_as_the_uninterrupted_one(cfg, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg.dump('small.py')
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    run(whole)
+    resume: tuple[str, ...] = ()
+    # While gamma falls, when the last checkpoint is replaced by the recalibrated one, and at the fused checkpoint.
+    for name, count, left in (('iter_4.pth', 1, 'iter_2.pth'), (LAST, 2, LAST), ('fused.pth', 1, LAST)):
+        run(killed, *resume, kill_at=(name, count))
+        assert [path.name for path in killed.glob('.*.tmp')] == [f'.{name}.0.tmp'], 'it died while it wrote'
+        # Every file under its final name is whole.
+        assert [path.name for path in killed.glob('*.pth')] == [left]
+        assert read_checkpoint(killed / left)['meta']['iter'] == int(re.search(r'\d+', left)[0])
+        assert Path((killed / 'last_checkpoint').read_text()).name == left
+        resume = ('--resume',)
+    run(killed, *resume)
+    assert not [*killed.glob('.*.tmp')]
+    torch.testing.assert_close(results(killed), results(whole), rtol=0, atol=0)
+    reports = [[(e.ap, e.recalibration, e.fusion) for e in read_report(f / 'report.json')] for f in (killed, whole)]
+    assert reports[0] == reports[1]
 
 
 def test_hooks_run_in_the_order_that_each_needs(cfg):
@@ -74,15 +99,3 @@ def test_hooks_run_in_the_order_that_each_needs(cfg):
     at = {hook: hooks.index(hook) for hook in hooks}
     assert at[CheckedLoadHook] < at[EMAHook] < at[ProgressiveNormHook] < at[LoggerHook] < at[RecalibrateFuseHook]
     assert at[ExactResumeHook] < at[RecalibrateFuseHook] < at[CheckpointHook]
-
-
-def test_the_comparison_sees_a_torn_file(tmp_path):
-    files = WholeFiles(tmp_path)
-    torch.save(dict(a=torch.ones(100)), tmp_path / 'iter_2.pth')
-    files.check()
-    assert not files.torn
-    (tmp_path / 'iter_4.pth').write_bytes((tmp_path / 'iter_2.pth').read_bytes()[:-50])
-    (tmp_path / 'report.json').write_text('{"schema": 1, "entr')
-    files.check()
-    torn = sorted(message.partition(':')[0] for message in files.torn)
-    assert torn == ['iter_4.pth', 'report.json']
