@@ -22,8 +22,8 @@ import slab_det
 from slab_det.measure.report import read_report
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 
-NAMES = sorted(path.stem for path in CONFIGS.glob('*.py') if not re.match(r'faster|.*_[sbm]$', path.stem))
-NAMES.append('faster_rcnn_slab_swin_t')
+NAMES = sorted(path.stem for path in CONFIGS.glob('*.py') if not re.match(r'faster|.*_s$', path.stem))
+NAMES.append('faster_rcnn_prepbn_swin_t')
 # Keys of a detector's config that count channels.
 CHANNELS = ('in_channels', 'out_channels', 'feat_channels', 'conv_out_channels', 'fc_out_channels')
 # Keys of a pipeline that hold image sizes.
