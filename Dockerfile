@@ -3,6 +3,9 @@ FROM python:3.11-slim
 # OpenCV's libraries; make; a compiler for the tests of torch.compile.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libgl1 libglib2.0-0 make
 WORKDIR /slab_det
-COPY . .
+# The environment depends on the lock alone: a change of the code does not make it again.
+COPY requirements requirements
+COPY tools/venv.sh tools/
 RUN tools/venv.sh
+COPY . .
 CMD ["sh", "-c", "make quickstart && make test"]

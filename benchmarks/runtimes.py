@@ -75,7 +75,7 @@ ROWS = {
     'Swin-T, absorbed, 4 kept': Row('mask_rcnn_swin_t', *SWIN, kept=4),
     'Swin-T, absorbed, none kept': Row('mask_rcnn_swin_t', *SWIN, kept=0),
     'Swin-T-PRepBN': Row('mask_rcnn_prepbn_swin_t', *SWIN),
-    'Swin-T-BN+FFNBN': Row('mask_rcnn_bn_ffnbn_swin_t', *SWIN),
+    'Swin-T-BN+FFNBN': Row('mask_rcnn_bn_ffnbn_swin_t_3x', *SWIN),
     'SLAB-Swin-T': Row('mask_rcnn_slab_swin_t', *SWIN),
     PVT[0]: Row('mask_rcnn_pvt_s', *PVT, type='PyramidVisionTransformer'),
     PVT[1]: Row('mask_rcnn_pvt_s', *PVT),

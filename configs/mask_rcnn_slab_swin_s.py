@@ -1,9 +1,11 @@
 # SLAB-Swin-S: PRepBN, and simplified linear attention in the first two stages.
-_base_ = ['./mask_rcnn_swin_s.py', './_base_/rows/slab_swin.py']
+_base_ = ['./mask_rcnn_swin_s.py', './_base_/prepbn.py']
 
 model = dict(
     backbone=dict(
-        _base_.row.backbone,
+        norm_cfg=dict(type='PRepBN'),
+        attention=('sla', 'sla', 'softmax', 'softmax'),
+        window_sizes=(56, 28, 7, 7),
         init_cfg=dict(checkpoint='https://github.com/xinghaochen/SLAB/releases/download/ckpts/slab_swin_small.pth'),
     )
 )

@@ -25,10 +25,8 @@ README = (ROOT / 'README.md').read_text()
 SIZES = {
     'Swin-96x2262': 'Swin-T',
     'Swin-96x22182': 'Swin-S',
-    'Swin-128x22182': 'Swin-B',
     'PVT-2222': 'PVT-T',
     'PVT-3463': 'PVT-S',
-    'PVT-34183': 'PVT-M',
     'CSwin-12211': 'CSWin-T',
     'CSwin-24181': 'CSWin-T',
 }

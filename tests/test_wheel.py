@@ -76,7 +76,7 @@ def test_every_config_is_in_the_wheel_and_means_what_it_means_in_the_repository(
     for path in installed.values():
         bases = re.findall(r"'(\.\.?/[^']+\.py)'", path.read_text())
         assert bases and not [base for base in bases if not (path.parent / base).is_file()], path
-    for name in ('faster_rcnn_slab_pvt_t.py', 'mask_rcnn_slab_swin_t_official.py'):
+    for name in ('faster_rcnn_un_swin_t_3x.py', 'mask_rcnn_slab_swin_t_official.py'):
         assert Config.fromfile(installed[name]).to_dict() == Config.fromfile(CONFIGS / name).to_dict(), name
 
 

@@ -10,11 +10,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --quiet uv
-mkdir -p requirements
-# It resolves for other Pythons than the one at hand, and needs none of them.
-export UV_PYTHON_DOWNLOADS=never
-"$work/venv/bin/uv" pip compile pyproject.toml --extra test --universal --python-version 3.10 --generate-hashes \
-    --no-annotate --no-emit-index-url --custom-compile-command tools/lock.sh \
+python3 -m venv "$work"
+"$work/bin/pip" install --quiet uv
+# uv resolves for other Pythons than the one at hand, and needs none of them.
+UV_PYTHON_DOWNLOADS=never "$work/bin/uv" pip compile pyproject.toml --extra test --universal --python-version 3.10 \
+    --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command tools/lock.sh \
     --output-file requirements/lock.txt "$@"

@@ -106,7 +106,6 @@ def run_config(study: Study, name: str, seed: int) -> Config:
     config.merge_from_dict(
         dict(
             model=dict(backbone=backbone),
-            max_iters=study.iterations,
             train_cfg=dict(max_iters=study.iterations, val_interval=study.iterations),
             param_scheduler=[warmup, dict(decay, T_max=study.iterations - warmup['end'])],
             default_hooks=dict(checkpoint=dict(interval=max(1, study.iterations // 5), max_keep_ckpts=1)),

@@ -7,10 +7,6 @@ visualizer = dict(_delete_=True, type='UniversalVisualizer', vis_backends=[dict(
 custom_hooks = [dict(type='RecalibrateFuseHook')]
 default_hooks = dict(checked_load=dict(reinitialize=['head']))
 data_preprocessor = dict(mean=[125.307, 122.961, 113.8575], std=[51.5865, 50.847, 51.255])
-transfer = dict(
-    head=dict(num_classes=100, loss=dict(_delete_=True, type='CrossEntropyLoss')),
-    train_cfg=None,
-)
 train_pipeline = [
     dict(type='Resize', scale=224),
     dict(type='RandomCrop', crop_size=224, padding=28),

@@ -10,15 +10,3 @@ _base_ = [
 default_scope = 'mmpretrain'
 visualizer = dict(_delete_=True, type='UniversalVisualizer', vis_backends=[dict(type='LocalVisBackend')])
 optim_wrapper = dict(clip_grad=dict(max_norm=5.0))
-classifier = dict(
-    type='ImageClassifier',
-    neck=dict(type='GlobalAveragePooling'),
-    head=dict(
-        type='LinearClsHead',
-        num_classes=1000,
-        in_channels=768,
-        init_cfg=dict(type='TruncNormal', layer='Linear', std=0.02),
-        loss=dict(type='LabelSmoothLoss', label_smooth_val=0.1, mode='original'),
-    ),
-    train_cfg=dict(augments=[dict(type='Mixup', alpha=0.8), dict(type='CutMix', alpha=1.0)]),
-)

@@ -1,4 +1,4 @@
 # DeiT-S with LayerNorm.
-_base_ = ['./deit_t_in1k.py', '../_base_/sizes/deit_s.py']
+_base_ = ['./deit_t_in1k.py']
 
-model = {{_base_.size}}
+model = dict(backbone=dict(embed_dims=384, num_heads=6), head=dict(in_channels=384))

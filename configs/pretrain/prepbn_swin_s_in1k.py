@@ -1,4 +1,4 @@
 # Swin-S-PRepBN; no recipe of it was released.
-_base_ = ['./swin_s_in1k.py', '../_base_/rows/prepbn_swin.py']
+_base_ = ['./swin_s_in1k.py', '../_base_/prepbn.py']
 
-model = {{_base_.row}}
+model = dict(backbone=dict(norm_cfg=dict(type='PRepBN')))

@@ -1,4 +1,4 @@
 # PVT-S with LayerNorm.
-_base_ = ['./pvt_t_in1k.py', '../_base_/sizes/pvt_s.py']
+_base_ = ['./pvt_t_in1k.py']
 
-model = dict(backbone=dict(num_layers=_base_.size.backbone.num_layers))
+model = dict(backbone=dict(num_layers=(3, 4, 6, 3)))

@@ -1,17 +1,15 @@
 # PVT-T with LayerNorm, pooled over all tokens as in SLAB's code, which has no class token; its schedule too.
-_base_ = ['../_base_/models/mask_rcnn_pvt_t.py', '../_base_/in1k.py']
+_base_ = ['../_base_/models/classifier.py', '../_base_/in1k.py']
 
 model = dict(
-    _base_.classifier,
-    _delete_=True,
     backbone=dict(
-        _base_.model.backbone,
         type='mmdet.SLABPVT',
+        num_layers=(2, 2, 2, 2),
         out_indices=(3,),
         drop_path_rate=0.1,
-        init_cfg=None,
+        norm_cfg=dict(type='LN', eps=1e-6),
     ),
-    head=dict(_base_.classifier.head, in_channels=512),
+    head=dict(in_channels=512),
 )
 optim_wrapper = dict(clip_grad=None)
 param_scheduler = [

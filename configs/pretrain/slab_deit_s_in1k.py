@@ -1,4 +1,4 @@
 # SLAB-DeiT-S.
-_base_ = ['./slab_deit_t_in1k.py', '../_base_/sizes/deit_s.py']
+_base_ = ['./slab_deit_t_in1k.py']
 
-model = {{_base_.size}}
+model = dict(backbone=dict(embed_dims=384, num_heads=6), head=dict(in_channels=384))

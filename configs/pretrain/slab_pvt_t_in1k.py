@@ -1,4 +1,11 @@
 # SLAB-PVT-T, without drop-path as in the released code.
-_base_ = ['./pvt_t_in1k.py', '../_base_/rows/slab_pvt.py']
+_base_ = ['./pvt_t_in1k.py', '../_base_/prepbn.py']
 
-model = dict(backbone=dict(_base_.row.backbone, drop_path_rate=0.0))
+model = dict(
+    backbone=dict(
+        norm_cfg=dict(_delete_=True, type='PRepBN', ln_eps=1e-6),
+        attention='sla',
+        la_sr_ratios=(1, 1, 1, 1),
+        drop_path_rate=0.0,
+    )
+)

@@ -1,14 +1,15 @@
 # Swin-T with LayerNorm.
-_base_ = ['../_base_/models/mask_rcnn_swin_t.py', '../_base_/in1k.py']
+_base_ = ['../_base_/models/classifier.py', '../_base_/in1k.py']
 
 model = dict(
-    _base_.classifier,
-    _delete_=True,
     backbone=dict(
-        _base_.model.backbone,
         type='mmdet.SLABSwin',
+        embed_dims=96,
+        depths=(2, 2, 6, 2),
+        num_heads=(3, 6, 12, 24),
+        window_size=7,
         out_indices=(3,),
         drop_path_rate=0.2,
-        init_cfg=None,
-    ),
+        norm_cfg=dict(type='LN'),
+    )
 )

@@ -2,7 +2,8 @@
 _base_ = ['../_base_/cifar.py', 'mmpretrain::_base_/models/t2t-vit-t-14.py']
 
 model = dict(
-    _base_.transfer,
     backbone=dict(_delete_=True, type='mmdet.ConvertedModel', model=_base_.model.backbone, norm_cfg=dict(type='UN')),
+    head=dict(num_classes=100, loss=dict(_delete_=True, type='CrossEntropyLoss')),
+    train_cfg=None,
 )
 load_from = 'work_dirs/un_t2t_vit_14_in1k/epoch_310.pth'

@@ -1,9 +1,8 @@
 # 36 epochs at batch 16, as in Tables 3 and 4 of UN: Swin's own long schedule.
 _base_ = ['./adamw_1x.py']
 
-max_epochs = 36
-train_cfg = dict(max_epochs=max_epochs)
+train_cfg = dict(max_epochs=36)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=500),
-    dict(type='MultiStepLR', by_epoch=True, begin=0, end=max_epochs, milestones=[27, 33], gamma=0.1),
+    dict(type='MultiStepLR', by_epoch=True, begin=0, end=36, milestones=[27, 33], gamma=0.1),
 ]

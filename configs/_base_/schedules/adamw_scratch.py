@@ -21,5 +21,6 @@ param_scheduler = [
     dict(type='CosineAnnealingLR', by_epoch=False, begin=100, end=max_iters, T_max=max_iters - 100, eta_min=5e-6),
 ]
 default_hooks = dict(checkpoint=dict(by_epoch=False, interval=max_iters), logger=dict(interval=20))
+del max_iters
 log_processor = dict(by_epoch=False, window_size=20)
 randomness = dict(seed=0)

@@ -18,3 +18,4 @@ param_scheduler = [
     dict(type='LinearLR', start_factor=0.05, by_epoch=False, begin=0, end=20),
     dict(type='CosineAnnealingLR', by_epoch=False, begin=20, end=max_iters, T_max=max_iters - 20, eta_min_ratio=0.01),
 ]
+del max_iters

@@ -1,4 +1,0 @@
-# PVT-M with LayerNorm.
-_base_ = ['./faster_rcnn_pvt_t.py', './_base_/sizes/pvt_m.py']
-
-model = {{_base_.size}}

@@ -1,4 +1,0 @@
-# Swin-S with LayerNorm.
-_base_ = ['./faster_rcnn_swin_t.py', './_base_/sizes/swin_s.py']
-
-model = {{_base_.size}}
