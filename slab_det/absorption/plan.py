@@ -17,7 +17,6 @@ from slab_det.absorption.walk import Probe, TensorStore, last_uses, register_pro
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.fusion.layer_norms import describe_others, reason_to_keep
-from slab_det.fusion.merged_ffn import MergedFFN
 from slab_det.norms import named_norms
 from slab_det.recalibration.moments import one_pass, prepare_inputs
 from slab_det.runtime.errors import ConversionError
@@ -98,7 +97,7 @@ class AbsorptionPlan:
     Attributes:
         model: The teacher.
         int8: Fits must bear that what they read is rounded to int8.
-        ffn: Share of the hidden channels of each FFN that is merged.
+        ffn: Share of the hidden channels that each FFN loses.
         images: See :class:`Images`.
         digest: Digest of the images, the teacher's weights, the fusions and the steps.
         fusions: Where each norm goes if it is absorbed, by its name.
@@ -129,8 +128,6 @@ class AbsorptionPlan:
         self.digest = self.images.digest.copy()
         check_fusible(model)
         for name, module in model.named_modules():
-            if isinstance(module, MergedFFN):
-                raise ConversionError(f'{name}: it is merged already; absorb the detector that this one was made of')
             if replace := find_rule(module, 'replace'):
                 if any(map(find_hooks, module.modules())):
                     raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before absorbing')

@@ -19,9 +19,9 @@ from slab_det.absorption.plan import AbsorptionPlan, Writer
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, rank_channels
 from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption, Refit
 from slab_det.absorption.walk import Probe, TensorStore, Walk
+from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 from slab_det.fusion.folds import CannotFold, find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_ffns, past_fusions, replace_module
-from slab_det.fusion.merged_ffn import find_ffn_layers, merge_ffn
 from slab_det.fusion.report import FusionReport
 from slab_det.norms import copy_module
 from slab_det.recalibration.moments import Moments
@@ -102,7 +102,7 @@ class Absorption:
         ]
         self.report.norms += [NormAbsorption(n, 'kept', reason=reason) for n, reason in plan.reasons.items() if reason]
         self.student.absorption_report = self.report
-        ffns = {**past_ffns(plan.model), **{ffn.ffn: ffn.hidden for ffn in self.report.merged}}
+        ffns = {**past_ffns(plan.model), **{ffn.ffn: ffn.hidden for ffn in self.report.pruned}}
         self.student.fusion_report = FusionReport([*past_fusions(plan.model), *fusions], ffns)
 
     def _fit_unit(self, unit: int) -> None:
@@ -113,28 +113,28 @@ class Absorption:
             if not isinstance(step, Writer):
                 self.report.norms.append(self._absorb_norm(unit, step))
                 continue
-            merges = self._merges(step)
+            prunes = self._prunes(step)
             # Before the first change the student is the teacher: there is nothing to fit.
-            if merges or self.report.merged or any(norm.outcome == 'absorbed' for norm in self.report.norms):
+            if prunes or self.report.pruned or any(norm.outcome == 'absorbed' for norm in self.report.norms):
                 stored = []
                 if step is self.plan.steps[unit][-1]:
                     # No fit changes an output of the teacher; of one that nothing reads only the shape is kept.
                     stored = walks[:1] if self.plan.last_uses.get(unit, last) > unit else walks
-                result = self._fit_writer(unit, step, stored, merges)
+                result = self._fit_writer(unit, step, stored, prunes)
                 (self.report.refits if isinstance(result, Refit) else self.report.ffns).append(result)
                 walks = walks[len(stored) :]
         for batch in self._progress():
             for walk in walks:
                 walk.run(batch, unit, (), store=True)
 
-    def _merges(self, step: Writer) -> bool:
-        """Whether hidden channels of the FFN around a writer are merged."""
+    def _prunes(self, step: Writer) -> bool:
+        """Whether the FFN around a writer loses hidden channels."""
         if not (self.plan.ffn and step.ffn):
             return False
         try:
             fc1, _, _ = find_ffn_layers(self.student.get_submodule(step.ffn))
-            if 2 * (len(fc1.weight) - self._count_hidden(len(fc1.weight))) <= fc1.weight.shape[1]:
-                raise CannotFold('to merge so few channels would save nothing')
+            if self._count_hidden(len(fc1.weight)) == len(fc1.weight):
+                raise CannotFold('it has too few hidden channels')
         except CannotFold as reason:
             left = FFNAbsorption(step.ffn, reason=str(reason))
             self.report.ffns.append(left)
@@ -143,7 +143,7 @@ class Absorption:
 
     def _count_hidden(self, channels: int) -> int:
         """Hidden channels that stay, in steps of 8, which matrix products are made for."""
-        return min(channels, 8 * math.ceil((1 - self.plan.ffn) * channels / 8 - 1e-9))
+        return min(channels, 8 * max(1, math.ceil((1 - self.plan.ffn) * channels / 8 - 1e-9)))
 
     def _progress(self) -> Iterator[int]:
         # eval() drops the biases that attentions keep for one size of image: in Swin-S, at 800x1333, 316 MB in all.
@@ -187,59 +187,55 @@ class Absorption:
         fold_affine(self.student, self.plan.fusions[name], *fit)
         return result
 
-    def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk], merges: bool) -> Refit | FFNAbsorption:
+    def _fit_writer(self, unit: int, writer: Writer, stored: Collection[Walk], prunes: bool) -> Refit | FFNAbsorption:
         layer = self.student.get_submodule(writer.layer)
         (moments, held_out), targets = _pair(self.plan.int8), (Moments(), Moments())
         for batch in self._progress():
             (target,) = self.teacher_walk.run(batch, unit, (writer.stream,), store=self.teacher_walk in stored)
             # A convolution in an FFN has kernel 1 and writes tokens.
-            of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4 and not merges
+            of_neck = isinstance(layer, nn.Conv2d) and target.ndim == 4 and not prunes
             if of_neck:
                 target = _some_rows(target)
-            probes = (writer.source, writer.stream, *([Probe(writer.ffn, 'input')] if merges else []))
-            source, stream, *inputs = self.student_walk.run(batch, unit, probes, store=self.student_walk in stored)
+            probes = writer.source, writer.stream
+            source, stream = self.student_walk.run(batch, unit, probes, store=self.student_walk in stored)
             if of_neck:
                 source, stream = _patches(layer, source, stream), _some_rows(stream)
             elif isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 source = source.flatten(2).transpose(1, 2)
             part = self.plan.images.is_held_out(batch)
             targets[part].add(target)
-            (moments, held_out)[part].add(torch.cat([*inputs, source], -1), target - stream)
-            del source, stream, target, inputs
-        if merges:
-            return self._merge(writer.ffn, moments, held_out, _judge(*targets))
+            (moments, held_out)[part].add(source, target - stream)
+            del source, stream, target
+        if prunes:
+            return self._prune(writer.ffn, moments, held_out, _judge(*targets))
         return _refit(writer.layer, layer, moments, held_out, _judge(*targets))
 
     @torch.no_grad()
-    def _merge(self, name: str, moments: CrossMoments, held_out: CrossMoments, target: Moments) -> FFNAbsorption:
-        """Merges most hidden channels of an FFN into one linear map, fitted with the rest to the teacher's stream.
+    def _prune(self, name: str, moments: CrossMoments, held_out: CrossMoments, target: Moments) -> FFNAbsorption:
+        """Takes hidden channels out of an FFN and fits its second layer to the teacher's stream.
 
         Args:
             name: Name of the FFN.
-            moments: Moments of the FFN's input and hidden channels, and of what is missing of the stream.
+            moments: Moments of the hidden channels and of what is missing of the stream.
             held_out: The same sums over images that no fit sees.
             target: Moments of the teacher's stream.
         """
         _check_finite(name, moments, held_out)
         variance, judge = max(float(target.var.sum()), 1e-300), _judge(moments, held_out)
         before = _mean_square(judge) / variance
-        fc1, _, fc2 = find_ffn_layers(self.student.get_submodule(name))
-        channels, weight = fc1.weight.shape[1], fc2.weight.flatten(1)
+        ffn = self.student.get_submodule(name)
+        _, _, fc2 = find_ffn_layers(ffn)
+        weight = fc2.weight.flatten(1)
         for part in {moments, judge}:
-            # The target is everything that the FFN adds, not only what the old FFN misses.
+            # The target is everything that the FFN has to add, not only what the old FFN misses.
             part.add_to_target(weight, fc2.bias)
-        hidden = self._count_hidden(len(fc1.weight))
-        ranked = rank_channels(moments, channels) if hidden else torch.arange(0, device=weight.device)
-        stay = ranked[len(ranked) - hidden :].sort().values
-        chosen = torch.cat([torch.arange(channels, device=stay.device), channels + stay])
-        moments, held_out, judge = (part.select(chosen) for part in (moments, held_out, judge))
-        prior = torch.cat([weight.new_zeros(channels, channels), weight[:, stay]], 1).double()
-        fit, ridge = choose_fit(moments, held_out, prior)
-        new = merge_ffn(self.student, name, hidden, stay)
-        new.linear.weight.copy_(fit.matrix[:, :channels])
-        new.linear.bias.copy_(fit.shift)
-        if hidden:
-            new.fc2.weight.copy_(fit.matrix[:, channels:])
+        hidden = self._count_hidden(weight.shape[1])
+        stay = rank_channels(moments)[-hidden:].sort().values
+        moments, held_out, judge = (part.select(stay) for part in (moments, held_out, judge))
+        fit, ridge = choose_fit(moments, held_out, weight[:, stay].double())
+        prune_ffn(ffn, stay)
+        fc2.weight.copy_(fit.matrix.view_as(fc2.weight))
+        fc2.bias.copy_(fit.shift)
         after = judge.unexplained(fit) * float(judge.yy.sum() / judge.count) / variance
         return FFNAbsorption(name, len(weight[0]), hidden, before=before, after=after, ridge=ridge)
 
@@ -278,8 +274,8 @@ class Absorption:
         for norm in self.report.norms:
             if norm.outcome == 'absorbed':
                 apply_fold(self.student, self.plan.fusions[norm.norm])
-        for ffn in self.report.merged:
-            merge_ffn(self.student, ffn.ffn, ffn.hidden)
+        for ffn in self.report.pruned:
+            prune_ffn(self.student.get_submodule(ffn.ffn), torch.arange(ffn.hidden))
         self.student.load_state_dict(state['weights'])
         return state['unit']
 
