@@ -1,5 +1,5 @@
-"""Trains a LayerNorm and a SLAB detector on generated images, takes out their norms, and compares AP and latency. Needs
-no GPU and no download. Prints every command before it runs it."""
+"""Trains a LayerNorm detector on generated images, takes its norms and most of its hidden channels out, trains one with
+BN+FFNBN, and compares AP and latency. Needs no GPU and no download. Prints every command before it runs it."""
 
 import argparse
 import shlex
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
-    """Trains two detectors, absorbs the norms of one, and writes the comparison of all three into ``args.work_dir``."""
+    """Trains two detectors, absorbs one, and writes the comparison of all three into ``args.work_dir``."""
     from mmdet.registry import DATASETS
     from mmengine.registry import init_default_scope
 
@@ -37,20 +37,19 @@ def main(args: argparse.Namespace) -> None:
     call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
     trained = (twin / 'quickstart_mask_rcnn_swin.py', Path((twin / 'last_checkpoint').read_text().strip()))
     absorbed = (work_dir / 'absorbed_config.py', work_dir / 'absorbed.pth')
-    quickly = ('--num-images', 40, '--rounds', 0, '--figure', work_dir / 'absorbed.svg')
-    call('absorb.py', *trained, '--out', absorbed[1], *quickly)
-    call('train.py', find_config('quickstart_mask_rcnn_slab_swin.py'), '--work-dir', work_dir, *options)
+    call('absorb.py', *trained, '--out', absorbed[1], '--ffn', 0.75, '--num-images', 40, '--rounds', 0)
+    call('train.py', find_config('quickstart_mask_rcnn_bn_ffnbn_swin.py'), '--work-dir', work_dir, *options)
 
     cfg = read_config(str(trained[0]))
     init_default_scope('mmdet')
     dataset = DATASETS.build(cfg.val_dataloader.dataset)
     fused = (work_dir / 'fused_config.py', work_dir / 'fused.pth')
-    models, entries = measure(cfg, dataset, {'Swin': trained, 'Swin-absorbed': absorbed, 'SLAB-Swin': fused})
+    models, entries = measure(cfg, dataset, {'LayerNorm': trained, 'absorbed': absorbed, 'BN+FFNBN': fused})
     update_report(work_dir / 'report.json', *entries)
     table = compare(entries)
     (work_dir / 'table.md').write_text(table)
     save_figure(ap_latency_figure(entries), work_dir / 'ap_latency.svg')
-    runs = {'Swin': read_scalars(twin), 'SLAB-Swin': read_scalars(work_dir)}
+    runs = {'LayerNorm': read_scalars(twin), 'BN+FFNBN': read_scalars(work_dir)}
     save_figure(training_figure(runs), work_dir / 'training.svg')
     save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
     print(f'\n{table}')
