@@ -71,7 +71,7 @@ def compare(entries: Sequence[ReportEntry]) -> str:
     Args:
         entries: What :func:`measure` returned, LayerNorm first.
     """
-    header = ['model', 'norms left', 'G multiply-adds', 'box AP', 'mask AP', 'ms', f'ratio to {entries[0].name}']
+    header = ['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {entries[0].name}']
     rows, base = [], entries[0].latency['repeat_medians_ms']
     for entry in entries:
         ratios = sorted(ms / other for ms, other in zip(entry.latency['repeat_medians_ms'], base, strict=True))
@@ -79,7 +79,6 @@ def compare(entries: Sequence[ReportEntry]) -> str:
             [
                 entry.name,
                 str(entry.latency['cost']['norms_left']),
-                f'{entry.latency["cost"]["multiply_adds"] / 1e9:.2f}',
                 *(f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')),
                 f'{entry.latency["median_ms"]:.1f}',
                 '1' if entry is entries[0] else f'{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})',
