@@ -50,9 +50,9 @@ def main(args: argparse.Namespace) -> None:
     dataset = DATASETS.build(cfg.val_dataloader.dataset)
     models = {
         'LayerNorm': trained,
-        'LayerNorm, absorbed': absorbed,
-        'BN+FFNBN, fused': fused,
-        'BN+FFNBN, fused, absorbed': (work_dir / 'pruned_config.py', pruned),
+        'LayerNorm absorbed': absorbed,
+        'BN+FFNBN': fused,
+        'BN+FFNBN absorbed': (work_dir / 'pruned_config.py', pruned),
     }
     models, entries = measure(cfg, dataset, models)
     update_report(work_dir / 'report.json', *entries)

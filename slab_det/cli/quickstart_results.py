@@ -120,7 +120,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
 @styled
 def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
     """Draws the pictures that :func:`draw_objects` returned, one row per image."""
-    figure = Figure(figsize=(WIDTH, 1.65 * len(drawn)))
+    figure = Figure(figsize=(WIDTH, 1.25 * len(drawn)))
     for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):
         for axes, (name, pixels) in zip(row, panels.items(), strict=True):
             axes.imshow(pixels)
