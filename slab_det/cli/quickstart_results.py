@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import mmcv
 import numpy as np
@@ -20,16 +21,19 @@ from slab_det.cli.config import read_config
 from slab_det.measure import ReportEntry, measure_latency
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
-from slab_det.measure.report import ap_scope, describe_dataset, describe_model, form_suffix, latency_scope
+from slab_det.measure.markdown import format_table
+from slab_det.measure.report import ap_scope, describe_dataset, describe_model, latency_scope
 
-SIZE = (160, 192)  # (height, width) of the images
+# (height, width) at which latency is measured: twice that of the images, so that the backbone takes most of the time.
+SIZE = (320, 384)
+REPEATS = 5
 NUM_DRAWN = 3  # images
 
 
 def measure(
     cfg: Config, dataset: BaseDataset, files: Mapping[str, tuple[Path, Path]]
 ) -> tuple[dict[str, nn.Module], list[ReportEntry]]:
-    """Measures AP and latency of each model, eager and deployed, in turns in this process.
+    """Measures AP and latency of each model, deployed, in turns in this process.
 
     Args:
         cfg: The config that the first model was trained with.
@@ -37,29 +41,27 @@ def measure(
         files: Config and checkpoint of each model, by its name.
 
     Returns:
-        The eager models, and for each its eager entry, then its deployed one.
+        The deployed models, and the entry of each.
     """
-    batch_size = cfg.train_dataloader.batch_size
-    training = dict(seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=batch_size)
-    models, forms, entries = {}, {}, {}
+    training = dict(
+        seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=cfg.train_dataloader.batch_size
+    )
+    models, entries = {}, {}
     for name, (config, checkpoint) in files.items():
-        description = describe_model(read_config(str(config)).model)
-        models[name] = build_detector(read_config(str(config)), str(checkpoint))
-        for deployed in (False, True):
-            form = slab_det.deploy(models[name]) if deployed else models[name]
-            described = description | {'name': name + form_suffix(deployed, 'float32')}
-            forms[described['name']] = form
-            entries[described['name']] = ReportEntry(
-                **described,
-                variant='fused' if is_fused(models[name]) else 'unfused',
-                config=str(config),
-                checkpoint=str(checkpoint),
-                dataset=describe_dataset(dataset),
-                training=training,
-                ap=evaluate(form, cfg),
-            )
+        model_cfg = read_config(str(config))
+        model = build_detector(model_cfg, str(checkpoint))
+        models[name] = slab_det.deploy(model)
+        entries[name] = ReportEntry(
+            **describe_model(model_cfg.model) | {'name': name},
+            variant='fused' if is_fused(model) else 'unfused',
+            config=str(config),
+            checkpoint=str(checkpoint),
+            dataset=describe_dataset(dataset),
+            training=training,
+            ap=evaluate(models[name], cfg),
+        )
     image = dataset.get_data_info(0)['img_path']
-    results = measure_latency(forms, SIZE, rounds=50, warmup=10, image=image, cost=True, progress=True)
+    results = measure_latency(models, SIZE, rounds=20, warmup=5, repeat=REPEATS, image=image, cost=True, progress=True)
     return models, [replace(entries[name], latency=result.to_dict()) for name, result in results.items()]
 
 
@@ -69,28 +71,28 @@ def compare(entries: Sequence[ReportEntry]) -> str:
     Args:
         entries: What :func:`measure` returned, LayerNorm first.
     """
-    forms, rows = ('eager', 'deployed'), []
-    header = ['model', 'norms left', 'box AP', 'mask AP', *(f'{form}: ms (ratio)' for form in forms), 'form to take']
-    moved = 0.0
-    for built, deployed in zip(entries[::2], entries[1::2], strict=True):
-        moved = max(moved, *(abs(deployed.ap[kind]['AP'] - values['AP']) for kind, values in built.ap.items()))
-        times = [form.latency['median_ms'] for form in (built, deployed)]
-        ratios = [time / first.latency['median_ms'] for time, first in zip(times, entries[:2], strict=True)]
-        take = forms[times.index(min(times))]
-        slower = [form for form, ratio in zip(forms, ratios, strict=True) if ratio >= 1.005]
+    header = ['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {entries[0].name}']
+    rows, base = [], entries[0].latency['repeat_medians_ms']
+    for entry in entries:
+        ratios = sorted(ms / other for ms, other in zip(entry.latency['repeat_medians_ms'], base, strict=True))
         rows.append(
             [
-                built.name,
-                str(built.latency['cost']['norms_left']),
-                *(f'{100 * built.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')),
-                *(f'{time:.1f} ({ratio:.2f})' for time, ratio in zip(times, ratios, strict=True)),
-                take + f'; slower than LayerNorm {" and ".join(slower)}' * bool(slower),
+                entry.name,
+                str(entry.latency['cost']['norms_left']),
+                *(f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')),
+                f'{entry.latency["median_ms"]:.1f}',
+                '1' if entry is entries[0] else f'{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})',
             ]
         )
-    lines = [f'| {" | ".join(cells)} |' for cells in (header, ['---'] + ['---:'] * 5 + ['---'], *rows)]
-    lines += ['', f'ms: median latency, {latency_scope(entries[0])}, in turns; ratio: to LayerNorm in the same form.']
-    lines += ['', f'AP in eager mode, on {ap_scope(entries[0])}; deployed it moves by at most {100 * moved:.1f}.']
-    return '\n'.join(lines) + '\n'
+    return '\n'.join(
+        [
+            format_table(header, rows),
+            '',
+            f'AP on {ap_scope(entries[0])}. Latency: {latency_scope(entries[0])}, in turns; ratio: median, least and '
+            f'greatest of {len(base)} repeats.',
+            '',
+        ]
+    )
 
 
 @torch.no_grad()
@@ -118,7 +120,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
 @styled
 def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
     """Draws the pictures that :func:`draw_objects` returned, one row per image."""
-    figure = Figure(figsize=(WIDTH, 1.65 * len(drawn)))
+    figure = Figure(figsize=(WIDTH, 1.25 * len(drawn)))
     for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):
         for axes, (name, pixels) in zip(row, panels.items(), strict=True):
             axes.imshow(pixels)

@@ -22,8 +22,8 @@ import slab_det
 from slab_det.measure.report import read_report
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 
-NAMES = sorted(path.stem for path in CONFIGS.glob('*.py') if not re.match(r'faster|.*_s$|.*_3x$', path.stem))
-NAMES.append('faster_rcnn_prepbn_swin_t')
+NAMES = {path.stem for path in CONFIGS.glob('*.py') if not re.match(r'faster|.*_s$', path.stem)}
+NAMES = sorted(NAMES - {'mask_rcnn_swin_t_3x'} | {'faster_rcnn_prepbn_swin_t'})
 
 
 class RandomBiases(Hook):
