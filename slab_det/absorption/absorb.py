@@ -14,8 +14,8 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from slab_det.absorption.plan import AbsorptionPlan
-from slab_det.absorption.student import Absorption
+from slab_det.absorption.plan import make_plan
+from slab_det.absorption.student import absorb_norms
 from slab_det.deployment import is_deployed
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
 from slab_det.recalibration.moments import evaluating
@@ -92,15 +92,15 @@ def absorb(
     with ExitStack() as stack:
         stack.enter_context(evaluating(model))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
-        plan = AbsorptionPlan(model, images, folder, fold_outputs, int8, ffn, norms=keep != 'all')
+        plan = make_plan(model, images, folder, fold_outputs, int8, ffn, norms=keep != 'all')
         compare = _compare_to(model, plan.images.held_out)
-        run = partial(Absorption, plan, work_dir=work_dir and Path(work_dir), progress=progress)
+        run = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
         if keep is not None:
             if keep == 'all':
                 keep = ()
             if isinstance(keep, Integral):
-                keep = run().student.absorption_report.rank()[:keep] if keep else ()
-            student = run(names=keep).student
+                keep = run().absorption_report.rank()[:keep] if keep else ()
+            student = run(names=keep)
         elif compare is not None:
             return _warn(_absorb_until_agreement(run, compare, least, progress), least)
         else:
@@ -151,13 +151,13 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
 
 
 def _absorb_until_agreement(
-    run: Callable[..., Absorption], compare: Callable[[nn.Module], float | None], least: float, progress: bool
+    run: Callable[..., nn.Module], compare: Callable[[nn.Module], float | None], least: float, progress: bool
 ) -> nn.Module:
     """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two."""
     ranked: list[str] = []
 
     def attempt(count: int) -> nn.Module:
-        student = run(names=ranked[:count]).student
+        student = run(names=ranked[:count])
         found = compare(student)
         if not ranked:
             ranked.extend(student.absorption_report.rank())

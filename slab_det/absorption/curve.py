@@ -1,40 +1,17 @@
-"""What the norms that an absorption keeps buy: agreement with the teacher, latency and AP over their number."""
+"""Compares absorbed detectors with their teacher: agreement, latency and AP over the number of LayerNorms kept."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from mmengine.config import Config
 from torch import nn
 
 from slab_det.measure.evaluate import evaluate
-from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency, repeat_ratios
+from slab_det.measure.latency import describe_scope, measure_latency, repeat_ratios
+from slab_det.measure.markdown import format_table
 from slab_det.measure.report import AP_KINDS, main_column
-
-
-@dataclass
-class CurvePoint:
-    """One absorbed detector, or the teacher, which keeps every norm.
-
-    Attributes:
-        name: Which it is.
-        num_kept: How many LayerNorms it has.
-        agreement: With the teacher, on held-out images; see :class:`AbsorptionReport`.
-        latency: Measured in turns with that of the other points; None where it was not asked for.
-        ap: See :func:`slab_det.measure.evaluate.evaluate`; None where it was not asked for.
-    """
-
-    name: str
-    num_kept: int
-    agreement: float | None
-    latency: LatencyResult | None = None
-    ap: dict | None = None
-
-    def to_dict(self) -> dict:
-        """The attributes, as JSON holds them."""
-        return {**vars(self), 'latency': self.latency and self.latency.to_dict()}
 
 
 def measure_curve(
@@ -43,55 +20,52 @@ def measure_curve(
     rounds: int = 0,
     eval_cfg: Config | None = None,
     **latency_options,
-) -> list[CurvePoint]:
-    """Compares absorbed detectors with their teacher.
+) -> list[dict]:
+    """Measures a teacher and its students.
 
     Args:
         teacher: The LayerNorm detector.
-        students: What :func:`slab_det.absorb` made of it, by names of their own.
+        students: Models that :func:`slab_det.absorb` made of it, by names of their own.
         rounds: Timed rounds; 0 measures no latency.
         eval_cfg: A config with the data and the evaluator of a validation; None measures no AP.
         latency_options: Further arguments of :func:`slab_det.measure_latency`.
 
     Returns:
-        A point for the teacher, then one for each student.
+        Of the teacher, then of each student: name, number of LayerNorms kept, agreement with the teacher or None,
+        ``LatencyResult`` or None, and AP, see :func:`slab_det.measure.evaluate.evaluate`, or None.
     """
     models = {'LayerNorm': teacher, **students}
     reports = {name: student.absorption_report for name, student in students.items()}
-    num_norms = len(next(iter(reports.values())).norms)
+    latencies = measure_latency(models, rounds=rounds, **latency_options) if rounds else {}
     compared = all(report.agreement is not None for report in reports.values())
-    points = [CurvePoint('LayerNorm', num_norms, 1.0 if compared else None)]
-    points += [CurvePoint(name, len(report.kept), report.agreement) for name, report in reports.items()]
-    if rounds:
-        results = measure_latency(models, rounds=rounds, **latency_options)
-        for point in points:
-            point.latency = results[point.name]
-    if eval_cfg is not None:
-        for point in points:
-            point.ap = evaluate(models[point.name], eval_cfg)
-    return points
-
-
-def curve_table(points: Sequence[CurvePoint]) -> str:
-    """A Markdown table of points, the teacher first, with what the numbers depend on below it."""
-    teacher = points[0]
-    rows = [
-        {
-            'detector': point.name,
-            'LayerNorms kept': str(point.num_kept),
-            'agreement': '–' if point.agreement is None else f'{point.agreement:.3f}',
-            **(_latency_cells(point.latency, teacher.latency) if point.latency else {}),
-            **{AP_KINDS[kind]: f'{values[main_column(kind)]:.3f}' for kind, values in (point.ap or {}).items()},
-        }
-        for point in points
+    counts = {'LayerNorm': len(next(iter(reports.values())).norms), **{k: len(r.kept) for k, r in reports.items()}}
+    agreements = {'LayerNorm': 1.0 if compared else None, **{name: r.agreement for name, r in reports.items()}}
+    return [
+        dict(
+            name=name,
+            num_kept=counts[name],
+            agreement=agreements[name],
+            latency=latencies.get(name),
+            ap=None if eval_cfg is None else evaluate(model, eval_cfg),
+        )
+        for name, model in models.items()
     ]
-    lines = [f'| {" | ".join(cells)} |' for cells in (rows[0], *(row.values() for row in rows))]
-    lines.insert(1, '|---|' + '---:|' * (len(rows[0]) - 1))
-    if teacher.latency:
-        lines += ['', f'{describe_scope(teacher.latency.to_dict())}, {teacher.latency.rounds} rounds interleaved']
-    return '\n'.join(lines)
 
 
-def _latency_cells(latency: LatencyResult, base: LatencyResult) -> dict[str, str]:
-    ratio = statistics.median(repeat_ratios(latency, base))
-    return {'median ms': f'{latency.median_ms:.2f}', 'ratio': f'{ratio:.3f}'}
+def curve_table(points: Sequence[dict]) -> str:
+    """A Markdown table of points, the teacher first, with what the numbers depend on below it."""
+    base = points[0]['latency']
+    rows = []
+    for point in points:
+        latency, ap = point['latency'], point['ap'] or {}
+        row = {
+            'detector': point['name'],
+            'LayerNorms kept': str(point['num_kept']),
+            'agreement': '–' if point['agreement'] is None else f'{point["agreement"]:.3f}',
+        }
+        if latency:
+            row['median ms'] = f'{latency.median_ms:.2f}'
+            row['ratio'] = f'{statistics.median(repeat_ratios(latency, base)):.3f}'
+        rows.append(row | {AP_KINDS[kind]: f'{values[main_column(kind)]:.3f}' for kind, values in ap.items()})
+    table = format_table([*rows[0]], [[*row.values()] for row in rows])
+    return f'{table}\n\n{describe_scope(base.to_dict())}, {base.rounds} rounds interleaved' if base else table

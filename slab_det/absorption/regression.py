@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from slab_det.recalibration.moments import Moments
 
 # Strengths of the pull towards the prior, in standardised coordinates. Weaker ones fit the images at hand better, by
 # weights of some hundred that cancel: on a few others, and in bfloat16, they do not, and the maps explode.
@@ -126,6 +128,22 @@ class CrossMoments:
         squares = self.yy.sum() - 2 * (matrix.T * self.xy).sum() + ((matrix @ self.xx) * matrix).sum()
         offset = self.mean_y - matrix @ self.mean_x - fit.shift
         return float((squares + self.count * offset.square().sum()) / self.yy.sum().clamp(min=1e-300))
+
+    def variance(self) -> float:
+        """The variance of y, summed over channels."""
+        return float(self.yy.sum() / self.count)
+
+    def mean_square(self) -> float:
+        """The mean of ``|y|^2`` over tokens: what is left where nothing is fitted."""
+        return float(self.yy.sum() / self.count + self.mean_y.square().sum())
+
+
+M = TypeVar('M', CrossMoments, Moments)
+
+
+def measured_part(moments: M, held_out: M) -> M:
+    """The tokens that say what a fit leaves: those held out, or all where there are none."""
+    return held_out if held_out.count else moments
 
 
 class Affine(NamedTuple):

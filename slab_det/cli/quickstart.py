@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
     call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
     trained = (twin / 'quickstart_mask_rcnn_swin.py', Path((twin / 'last_checkpoint').read_text().strip()))
     absorbed = (work_dir / 'absorbed_config.py', work_dir / 'absorbed.pth')
-    quickly = ('--num-images', 40, '--rounds', 0, '--figure', work_dir / 'absorbed.svg')
+    quickly = ('--num-images', 40, '--rounds', 0)
     call('absorb.py', *trained, '--out', absorbed[1], *quickly)
     call('train.py', find_config('quickstart_mask_rcnn_slab_swin.py'), '--work-dir', work_dir, *options)
 
