@@ -1,4 +1,4 @@
-"""CPU time of full-size backbones whose FFNs are merged, with LayerNorm and without norms, over LayerNorm's own.
+"""CPU time of full-size backbones whose FFNs lost hidden channels, with and without LayerNorm, over LayerNorm's own.
 
     python -m benchmarks.absorb.ffn_latency swin_t pvt_s
 
@@ -19,21 +19,21 @@ from torch import nn
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
 from slab_det.checkpoints.build import build_detector
-from slab_det.fusion.merged_ffn import find_ffn_layers, merge_ffn
+from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 
 SIZE = (800, 1216)
 FORMS = {'eager': None, 'deployed': torch.float32, 'deployed bfloat16': torch.bfloat16}
 
 
 def build(model: str, norms: str, share: float) -> nn.Module:
-    """A backbone with 'LayerNorm' or 'none', and a share of the hidden channels of each FFN merged."""
+    """A backbone with 'LayerNorm' or 'none', and a share of the hidden channels of each FFN gone."""
     prefix = '' if norms == 'LayerNorm' else 'prepbn_'
     detector = build_detector(Config.fromfile(ROOT / f'configs/mask_rcnn_{prefix}{model}.py'))
     slab_det.set_gamma(detector, 0.0)
     detector = slab_det.fuse(detector) if prefix else detector
-    for name, ffn in list(detector.backbone.named_modules()):
+    for name, ffn in detector.backbone.named_modules():
         if share and name.endswith('.ffn'):
-            merge_ffn(detector.backbone, name, round(len(find_ffn_layers(ffn)[0].weight) * (1 - share)))
+            prune_ffn(ffn, torch.arange(round(len(find_ffn_layers(ffn)[0].weight) * (1 - share))))
     return detector.backbone
 
 

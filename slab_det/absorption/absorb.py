@@ -64,17 +64,16 @@ def absorb(
             off x, so that weights do not amplify it. In float32 this costs some AP.
         work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
         progress: Show a progress bar.
-        ffn: Share of the hidden channels of each FFN that becomes one linear map, from 0, none, to 1, all: the channels
-            that cost least once the others are fitted again. An FFN of C channels and 4 C hidden ones then takes
-            ``(8 (1 - ffn) + 1) C^2`` multiply-adds per token instead of ``8 C^2``. With ``keep=None`` the agreement is
-            that of norms and FFNs together.
+        ffn: Share of the hidden channels that each FFN loses, from 0, none, to below 1: the channels that cost least
+            once the second layer is fitted again to the others. At least 8 stay, and multiples of 8. With
+            ``keep=None`` the agreement is the one with norms and FFNs changed.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
 
     Raises:
-        ConversionError: If no LayerNorm can be absorbed and no FFN merged, there are no images, ``keep`` is something
-            else or names no such norm, an attention has hooks, the model is wrapped, deployed or merged already, or
+        ConversionError: If no LayerNorm can be absorbed and no FFN pruned, there are no images, ``keep`` is something
+            else or names no such norm, an attention has hooks, the model is wrapped or deployed, or
             values are not finite.
         FusionError: If the model has norms of ours that cannot be fused.
     """
@@ -83,10 +82,8 @@ def absorb(
     if is_deployed(model):
         raise ConversionError('the model is deployed, which hides its norms; absorb the one that it was made of')
     keep = _check_keep(keep)
-    if not 0 <= ffn <= 1:
-        raise ConversionError(f'ffn={ffn}: give a share from 0 to 1, such as 0.75')
-    if ffn and int8:
-        raise ConversionError('ffn and int8 do not go together: the fit of a merged FFN does not know int8 steps')
+    if not 0 <= ffn < 1:
+        raise ConversionError(f'ffn={ffn}: give a share from 0 to below 1, such as 0.75')
     if keep == 'all' and not ffn:
         raise ConversionError("keep='all' and ffn=0 leave nothing to absorb; give ffn=0.75 or another keep")
     with ExitStack() as stack:
@@ -191,8 +188,8 @@ def _absorb_until_agreement(
 
 def _warn(student: nn.Module, least: float) -> nn.Module:
     report = student.absorption_report
-    if report.ffns and not report.merged:
-        MMLogger.get_current_instance().warning(f'no FFN was merged: {report.ffns[0].reason}')
+    if report.ffns and not report.pruned:
+        MMLogger.get_current_instance().warning(f'no FFN was pruned: {report.ffns[0].reason}')
     if report.num_images and report.agreement is None:
         MMLogger.get_current_instance().warning(
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
@@ -202,7 +199,7 @@ def _warn(student: nn.Module, least: float) -> nn.Module:
         MMLogger.get_current_instance().warning(
             f'agreement with the teacher is {report.agreement:.3f}, below {least:g}, with {len(report.kept)} '
             f'LayerNorms kept: expect a loss of AP of about {expected_loss(report.agreement):.3f}; '
-            f'{"merge fewer channels (a smaller ffn), " if report.merged else ""}keep more norms (keep=K) '
+            f'{"take fewer hidden channels (a smaller ffn), " if report.pruned else ""}keep more norms (keep=K) '
             'or train towards the teacher (slab_det.conversion.write_tune_config)'
         )
     return student

@@ -18,7 +18,6 @@ from slab_det.absorption.walk import Probe, TensorStore, find_reads, register_pr
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.fusion.layer_norms import describe_others, reason_to_keep
-from slab_det.fusion.merged_ffn import MergedFFN
 from slab_det.fusion.report import NormFusion
 from slab_det.norms import named_norms
 from slab_det.recalibration.moments import one_pass, prepare_inputs
@@ -224,8 +223,6 @@ def _backbone_prefix(model: nn.Module) -> str:
 def _check_absorbable(model: nn.Module) -> None:
     check_fusible(model)
     for name, module in model.named_modules():
-        if isinstance(module, MergedFFN):
-            raise ConversionError(f'{name}: it is merged already; absorb the detector that this one was made of')
         if replace := find_rule(module, 'replace'):
             if any(map(find_hooks, module.modules())):
                 raise ConversionError(f'{name}: it has hooks, which would be lost; remove them before absorbing')

@@ -107,11 +107,11 @@ class CrossMoments:
         return other
 
     def add_to_target(self, weight: Tensor, bias: Tensor) -> None:
-        """Makes the target ``y + weight a + bias``, a the last channels of x; weight (C_y, C_a), bias (C_y,)."""
-        weight, last = weight.double(), slice(len(self.mean_x) - weight.shape[1], None)
-        self.yy += 2 * (weight.T * self.xy[last]).sum(0) + ((weight @ self.xx[last, last]) * weight).sum(1)
-        self.xy += self.xx[:, last] @ weight.T
-        self.mean_y += weight @ self.mean_x[last] + bias.double()
+        """Makes the target ``y + weight x + bias``; weight (C_y, C_x), bias (C_y,)."""
+        weight = weight.double()
+        self.yy += 2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1)
+        self.xy += self.xx @ weight.T
+        self.mean_y += weight @ self.mean_x + bias.double()
 
     def select(self, channels: Tensor) -> CrossMoments:
         """The same sums over some channels of x, by their indices."""
@@ -219,7 +219,7 @@ def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> 
     return chosen
 
 
-def rank_channels(moments: CrossMoments, always: int, ridge: float = RIDGES[0]) -> Tensor:
+def rank_channels(moments: CrossMoments, ridge: float = RIDGES[0]) -> Tensor:
     """Orders channels of x by backward elimination: without the first, the regression of y on the others loses least.
 
     Where P is the inverse of the Gram matrix of x and ``W = P E x y^T`` its regression, the loss grows by
@@ -227,20 +227,16 @@ def rank_channels(moments: CrossMoments, always: int, ridge: float = RIDGES[0]) 
 
     Args:
         moments: Sums over at least two tokens.
-        always: The first channels, which stay in the regression and are not ranked.
         ridge: Added to the Gram matrix, times its diagonal: channels may be collinear.
 
     Returns:
-        Indices of the others among themselves, (C_x - always,).
+        Indices of the channels, (C_x,).
     """
-    gram, target = moments.xx.clone(), moments.xy
+    gram = moments.xx.clone()
     diagonal = gram.diagonal()
     diagonal.add_(ridge * diagonal + 1e-300)
-    solved = torch.linalg.solve(gram[:always, :always], torch.cat([gram[:always, always:], target[:always]], 1))
-    # What the first channels explain of the others and of y is taken out.
-    rest = torch.cat([gram[always:, always:], target[always:]], 1) - gram[always:, :always] @ solved
-    inverse = torch.linalg.inv(rest[:, : -target.shape[1]])
-    fit, left, order = inverse @ rest[:, -target.shape[1] :], torch.arange(len(inverse), device=gram.device), []
+    inverse = torch.linalg.inv(gram)
+    fit, left, order = inverse @ moments.xy, torch.arange(len(gram), device=gram.device), []
     while len(left):
         # A few at a time, which are exact among themselves: products of large matrices are many times as fast as sums
         # of outer products.

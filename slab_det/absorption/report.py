@@ -66,8 +66,8 @@ class FFNAbsorption:
         channels: Hidden channels that it had; None where it was left alone.
         hidden: Hidden channels that are left.
         reason: Why it was left alone, or ''.
-        before: Distance of the stream behind it from the teacher's, before the FFN was merged; see :class:`Refit`.
-        after: The same with the merged FFN.
+        before: Distance of the stream behind it from the teacher's, before the FFN was pruned; see :class:`Refit`.
+        after: The same with the pruned FFN.
         ridge: Strength of the pull to the old weights.
     """
 
@@ -87,7 +87,7 @@ class AbsorptionReport:
     Attributes:
         norms: The LayerNorms, in the order of their calls; those that are never called last.
         refits: The layers that write the residual stream, in the order of their calls, and the neck's convolutions.
-        ffns: The FFNs, in the order of their calls, where channels were to be merged.
+        ffns: The FFNs, in the order of their calls, where channels were to be pruned.
         agreement: With the teacher on held-out images; None where it finds nothing in them, or no detections can be
             compared.
         num_images: On how many; 0 where no detections can be compared.
@@ -107,8 +107,8 @@ class AbsorptionReport:
         return [norm for norm in self.norms if norm.outcome == 'kept']
 
     @property
-    def merged(self) -> list[FFNAbsorption]:
-        """The FFNs whose channels were merged."""
+    def pruned(self) -> list[FFNAbsorption]:
+        """The FFNs that lost channels."""
         return [ffn for ffn in self.ffns if not ffn.reason]
 
     def rank(self) -> list[str]:
@@ -145,11 +145,11 @@ class AbsorptionReport:
                 f'at {worst.norm}: {worst.left:.1%}, of which {worst.own:.1%} is its own '
                 f'(a scale per channel leaves {worst.diagonal:.1%})'
             )
-        if self.merged:
-            worst = max(self.merged, key=lambda ffn: ffn.after)
+        if self.pruned:
+            worst = max(self.pruned, key=lambda ffn: ffn.after)
             lines.append(
-                f'{len(self.merged)} FFNs merged, {sum(ffn.hidden for ffn in self.merged)} of '
-                f'{sum(ffn.channels for ffn in self.merged)} hidden channels left; the stream is farthest from the '
+                f'{len(self.pruned)} FFNs pruned, {sum(ffn.hidden for ffn in self.pruned)} of '
+                f'{sum(ffn.channels for ffn in self.pruned)} hidden channels left; the stream is farthest from the '
                 f"teacher's behind {worst.ffn}: {worst.after:.1%} of the stream's variance"
             )
         lines += [f'  {ffn.ffn}: left alone, {ffn.reason}' for ffn in self.ffns if ffn.reason]

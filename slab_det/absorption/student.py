@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -13,14 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slab_det.absorption.ffns import count_hidden, merge_channels
 from slab_det.absorption.plan import AbsorptionPlan, Writer, find_forward
-from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part
+from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
 from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption, Refit
 from slab_det.absorption.walk import Probe, TensorStore, Walk
+from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 from slab_det.fusion.folds import CannotFold, find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_ffns, past_fusions, replace_module
-from slab_det.fusion.merged_ffn import merge_ffn
 from slab_det.fusion.report import FusionReport
 from slab_det.norms import copy_module
 from slab_det.recalibration.moments import Moments
@@ -97,7 +97,7 @@ def _add_reports(plan: AbsorptionPlan, model: nn.Module, report: AbsorptionRepor
         for fusion in plan.fusions.values()
     ]
     report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
-    ffns = {**past_ffns(plan.model), **{ffn.ffn: ffn.hidden for ffn in report.merged}}
+    ffns = {**past_ffns(plan.model), **{ffn.ffn: ffn.hidden for ffn in report.pruned}}
     model.absorption_report = report
     model.fusion_report = FusionReport([*past_fusions(plan.model), *fusions], ffns)
     return model
@@ -159,8 +159,8 @@ class Absorption:
             for norm in self.report.norms:
                 if norm.outcome == 'absorbed':
                     apply_fold(self.model, self.plan.fusions[norm.norm])
-            for ffn in self.report.merged:
-                merge_ffn(self.model, ffn.ffn, ffn.hidden)
+            for ffn in self.report.pruned:
+                prune_ffn(self.model.get_submodule(ffn.ffn), torch.arange(ffn.hidden))
             self.model.load_state_dict({**self.model.state_dict(), **weights})
             self.saved.update(weights)
         return len(files)
@@ -195,7 +195,7 @@ class Absorption:
 
     def _differs(self) -> bool:
         """Whether the student computes something else than the teacher, so that there is something to fit."""
-        return bool(self.report.merged) or any(norm.outcome == 'absorbed' for norm in self.report.norms)
+        return bool(self.report.pruned) or any(norm.outcome == 'absorbed' for norm in self.report.norms)
 
     def _absorb_norm(self, block: str, name: str, ends: tuple[str, str]) -> None:
         (moments, held_out), own = _pair(self.plan.int8), _pair()
@@ -224,23 +224,26 @@ class Absorption:
         self.report.norms.append(replace(result, **shares, ridge=ridge))
 
     def _count_hidden(self, writer: Writer) -> int | None:
-        """Hidden channels that the FFN of a writer will have; None if none of them are to be merged."""
+        """How many hidden channels the FFN of a writer will have, in steps of 8; None if it stays as it is."""
         if not (self.plan.ffn and writer.ffn):
             return None
         try:
-            return count_hidden(self.model.get_submodule(writer.ffn), self.plan.ffn)
+            channels = len(find_ffn_layers(self.model.get_submodule(writer.ffn))[0].weight)
+            hidden = 8 * max(1, math.ceil((1 - self.plan.ffn) * channels / 8 - 1e-9))
+            if hidden >= channels:
+                raise CannotFold('it has too few hidden channels')
         except CannotFold as reason:
             self.report.ffns.append(FFNAbsorption(writer.ffn, reason=str(reason)))
             return None
+        return hidden
 
     def _fit_writer(self, block: str, writer: Writer, hidden: int | None, ends: tuple[str, str]) -> None:
-        """Fits a layer so that the student's stream meets the teacher's; if ``hidden`` is given, the FFN around it."""
+        """Fits a layer so that the student's stream meets the teacher's; with ``hidden``, to fewer hidden channels."""
         layer = self.model.get_submodule(writer.layer)
         (moments, held_out), targets = _pair(self.plan.int8), (Moments(), Moments())
-        probes = [writer.source, writer.stream, *([] if hidden is None else [Probe(writer.ffn, 'input')])]
         for batch in self.batches():
             (target,) = self.teacher.run(batch, block, [writer.stream], ends[0])
-            source, stream, *inputs = self.student.run(batch, block, probes, ends[1])
+            source, stream = self.student.run(batch, block, [writer.source, writer.stream], ends[1])
             if isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 if target.ndim == 4:
                     source, stream, target = _patches(layer, source, stream), _some_rows(stream), _some_rows(target)
@@ -249,16 +252,16 @@ class Absorption:
                     source = source.flatten(2).transpose(1, 2)
             part = self.plan.images.is_held_out(batch)
             targets[part].add(target)
-            (moments, held_out)[part].add(torch.cat([*inputs, source], -1), target - stream)
-            del source, stream, target, inputs
-        _check_finite(writer.layer if hidden is None else writer.ffn, moments, held_out)
+            (moments, held_out)[part].add(source, target - stream)
+            del source, stream, target
+        _check_finite(writer.layer, moments, held_out)
         # A stream of one token per image may not vary.
         variance = max(float(measured_part(*targets).var.sum()), 1e-300)
         if hidden is None:
             self.report.refits.append(_refit(writer.layer, layer, moments, held_out, variance))
         else:
-            merged = merge_channels(self.model, writer.ffn, hidden, moments, held_out, variance)
-            self.report.ffns.append(merged)
+            ffn = self.model.get_submodule(writer.ffn)
+            self.report.ffns.append(_prune(writer.ffn, ffn, hidden, moments, held_out, variance))
 
 
 @torch.no_grad()
@@ -271,13 +274,33 @@ def _refit(
         moments, held_out = moments.about_zero(), held_out.about_zero()
     fit, ridge = choose_fit(moments, held_out, moments.xy.new_zeros(moments.xy.T.shape))
     judge = measured_part(moments, held_out)
-    before = judge.mean_square() / variance
-    after = judge.unexplained(fit) * judge.variance() / variance
+    before, after = judge.mean_square() / variance, judge.unexplained(fit) * judge.variance() / variance
     if after < before:
         layer.weight += fit.matrix.view_as(layer.weight)
         if layer.bias is not None:
             layer.bias += fit.shift
     return Refit(name, before, min(before, after), ridge)
+
+
+@torch.no_grad()
+def _prune(
+    name: str, ffn: nn.Module, hidden: int, moments: CrossMoments, held_out: CrossMoments, variance: float
+) -> FFNAbsorption:
+    """Takes hidden channels, the inputs of the moments, out of an FFN and fits its second layer to the stream."""
+    _, _, fc2 = find_ffn_layers(ffn)
+    weight, judge = fc2.weight.flatten(1), measured_part(moments, held_out)
+    before = judge.mean_square() / variance
+    for part in {moments, judge}:
+        # The target is everything that the FFN has to add, not only what the old FFN misses.
+        part.add_to_target(weight, fc2.bias)
+    stay = rank_channels(moments)[-hidden:].sort().values
+    moments, held_out, judge = (part.select(stay) for part in (moments, held_out, judge))
+    fit, ridge = choose_fit(moments, held_out, weight[:, stay].double())
+    prune_ffn(ffn, stay)
+    fc2.weight.copy_(fit.matrix.view_as(fc2.weight))
+    fc2.bias.copy_(fit.shift)
+    after = judge.unexplained(fit) * judge.variance() / variance
+    return FFNAbsorption(name, len(weight[0]), hidden, before=before, after=after, ridge=ridge)
 
 
 def _release_memory() -> None:

@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar='SHARE',
-        help='also merge this share of the hidden channels of each FFN into one linear map, such as 0.75 '
-        '(default %(default)s)',
+        help='also take this share of the hidden channels out of each FFN, such as 0.75 (default %(default)s)',
     )
     parser.add_argument(
         '--int8', action='store_true', help='absorb for int8: the AP is better in int8 and worse in float32'
@@ -88,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
     if type_name(cfg.model.type) == 'FusedDetector' and not args.ffn:
         raise ConversionError(
             f'{args.config} belongs to a detector that was fused or absorbed before; give config and checkpoint of the '
-            'LayerNorm detector, or --ffn 0.75 to merge its FFNs'
+            'LayerNorm detector, or --ffn 0.75 to prune its FFNs'
         )
     if args.eval:
         check_data(cfg, ('val',))

@@ -10,16 +10,15 @@ from mmcv.cnn import Linear
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.pvt import MixFFN, PVTEncoderLayer
 from mmdet.models.backbones.swin import SwinBlock
-from torch import Tensor, nn
+from torch import nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
-from slab_det.fusion.merged_ffn import MergedFFN
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
-OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN, MergedFFN: MergedFFN}
+OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN}
 
 
 def replace_stock_blocks(backbone: nn.Module) -> None:
@@ -50,48 +49,35 @@ def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
     # Every layer is replaced by the original's.
     with torch.device('meta'):
         own = Block(attn, LinearFFN(1, 1, dict(type='GELU')), dict(type='LN'))
-        ffn = block.ffn if kind is MergedFFN else kind(1, 1, dict(type='GELU'))
-    if kind is not MergedFFN:
-        ffn.layers = block.ffn.layers
-    own.norm1, own.norm2, own.ffn = block.norm1, block.norm2, ffn
+        own.ffn = kind(1, 1, dict(type='GELU'))
+    own.norm1, own.norm2, own.ffn.layers = block.norm1, block.norm2, block.ffn.layers
     return own.eval()
 
 
 class FFNLayers(NamedTuple):
-    """The layers of an FFN: ``fc2(act(fc1(x)))``, plus ``linear(x)`` where its hidden channels were merged.
+    """The layers of an FFN, ``fc2(act(fc1(x)))``.
 
     Attributes:
         fc1: First layer, linear or a 1x1 convolution.
         activation: 'gelu' or 'relu'.
         fc2: Second layer.
-        linear: See :class:`~slab_det.fusion.merged_ffn.MergedFFN`; its bias replaces the bias of ``fc2``.
     """
 
     fc1: nn.Module
     activation: str
     fc2: nn.Module
-    linear: nn.Module | None = None
-
-    @property
-    def bias(self) -> Tensor | None:
-        """What is added behind the second layer, (C,)."""
-        return (self.linear or self.fc2).bias
 
 
 def ffn_layers(ffn: nn.Module) -> FFNLayers | None:
     """The layers of an FFN; None if it has other ones as well, such as a convolution or a norm."""
-    if type(ffn) is MergedFFN and ffn.fc1 is not None:
-        layers = FFNLayers(ffn.fc1, ffn.activation, ffn.fc2, ffn.linear)
-    elif type(ffn) in (LinearFFN, ConvFFN) and isinstance(ffn.norm, nn.Identity):
-        layers = FFNLayers(*map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2)))
-    else:
+    if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
         return None
-    activation, linear = layers.activation, [layer for layer in (layers.fc1, layers.fc2, layers.linear) if layer]
-    if type(ffn) is not ConvFFN and not all(map(is_plain_linear, linear)):
+    fc1, activation, fc2 = map(ffn.get_submodule, (ffn.fc1, ffn.activation, ffn.fc2))
+    if type(ffn) is LinearFFN and not (is_plain_linear(fc1) and is_plain_linear(fc2)):
         return None
     if type(activation) not in ACTIVATIONS or getattr(activation, 'approximate', 'none') != 'none':
         return None
-    return layers._replace(activation=ACTIVATIONS[type(activation)])
+    return FFNLayers(fc1, ACTIVATIONS[type(activation)], fc2)
 
 
 def is_plain_linear(layer: nn.Module) -> bool:

@@ -88,7 +88,7 @@ def past_fusions(model: nn.Module) -> list[NormFusion]:
 
 
 def past_ffns(model: nn.Module) -> dict[str, int]:
-    """Hidden channels of the FFNs of ``model`` that an absorption merged, by their names."""
+    """Hidden channels of the FFNs of ``model`` that an absorption pruned, by their names."""
     return dict(getattr(model, 'fusion_report', FusionReport([])).ffns)
 
 

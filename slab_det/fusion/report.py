@@ -40,7 +40,7 @@ class FusionReport:
 
     Attributes:
         norms: One entry for each norm.
-        ffns: Hidden channels that :func:`slab_det.absorb` left in each FFN that it merged, by the name of the FFN.
+        ffns: Hidden channels that :func:`slab_det.absorb` left in each FFN that it pruned, by the name of the FFN.
     """
 
     norms: list[NormFusion]
@@ -58,8 +58,8 @@ class FusionReport:
     def __str__(self) -> str:
         counts = ', '.join(f'{count} {outcome}' for outcome, count in self._count().items())
         left = [f'  {norm.norm} ({norm.kind}): {norm.outcome} - {norm.reason}' for norm in self.norms if not norm.into]
-        merged = [f'{len(self.ffns)} FFNs merged'] if self.ffns else []
-        return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *merged])
+        pruned = [f'{len(self.ffns)} FFNs pruned'] if self.ffns else []
+        return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *pruned])
 
     def _count(self) -> dict[str, int]:
         # Only models of slab_det.absorb have absorbed norms.

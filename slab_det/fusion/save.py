@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
@@ -13,9 +14,9 @@ from torch import nn
 
 import slab_det
 from slab_det.checkpoints import check_state_dict
+from slab_det.fusion.ffn_pruning import prune_ffn
 from slab_det.fusion.folds import CannotFold
 from slab_det.fusion.fuse import FusionError, apply_folds
-from slab_det.fusion.merged_ffn import merge_ffn
 from slab_det.fusion.report import NormFusion
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
@@ -36,12 +37,12 @@ FUSED_KEYS = ('type', 'folds', 'ffns')
 def FusedDetector(  # noqa: N802 (a config's type)
     model: dict, folds: Sequence[dict], ffns: dict[str, int] | None = None, **changes: dict
 ) -> nn.Module:
-    """Builds ``model``, removes its norms and merges its FFNs; the weights come from a checkpoint.
+    """Builds ``model``, removes its norms and prunes its FFNs; the weights come from a checkpoint.
 
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
         folds: What became of each norm, as :func:`save_fused` writes it.
-        ffns: Hidden channels of each FFN that is merged, by its name.
+        ffns: Hidden channels of each FFN that is pruned, by its name.
         **changes: Merged into ``model``, so that options for the unfused config, such as ``model.test_cfg``, work here.
 
     Returns:
@@ -60,7 +61,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
     for name, hidden in (ffns or {}).items():
         try:
-            merge_ffn(detector, name, hidden)
+            prune_ffn(detector.get_submodule(name), torch.arange(hidden))
         except (AttributeError, CannotFold, IndexError) as error:
             raise FusionError(f'{name}: the model is not the one whose FFNs these are: {error}') from error
     detector.fusion_report.ffns.update(ffns or {})

@@ -16,7 +16,6 @@ from slab_det.absorption.plan import Batches
 from slab_det.absorption.student import Absorption
 from slab_det.checkpoints.build import build_detector
 from slab_det.data import SyntheticShapes, generate
-from slab_det.fusion.merged_ffn import MergedFFN
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect
 from slab_det.recalibration import image_folder_dataloader
 
@@ -190,10 +189,11 @@ def test_a_fused_detector_is_refused(detector: Path, call) -> None:
     assert 'belongs to a detector that was fused or absorbed before' in result.err and '--ffn 0.75' in result.err
 
 
-def test_ffns_are_merged_and_norms_stay(detector: Path, call) -> None:
+def test_ffns_are_pruned_and_norms_stay(detector: Path, call) -> None:
     options = ('--keep', 'all', '--ffn', 0.75, '--data-root', 'data', *QUICK)
-    result = call('absorb.py', 'small.py', detector, '--out', 'merged.pth', *options)
-    assert f'0 LayerNorms absorbed, {NORMS} kept' in result.out and '4 FFNs merged' in result.out
-    merged = build_detector(Config.fromfile('merged_config.py'), 'merged.pth')
-    assert len(layer_norms(merged)) == NORMS
-    assert sum(isinstance(module, MergedFFN) for module in merged.modules()) == 4
+    result = call('absorb.py', 'small.py', detector, '--out', 'pruned.pth', *options)
+    assert f'0 LayerNorms absorbed, {NORMS} kept' in result.out and '4 FFNs pruned' in result.out
+    pruned = build_detector(Config.fromfile('pruned_config.py'), 'pruned.pth')
+    assert len(layer_norms(pruned)) == NORMS
+    hidden = [len(ffn.get_submodule(ffn.fc1).weight) for name, ffn in pruned.named_modules() if name.endswith('.ffn')]
+    assert hidden == [8, 16, 32, 64]

@@ -81,8 +81,8 @@ class TiledFFN(nn.Module):
 
     def __init__(self, norm: nn.Module, layers: FFNLayers) -> None:
         super().__init__()
-        self.norm, self.activation = norm, layers.activation
-        self.fc1, self.fc2, self.linear = layers.fc1, layers.fc2, layers.linear
+        self.norm = norm
+        self.fc1, self.activation, self.fc2 = layers
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         tokens = x.view(-1, x.shape[-1])
@@ -90,12 +90,8 @@ class TiledFFN(nn.Module):
         weight1, weight2 = self.fc1.weight.flatten(1), self.fc2.weight.flatten(1)
         for rows in tiles.row_tiles(tokens.shape[0], tiles.TILE_TOKENS):
             tile = tokens[rows]
-            normed = self.norm(tile)
-            hidden = linear(normed, weight1, self.fc1.bias, self.activation)
-            out = linear_add(hidden, weight2, self.fc2.bias, tile)
-            if self.linear is not None:
-                out = linear_add(normed, self.linear.weight, self.linear.bias, out)
-            tile.copy_(out)
+            hidden = linear(self.norm(tile), weight1, self.fc1.bias, self.activation)
+            tile.copy_(linear_add(hidden, weight2, self.fc2.bias, tile))
         return x
 
 

@@ -18,7 +18,6 @@ from slab_det.deployment.cpu.linear import DeployedLinear, deployed_linear
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import CannotFold, find_hooks
-from slab_det.fusion.merged_ffn import MergedFFN
 from slab_det.fusion.stock_mmdet import own_attention
 from slab_det.runtime.errors import ExportError
 
@@ -76,7 +75,7 @@ def make_size_free(model: nn.Module) -> None:
             for name in ('qkv', 'proj'):
                 layer = getattr(module.w_msa, name)
                 setattr(module.w_msa, name, rows_linear(layer) or layer)
-        if isinstance(module, PatchMerging | FFN | LinearFFN | MergedFFN):
+        if isinstance(module, PatchMerging | FFN | LinearFFN):
             replace_layers(module, rows_linear)
 
 

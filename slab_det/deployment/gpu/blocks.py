@@ -14,7 +14,6 @@ from slab_det.deployment.constants import constant
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import find_hooks
-from slab_det.fusion.merged_ffn import MergedFFN
 
 # The logit of a slot that fills up a power of 2: 0 after a softmax, and finite in every dtype.
 EXCLUDED_LOGIT = -1e4
@@ -104,24 +103,23 @@ class FusedFFN(nn.Module):
         (B, L, C) -> (B, L, C).
     """
 
-    def __init__(self, ffn: FFN | MergedFFN) -> None:
+    def __init__(self, ffn: FFN) -> None:
         super().__init__()
         self.ffn = ffn
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
-        # A merged FFN may stand in a block of timm, which adds the residual itself.
-        if identity is None or not kernels.take(x) or x.dtype not in (torch.float16, torch.bfloat16):
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
+        if not kernels.take(x) or x.dtype not in (torch.float16, torch.bfloat16):
             return self.ffn(x, hw_shape, identity)
         layers = ffn_layers(self.ffn)
         # A 1x1 convolution's weight has two more dimensions.
-        weights = layers.fc1.weight.flatten(1), layers.fc1.bias, layers.fc2.weight.flatten(1), layers.bias
-        return kernels.ffn(x, identity, *weights, layers.activation, layers.linear and layers.linear.weight)
+        weights = layers.fc1.weight.flatten(1), layers.fc1.bias, layers.fc2.weight.flatten(1), layers.fc2.bias
+        return kernels.ffn(x, identity, *weights, layers.activation)
 
 
 def fused_ffn(layer: nn.Module) -> FusedFFN | None:
     """The fused form of an FFN of few channels, whose weights fit a chip; None for every other layer."""
     layers = None if any(map(find_hooks, layer.modules())) else ffn_layers(layer)
-    if layers is None or layers.fc1.bias is None or layers.bias is None:
+    if layers is None or layers.fc1.bias is None or layers.fc2.bias is None:
         return None
     channels = len(layers.fc2.weight)
     rest = channels - (1 << (channels.bit_length() - 1))

@@ -124,7 +124,7 @@ if triton is not None:
 
     @triton.jit
     def _ffn_kernel(
-        x, identity, w0, w1, b1, w2, b2, out, R, H, LINEAR: tl.constexpr,
+        x, identity, w1, b1, w2, b2, out, R, H,
         C: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
     ):  # fmt: skip
         # Some tokens, and all hidden channels in turns: these never leave the chip. C is A + B, powers of 2 or B = 0.
@@ -137,12 +137,6 @@ if triton is not None:
             b = A + tl.arange(0, B)
             xb = tl.load(x + row[:, None] * C + b[None, :], mask=known, other=0.0)
             sum_b = tl.zeros([ROWS, B], tl.float32)
-        if LINEAR:
-            sum_a = tl.dot(xa, tl.load(w0 + a[None, :] * C + a[:, None]), sum_a)
-            if B > 0:
-                sum_a = tl.dot(xb, tl.load(w0 + a[None, :] * C + b[:, None]), sum_a)
-                sum_b = tl.dot(xa, tl.load(w0 + b[None, :] * C + a[:, None]), sum_b)
-                sum_b = tl.dot(xb, tl.load(w0 + b[None, :] * C + b[:, None]), sum_b)
         for start in range(0, H, HIDDEN):
             h = start + tl.arange(0, HIDDEN)
             there = h < H
@@ -246,11 +240,8 @@ def linear_window_attention(
     return out
 
 
-def ffn(
-    x: Tensor, identity: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, activation: str,
-    w0: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``identity + fc2(act(fc1(x))) + w0 x`` of tokens (B, L, C) in half precision.
+def ffn(x: Tensor, identity: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, activation: str) -> Tensor:
+    """``identity + fc2(act(fc1(x)))`` of tokens (B, L, C) in half precision.
 
     Args:
         x: Tokens.
@@ -260,14 +251,13 @@ def ffn(
         w2: Weight of fc2, (C, H).
         b2: Bias of fc2, (C,).
         activation: 'gelu' (by erf) or 'relu'.
-        w0: Weight of the linear map of an FFN that was merged, (C, C); None for none.
     """
     x, identity, out = x.contiguous(), identity.contiguous(), torch.empty_like(identity)
     channels = x.shape[-1]
     first = 1 << (channels.bit_length() - 1)
     count, (size, hidden, warps, stages) = x.numel() // channels, FFN_TILE
     _ffn_kernel[(triton.cdiv(count, size),)](
-        x, identity, w0, w1, b1, w2, b2, out, count, len(w1), LINEAR=w0 is not None,
+        x, identity, w1, b1, w2, b2, out, count, len(w1),
         C=channels, A=first, B=channels - first,
         GELU=activation == 'gelu', ROWS=size, HIDDEN=hidden, num_warps=warps, num_stages=stages,
     )  # fmt: skip
