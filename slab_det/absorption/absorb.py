@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -86,27 +85,24 @@ def absorb(
         raise ConversionError(f'ffn={ffn}: give a share from 0 to below 1, such as 0.75')
     if keep == 'all' and not ffn:
         raise ConversionError("keep='all' and ffn=0 leave nothing to absorb; give ffn=0.75 or another keep")
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
-        plan = make_plan(model, images, folder, fold_outputs, int8, ffn, norms=keep != 'all')
+    with evaluating(model), tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder:
+        plan = make_plan(model, images, Path(folder), fold_outputs, int8, ffn, norms=keep != 'all')
         compare = _compare_to(model, plan.images.held_out)
-        run = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
-        if keep is not None:
-            if keep == 'all':
-                keep = ()
-            if isinstance(keep, Integral):
-                keep = run().absorption_report.rank()[:keep] if keep else ()
-            student = run(names=keep)
-        elif compare is not None:
-            return _warn(_absorb_until_agreement(run, compare, least, progress), least)
+        make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
+        if keep is None:
+            if compare is None:
+                raise ConversionError(
+                    'keep=None compares detections, and the model finds none; give a number, keep=0 to keep no norm'
+                )
+            student = absorb_until_agreement(make, compare, least, progress)
         else:
-            raise ConversionError(
-                'keep=None compares detections, and the model finds none; give a number, keep=0 to keep no norm'
-            )
-        if compare is not None:
-            compare(student)
-        return _warn(student, least)
+            if isinstance(keep, Integral):
+                keep = make().absorption_report.rank()[:keep] if keep else ()
+            student = make(() if keep == 'all' else keep)
+            if compare is not None:
+                compare(student)
+    _warn(student, least)
+    return student
 
 
 def _check_keep(keep: object) -> int | Collection[str] | None:
@@ -147,14 +143,24 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
     return compare
 
 
-def _absorb_until_agreement(
-    run: Callable[..., nn.Module], compare: Callable[[nn.Module], float | None], least: float, progress: bool
+def absorb_until_agreement(
+    make: Callable[[Collection[str]], nn.Module],
+    compare: Callable[[nn.Module], float | None],
+    least: float,
+    progress: bool,
 ) -> nn.Module:
-    """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two."""
+    """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two.
+
+    Args:
+        make: Makes a student that keeps the named norms.
+        compare: Measures and reports its agreement; None where it is undefined.
+        least: The agreement that is enough.
+        progress: Print what each student reaches.
+    """
     ranked: list[str] = []
 
     def attempt(count: int) -> nn.Module:
-        student = run(names=ranked[:count])
+        student = make(ranked[:count])
         found = compare(student)
         if not ranked:
             ranked.extend(student.absorption_report.rank())
@@ -175,7 +181,7 @@ def _absorb_until_agreement(
     if agrees(best):
         return best
     best = max(best, attempt(high), key=lambda student: student.absorption_report.agreement)
-    # With ``low`` kept the student does not agree, with ``high`` it does.
+    # With ``low`` norms kept the student does not agree, with ``high`` it does.
     while agrees(best) and high - low > 1:
         middle = (low + high) // 2
         student = attempt(middle)
@@ -186,20 +192,19 @@ def _absorb_until_agreement(
     return best
 
 
-def _warn(student: nn.Module, least: float) -> nn.Module:
-    report = student.absorption_report
+def _warn(student: nn.Module, least: float) -> None:
+    report, warn = student.absorption_report, MMLogger.get_current_instance().warning
     if report.ffns and not report.pruned:
-        MMLogger.get_current_instance().warning(f'no FFN was pruned: {report.ffns[0].reason}')
+        warn(f'no FFN was pruned: {report.ffns[0].reason}')
     if report.num_images and report.agreement is None:
-        MMLogger.get_current_instance().warning(
+        warn(
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
             'kept, and nobody knows what the others cost; give images of its objects, or keep=K'
         )
     elif report.agreement is not None and report.agreement < least:
-        MMLogger.get_current_instance().warning(
+        warn(
             f'agreement with the teacher is {report.agreement:.3f}, below {least:g}, with {len(report.kept)} '
             f'LayerNorms kept: expect a loss of AP of about {expected_loss(report.agreement):.3f}; '
             f'{"take fewer hidden channels (a smaller ffn), " if report.pruned else ""}keep more norms (keep=K) '
             'or train towards the teacher (slab_det.conversion.write_tune_config)'
         )
-    return student

@@ -1,4 +1,4 @@
-"""What an absorption fits, in which order, and the images that it reads."""
+"""What an absorption fits, and in which order."""
 
 from __future__ import annotations
 
@@ -10,86 +10,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
+from slab_det.absorption.images import Images, read_images, to_bytes
 from slab_det.absorption.report import KEPT_BY_CHOICE
-from slab_det.absorption.walk import Probe, TensorStore, find_reads, register_probe
+from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
 from slab_det.fusion.layer_norms import describe_others, reason_to_keep
 from slab_det.fusion.report import NormFusion
 from slab_det.norms import named_norms
-from slab_det.recalibration.moments import one_pass, prepare_inputs
 from slab_det.runtime.errors import ConversionError
-
-# Every fifth batch is held out: it chooses ridges and measures what is left.
-HELD_OUT = 5
-
-
-class Batches(list):
-    """Batches of one pass over a data loader: another pass may draw other images.
-
-    Attributes:
-        dataset: The dataset of the loader, or None; it says how batches are prepared.
-    """
-
-    dataset: object = None
-
-
-@dataclass
-class Images:
-    """The images of an absorption.
-
-    Attributes:
-        store: Has the image tensor of each batch, by its index.
-        count: How many batches there are.
-        held_out: Every fifth batch, or all where there are fewer than five, as the loader yielded them.
-        digest: Digest of the image tensors.
-    """
-
-    store: TensorStore
-    count: int = 0
-    held_out: Batches = field(default_factory=Batches)
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    def is_held_out(self, index: int) -> bool:
-        """Whether no fit sees batch ``index``."""
-        return index % HELD_OUT == HELD_OUT - 1
-
-
-def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
-    """Reads and stores the images of an absorption.
-
-    Args:
-        model: The teacher, which prepares them.
-        batches: What a data loader yields, or image tensors (B, 3, H, W).
-        folder: For image tensors that find no place in memory.
-
-    Raises:
-        ConversionError: If there is no batch.
-    """
-    images, first = Images(TensorStore(folder, next(model.parameters()).device)), []
-    images.held_out.dataset = getattr(batches, 'dataset', None)
-    prepare = prepare_inputs(model, batches)
-    for index, batch in enumerate(one_pass(batches)):
-        inputs = prepare(batch)[0]
-        images.store.put(str(index), inputs)
-        images.count += 1
-        images.digest.update(_to_bytes(inputs))
-        if images.is_held_out(index):
-            images.held_out.append(batch)
-        elif index < HELD_OUT:
-            first.append(batch)
-    if not images.count:
-        raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
-    if not images.held_out:
-        images.held_out.extend(first)
-        MMLogger.get_current_instance().warning(
-            f'{len(first)} batches: none is held out, so agreement and what norms leave are those of images that '
-            f'were fitted; give at least {HELD_OUT} batches, smaller ones or more'
-        )
-    return images
 
 
 class Writer(NamedTuple):
@@ -161,17 +92,12 @@ def make_plan(
 ) -> AbsorptionPlan:
     """Reads the images, and runs the model to see in which order it calls its norms and layers.
 
+    Arguments and errors are those of :func:`slab_det.absorb`.
+
     Args:
         model: The teacher, in eval mode.
-        batches: See :func:`read_images`.
         folder: For temporary files.
-        fold_outputs: See :func:`slab_det.fuse`.
-        int8: See :func:`slab_det.absorb`.
-        ffn: See :func:`slab_det.absorb`.
         norms: Whether norms may be absorbed.
-
-    Raises:
-        ConversionError: See :func:`slab_det.absorb`.
     """
     images = read_images(model, batches, folder)
     _check_absorbable(model)
@@ -205,7 +131,7 @@ def make_plan(
     digest = images.digest.copy()
     digest.update(repr((fusions, int8, ffn, blocks)).encode())
     for name, value in model.state_dict().items():
-        digest.update(name.encode() + _to_bytes(value))
+        digest.update(name.encode() + to_bytes(value))
     return AbsorptionPlan(model, images, folder, int8, ffn, runs_neck, fusions, reasons, blocks, reads, digest)
 
 
@@ -324,7 +250,3 @@ def _has_returned(model: nn.Module, writer: Writer, later: Iterable[Writer], cal
         return False
     before = calls[: calls.index(branch)]
     return writer.stream not in before and not any(other.source in before for other in later)
-
-
-def _to_bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 
 import torch
@@ -53,29 +53,29 @@ def absorb_norms(
     possible = [name for name, reason in plan.reasons.items() if not reason]
     if unknown := ', '.join(sorted({*names} - {*possible})):
         raise ConversionError(f'keep: {unknown} cannot be absorbed anyhow; these can: {", ".join(possible)}')
-    absorption, blocks = Absorption(plan, _copy_teacher(plan), {*names}, work_dir or plan.folder), [*plan.blocks]
-    first = absorption.resume()
-    runs = sum(1 + bool(step.finishes) for block in blocks[first:] for step in plan.blocks[block])
-    absorption.bar = Progress(
-        desc=f'Absorption, {len(blocks) - first} of {len(blocks)} blocks',
-        total=(runs + (0 < first < len(blocks))) * plan.images.count,
-        disable=not progress or first == len(blocks),
-    )
-    with absorption.bar, tempfile.TemporaryDirectory(dir=plan.folder) as folder:
-        store = TensorStore(Path(folder), plan.images.store.device, plan.images.store.left)
-        absorption.teacher, absorption.student = (
-            Walk(model, find_forward(model, plan.runs_neck), plan.reads, plan.images.store, store, name)
-            for name, model in (('teacher', plan.model), ('student', absorption.model))
+    model, images = _copy_teacher(plan), plan.images
+    with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
+        store = TensorStore(Path(folder), images.store.device, images.store.left)
+        teacher, student = (
+            Walk(each, find_forward(each, plan.runs_neck), plan.reads, images.store, store, name)
+            for name, each in (('teacher', plan.model), ('student', model))
         )
-        if 0 < first < len(blocks):
-            for batch in absorption.batches():
-                for walk in (absorption.teacher, absorption.student):
-                    for block in blocks[:first]:
-                        walk.run(batch, block, finish=block)
-        for block in blocks[first:]:
-            absorption.fit_block(block)
-            absorption.save(block)
-    return _add_reports(plan, absorption.model, absorption.report)
+        absorption = Absorption(plan, teacher, student, {*names}, work_dir or plan.folder)
+        first, blocks = absorption.resume(), [*plan.blocks]
+        runs = sum(1 + bool(step.finishes) for block in blocks[first:] for step in plan.blocks[block])
+        is_done = first == len(blocks)
+        with Progress(
+            desc=f'Absorption, {len(blocks) - first} of {len(blocks)} blocks',
+            total=(runs + (first > 0)) * images.count,
+            disable=not progress or is_done,
+        ) as absorption.bar:
+            for batch in absorption.batches() if first and not is_done else ():
+                for walk, block in product((teacher, student), blocks[:first]):
+                    walk.run(batch, block, finish=block)
+            for block in blocks[first:]:
+                absorption.fit_block(block)
+                absorption.save(block)
+    return _add_reports(plan, model, absorption.report)
 
 
 def _copy_teacher(plan: AbsorptionPlan) -> nn.Module:
@@ -108,24 +108,21 @@ class Absorption:
 
     Args:
         plan: What is fitted, on which images.
-        model: The student.
+        teacher: The walk of the teacher.
+        student: The walk of the student.
         names: Norms that stay.
         folder: Gets the weights that each block changed.
 
     Attributes:
         report: What was fitted so far.
-        teacher, student: The walks of both.
         bar: A progress bar.
     """
 
-    teacher: Walk
-    student: Walk
-    bar: Progress
-
-    def __init__(self, plan: AbsorptionPlan, model: nn.Module, names: set[str], folder: Path) -> None:
-        self.plan, self.model, self.names, self.folder = plan, model, names, folder
-        self.report = AbsorptionReport()
-        self.saved = {name: value.clone() for name, value in model.state_dict().items()}
+    def __init__(self, plan: AbsorptionPlan, teacher: Walk, student: Walk, names: set[str], folder: Path) -> None:
+        self.plan, self.teacher, self.student, self.names, self.folder = plan, teacher, student, names, folder
+        self.model, self.report = student.model, AbsorptionReport()
+        self.bar: Progress | None = None
+        self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def file(self, block: str) -> Path:
         """The file of a block: students share it if they have kept the same norms so far."""

@@ -67,8 +67,8 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.fileio import put_text
 
     import slab_det
-    from slab_det.absorption.curve import curve_table, measure_curve
     from slab_det.checkpoints.build import build_detector
+    from slab_det.cli.absorb_curve import curve_table, measure_curve
     from slab_det.cli.config import check_out, read_config, read_images
     from slab_det.conversion import ConversionError, write_tune_config
     from slab_det.data import check_data

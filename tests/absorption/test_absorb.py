@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 
 import slab_det
 from slab_det.absorption import absorb, walk
-from slab_det.absorption.curve import measure_curve
-from slab_det.absorption.plan import Writer, make_plan, read_images
+from slab_det.absorption.images import read_images
+from slab_det.absorption.plan import Writer, make_plan
 from slab_det.absorption.student import Absorption, absorb_norms
 from slab_det.checkpoints.build import build_detector
+from slab_det.cli.absorb_curve import measure_curve
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
 from slab_det.measure.agreement import detect

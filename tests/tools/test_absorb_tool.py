@@ -12,7 +12,7 @@ from conftest import CONFIGS, layer_norms, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
-from slab_det.absorption.plan import Batches
+from slab_det.absorption.images import Batches
 from slab_det.absorption.student import Absorption
 from slab_det.checkpoints.build import build_detector
 from slab_det.data import SyntheticShapes, generate
@@ -88,7 +88,7 @@ def test_a_student_is_absorbed_once_and_written_before_it_is_measured(
         raise RuntimeError('interrupted')
 
     monkeypatch.setattr(Absorption, 'fit_block', fit_block)
-    monkeypatch.setattr('slab_det.absorption.curve.measure_latency', measure_latency)
+    monkeypatch.setattr('slab_det.cli.absorb_curve.measure_latency', measure_latency)
     options = ('--out', 'fused.pth', '--curve', 0, 2, '--keep', 2)
     with pytest.raises(RuntimeError, match='interrupted'):
         call('absorb.py', 'small.py', detector, '--data-root', 'data', *options, *QUICK)
