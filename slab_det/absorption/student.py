@@ -116,13 +116,14 @@ class Absorption:
     Attributes:
         report: What was fitted so far.
         bar: A progress bar.
+        saved: The student's weights when it was last saved or loaded.
     """
 
     def __init__(self, plan: AbsorptionPlan, teacher: Walk, student: Walk, names: set[str], folder: Path) -> None:
         self.plan, self.teacher, self.student, self.names, self.folder = plan, teacher, student, names, folder
         self.model, self.report = student.model, AbsorptionReport()
         self.bar: Progress | None = None
-        self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.saved: dict[str, Tensor] = {}
 
     def file(self, block: str) -> Path:
         """The file of a block: students share it if they have kept the same norms so far."""
@@ -159,7 +160,7 @@ class Absorption:
             for ffn in self.report.pruned:
                 prune_ffn(self.model.get_submodule(ffn.ffn), torch.arange(ffn.hidden))
             self.model.load_state_dict({**self.model.state_dict(), **weights})
-            self.saved.update(weights)
+        self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
         return len(files)
 
     def batches(self) -> Iterator[int]:
