@@ -34,15 +34,15 @@ def absorb(
 ) -> nn.Module:
     """Replaces the LayerNorms of a trained model by affine maps that its linear layers take, without training.
 
-    Front to back, the teacher, ``model``, beside the student, what is absorbed so far. For each LayerNorm the ridge
-    regression of the teacher's output y on the student's input x,
+    The student is a copy of the teacher, ``model``. Front to back, for each LayerNorm, the ridge regression of the
+    teacher's output y on the student's input x,
 
         M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
 
     goes into the layers that read the norm: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the best scale per
     channel of the centred input. Behind each attention and each FFN the layer that writes the residual stream is fitted
-    in the same way, so that the student's stream meets the teacher's; at the end the 3x3 convolutions of an FPN, so
-    that its levels do. The ridges r are chosen on every fifth batch, which no fit sees.
+    in the same way, so that the student's stream meets the teacher's. At the end the 3x3 convolutions of an FPN are
+    fitted to the teacher's levels. The ridges r are chosen on every fifth batch, which no fit sees.
 
     The result has no norm where one was absorbed: it is fused already. ``absorption_report`` says what each norm left,
     ``fusion_report`` where it went.
@@ -115,8 +115,8 @@ def _check_keep(keep: object) -> int | Collection[str] | None:
 
 
 def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float | None] | None:
-    """A function that measures a student's agreement on ``images`` and reports it; None for what is no detector."""
-    # mmdet pastes masks in float32 alone.
+    """A function that measures and reports a student's agreement on ``images``; None if the teacher is no detector."""
+    # mmdet pastes masks only in float32.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
     try:

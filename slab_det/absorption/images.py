@@ -78,8 +78,8 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
     if not images.held_out:
         images.held_out.extend(first)
         MMLogger.get_current_instance().warning(
-            f'{len(first)} batches: none is held out, so agreement and what norms leave are those of images that '
-            f'were fitted; give at least {HELD_OUT} batches, smaller ones or more'
+            f'{len(first)} batches: none is held out, so agreement and what norms leave are measured on images '
+            f'that were fitted; give at least {HELD_OUT} batches, smaller ones or more'
         )
     return images
 

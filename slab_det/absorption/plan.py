@@ -92,7 +92,7 @@ def make_plan(
 ) -> AbsorptionPlan:
     """Reads the images, and runs the model to see in which order it calls its norms and layers.
 
-    Arguments and errors are those of :func:`slab_det.absorb`.
+    See :func:`slab_det.absorb` for other arguments and for errors.
 
     Args:
         model: The teacher, in eval mode.

@@ -31,8 +31,9 @@ def measure_curve(
         latency_options: Further arguments of :func:`slab_det.measure_latency`.
 
     Returns:
-        Of the teacher, then of each student: name, number of LayerNorms kept, agreement with the teacher or None,
-        ``LatencyResult`` or None, and AP, see :func:`slab_det.measure.evaluate.evaluate`, or None.
+        A dict for the teacher and one for each student: its name, how many LayerNorms it keeps (num_kept), its
+        agreement with the teacher, its latency (a ``LatencyResult``) and its AP as
+        :func:`slab_det.measure.evaluate.evaluate` returns it. What was not measured is None.
     """
     models = {'LayerNorm': teacher, **students}
     reports = {name: student.absorption_report for name, student in students.items()}

@@ -48,7 +48,7 @@ def teacher(small_detector_cfg):
     def build(backbone='SLABSwin'):
         cfg = small_detector_cfg(**BACKBONES['SLABSwin'])
         cfg.backbone = BACKBONES[backbone]
-        # Of PVT the channels of a stage are those of a head times its heads.
+        # A stage of PVT has the channels of a head times its heads.
         cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
         cfg.test_cfg.rcnn.max_per_img = 20
         model = as_trained(MODELS.build(cfg))
@@ -207,7 +207,7 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     assert counts == ['0', '4'] and 'expect a loss of AP' in output
     with pytest.raises(ConversionError, match='model finds none'):
         absorb(model.backbone, images, progress=False)
-    # Of a detector that needs more than images nothing is compared.
+    # A detector that needs more than images cannot be compared.
     with monkeypatch.context() as patch:
         patch.setattr(type(model), 'predict', lambda model, inputs, samples: samples[0].text)
         assert absorb(model, images, keep=0, progress=False).absorption_report.agreement is None
