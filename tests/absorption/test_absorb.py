@@ -387,7 +387,7 @@ def test_a_walk_stores_only_what_is_still_read_in_memory_or_files(tmp_path, left
     for name in '012':
         (output,) = one.run(0, name, [walk.Probe(name, 'output')], finish=name)
         stored.append([*store.values])
-        assert [path.name for path in tmp_path.iterdir()] == [f'{name}.pt' for name in stored[-1]] * (not left)
+        assert sorted(path.stem for path in tmp_path.iterdir()) == (stored[-1] if not left else [])
     torch.testing.assert_close(output, model(image))
     assert stored == [['0_0'], ['0_0', '1_0'], []] and store.left == {cpu: left}
 
