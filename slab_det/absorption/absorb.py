@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -14,8 +13,8 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from slab_det.absorption.plan import AbsorptionPlan
-from slab_det.absorption.student import Absorption
+from slab_det.absorption.plan import make_plan
+from slab_det.absorption.student import absorb_norms
 from slab_det.deployment import is_deployed
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
 from slab_det.recalibration.moments import evaluating
@@ -35,15 +34,15 @@ def absorb(
 ) -> nn.Module:
     """Replaces the LayerNorms of a trained model by affine maps that its linear layers take, without training.
 
-    Front to back, the teacher, ``model``, beside the student, what is absorbed so far. For each LayerNorm the ridge
-    regression of the teacher's output y on the student's input x,
+    The student is a copy of the teacher, ``model``. Front to back, for each LayerNorm, the ridge regression of the
+    teacher's output y on the student's input x,
 
         M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
 
     goes into the layers that read the norm: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the best scale per
     channel of the centred input. Behind each attention and each FFN the layer that writes the residual stream is fitted
-    in the same way, so that the student's stream meets the teacher's; at the end the 3x3 convolutions of an FPN, so
-    that its levels do. The ridges r are chosen on every fifth batch, which no fit sees.
+    in the same way, so that the student's stream meets the teacher's. At the end the 3x3 convolutions of an FPN are
+    fitted to the teacher's levels. The ridges r are chosen on every fifth batch, which no fit sees.
 
     The result has no norm where one was absorbed: it is fused already. ``absorption_report`` says what each norm left,
     ``fusion_report`` where it went.
@@ -86,27 +85,24 @@ def absorb(
         raise ConversionError(f'ffn={ffn}: give a share from 0 to below 1, such as 0.75')
     if keep == 'all' and not ffn:
         raise ConversionError("keep='all' and ffn=0 leave nothing to absorb; give ffn=0.75 or another keep")
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='slab_det_absorb_')))
-        plan = AbsorptionPlan(model, images, folder, fold_outputs, int8, ffn, norms=keep != 'all')
+    with evaluating(model), tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder:
+        plan = make_plan(model, images, Path(folder), fold_outputs, int8, ffn, norms=keep != 'all')
         compare = _compare_to(model, plan.images.held_out)
-        run = partial(Absorption, plan, work_dir=work_dir and Path(work_dir), progress=progress)
-        if keep is not None:
-            if keep == 'all':
-                keep = ()
-            if isinstance(keep, Integral):
-                keep = run().student.absorption_report.rank()[:keep] if keep else ()
-            student = run(names=keep).student
-        elif compare is not None:
-            return _warn(_absorb_until_agreement(run, compare, least, progress), least)
+        make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
+        if keep is None:
+            if compare is None:
+                raise ConversionError(
+                    'keep=None compares detections, and the model finds none; give a number, keep=0 to keep no norm'
+                )
+            student = absorb_until_agreement(make, compare, least, progress)
         else:
-            raise ConversionError(
-                'keep=None compares detections, and the model finds none; give a number, keep=0 to keep no norm'
-            )
-        if compare is not None:
-            compare(student)
-        return _warn(student, least)
+            if isinstance(keep, Integral):
+                keep = make().absorption_report.rank()[:keep] if keep else ()
+            student = make(() if keep == 'all' else keep)
+            if compare is not None:
+                compare(student)
+    _warn(student, least)
+    return student
 
 
 def _check_keep(keep: object) -> int | Collection[str] | None:
@@ -119,8 +115,8 @@ def _check_keep(keep: object) -> int | Collection[str] | None:
 
 
 def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float | None] | None:
-    """A function that measures a student's agreement on ``images`` and reports it; None for what is no detector."""
-    # mmdet pastes masks in float32 alone.
+    """A function that measures and reports a student's agreement on ``images``; None if the teacher is no detector."""
+    # mmdet pastes masks only in float32.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
     try:
@@ -147,14 +143,24 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
     return compare
 
 
-def _absorb_until_agreement(
-    run: Callable[..., Absorption], compare: Callable[[nn.Module], float | None], least: float, progress: bool
+def absorb_until_agreement(
+    make: Callable[[Collection[str]], nn.Module],
+    compare: Callable[[nn.Module], float | None],
+    least: float,
+    progress: bool,
 ) -> nn.Module:
-    """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two."""
+    """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two.
+
+    Args:
+        make: Makes a student that keeps the named norms.
+        compare: Measures and reports its agreement; None where it is undefined.
+        least: The agreement that is enough.
+        progress: Print what each student reaches.
+    """
     ranked: list[str] = []
 
     def attempt(count: int) -> nn.Module:
-        student = run(names=ranked[:count]).student
+        student = make(ranked[:count])
         found = compare(student)
         if not ranked:
             ranked.extend(student.absorption_report.rank())
@@ -175,7 +181,7 @@ def _absorb_until_agreement(
     if agrees(best):
         return best
     best = max(best, attempt(high), key=lambda student: student.absorption_report.agreement)
-    # With ``low`` kept the student does not agree, with ``high`` it does.
+    # With ``low`` norms kept the student does not agree, with ``high`` it does.
     while agrees(best) and high - low > 1:
         middle = (low + high) // 2
         student = attempt(middle)
@@ -186,20 +192,19 @@ def _absorb_until_agreement(
     return best
 
 
-def _warn(student: nn.Module, least: float) -> nn.Module:
-    report = student.absorption_report
+def _warn(student: nn.Module, least: float) -> None:
+    report, warn = student.absorption_report, MMLogger.get_current_instance().warning
     if report.ffns and not report.pruned:
-        MMLogger.get_current_instance().warning(f'no FFN was pruned: {report.ffns[0].reason}')
+        warn(f'no FFN was pruned: {report.ffns[0].reason}')
     if report.num_images and report.agreement is None:
-        MMLogger.get_current_instance().warning(
+        warn(
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
             'kept, and nobody knows what the others cost; give images of its objects, or keep=K'
         )
     elif report.agreement is not None and report.agreement < least:
-        MMLogger.get_current_instance().warning(
+        warn(
             f'agreement with the teacher is {report.agreement:.3f}, below {least:g}, with {len(report.kept)} '
             f'LayerNorms kept: expect a loss of AP of about {expected_loss(report.agreement):.3f}; '
             f'{"take fewer hidden channels (a smaller ffn), " if report.pruned else ""}keep more norms (keep=K) '
             'or train towards the teacher (slab_det.conversion.write_tune_config)'
         )
-    return student

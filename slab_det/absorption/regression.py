@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-# Strengths of the pull towards the prior, in standardised coordinates. Weaker ones fit the images at hand better, by
-# weights of some hundred that cancel: on a few others, and in bfloat16, they do not, and the maps explode.
+from slab_det.recalibration.moments import Moments
+
+# Strengths of the pull towards the prior, in standardised coordinates. Weaker ones fit the images at hand better, with
+# weights of some hundred that cancel. On a few other images, and in bfloat16, they do not cancel and the maps explode.
 RIDGES = tuple(10.0**power for power in range(-4, 3))
-# Where no batch is held out to choose it.
+# The strength where no batch is held out to choose one.
 DEFAULT_RIDGE = 1e-2
 # How much more than the best ridge a stronger one may leave.
 SLACK = 1.05
 # Tokens, on a CPU and on a GPU, where each piece costs some twenty launches.
 CHUNK, GPU_CHUNK = 4096, 32768
-# Rows of a matrix of products; what is below the diagonal need not be computed.
+# Rows of products that are computed together: those below the diagonal are copied.
 BLOCK = 256
 
 
@@ -32,9 +34,9 @@ class CrossMoments:
         count: Tokens so far.
         mean_x, mean_y: Means, (C_x,) and (C_y,); None before the first token.
         xx: Sum over tokens of ``(x - mean_x) (x - mean_x)^T``, (C_x, C_x).
-        xy: The same of x and y, (C_x, C_y).
-        yy: Of y only the diagonal, (C_y,).
-        low, high: The least and the largest of all x, and 0.
+        xy: The same sum for x and y, (C_x, C_y).
+        yy: The diagonal of the same sum for y, (C_y,).
+        low, high: The range of x, with 0 in it.
     """
 
     def __init__(self, int8: bool = False) -> None:
@@ -49,9 +51,9 @@ class CrossMoments:
 
     @property
     def rounding(self) -> float:
-        """The variance of the error of x in int8, whose 255 steps divide the range of all channels evenly, or 0.
+        """The variance of the error that x has in int8, or 0: 255 even steps for the range of all channels.
 
-        Of twice that step: what the layers before round arrives too.
+        The step counts twice, because x also brings the errors of the layers before.
         """
         return (2 * (float(self.high) - float(self.low)) / 255) ** 2 / 12 if self.int8 else 0.0
 
@@ -127,6 +129,22 @@ class CrossMoments:
         offset = self.mean_y - matrix @ self.mean_x - fit.shift
         return float((squares + self.count * offset.square().sum()) / self.yy.sum().clamp(min=1e-300))
 
+    def variance(self) -> float:
+        """The variance of y, summed over channels."""
+        return float(self.yy.sum() / self.count)
+
+    def mean_square(self) -> float:
+        """The mean of ``|y|^2`` over tokens: what is left where nothing is fitted."""
+        return float(self.yy.sum() / self.count + self.mean_y.square().sum())
+
+
+M = TypeVar('M', CrossMoments, Moments)
+
+
+def measured_part(moments: M, held_out: M) -> M:
+    """The tokens that say what a fit leaves: those held out, or all where there are none."""
+    return held_out if held_out.count else moments
+
 
 class Affine(NamedTuple):
     """``y = matrix x + shift``, (C_y, C_x) and (C_y,), in float64."""
@@ -159,7 +177,7 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
     ``M = (E y z^T + prior R) (G + R)^-1``: one matrix for all layers that read y, because the fit is linear in y.
 
     Args:
-        moments: Of at least two tokens.
+        moments: Sums over at least two tokens.
         prior: (C_y, C_x).
         ridges: The strengths.
     """
@@ -205,7 +223,7 @@ def rank_channels(moments: CrossMoments, ridge: float = RIDGES[0]) -> Tensor:
     """Orders channels of x by backward elimination: without the first, the regression of y on the others loses least.
 
     Where P is the inverse of the Gram matrix of x and ``W = P E x y^T`` its regression, the loss grows by
-    ``|W_c|^2 / P_cc`` without channel c, and the P and W of the others follow from those of all.
+    ``|W_c|^2 / P_cc`` without channel c, and P and W without it follow from P and W with it.
 
     Args:
         moments: Sums over at least two tokens.

@@ -42,7 +42,7 @@ class NormAbsorption:
 class Refit:
     """How far a layer's output was from the teacher's before and after the layer was fitted.
 
-    Of a layer that writes the residual stream, the stream behind it counts as its output.
+    The output of a layer that writes the residual stream is the stream behind it.
 
     Attributes:
         layer: Its dotted name.

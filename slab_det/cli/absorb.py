@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--work-dir', metavar='DIR', help='folder of intermediate results: the same command goes on from there'
     )
     parser.add_argument('--json', metavar='FILE', help='report of every norm and of every row of the table')
-    parser.add_argument('--figure', metavar='FILE.svg', help='draw the error that is left of every norm')
 
 
 @command(add_arguments)
@@ -68,8 +67,8 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.fileio import put_text
 
     import slab_det
-    from slab_det.absorption.curve import curve_table, measure_curve
     from slab_det.checkpoints.build import build_detector
+    from slab_det.cli.absorb_curve import curve_table, measure_curve
     from slab_det.cli.config import check_out, read_config, read_images
     from slab_det.conversion import ConversionError, write_tune_config
     from slab_det.data import check_data
@@ -78,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.runtime.run_folder import check_writable
 
     check_out(args.out, args.checkpoint, args.config)
-    check_writable(args.json, args.figure)
+    check_writable(args.json)
     if min([args.rounds, *args.curve]) < 0:
         raise ConversionError('--curve and --rounds are numbers from 0 on')
     if args.images is not None and args.pipeline == 'train':
@@ -132,19 +131,10 @@ def main(args: argparse.Namespace) -> None:
     if args.json is not None:
         values = dict(
             **report.to_dict(),
-            points=[point.to_dict() for point in points],
+            points=[point | dict(latency=point['latency'] and point['latency'].to_dict()) for point in points],
             config=args.config,
             checkpoint=args.checkpoint,
             images=args.images or f'{len(images)} batches of the training set, pipeline {args.pipeline!r}',
         )
         put_text(json.dumps(values, indent=1) + '\n', args.json)
-    if args.figure is not None:
-        from slab_det.absorption.figure import absorption_figure
-        from slab_det.measure.figure import save_figure
-
-        # Without an agreement of every student there is no curve.
-        compared = all(point.agreement is not None for point in points)
-        agreements = {point.num_kept: point.agreement for point in points} if compared else {}
-        latencies = {point.num_kept: point.latency.median_ms for point in points if point.latency}
-        save_figure(absorption_figure(report, agreements, latencies), args.figure)
     print(f'{report}\n\n{curve_table(points)}{hint}')

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import mmcv
 import numpy as np
@@ -21,12 +20,12 @@ from slab_det.cli.config import read_config
 from slab_det.measure import ReportEntry, measure_latency
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
+from slab_det.measure.latency import format_ratio
 from slab_det.measure.markdown import format_table
 from slab_det.measure.report import ap_scope, describe_dataset, describe_model, latency_scope
 
 # (height, width) at which latency is measured: twice that of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)
-REPEATS = 5
 NUM_DRAWN = 3  # images
 
 
@@ -61,7 +60,7 @@ def measure(
             ap=evaluate(models[name], cfg),
         )
     image = dataset.get_data_info(0)['img_path']
-    results = measure_latency(models, SIZE, rounds=20, warmup=5, repeat=REPEATS, image=image, cost=True, progress=True)
+    results = measure_latency(models, SIZE, rounds=100, warmup=10, image=image, cost=True, progress=True)
     return models, [replace(entries[name], latency=result.to_dict()) for name, result in results.items()]
 
 
@@ -72,24 +71,23 @@ def compare(entries: Sequence[ReportEntry]) -> str:
         entries: What :func:`measure` returned, LayerNorm first.
     """
     header = ['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {entries[0].name}']
-    rows, base = [], entries[0].latency['repeat_medians_ms']
+    rows = []
     for entry in entries:
-        ratios = sorted(ms / other for ms, other in zip(entry.latency['repeat_medians_ms'], base, strict=True))
         rows.append(
             [
                 entry.name,
                 str(entry.latency['cost']['norms_left']),
                 *(f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')),
                 f'{entry.latency["median_ms"]:.1f}',
-                '1' if entry is entries[0] else f'{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})',
+                '1' if entry is entries[0] else format_ratio(entry.latency),
             ]
         )
     return '\n'.join(
         [
             format_table(header, rows),
             '',
-            f'AP on {ap_scope(entries[0])}. Latency: {latency_scope(entries[0])}, in turns; ratio: median, least and '
-            f'greatest of {len(base)} repeats.',
+            f'AP on {ap_scope(entries[0])}. Latency: {latency_scope(entries[0])}, in turns; ratio: median and '
+            'quartiles over the rounds.',
             '',
         ]
     )

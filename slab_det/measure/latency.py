@@ -60,6 +60,8 @@ class LatencyResult:
         fused: Whether the norms are folded away.
         deployed: Whether slab_det.deploy made the model.
         median_ms, mean_ms, std_ms, p95_ms: Over the rounds; p95 is the 95th percentile.
+        ratio: The median, over the rounds, of the time over the first model's time in the same round.
+        ratio_quartiles: The first and the third quartile of these ratios.
         cost: Multiply-adds, parameters and norms left in the same call; None if they were not counted.
         environment: See :func:`slab_det.measure.environment.describe_environment`.
     """
@@ -84,6 +86,8 @@ class LatencyResult:
     mean_ms: float
     std_ms: float
     p95_ms: float
+    ratio: float
+    ratio_quartiles: tuple[float, float]
     cost: ModelCost | None
     environment: dict
 
@@ -156,6 +160,9 @@ def measure_latency(
     finally:
         torch.set_num_threads(torch_threads)
         cv2.setNumThreads(image_threads)
+    times = {name: np.array(values[warmup:]) for name, values in times.items()}
+    base = next(iter(times.values()))
+    quartiles = {name: np.percentile(values / base, [25, 50, 75]).tolist() for name, values in times.items()}
     return {
         name: LatencyResult(
             name=name,
@@ -174,10 +181,12 @@ def measure_latency(
             interleaved=tuple(models),
             fused=is_fused(model),
             deployed=is_deployed(model),
-            median_ms=float(np.median(times[name][warmup:])),
-            mean_ms=float(np.mean(times[name][warmup:])),
-            std_ms=float(np.std(times[name][warmup:])),
-            p95_ms=float(np.percentile(times[name][warmup:], 95)),
+            median_ms=float(np.median(times[name])),
+            mean_ms=float(np.mean(times[name])),
+            std_ms=float(np.std(times[name])),
+            p95_ms=float(np.percentile(times[name], 95)),
+            ratio=quartiles[name][1],
+            ratio_quartiles=tuple(quartiles[name][::2]),
             cost=costs[name],
             environment=environment,
         )
@@ -201,7 +210,7 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
             'median ms': f'{result.median_ms:.2f}',
             'mean ± std': f'{result.mean_ms:.2f} ± {result.std_ms:.2f}',
             'p95': f'{result.p95_ms:.2f}',
-            'ratio': f'{result.median_ms / first.median_ms:.3f}',
+            'ratio (quartiles)': format_ratio(result.to_dict()),
         }
         if result.cost:
             row['G multiply-adds'] = f'{result.cost.multiply_adds / 1e9:.3f}'
@@ -217,6 +226,16 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
         found = ', '.join(f'{result.name} {result.detections}' for result in results)
         lines.append(f'objects found in {first.image}: {found}')
     return '\n'.join(lines)
+
+
+def format_ratio(latency: Mapping) -> str:
+    """Returns the ratio to the first model with its quartiles, such as '0.82 (0.80 to 0.85)'.
+
+    Args:
+        latency: What :meth:`LatencyResult.to_dict` returns, also read from a report.
+    """
+    low, high = latency['ratio_quartiles']
+    return f'{latency["ratio"]:.2f} ({low:.2f} to {high:.2f})'
 
 
 def describe_scope(latency: Mapping) -> str:

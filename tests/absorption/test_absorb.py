@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 
 import slab_det
 from slab_det.absorption import absorb, walk
-from slab_det.absorption.curve import measure_curve
-from slab_det.absorption.plan import AbsorptionPlan, Images, Writer
-from slab_det.absorption.student import Absorption
+from slab_det.absorption.images import read_images
+from slab_det.absorption.plan import Writer, make_plan
+from slab_det.absorption.student import Absorption, absorb_norms
 from slab_det.checkpoints.build import build_detector
+from slab_det.cli.absorb_curve import measure_curve
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
 from slab_det.measure.agreement import detect
@@ -47,7 +48,7 @@ def teacher(small_detector_cfg):
     def build(backbone='SLABSwin'):
         cfg = small_detector_cfg(**BACKBONES['SLABSwin'])
         cfg.backbone = BACKBONES[backbone]
-        # Of PVT the channels of a stage are those of a head times its heads.
+        # A stage of PVT has the channels of a head times its heads.
         cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
         cfg.test_cfg.rcnn.max_per_img = 20
         model = as_trained(MODELS.build(cfg))
@@ -129,10 +130,12 @@ def test_every_writer_brings_the_stream_nearer(teacher):
     assert report.norms[0].norm == 'backbone.patch_embed.norm'
 
 
-def test_units_are_attentions_then_their_blocks_and_convolutions_of_the_fpn(teacher, tmp_path):
-    units = AbsorptionPlan(teacher(), pictures(1), tmp_path).units
-    assert units[1:3] == ['backbone.stages.0.blocks.0.attn', 'backbone.stages.0.blocks.0']
-    assert units[-4:] == [f'neck.fpn_convs.{i}.conv' for i in range(4)]
+def test_blocks_come_in_the_order_of_the_forward_and_attentions_are_finished_before_them(teacher, tmp_path):
+    blocks = make_plan(teacher(), pictures(1), tmp_path).blocks
+    name = 'backbone.stages.0.blocks.0'
+    assert [*blocks][:2] == ['backbone.patch_embed', name]
+    assert [step.finishes for step in blocks[name]] == ['', f'{name}.attn', '', name]
+    assert [*blocks][-4:] == [f'neck.fpn_convs.{i}.conv' for i in range(4)]
 
 
 def test_biases_that_attentions_keep_do_not_pile_up(teacher):
@@ -204,7 +207,7 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     assert counts == ['0', '4'] and 'expect a loss of AP' in output
     with pytest.raises(ConversionError, match='model finds none'):
         absorb(model.backbone, images, progress=False)
-    # Of a detector that needs more than images nothing is compared.
+    # A detector that needs more than images cannot be compared.
     with monkeypatch.context() as patch:
         patch.setattr(type(model), 'predict', lambda model, inputs, samples: samples[0].text)
         assert absorb(model, images, keep=0, progress=False).absorption_report.agreement is None
@@ -232,13 +235,13 @@ def test_where_the_teacher_finds_nothing_a_quarter_is_kept_and_nothing_is_said_t
         assert f'finds nothing in 1 held-out images: {kept} LayerNorms are kept' in warnings[-1]
         assert 'give images of its objects, or keep=K' in warnings[-1]
     points = measure_curve(model, dict(written=student))
-    assert [point.agreement for point in points] == [None, None]
+    assert [point['agreement'] for point in points] == [None, None]
 
 
 @pytest.mark.parametrize('count', [1, 4, 5, 6, 10, 12])
 def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MMLogger, '_instance_dict', {})
-    images = Images(nn.Linear(1, 1), batches := pictures(count), tmp_path)
+    images = read_images(nn.Linear(1, 1), batches := pictures(count), tmp_path)
     expected = [*range(4, count, 5)]
     assert [index for index in range(count) if images.is_held_out(index)] == expected
     assert all(one is batches[i] for one, i in zip(images.held_out, expected or range(count), strict=True))
@@ -249,7 +252,7 @@ def test_an_endless_loader_is_read_once(tmp_path):
     images = [image[0] for image in pictures(6)]
     for change in (lambda loader: loader, iter):
         loader = DataLoader(images, batch_size=2, sampler=InfiniteSampler(images, shuffle=False, seed=0))
-        found = Images(nn.Linear(1, 1), change(loader), tmp_path)
+        found = read_images(nn.Linear(1, 1), change(loader), tmp_path)
         assert found.count == len(found.held_out) == 3
 
 
@@ -298,7 +301,7 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
     class Killed(BaseException):
         pass
 
-    calls, limit = [], 400
+    calls, limit = [], 300
     run = walk.Walk.run
 
     def killed(self, *args, **kwargs):
@@ -332,25 +335,29 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
 
 
 def test_a_student_goes_on_from_another_that_kept_the_same_norms_so_far(teacher, tmp_path, monkeypatch):
-    model, run, calls, spent = teacher(), walk.Walk.run, [], []
-    monkeypatch.setattr(walk.Walk, 'run', lambda self, *args, **kwargs: calls.append(0) or run(self, *args, **kwargs))
+    model, fit, fitted, spent = teacher(), Absorption.fit_block, [], []
+    monkeypatch.setattr(Absorption, 'fit_block', lambda self, block: fitted.append(block) or fit(self, block))
     names = ['backbone.stages.2.blocks.0.norm1']
-    alone, plan = (AbsorptionPlan(model, pictures(5), tmp_path / name) for name in ('one', 'other'))
-    for folder in (alone.folder, plan.folder):
+    folders = tmp_path / 'one', tmp_path / 'other'
+    for folder in folders:
         folder.mkdir()
+    alone, plan = (make_plan(model, pictures(5), folder) for folder in folders)
     students = []
-    for of, kept in ((alone, names), (plan, ()), (plan, names)):
-        calls.clear()
-        students.append(Absorption(of, kept, progress=False))
-        spent.append(len(calls))
-    assert spent[2] < 0.6 * spent[0] == 0.6 * spent[1]
-    assert not differing(students[0].student, students[2].student) and students[0].report == students[2].report
+    for one, kept in ((alone, names), (plan, ()), (plan, names)):
+        fitted.clear()
+        students.append(absorb_norms(one, kept, progress=False))
+        spent.append([*fitted])
+    assert spent[0] == spent[1] == [*plan.blocks]
+    assert spent[2] == spent[0][spent[0].index('backbone.stages.2.blocks.0') :]
+    assert not differing(students[0], students[2])
+    assert students[0].absorption_report == students[2].absorption_report
 
 
 def test_layers_that_two_blocks_share_are_not_fitted(teacher, tmp_path):
     def writers(model):
-        plan = AbsorptionPlan(model, pictures(), tmp_path)
-        return {step.layer for steps in plan.steps for step in steps if isinstance(step, Writer)}
+        plan = make_plan(model, pictures(), tmp_path)
+        targets = [step.target for steps in plan.blocks.values() for step in steps]
+        return {target.layer for target in targets if isinstance(target, Writer)}
 
     whole, model = teacher(), teacher()
     first, second = model.backbone.stages[0].blocks
@@ -365,19 +372,24 @@ def test_layers_that_two_blocks_share_are_not_fitted(teacher, tmp_path):
 
 
 @pytest.mark.parametrize('left', [0, 1000])
-def test_a_resumed_walk_stores_only_what_is_still_read_in_memory_or_files(tmp_path, left):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    cpu = torch.device('cpu')
+def test_a_walk_stores_only_what_is_still_read_in_memory_or_files(tmp_path, left):
+    class Skipping(nn.Sequential):
+        def forward(self, x):
+            y = self[0](x)
+            return self[2](self[1](y) + y)
+
+    model, image, cpu = Skipping(*(nn.Linear(3, 3) for _ in range(3))), torch.ones(1, 3), torch.device('cpu')
+    reads = walk.find_reads(model, model, '012', image)
+    assert reads == {'0': {walk.IMAGE}, '1': {'0'}, '2': {'0', '1'}}
     images, store = (walk.TensorStore(tmp_path, cpu, {cpu: count}) for count in (1000, left))
-    images.put('0', torch.ones(1, 3))
-    uses = {-1: 0, 0: 1, 1: 2, 2: 2}
-    resumed = walk.Walk(model, model, ['0', '1', '2'], uses, images, store)
-    resumed.advance(0, 2)
-    assert [*store.values] == ['call_0'] and [path.name for path in tmp_path.iterdir()] == ['call_0.pt'][left:]
-    (output,) = resumed.run(0, 2, [walk.Probe('2', 'output')])
-    torch.testing.assert_close(output, model(torch.ones(1, 3)))
-    store.drop('call_0')
-    assert store.left == {cpu: left} and not [*store.values, *tmp_path.iterdir()]
+    images.put('0', image)
+    stored, one = [], walk.Walk(model, model, reads, images, store)
+    for name in '012':
+        (output,) = one.run(0, name, [walk.Probe(name, 'output')], finish=name)
+        stored.append([*store.values])
+        assert sorted(path.stem for path in tmp_path.iterdir()) == (stored[-1] if not left else [])
+    torch.testing.assert_close(output, model(image))
+    assert stored == [['0_0'], ['0_0', '1_0'], []] and store.left == {cpu: left}
 
 
 @torch.no_grad()

@@ -148,7 +148,7 @@ class Listed(Mixing):
 
 
 class Wrapped(nn.Module):
-    """The branch and what follows it stand in one module, whose rules are those of the model."""
+    """The branch and what follows it stand in one module, whose rules stand with the model."""
 
     def __init__(self):
         super().__init__()

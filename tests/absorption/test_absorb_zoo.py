@@ -40,7 +40,7 @@ def test_zoo_detector_fuses_exactly_and_says_what_stays(name):
 @pytest.mark.parametrize('name', ZOO)
 @torch.no_grad()
 def test_zoo_detector_goes_through_absorb(name, tmp_path):
-    """LayerNorms of a large eps are affine: then every map but those of padded borders is the teacher's to rounding."""
+    """LayerNorms of a large eps are affine: then the student computes the teacher's maps to rounding."""
     cfg = zoo_cfg(name)
     model = randomize(build_detector(Config(dict(model=cfg))), 0).double()
     make_affine(model.backbone)

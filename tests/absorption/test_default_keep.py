@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slab_det.absorption import AbsorptionReport, NormAbsorption
-from slab_det.absorption.absorb import _absorb_until_agreement
+from slab_det.absorption.absorb import absorb_until_agreement
 
 
 @pytest.mark.parametrize(
@@ -23,33 +23,33 @@ from slab_det.absorption.absorb import _absorb_until_agreement
 )
 def test_bisection_finds_how_many_norms_of_a_quarter_it_takes(num_norms, enough, tried, kept):
     counts = []
-    run, compare = counting(num_norms, counts, lambda count: 0.9 + 0.001 * (count - enough))
-    assert (_absorb_until_agreement(run, compare, least=0.9, progress=False).kept, counts) == (kept, tried)
+    make, compare = counting(num_norms, counts, lambda count: 0.9 + 0.001 * (count - enough))
+    assert (absorb_until_agreement(make, compare, least=0.9, progress=False).kept, counts) == (kept, tried)
 
 
 @pytest.mark.parametrize(('num_norms', 'tried'), [(24, [0, 6]), (3, [0])])
 def test_a_quarter_is_kept_where_agreement_is_undefined(num_norms, tried):
-    run, compare = counting(num_norms, counts := [], lambda count: None)
-    assert _absorb_until_agreement(run, compare, least=0.9, progress=False).kept == tried[-1]
+    make, compare = counting(num_norms, counts := [], lambda count: None)
+    assert absorb_until_agreement(make, compare, least=0.9, progress=False).kept == tried[-1]
     assert counts == tried
 
 
 def test_none_is_kept_where_a_quarter_agrees_less():
-    run, compare = counting(24, counts := [], lambda count: 0.8 - 0.001 * count)
-    assert _absorb_until_agreement(run, compare, least=0.9, progress=False).kept == 0
+    make, compare = counting(24, counts := [], lambda count: 0.8 - 0.001 * count)
+    assert absorb_until_agreement(make, compare, least=0.9, progress=False).kept == 0
     assert counts == [0, 6]
 
 
 def counting(num_norms, counts, agreement):
     """Stands for students: what runs them and what compares them; the numbers that they keep are added to counts."""
 
-    def run(names):
+    def make(names):
         counts.append(len(names))
         norms = [NormAbsorption(f'norm{i}', 'absorbed', own=0.5) for i in range(num_norms)]
-        return SimpleNamespace(student=SimpleNamespace(absorption_report=AbsorptionReport(norms), kept=len(names)))
+        return SimpleNamespace(absorption_report=AbsorptionReport(norms), kept=len(names))
 
     def compare(student):
         student.absorption_report.agreement = agreement(student.kept)
         return student.absorption_report.agreement
 
-    return run, compare
+    return make, compare

@@ -52,7 +52,7 @@ def teacher(small_detector_cfg):
         cfg = small_detector_cfg('faster_rcnn', embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4))
         cfg.backbone = copy.deepcopy(BACKBONES[backbone])
         if 'num_layers' in cfg.backbone:
-            # The channels of a PVT's stage are those of a head times its heads.
+            # A stage of PVT has the channels of a head times its heads.
             cfg.neck.in_channels = [8, 16, 16, 32]
         cfg.test_cfg.rcnn.max_per_img = 20
         model = as_trained(MODELS.build(cfg))

@@ -12,7 +12,7 @@ from conftest import CONFIGS, layer_norms, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
-from slab_det.absorption.plan import Batches
+from slab_det.absorption.images import Batches
 from slab_det.absorption.student import Absorption
 from slab_det.checkpoints.build import build_detector
 from slab_det.data import SyntheticShapes, generate
@@ -44,7 +44,7 @@ def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
 
 
 def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, call, tmp_path: Path) -> None:
-    options = ('--keep', 2, '--curve', 0, '--eval', '--json', 'report.json', '--figure', 'figure.svg')
+    options = ('--keep', 2, '--curve', 0, '--eval', '--json', 'report.json')
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *options, *QUICK)
     rows = re.findall(
         r'^\| ([^|]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', result.out, re.MULTILINE
@@ -73,23 +73,22 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     assert {point['num_kept']: point['agreement'] for point in report['points']}[2] == pytest.approx(value, abs=1e-3)
     assert [point['ap'].keys() for point in report['points']] == [{'bbox'}] * 3
     assert all(point['latency']['rounds'] == 2 for point in report['points'])
-    assert (tmp_path / 'figure.svg').stat().st_size > 10_000
 
 
 def test_a_student_is_absorbed_once_and_written_before_it_is_measured(
     detector: Path, call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fitted, fit = [], Absorption._fit_unit
+    fitted, fit = [], Absorption.fit_block
 
-    def fit_unit(self: Absorption, unit: int) -> None:
-        fitted.append((frozenset(self.names), unit))
-        fit(self, unit)
+    def fit_block(self: Absorption, block: str) -> None:
+        fitted.append((frozenset(self.names), block))
+        fit(self, block)
 
     def measure_latency(*args: object, **options: object) -> None:
         raise RuntimeError('interrupted')
 
-    monkeypatch.setattr(Absorption, '_fit_unit', fit_unit)
-    monkeypatch.setattr('slab_det.absorption.curve.measure_latency', measure_latency)
+    monkeypatch.setattr(Absorption, 'fit_block', fit_block)
+    monkeypatch.setattr('slab_det.cli.absorb_curve.measure_latency', measure_latency)
     options = ('--out', 'fused.pth', '--curve', 0, 2, '--keep', 2)
     with pytest.raises(RuntimeError, match='interrupted'):
         call('absorb.py', 'small.py', detector, '--data-root', 'data', *options, *QUICK)
@@ -127,13 +126,14 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     assert last.dataset_meta == student.dataset_meta == dict(classes=('a', 'b', 'c', 'd'))
     weights = (model.backbone.stages[0].blocks[0].ffn.layers[0][0].weight for model in (last, student))
     assert not torch.equal(*weights)
-    assert len(list(Path('work').iterdir())) == 1, 'to go on from'
+    finished = {*Path('work').iterdir()}
+    assert finished, 'to go on from'
     moved = shutil.move('pictures', 'moved')
     result = call('train.py', tune, '--work-dir', 'again', code=1)
     assert 'pictures is not a folder' in result.err.splitlines()[-1], result.err
     shutil.move(moved, 'pictures')
     call(*command, '--int8')
-    assert len(list(Path('work').iterdir())) == 2, 'another student'
+    assert {*Path('work').iterdir()} > finished, 'another student'
 
 
 def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Path, call) -> None:
@@ -170,7 +170,7 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         # Known before an hour of work; there are no images to begin with.
         (('--images', 'nowhere', '--out', 'small.py/fused.pth'), 'small.py/fused.pth: Not a directory'),
         (('--images', 'nowhere', '--json', 'small.py/report.json'), 'small.py/report.json: Not a directory'),
-        (('--images', 'nowhere', '--figure', 'empty'), 'empty: Is a directory'),
+        (('--images', 'nowhere', '--json', 'empty'), 'empty: Is a directory'),
     ],
 )
 def test_errors_are_one_line(arguments: tuple, message: str, detector: Path, call) -> None:

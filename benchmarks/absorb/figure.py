@@ -1,23 +1,32 @@
-"""What an absorption left of each norm, and what the norms kept buy."""
+"""Draws what an absorption left of each norm, and what the norms kept buy: docs/absorb.svg.
+
+python tools/absorb.py CONFIG CHECKPOINT --out fused.pth --keep 4 --curve 0 2 4 8 --json report.json
+python -m benchmarks.absorb.figure report.json docs/absorb.svg
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from slab_det.absorption.report import AbsorptionReport, NormAbsorption
-from slab_det.measure.figure import COLOURS, INK, WIDTH, limits, styled
+from slab_det.absorption import NormAbsorption
+from slab_det.measure.figure import COLOURS, INK, WIDTH, limits, save_figure, styled
 
 _ROW = 0.17  # inches: two bars and the name of a norm
 _LEAST = 1e-4  # share below which nobody tells bars apart
 
 
 @styled
-def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], latency: Mapping[int, float]) -> Figure:
+def absorption_figure(
+    norms: Sequence[NormAbsorption], agreement: Mapping[int, float], latency: Mapping[int, float]
+) -> Figure:
     """Draws what share of each norm is left by the affine maps, and what the norms kept buy.
 
     The upper panel has a row per norm, front to back: a light bar for the best scale per channel and a dark bar for the
@@ -26,20 +35,20 @@ def absorption_figure(report: AbsorptionReport, agreement: Mapping[int, float], 
     the number of norms kept; hollow is the teacher, which keeps all.
 
     Args:
-        report: What :func:`slab_det.absorb` left with its model.
+        norms: Entries of a report.
         agreement: See :func:`slab_det.measure.agreement.agreement`, by the number of norms kept.
         latency: Milliseconds, by the number of norms kept.
     """
     # Label, values, the narrowest axis and its end: agreement is an AP.
     curves = [('agreement', agreement, 0.04, 1.0)] if agreement else []
     curves += [('median latency (ms)', latency, 0.2 * max(latency.values()), math.inf)] if latency else []
-    heights = [_ROW * len(report.norms) + 0.9, *([1.9] if curves else [])]
+    heights = [_ROW * len(norms) + 0.9, *([1.9] if curves else [])]
     figure = Figure(figsize=(WIDTH, sum(heights)))
     upper, *lower = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    _draw_bars(upper.subplots(), report.norms)
+    _draw_bars(upper.subplots(), norms)
     if curves:
         for axes, curve in zip(lower[0].subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
-            _draw_curve(axes, *curve, len(report.norms))
+            _draw_curve(axes, *curve, len(norms))
     return figure
 
 
@@ -81,3 +90,19 @@ def _draw_curve(
     axes.set_ylim(limits([*values.values()], min_span, most))
     axes.set(xlabel=f'norms kept, of {num_norms}', ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('report', type=Path, help='what tools/absorb.py wrote with --json')
+    parser.add_argument('svg', type=Path)
+    args = parser.parse_args()
+    report = json.loads(args.report.read_text())
+    agreements = {point['num_kept']: point['agreement'] for point in report['points']}
+    latencies = {point['num_kept']: point['latency']['median_ms'] for point in report['points'] if point['latency']}
+    norms = [NormAbsorption(**norm) for norm in report['norms']]
+    save_figure(absorption_figure(norms, {} if None in agreements.values() else agreements, latencies), args.svg)
+
+
+if __name__ == '__main__':
+    main()
