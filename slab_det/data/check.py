@@ -155,7 +155,7 @@ def _check_path(path: str, what: str, argument: str) -> None:
     if not osp.exists(path) and '://' not in path:
         start = '' if osp.isabs(path) else f' from {os.getcwd()}'
         raise DataError(
-            f'{what} {path} not found{start}: correct {argument}, or add --data-root DIR; docs/reproduce-coco.md '
+            f'{what} {path} not found{start}: correct {argument}, or add --data-root DIR; docs/models.md '
             'downloads COCO, and `slab-det quickstart` trains on images that it generates'
         )
 

@@ -268,7 +268,7 @@ def keep_freed_memory() -> None:
 
     By default glibc gives large blocks back to the system, and each layer gets fresh pages, which are zeroed when they
     are first touched. Their number depends on earlier allocations, so that two equal models may differ in time
-    (docs/measuring.md, Memory). In threads other than the first, glibc gives blocks above 64 MiB back nevertheless.
+    (docs/latency.md, Memory). In threads other than the first, glibc gives blocks above 64 MiB back nevertheless.
 
     Raises:
         LatencyError: Where the C library is not glibc.

@@ -64,10 +64,10 @@ def recalibrate(
     with the statistics of its batch; in further passes with those found so far, until the largest change is at most
     ``tol``. Where each norm is called once per forward, and every pass sees the same data, the statistics of the first
     p norms are final after pass p: as many passes as norms always suffice. Passes cut short may leave statistics that
-    are worse than the running averages of the training (docs/results.md shows a case).
+    are worse than the running averages of the training (benchmarks/README.md shows a case).
 
     Batches should be as in training, with padding where the training had it: weights are fitted to such statistics, and
-    statistics of other images cost detectors up to 0.05 of their AP (docs/results.md).
+    statistics of other images cost detectors up to 4 AP (benchmarks/README.md).
 
     Parameters, gamma and training flags stay as they are; drop-path is off. Norms that were frozen in training get new
     statistics too. In a distributed run each rank gives its own batches, as many as it has, and all end with the

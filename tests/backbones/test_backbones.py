@@ -259,8 +259,8 @@ def test_every_swin_and_pvt_config_of_mmdet_takes_our_backbone_by_its_type(tmp_p
         'PyramidVisionTransformerV2',
     }
     checkpoint, images = tmp_path / 'mmdet.pth', torch.randn(2, 3, 70, 103)
-    # What the README says that PVTv2 needs besides.
-    (options,) = re.findall(r'`(patch_sizes=[^`]*)`', (CONFIGS.parent / 'README.md').read_text())
+    # What the page says that PVTv2 needs besides.
+    (options,) = re.findall(r'`(patch_sizes=[^`]*)`', (CONFIGS.parent / 'docs/norms.md').read_text())
     options = ' '.join(options.split())
     for name, backbone in backbones.values():
         theirs = randomize(MODELS.build(backbone))

@@ -103,7 +103,7 @@ def test_missing_data_offers_its_argument_another_root_coco_and_the_quick_start(
         check_data(config(root))
     message = str(caught.value)
     assert message.startswith(f'train {what} {root}/')
-    assert all(part in message for part in (argument, '--data-root', 'docs/reproduce-coco.md', 'slab-det quickstart'))
+    assert all(part in message for part in (argument, '--data-root', 'docs/models.md', 'slab-det quickstart'))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from slab_det.attention.geometry import Windows, join_groups, mask_regions, spli
 from slab_det.deployment.window_index import WindowIndex
 
 # glibc reuses the memory of results as small as a tile's, and asks the system for new pages for every result of a whole
-# map (docs/measuring.md, Memory). Smaller tiles cost more calls than they save.
+# map (docs/latency.md, Memory). Smaller tiles cost more calls than they save.
 TILE_TOKENS = 2048
 
 
