@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -95,6 +96,8 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     for part, ((detector, latency, scope), shown) in zip(parts, groups.items(), strict=True):
         kinds = measured_kinds(shown)
         data, *training = scope.split('; ')
+        # The key of a cache folder says nothing to a reader.
+        data = re.sub(r'-[0-9a-f]{8,}(?=/)', '', data)
         lines = (f'{detector}, {score(kinds)} on {data}', *training, f'ms: median latency, {latency}')
         part.suptitle('\n'.join(textwrap.fill(line, 110) for line in lines))
         looks = dict(zip(dict.fromkeys(entry.name for entry in shown), MARKS(), strict=False))
