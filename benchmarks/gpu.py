@@ -1,4 +1,4 @@
-"""Measures what docs/gpu.md shows, on one GPU: tests, whole detectors, their parts, training steps, absorption.
+"""Measures on one GPU what docs/latency.md shows: tests, whole detectors, their parts, training steps, absorption.
 
     python -m benchmarks.gpu
 
@@ -243,7 +243,7 @@ class Parts:
 
 
 def tables(results: Results) -> dict[str, str]:
-    """The tables of docs/gpu.md."""
+    """The tables of docs/latency.md and benchmarks/README.md."""
     cells = {(row['name'], row['form']): row for row in results.select(part='detectors')}
 
     def milliseconds(cell: dict | None) -> str:

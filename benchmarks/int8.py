@@ -38,11 +38,11 @@ def call(*command: object) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """AP of each detector, box AP before mask AP."""
+    """AP of each detector, from 0 to 100, box AP before mask AP."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         if row['form'] in FORMS:
-            ap = {label: f'{row[kind]:.3f}' for kind, label in (('bbox', 'box'), ('segm', 'mask')) if kind in row}
+            ap = {label: f'{100 * row[kind]:.1f}' for kind, label in (('bbox', 'box'), ('segm', 'mask')) if kind in row}
             title = f'{row["name"]}: {", ".join(ap)} AP'
             lines.setdefault(title, [title]).append(', '.join(ap.values()))
     return format_table(('', *FORMS), lines.values())

@@ -1,4 +1,4 @@
-"""The table of docs/absorb.md, from what benchmarks/absorb/run.py stored."""
+"""The tables of absorbed detectors, from what benchmarks/absorb/run.py stored."""
 
 from statistics import mean
 
@@ -19,7 +19,7 @@ SEEDS = (0, 1, 2)
 
 
 def absorption_table(datasets: dict[str, list[dict]]) -> str:
-    """Mean AP of every way, and the difference of each seed to its teacher.
+    """Mean AP of every way, from 0 to 100, and the difference of each seed to its teacher.
 
     Args:
         datasets: Rows of an ``absorb_DATASET.json``, by the title of their column.
@@ -39,9 +39,9 @@ def _ap_cell(rows: list[dict], way: str) -> str:
     if not ap:
         return '–'
     if way == 'teacher':
-        shown = [f'{ap[seed]:.3f}' for seed in SEEDS]
+        shown = [f'{100 * ap[seed]:.1f}' for seed in SEEDS]
     else:
-        shown = [f'{ap[seed] - teachers[seed]:+.3f}' if seed in ap else '–' for seed in SEEDS]
+        shown = [f'{100 * (ap[seed] - teachers[seed]):+.1f}' if seed in ap else '–' for seed in SEEDS]
     # A mean over fewer seeds would stand beside means of other teachers.
-    average = f'{mean(ap.values()):.3f}: ' if len(ap) == len(SEEDS) else ''
+    average = f'{100 * mean(ap.values()):.1f}: ' if len(ap) == len(SEEDS) else ''
     return average + ', '.join(shown)

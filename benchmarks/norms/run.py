@@ -1,4 +1,4 @@
-"""Trains a small detector with each norm, from scratch, and adds the AP to the results and the table in docs.
+"""Trains a small detector with each norm, from scratch, and adds the AP to the results and their table.
 
     python -m benchmarks.norms.run bccd-norms --data-root data/bccd --seeds 0 1 2
     python -m benchmarks.norms.run dsb2018-norms --only ln token_bn prepbn
@@ -7,7 +7,7 @@
 
 A run is one call of tools/train.py, in WORK_DIR/STUDY/RUN/seedN; a run that was interrupted goes on, one that is done
 is not trained again. Results are added to benchmarks/results/norms_STUDY.json, and the table goes below the line
-`<!-- norms STUDY -->` of docs/results.md.
+`<!-- norms STUDY -->` of benchmarks/README.md.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
@@ -27,7 +27,7 @@ from benchmarks.norms.table import replace_table, study_table
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
 
-PAGE = Path('docs/results.md')
+PAGE = Path('benchmarks/README.md')
 # A diverged run fails at once, instead of ending an hour later with AP 0.
 STOP_AT_NAN = dict(type='mmdet.CheckInvalidLossHook', interval=10)
 PROGRESS = dict(type='ProgressiveNormHook', total=0.8, unit='fraction')

@@ -17,7 +17,7 @@ BEFORE = 'AP_before_recalibration'
 
 
 def study_table(rows: Sequence[dict], metric: str) -> str:
-    """One line for each name, over its seeds.
+    """One line for each name, over its seeds; AP is shown from 0 to 100.
 
     Args:
         rows: Dicts with ``name``, ``seed`` and ``AP``; perhaps with ``control``, the name of the run that is
@@ -31,8 +31,8 @@ def study_table(rows: Sequence[dict], metric: str) -> str:
     for name, control in {row['name']: row.get('control') for row in rows}.items():
         ap, base, before = by_seed(rows, name), by_seed(rows, control), by_seed(rows, name, BEFORE)
         differences = [ap[seed] - base[seed] for seed in ap if seed in base]
-        line = [name, ', '.join(f'{value:.3f}' for value in ap.values()), spread(ap.values())]
-        line += [spread(differences, '{:+.3f}'), _interval(differences)]
+        line = [name, ', '.join(f'{100 * value:.1f}' for value in ap.values()), spread(ap.values())]
+        line += [spread(differences, '{:+.1f}'), _interval(differences)]
         lines.append([*line, *[spread(before.values())] * recalibrated])
     return format_table(titles, lines)
 
@@ -43,13 +43,13 @@ def by_seed(rows: Sequence[dict], name: str | None, key: str = 'AP') -> dict[int
     return dict(sorted(values.items()))
 
 
-def spread(values: Sequence[float], form: str = '{:.3f}') -> str:
-    """Mean and sample standard deviation, for one cell; one value has no deviation."""
-    values = [*values]
+def spread(values: Sequence[float], form: str = '{:.1f}') -> str:
+    """Mean and sample standard deviation of AP, times 100, for one cell; one value has no deviation."""
+    values = [100 * value for value in values]
     if not values:
         return NONE
     mean = form.format(statistics.mean(values))
-    return f'{mean} ± {statistics.stdev(values):.3f}' if len(values) > 1 else mean
+    return f'{mean} ± {statistics.stdev(values):.1f}' if len(values) > 1 else mean
 
 
 def replace_table(page: Path, mark: str, table: str) -> None:
@@ -84,4 +84,4 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
 
 def _interval(differences: Sequence[float]) -> str:
     bounds = t_interval(differences)
-    return '[{:+.3f}, {:+.3f}]'.format(*bounds) if bounds else NONE
+    return '[{:+.1f}, {:+.1f}]'.format(*(100 * bound for bound in bounds)) if bounds else NONE

@@ -141,7 +141,7 @@ def _check_path(path: str, what: str, argument: str) -> None:
     # mmengine's file backends read remote paths; only they know what is there.
     if not osp.exists(path) and '://' not in path:
         raise DataError(
-            f'{what} {osp.abspath(path)} not found: correct {argument}, or add --data-root DIR; docs/reproduce-coco.md '
+            f'{what} {osp.abspath(path)} not found: correct {argument}, or add --data-root DIR; docs/models.md '
             'downloads COCO, and `slab-det quickstart` trains on images that it generates'
         )
 

@@ -55,7 +55,7 @@ class LatencyResult:
         dtype: The dtype that the model computes in.
         autocast: Whether the model ran under autocast, which casts the weights inside the timed region.
         threads: CPU threads of torch, and of image decoding and resizing.
-        kept_memory: Whether glibc keeps freed memory for the next allocation (docs/measuring.md, Memory).
+        kept_memory: Whether glibc keeps freed memory for the next allocation (docs/latency.md, Memory).
         interleaved: Names of all models measured in the same rounds.
         fused: Whether the norms are folded away.
         deployed: Whether slab_det.deploy made the model.

@@ -62,10 +62,10 @@ def recalibrate(
     The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
     with the statistics of its batch; in further passes with those found so far, until the largest change is at most
     ``tol``. The statistics of the first p norms are final after pass p: as many passes as norms suffice. Fewer passes
-    may leave statistics that are worse than the running averages of the training (docs/results.md shows a case).
+    may leave statistics that are worse than the running averages of the training (benchmarks/README.md shows a case).
 
-    Batches should be as in training, padding included: statistics of other images cost detectors up to 0.05 of their AP
-    (docs/results.md).
+    Batches should be as in training, padding included: statistics of other images cost detectors up to 4 AP
+    (benchmarks/README.md).
 
     Parameters, gamma and training flags stay as they are; drop-path is off. Norms that were frozen in training get new
     statistics too. In a distributed run each rank gives its own batches, and all end with the statistics that one

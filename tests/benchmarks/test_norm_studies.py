@@ -35,7 +35,7 @@ def test_a_study_is_trained_and_published(small_run_cfg, tmp_path: Path, monkeyp
         return Results(tmp_path / 'results/norms_shapes-norms.json').rows
 
     monkeypatch.setattr(run, 'call', call_here)
-    page = tmp_path / 'docs' / 'results.md'
+    page = tmp_path / 'benchmarks' / 'README.md'
     page.parent.mkdir()
     page.write_text('<!-- norms shapes-norms -->\n')
     found = layer_norm, prepbn = main('ln', 'prepbn')

@@ -16,7 +16,7 @@ from benchmarks.norms.table import by_seed, replace_table, spread, study_table, 
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.runtimes import table as runtimes_table
 
-PAGE = ROOT / 'docs' / 'results.md'
+PAGE = ROOT / 'benchmarks' / 'README.md'
 
 
 @pytest.mark.parametrize('study', sorted(re.findall(r'^<!-- norms (\S+) -->$', PAGE.read_text(), re.MULTILINE)))
@@ -27,7 +27,7 @@ def test_a_table_is_that_of_the_stored_results(study, tmp_path):
 
 
 def test_every_stored_result_has_its_script_or_is_named_on_a_page():
-    texts = [*(ROOT / 'benchmarks').rglob('*.py'), *(ROOT / 'docs').glob('*.md'), ROOT / 'README.md']
+    texts = [*(ROOT / 'benchmarks').rglob('*.py'), *(ROOT / 'docs').glob('*.md'), ROOT / 'README.md', PAGE]
     text = ''.join(path.read_text() for path in texts)
     for file in FOLDER.glob('*.json'):
         study = file.stem.removeprefix('norms_')
@@ -46,13 +46,30 @@ def table(page: str, header: str) -> list[list[str]]:
     return [[cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines]
 
 
-def test_norms_of_the_readme_are_the_stored_results():
-    studies = [load(f'norms_{name}-norms-2000').rows for name in ('bccd', 'dsb2018')]
-    rows = table((ROOT / 'README.md').read_text(), '| norm | `backbone')
+def norm_studies() -> list[list[dict]]:
+    """The rows of 2,000 iterations on BCCD and on DSB2018."""
+    return [load(f'norms_{name}-norms-2000').rows for name in ('bccd', 'dsb2018')]
+
+
+def test_norms_to_choose_from_are_the_stored_results():
+    rows = table((ROOT / 'docs/norms.md').read_text(), '| norm | BCCD')
     assert len(rows) == 6
-    for norm, *_, bccd, dsb2018 in rows:
+    for norm, *shown in rows:
         name = {'BatchNorm': 'TokenBN', 'PRepBN': 'PRepBN, linear'}.get(norm, norm)
-        assert [bccd, dsb2018] == [spread(by_seed(rows, name).values()) for rows in studies], norm
+        assert shown == [spread(by_seed(rows, name).values()) for rows in norm_studies()], norm
+
+
+def test_readme_says_what_the_recommended_norm_and_absorption_change():
+    readme, names = (ROOT / 'README.md').read_text(), ('BN+FFNBN', 'LayerNorm')
+    pairs = [tuple(by_seed(rows, name) for name in names) for rows in norm_studies()]
+    gains = [spread([new[seed] - old[seed] for seed in new], '{:+.1f}') for new, old in pairs]
+    assert f'AP: {" and ".join(gains)} over' in readme
+    for way, sentence in (('default', 'AP: {} and {};'), ('all gone', 'none left {} and {} |')):
+        stored = [load(f'absorb_{name}_2000').rows for name in ('bccd', 'dsb2018')]
+        means = [statistics.mean(by_seed(rows, way).values()) for rows in stored]
+        teachers = [statistics.mean(by_seed(rows, 'teacher').values()) for rows in stored]
+        changes = [f'{100 * (ap - teacher):+.1f}' for ap, teacher in zip(means, teachers, strict=True)]
+        assert sentence.format(*changes) in readme, way
 
 
 ABSORBED = {
@@ -69,7 +86,7 @@ def absorbed() -> dict[str, list[dict]]:
 
 def test_absorbed_detectors_are_the_stored_results():
     shown = absorption_table(absorbed())
-    assert shown in (ROOT / 'docs/absorb.md').read_text(), f'docs/absorb.md needs this table:\n{shown}'
+    assert shown in PAGE.read_text(), f'{PAGE} needs this table:\n{shown}'
 
 
 def test_table_of_absorbed_detectors_compares_seed_by_seed():
@@ -80,13 +97,13 @@ def test_table_of_absorbed_detectors_compares_seed_by_seed():
         for seed, value in enumerate(values)
     ]
     rows = table(absorption_table({'BCCD': stored}), '| | BCCD |')
-    first = ['0.600: 0.500, 0.600, 0.700', '0.597: +0.010, -0.020, +0.000', '0 to 2']
-    assert [row[1] for row in rows] == [*first, *['–'] * 5, '-0.100, +0.000, –']
+    first = ['60.0: 50.0, 60.0, 70.0', '59.7: +1.0, -2.0, +0.0', '0 to 2']
+    assert [row[1] for row in rows] == [*first, *['–'] * 5, '-10.0, +0.0, –']
 
 
-def test_absorbed_detectors_of_the_readme_are_the_stored_results():
+def test_what_absorption_costs_is_the_stored_result():
     ways = ('teacher', 'default', None, 'all gone')
-    rows = table((ROOT / 'README.md').read_text(), '| | BCCD, Faster')
+    rows = table((ROOT / 'docs/absorb.md').read_text(), '| | BCCD, Faster')
     kept = table(absorption_table(absorbed()), '| | BCCD, Faster')[2]
     for (label, *shown), way in zip(rows, ways, strict=True):
         if way is None:
@@ -97,32 +114,51 @@ def test_absorbed_detectors_of_the_readme_are_the_stored_results():
 
 
 def test_size_of_an_absorption_is_the_stored_result():
-    assert size_table(load('absorb_size')) in (ROOT / 'docs/absorb.md').read_text()
+    assert size_table(load('absorb_size')) in PAGE.read_text()
 
 
 def test_steps_of_an_absorption_are_the_stored_results():
     stored = [load(f'absorb_ablation_{name}').rows for name in ('bccd', 'dsb2018')]
     for (label, *shown), *rows in zip(table(PAGE.read_text(), '| every norm gone'), *stored, strict=True):
-        assert shown == [f'{row[key]:.3f}' for row in rows for key in ('AP', 'agreement')], label
+        assert shown == [cell for row in rows for cell in (f'{100 * row["AP"]:.1f}', f'{row["agreement"]:.3f}')], label
+
+
+def by_column(text: str) -> dict[str, dict[str, str]]:
+    """The cells of a table by the name of the row and the title of the column."""
+    titles = [cell.strip() for cell in text.splitlines()[0].strip('|').split('|')]
+    return {row[0]: dict(zip(titles[1:], row[1:], strict=True)) for row in table(text, '| |')}
+
+
+def check_part(shown: str, full: str) -> None:
+    """Every cell of a page's table is that of the full one."""
+    full_cells = by_column(full)
+    for name, cells in by_column(shown).items():
+        assert cells == {title: full_cells[name][title] for title in cells}, name
 
 
 def test_tables_of_runtimes_are_the_stored_results():
-    page = (ROOT / 'docs/latency.md').read_text()
     runtimes = load('runtimes')
-    for size, scope in {(row['size'], row['scope']) for row in runtimes.rows}:
-        assert runtimes_table(runtimes.select(size=size, scope=scope)) in page
-    assert int8_table(load('int8').rows) in (ROOT / 'docs/deploy.md').read_text()
+    for scope in ('detector', 'backbone'):
+        assert runtimes_table(runtimes.select(size='800x1216', scope=scope)) in PAGE.read_text()
+    page = (ROOT / 'docs/latency.md').read_text()
+    check_part(
+        page[page.index('| | eager | deployed') :].split('\n\n')[0],
+        runtimes_table(runtimes.select(size='800x1216', scope='detector')),
+    )
+    assert int8_table(load('int8').rows) in PAGE.read_text()
 
 
 def test_tables_of_the_gpu_are_the_stored_results():
-    page = (ROOT / 'docs/gpu.md').read_text()
-    for title, table in gpu_tables(load('gpu')).items():
-        assert table in page, title
+    tables = gpu_tables(load('gpu'))
+    for title, stored in tables.items():
+        assert stored in PAGE.read_text(), title
+    page = (ROOT / 'docs/latency.md').read_text()
+    check_part(page[page.index('| | eager, float32') :].split('\n\n')[0], tables['detectors'])
 
 
 def test_latency_of_classifiers_is_the_stored_result():
     medians = {row['config']: row['median_ms'] for row in load('classifiers_cpu').rows}
-    rows = table((ROOT / 'docs/pretrain.md').read_text(), '| | LayerNorm, ms | PRepBN')
+    rows = table(PAGE.read_text(), '| | LayerNorm, ms | PRepBN')
     for name, ms, *ratios in rows:
         config = name.strip('`')
         base = medians.pop(f'configs/pretrain/{config}')
@@ -139,17 +175,17 @@ def test_table_compares_seed_by_seed():
     rows = [dict(name='LN', seed=seed, AP=ap) for seed, ap in zip((0, 1, 10), control, strict=True)]
     rows += [dict(name='BN', control='LN', seed=seed, AP=other[index]) for seed, index in ((10, 2), (0, 0), (1, 1))]
     first, second = table(study_table(rows, 'box AP'), '| run |')
-    assert first == ['LN', '0.512, 0.498, 0.530', '0.513 ± 0.016', '–', '–']
-    difference = [b - a for a, b in zip(control, other, strict=True)]
+    assert first == ['LN', '51.2, 49.8, 53.0', '51.3 ± 1.6', '–', '–']
+    difference = [100 * (b - a) for a, b in zip(control, other, strict=True)]
     mean, std = statistics.mean(difference), statistics.stdev(difference)
     # 4.303 is the 97.5 % quantile of Student's t with two degrees of freedom.
     half = 4.303 * std / math.sqrt(3)
     assert second == [
         'BN',
-        '0.505, 0.499, 0.502',
-        '0.502 ± 0.003',
-        f'{mean:+.3f} ± {std:.3f}',
-        f'[{mean - half:+.3f}, {mean + half:+.3f}]',
+        '50.5, 49.9, 50.2',
+        '50.2 ± 0.3',
+        f'{mean:+.1f} ± {std:.1f}',
+        f'[{mean - half:+.1f}, {mean + half:+.1f}]',
     ]
     assert t_interval(difference[:2]) is None, 'two seeds have no interval'
 

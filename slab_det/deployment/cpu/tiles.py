@@ -12,8 +12,8 @@ from torch import Tensor
 from slab_det.attention.geometry import Windows, join_groups, mask_regions, split_qkv
 from slab_det.deployment.window_index import WindowIndex
 
-# glibc reuses the memory of results of this size, but asks the system for new pages for each result of a whole map
-# (docs/measuring.md, Memory). Smaller tiles take more calls, which cost more than they save.
+# glibc reuses the memory of results as small as a tile's, and asks the system for new pages for every result of a whole
+# map (docs/latency.md, Memory). Smaller tiles cost more calls than they save.
 TILE_TOKENS = 2048
 
 

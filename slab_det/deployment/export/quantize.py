@@ -20,7 +20,7 @@ OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.ndarray]) -> list[str]:
     """Writes a file whose convolutions and linear layers run in int8, with one scale per output channel.
 
-    Only layers with weights are quantized; docs/deploy.md says what stays in float32, and why.
+    Only layers with weights are quantized; docs/deploy.md says what stays in float32.
 
     Args:
         source: A file that :func:`slab_det.deployment.export.export_onnx` wrote.
