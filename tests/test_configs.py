@@ -40,7 +40,7 @@ CSWIN = ['cswin_t', 'slab_cswin_t']
 # UN prints both detectors of its rows; the bases of docs/your-dataset.md have both too.
 FASTER = ['swin_t', 'prepbn_swin_t', *LONG]
 COCO = [f'mask_rcnn_{row}' for row in ROWS + OFFICIAL + CSWIN] + [f'faster_rcnn_{row}' for row in FASTER]
-QUICKSTART = ['quickstart_mask_rcnn_swin', 'quickstart_mask_rcnn_slab_swin']
+QUICKSTART = [f'quickstart_mask_rcnn_{name}' for name in ('swin', 'slab_swin', 'bn_ffnbn_swin')]
 
 # What the papers print for their classifiers at 224, in millions of parameters and G multiply-adds.
 PUBLISHED = {

@@ -100,15 +100,9 @@ def test_entry_says_what_the_config_does_and_what_the_papers_report(name):
     assert numbers == published(cfg)
 
 
-def test_results_are_only_what_was_measured_here():
-    """Nothing was measured on COCO, and there are no weights of ours; the quick start's AP stands in the README."""
-    assert not [name for name, model in MODELS.items() if 'Weights' in model]
-    for name, model in MODELS.items():
-        for result in model.get('Results', []):
-            assert name == 'quickstart_mask_rcnn_slab_swin' and 'generated' in result['Dataset']
-            metric = TASKS[result['Task']]
-            (row,) = (row for row in table_rows(README, '| model | norms left') if row['model'] == 'SLAB-Swin')
-            assert float(row[metric]) == result['Metrics'][metric]
+def test_no_results_and_no_weights_are_claimed():
+    """Nothing was measured on COCO, and there are no weights of ours."""
+    assert not [name for name, model in MODELS.items() if {'Weights', 'Results'} & {*model}]
 
 
 def expand(pattern: str) -> list[str]:
