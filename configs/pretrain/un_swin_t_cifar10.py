@@ -1,8 +1,0 @@
-# Swin-T with Unified Normalization on CIFAR-10, from its ImageNet weights.
-_base_ = ['./un_swin_t_cifar100.py']
-
-model = dict(head=dict(num_classes=10))
-data_preprocessor = dict(num_classes=10)
-train_dataloader = dict(dataset=dict(type='CIFAR10', data_root='data/cifar10'))
-val_dataloader = dict(dataset=dict(type='CIFAR10', data_root='data/cifar10'))
-test_dataloader = val_dataloader
