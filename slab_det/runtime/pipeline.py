@@ -66,7 +66,7 @@ class ImagePipeline:
             **values: Further entries for the transforms, such as ``img_id``.
         """
         path = str(image) if isinstance(image, (str, Path)) else ''
-        name = path[:200] or 'the image'
+        name = path or 'the image'
         try:
             pixels = self._decode(Path(image).read_bytes() if path else image)
         except (OSError, ValueError, cv2.error) as error:
