@@ -39,6 +39,8 @@ def main(args: argparse.Namespace) -> None:
         )
     check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model, fold_outputs=args.fold_outputs)
+    if min(args.size) < 1:
+        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
     image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
     check = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)

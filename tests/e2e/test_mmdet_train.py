@@ -20,9 +20,8 @@ MMDET_TRAIN = 'import runpy, slab_det; runpy.run_path({script!r}, run_name="__ma
 
 def small_config(folder: Path, run_cfg: Config) -> Path:
     """README's config with a small net, and two generated images in an epoch."""
-    (block,) = re.findall(r'^```python\n(_base_ =.*?)^```', (ROOT / 'README.md').read_text(), re.MULTILINE | re.DOTALL)
-    (folder / 'readme.py').write_text(block)
-    cfg = Config.fromfile(folder / 'readme.py')
+    (config,) = re.findall(r'^python tools/train.py (\S+)', (ROOT / 'README.md').read_text(), re.MULTILINE)
+    cfg = Config.fromfile(ROOT / config)
     cfg.model.backbone.update(SMALL_SWIN, norm_cfg=cfg.model.backbone.norm_cfg, init_cfg=None)
     cfg.model.neck.in_channels = run_cfg.model.neck.in_channels
     cfg.model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)

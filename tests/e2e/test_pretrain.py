@@ -181,5 +181,5 @@ def test_every_command_takes_a_classifier(train, call):
     call('recalibrate.py', 'small.py', 'run/epoch_3.pth', '--out', 'again.pth', '--data-root', 'data')
     assert not differing(load_state('run/epoch_3.pth'), load_state('again.pth'))
     call('fuse.py', 'small.py', 'run/epoch_3.pth', '--out', 'fused_again.pth')
-    refused = call('test.py', 'small.py', 'run/epoch_3.pth', '--show-dir', 'drawn', code=1)
+    refused = call('test.py', 'small.py', 'run/epoch_3.pth', '--data-root', 'data', '--show-dir', 'drawn', code=1)
     assert '--show-dir are for detectors' in refused.err

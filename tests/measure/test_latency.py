@@ -72,7 +72,7 @@ def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (a.median_ms, a.mean_ms, a.p95_ms, b.median_ms) == pytest.approx((11, 11, 11.9, 22))
     assert a.std_ms == pytest.approx((2 / 3) ** 0.5)
     row = next(line for line in latency_table([a, b]).splitlines() if line.startswith('| b |'))
-    assert row.split(' | ')[2] == '22.00' and row.endswith('| 2.000 |')
+    assert row.split(' | ')[2] == '22.00' and row.endswith('| 2.00 (2.00 to 2.00) |')
 
 
 def test_end_to_end_gives_boxes_of_the_original_image(small_detector, tmp_path: Path) -> None:
