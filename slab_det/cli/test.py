@@ -53,6 +53,8 @@ def main(args: argparse.Namespace) -> None:
     cfg = config_from_arguments(args)
     if args.tta and (args.latency or args.fuse or args.deploy):
         raise SlabDetError('--latency, --fuse and --deploy are for the plain detector; leave out --tta')
+    if cfg.get('default_scope') == 'mmpretrain' and (args.tta or args.show or args.show_dir):
+        raise SlabDetError('--tta, --show and --show-dir are for detectors; leave them out')
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
         raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
     path = Path(args.report or Path(cfg.work_dir) / 'report.json')
