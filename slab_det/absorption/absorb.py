@@ -204,7 +204,7 @@ def _warn(student: nn.Module, least: float) -> None:
     elif report.agreement is not None and report.agreement < least:
         warn(
             f'agreement with the teacher is {report.agreement:.3f}, below {least:g}, with {len(report.kept)} '
-            f'LayerNorms kept: expect a loss of AP of about {expected_loss(report.agreement):.3f}; '
+            f'LayerNorms kept: expect a loss of AP of about {100 * expected_loss(report.agreement):.1f}; '
             f'{"take fewer hidden channels (a smaller ffn), " if report.pruned else ""}keep more norms (keep=K) '
             'or train towards the teacher (slab_det.conversion.write_tune_config)'
         )

@@ -131,7 +131,7 @@ class AbsorptionReport:
         if self.agreement is not None:
             lines[0] += (
                 f'; agreement with the teacher on {self.num_detections} detections in {self.num_images} held-out '
-                f'images: {self.agreement:.3f}, AP about {expected_loss(self.agreement):.3f} lower'
+                f'images: {self.agreement:.3f}, AP about {100 * expected_loss(self.agreement):.1f} lower'
             )
         elif self.num_images:
             lines[0] += f'; agreement is undefined: the teacher finds nothing in {self.num_images} held-out images'

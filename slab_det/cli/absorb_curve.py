@@ -66,6 +66,6 @@ def curve_table(points: Sequence[dict]) -> str:
         if latency:
             row['median ms'] = f'{latency.median_ms:.2f}'
             row['ratio (quartiles)'] = format_ratio(latency.to_dict())
-        rows.append(row | {AP_KINDS[kind]: f'{values[main_column(kind)]:.3f}' for kind, values in ap.items()})
+        rows.append(row | {AP_KINDS[kind]: f'{100 * values[main_column(kind)]:.1f}' for kind, values in ap.items()})
     table = format_table([*rows[0]], [[*row.values()] for row in rows])
     return f'{table}\n\n{describe_scope(base.to_dict())}, {base.rounds} rounds interleaved' if base else table
