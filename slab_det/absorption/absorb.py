@@ -85,7 +85,12 @@ def absorb(
         raise ConversionError(f'ffn={ffn}: give a share from 0 to below 1, such as 0.75')
     if keep == 'all' and not ffn:
         raise ConversionError("keep='all' and ffn=0 leave nothing to absorb; give ffn=0.75 or another keep")
-    with evaluating(model), tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder:
+    # Autograd, which records nothing in inference mode, finds what each block reads.
+    with (
+        torch.inference_mode(False),
+        evaluating(model),
+        tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder,
+    ):
         plan = make_plan(model, images, Path(folder), fold_outputs, int8, ffn, norms=keep != 'all')
         compare = _compare_to(model, plan.images.held_out)
         make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)

@@ -190,6 +190,11 @@ def _add_gammas(weights: Weights) -> Weights:
             continue
         counters = [native.pop(f'{norm}.{name}', None) for name in ('warm', 'iter', 'total_step')]
         warm, remaining, total = (0.0 if counter is None else float(counter.value) for counter in counters)
+        if counters[2] is None and (warm > 0 or remaining > 0):
+            raise CheckpointError(
+                f'{norm}.total_step is missing, and the decay is not finished (iter {remaining:g}, warm {warm:g}): '
+                'gamma cannot be known; get the whole checkpoint'
+            )
         # Trained with T = 0, as Table A1 prints for Swin-T, the released code divides 0 by 0.
         gamma = 1.0 if warm > 0 else min(max(remaining / total, 0.0), 1.0) if total > 0 else 0.0
         change = 'gamma 0 for want of counters' if counters[2] is None else 'gamma from counters'

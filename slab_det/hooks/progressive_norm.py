@@ -14,7 +14,7 @@ from slab_det.norms import PRepBN, named_progressive_norms
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
 
-# Share of gamma_start that is left at a fraction t of the decay; SLAB's is linear.
+# Share of gamma_start that is left when a fraction t of the decay is over (SLAB, eq. 4, is the linear one).
 DECAYS: dict[str, Callable[[float], float]] = {
     'linear': lambda t: 1.0 - t,
     'cosine': lambda t: 0.5 * (1.0 + math.cos(math.pi * t)),
@@ -27,10 +27,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class ProgressiveNormHook(Hook):
     """Lowers gamma of every PRepBN: ``gamma(t) = gamma_start * decay(t / T)``, and 0 from iteration T on.
 
-    t is the iteration of the runner. Iteration t runs with gamma(t); validation and checkpoints after it have
-    gamma(t + 1). gamma_start is the gamma of each norm once weights are loaded: 1 for LayerNorm weights or from
-    scratch, 0 where the decay of the checkpoint was finished. gamma never rises, continues after ``--resume``, and is
-    logged.
+    t is the runner's iteration, whatever gradient accumulation, activation checkpointing and validation do. Iteration t
+    runs with gamma(t); right after it gamma(t + 1) is set, which validation and checkpoints then have. gamma_start is
+    the gamma of each norm once weights are loaded: 1 for LayerNorm weights or from scratch, 0 where the decay of the
+    checkpoint was finished. gamma is never raised, goes on after ``--resume`` where it was, and is logged as ``gamma``.
 
     Args:
         decay: Shape of the decay.
@@ -38,7 +38,7 @@ class ProgressiveNormHook(Hook):
         unit: What ``total`` counts: a fraction of the run in [0, 1], iterations, or epochs.
 
     Raises:
-        ValueError: If ``total`` is negative or, as a fraction, above 1.
+        ValueError: If ``decay`` or ``unit`` is unknown or ``total`` is negative or, as a fraction, above 1.
     """
 
     # After EMAHook (NORMAL), which averages gamma too; before LoggerHook and CheckpointHook.
@@ -50,6 +50,10 @@ class ProgressiveNormHook(Hook):
         total: float = 0.8,
         unit: Literal['fraction', 'iter', 'epoch'] = 'fraction',
     ) -> None:
+        if decay not in DECAYS:
+            raise ValueError(f'unknown decay {decay!r}: choose from {sorted(DECAYS)}')
+        if unit not in ('fraction', 'iter', 'epoch'):
+            raise ValueError(f"unknown unit {unit!r}: choose from ['epoch', 'fraction', 'iter']")
         if total < 0 or (unit == 'fraction' and total > 1):
             raise ValueError(f'total={total} {unit} is no length of a decay; for a fraction of the run use 0 to 1')
         self.decay = DECAYS[decay]
@@ -61,33 +65,45 @@ class ProgressiveNormHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         self._norms = named_progressive_norms(unwrap(runner.model))
-        unit = dict(fraction=runner.max_iters, iter=1, epoch=len(runner.train_dataloader))[self.unit]
-        self._num_iters = round(self.total * unit)
+        if not self._norms:
+            runner.logger.warning(
+                "ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') or remove the hook"
+            )
+        if self.unit == 'epoch':
+            self._num_iters = round(self.total * len(runner.train_dataloader))
+        else:
+            self._num_iters = round(self.total * (runner.max_iters if self.unit == 'fraction' else 1))
         if self._gamma_start is None:
             self._gamma_start = {name: norm.gamma for name, norm in self._norms.items()}
-        self._check_frozen()
+        elif set(self._gamma_start) != set(self._norms):
+            raise SlabDetError(
+                'the checkpoint to resume from was trained with other PRepBN layers than this config has; resume with '
+                'the config in its work_dir'
+            )
+        self._check_frozen(runner)
         self._set_gamma(runner.iter)
         runner.logger.info(
             f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after {self._num_iters} of '
             f'{runner.max_iters} iterations; now gamma = {self._largest_gamma():g}'
         )
 
-    def _check_frozen(self) -> None:
+    def _check_frozen(self, runner: Runner) -> None:
         """Raises SlabDetError if gamma would hand over to the RepBN of a frozen norm, which has no statistics."""
-        # mmdet's MeanTeacherHook gives a frozen teacher the statistics of its student, with skip_buffer=False.
+        # mmdet's MeanTeacherHook gives a frozen teacher the statistics of its student, if asked to.
+        has_teacher = any(getattr(hook, 'skip_buffers', True) is False for hook in runner.hooks)
         frozen = [
             name
             for name, norm in self._norms.items()
             if norm.gamma > 0
             and not norm.statistics_loaded
             and not any(parameter.requires_grad for parameter in norm.parameters())
-            and not name.startswith('teacher.')
+            and not (has_teacher and name.startswith('teacher.'))
         ]
         if frozen:
             raise SlabDetError(
                 f'{len(frozen)} frozen norms are still LayerNorm ({frozen[0]}, ...): lowering gamma would replace them '
                 'by a RepBN that never trained. Set frozen_stages=-1, or start from a checkpoint whose decay was '
-                'finished'
+                'finished. The teacher of MeanTeacherHook needs its skip_buffer=False'
             )
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:
@@ -124,7 +140,7 @@ class ProgressiveNormHook(Hook):
     def _set_gamma(self, iteration: int) -> None:
         left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)
         for name, norm in self._norms.items():
-            # A finished run that is resumed with more iterations must not raise gamma.
+            # A finished run that is resumed with more iterations has a longer decay, but no way back.
             norm.gamma = min(norm.gamma, self._gamma_start[name] * left)
 
     def _largest_gamma(self) -> float:

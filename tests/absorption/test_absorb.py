@@ -58,6 +58,13 @@ def teacher(small_detector_cfg):
     return build
 
 
+def test_inference_mode_changes_nothing(teacher):
+    model = teacher('SLABSwin')
+    expected = absorb(model, pictures(5), keep=0, progress=False)
+    with torch.inference_mode():
+        assert not differing(absorb(model, pictures(5), keep=0, progress=False), expected)
+
+
 @pytest.mark.parametrize('backbone', BACKBONES)
 def test_norms_that_are_affine_go_exactly(teacher, backbone):
     """With a large eps, 1 / sigma is the same for all tokens: then the student is the teacher, at every size, in the

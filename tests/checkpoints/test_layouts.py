@@ -125,6 +125,8 @@ def test_a_running_decay_keeps_its_gamma():
     assert set(load_pretrained(backbone, state).gammas.values()) == {0.25}
     assert backbone.stages[0].blocks[0].norm1.gamma == 0.25
     refuse(SLABSwin(norm_cfg=REPBN), state, r'gamma 0\.25.*norm_cfg')
+    lost = {key: value for key, value in state.items() if not key.endswith('.total_step')}
+    refuse(backbone, lost, r'norm\d?\.total_step is missing.*iter 75000')
 
 
 @pytest.mark.parametrize(
