@@ -1,4 +1,4 @@
-"""Random backbones, detectors and inputs: one seed, one case. tests/test_fuzz.py and benchmarks/fuzz.py share them."""
+"""Random backbones, detectors and inputs: one seed, one case. See tests/test_fuzz.py."""
 
 from __future__ import annotations
 

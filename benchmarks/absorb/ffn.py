@@ -4,7 +4,7 @@
     python -m benchmarks.absorb.ffn bccd-norms-600 --data-root data/bccd --seeds 0 1 2
 
 A row, one way with one seed, is measured once and added to benchmarks/results/ffn_STUDY.json. Corrupted images need
-`pip install imagecorruptions`.
+`pip install imagecorruptions "setuptools<80"`.
 Rows "with A" are of an earlier form, ``A x + b + fc2(act(fc1 x))`` with a matrix A of C x C, which had no more AP at
 equal cost: a share s with A costs as much as s - 1/8 without.
 """
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import mmdet.datasets.transforms  # noqa: F401 (registers Corrupt)
 import torch
+from mmcv.transforms import BaseTransform
+from mmdet.registry import TRANSFORMS
 from mmengine.config import Config
 from torch import Tensor, nn
 
@@ -35,6 +36,20 @@ from slab_det.recalibration import recalibration_dataloader
 SHARES = (0.5, 0.625, 0.75, 0.875)
 CORRUPTIONS = ('defocus_blur', 'gaussian_noise', 'contrast', 'jpeg_compression')
 SEVERITY = 3
+
+
+@TRANSFORMS.register_module()
+class CorruptImage(BaseTransform):
+    """One of the corruptions of Hendrycks and Dietterich (ICLR 2019), of medium severity."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def transform(self, results: dict) -> dict:
+        """Corrupts the image."""
+        from imagecorruptions import corrupt
+
+        return results | dict(img=corrupt(results['img'], corruption_name=self.name, severity=SEVERITY))
 
 
 def rank_at_random(moments: CrossMoments) -> Tensor:
@@ -73,7 +88,7 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
         config = copy.deepcopy(cfg)
         if corruption:
             steps = config.val_dataloader.dataset.pipeline
-            steps.insert(1, dict(type='mmdet.Corrupt', corruption=corruption, severity=SEVERITY))
+            steps.insert(1, dict(type='mmdet.CorruptImage', name=corruption))
         largest = []
         with model.backbone.register_forward_hook(
             lambda module, args, maps: largest.append(max(float(x.abs().max()) for x in maps))
