@@ -85,7 +85,7 @@ class SLABPVT(Backbone):
         paddings = per_stage(paddings, num_stages)
         super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
         sr_ratios = [sr_ratios[i] if word == 'softmax' else la_sr_ratios[i] for i, word in enumerate(attention)]
-        self.num_features = [embed_dims * heads for heads in num_heads[:num_stages]]
+        self.num_features = [embed_dims * num_heads[i] for i in range(num_stages)]
 
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers[:num_stages])).tolist())
         map_shape = self.pretrain_img_size

@@ -47,11 +47,15 @@ def convert_detector(
         The checkpoint's path, the config's path, and a report that names the norms as the detector does.
 
     Raises:
-        ConversionError: If the backbone has no LayerNorm or cannot be built with PRepBN by its config, or if neither
-            ``schedule`` nor ``cfg`` says how long to train.
+        ConversionError: If the detector is fused or has a teacher, if its backbone has no LayerNorm or cannot be built
+            with PRepBN by its config, or if neither ``schedule`` nor ``cfg`` says how long to train.
         CheckpointError: If the checkpoint does not fit.
     """
     out = Path(out)
+    if (kind := type_name(cfg.model.type)) in ('FusedDetector', 'DistilledDetector'):
+        raise ConversionError(
+            f'{cfg.filename}: a {kind} cannot be converted; give config and checkpoint of the LayerNorm detector'
+        )
     model = build_detector(cfg, checkpoint)
     others = [name for name, _ in model.named_children() if name != 'backbone']
     report = convert_norms(model, inplace=True, skip=others).conversion_report

@@ -54,6 +54,7 @@ class Write(NamedTuple):
 
 
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
+RULE_NAMES = {'folds', 'input_layers', 'output_folds', 'replace', 'writes', 'ffn_layers'}
 
 
 def register_folds(*kinds: type[nn.Module], **rules: Callable) -> None:
@@ -79,7 +80,12 @@ def register_folds(*kinds: type[nn.Module], **rules: Callable) -> None:
         writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
         ffn_layers: Returns the names of the first layer, the activation and the second layer of an FFN, for
             :func:`slab_det.absorb`. Raises CannotFold if the FFN has more than these.
+
+    Raises:
+        TypeError: If a rule has another name.
     """
+    if unknown := rules.keys() - RULE_NAMES:
+        raise TypeError(f'no rules are called {sorted(unknown)}; choose from {sorted(RULE_NAMES)}')
     for kind in kinds:
         _import_rules(kind)
         _RULES.setdefault(kind, {}).update(rules)

@@ -49,7 +49,7 @@ class RecalibrateFuseHook(Hook):
             :func:`slab_det.recalibration.recalibration_dataloader`.
 
     Raises:
-        ValueError: If the pipeline is unknown.
+        ValueError: If a count is below 1, ``tol`` is negative or the pipeline unknown.
     """
 
     # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
@@ -63,7 +63,11 @@ class RecalibrateFuseHook(Hook):
         recalibrate: bool = True,
         pipeline: str = 'train',
     ) -> None:
-        # A wrong word is refused now, not after the last epoch.
+        # A wrong argument is refused now, not after the last epoch.
+        if num_images < 1 or (max_passes is not None and max_passes < 1) or tol < 0:
+            raise ValueError(
+                f'num_images={num_images} and max_passes={max_passes} must be at least 1, tol={tol} at least 0'
+            )
         if pipeline not in PIPELINES:
             raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
         self.num_images = num_images

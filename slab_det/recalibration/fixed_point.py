@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from slab_det.norms import OfflineNorm, named_offline_norms
-from slab_det.recalibration.moments import RecalibrationError, collect_moments
+from slab_det.recalibration.moments import RecalibrationError, collect_moments, one_pass
 
 # A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
 # final. It normalises by batch again in the next pass, or errors would grow from norm to norm, to 1e14 sigmas after 32
@@ -97,6 +98,9 @@ def recalibrate(
         )
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
+    if isinstance(batches, DataLoader):
+        # Once for all passes: they must see the same images.
+        batches = one_pass(batches)
     if max_passes is None:
         # The last pass finds that nothing changed. A norm that is called twice may need more than one pass.
         max_passes = max(len(norms) + 1, 8)

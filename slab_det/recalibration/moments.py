@@ -11,6 +11,7 @@ import torch
 from mmdet.structures import DetDataSample
 from mmengine.dist import all_gather_object, is_main_process
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
@@ -110,7 +111,23 @@ def collect_moments(
 
 
 def one_pass(batches: Iterable) -> Iterable:
-    """The first ``len(batches)`` batches, or all where the length is unknown: some data loaders never end."""
+    """The first ``len(batches)`` batches, or all where the length is unknown.
+
+    The loader of a config that counts iterations never ends, and its sampler goes on from where the last iterator
+    stopped. What is returned for a loader can be read again, with the same images.
+    """
+    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+        if batches.batch_sampler is None:
+            order = dict(batch_size=None, sampler=[*islice(batches.sampler, len(batches))])
+        else:
+            order = dict(batch_sampler=[*islice(batches.batch_sampler, len(batches))])
+        return DataLoader(
+            batches.dataset,
+            **order,
+            num_workers=batches.num_workers,
+            collate_fn=batches.collate_fn,
+            worker_init_fn=batches.worker_init_fn,
+        )
     length = length_hint(batches, -1)
     return batches if length < 0 else islice(batches, length)
 

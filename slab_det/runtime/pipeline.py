@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TypeAlias
 
@@ -88,6 +90,7 @@ class ImagePipeline:
     def _decode(self, image: Image) -> np.ndarray:
         """Returns an image as (H, W, 3) in BGR, uint8 or float32."""
         if isinstance(image, bytes):
+            _check_header(image)
             pixels = mmcv.imfrombytes(image, self.loader.color_type, backend=self.loader.imdecode_backend)
             if pixels is None:
                 raise ValueError('damaged, or of no kind that OpenCV decodes')
@@ -125,3 +128,20 @@ def check_range(image: np.ndarray) -> None:
             f'the image has values from {low:g} to {high:g} ({image.dtype}): give 0 to 255; multiply 0 to 1 by 255, '
             'divide 16 bits by 257, undo a normalization'
         )
+
+
+def _check_header(content: bytes) -> None:
+    """Raises ValueError, before the decoding, for a file with floats or with more pixels than Pillow's limit."""
+    try:
+        with PIL.Image.open(BytesIO(content)) as image:
+            num_pixels, kind = image.width * image.height, (image.format, image.mode)
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+        num_pixels, kind = math.inf, None
+    except Exception as error:
+        raise ValueError('damaged, or no image of 8 or 16 bits') from error
+    limit = PIL.Image.MAX_IMAGE_PIXELS
+    if limit and num_pixels > limit:
+        raise ValueError(f'more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS')
+    # OpenCV would cut floats to eight bits, and make noise of a TIFF of 32 bits.
+    if kind in (('TIFF', 'I'), ('TIFF', 'F'), ('PPM', 'F')):
+        raise ValueError('32 bits per value, not 8 or 16')

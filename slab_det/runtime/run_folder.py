@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,7 +145,7 @@ def find_latest_checkpoint(folder: str | Path) -> str | None:
     for candidate in (folder / Path(name).name, Path(name)):
         if candidate.is_file():
             return str(candidate)
-    saved = [*folder.glob('iter_*.pth'), *folder.glob('epoch_*.pth')]
+    saved = [file for file in folder.glob('*.pth') if re.fullmatch(r'(iter|epoch)_\d+\.pth', file.name)]
     if saved:
         return str(max(saved, key=lambda file: file.stat().st_mtime_ns))
     if marker.exists():

@@ -289,6 +289,16 @@ def test_a_form_that_fails_its_trial_leaves_the_model_as_it_was(small_detector, 
     assert slab_det.deploy(model, inplace=inplace).deployment_check.difference < 1e-4
 
 
+def test_a_head_that_overflows_in_half_precision_is_refused(small_detector):
+    model = slab_det.fuse(small_detector())
+    first, second = model.roi_head.bbox_head.shared_fcs
+    with torch.no_grad():
+        first.weight.mul_(1e6), first.bias.mul_(1e6)
+        second.weight.div_(1e6)
+    with pytest.raises(DeploymentError, match='computes something else in torch.float16'):
+        slab_det.deploy(model, torch.float16)
+
+
 @pytest.mark.parametrize('bare', [True, False], ids=['backbone', 'detector'])
 def test_weights_that_are_not_finite_are_refused(small_detector, bare):
     model = slab_det.fuse(small_detector())

@@ -8,7 +8,9 @@ import pytest
 import torch
 from conftest import SLA, SMALL_SWIN, as_trained, differing
 from mmdet.registry import MODELS
+from mmengine.dataset import InfiniteSampler
 from torch import nn
+from torch.utils.data import DataLoader
 
 import slab_det
 from slab_det.norms import TokenBN, named_offline_norms
@@ -165,6 +167,14 @@ def test_a_pass_over_an_endless_loader_ends():
     assert recalibrate(one, Endless(images), max_passes=2).num_batches == 3
     recalibrate(other, images, max_passes=2)
     assert not differing(one, other.state_dict())
+
+
+@pytest.mark.parametrize('endless', [True, False])
+def test_all_passes_over_a_loader_that_shuffles_see_the_same_images(endless):
+    images = list(torch.randn(7, 3, 48, 40, generator=torch.Generator().manual_seed(0)).double())
+    order = dict(sampler=InfiniteSampler(images, seed=0)) if endless else dict(shuffle=True, drop_last=True)
+    report = recalibrate(build_backbone(), DataLoader(images, batch_size=2, **order), max_passes=60, tol=1e-10)
+    assert report.converged and report.num_batches == (4 if endless else 3), report
 
 
 def test_unusable_batches_and_fused_models_are_refused():

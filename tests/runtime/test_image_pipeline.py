@@ -4,6 +4,7 @@ import io
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from PIL import Image
@@ -106,11 +107,24 @@ def test_samples_name_their_file_and_boxes_find_back(tmp_path):
         assert sample.scale_factor == (2, 2)
 
 
+def test_an_image_of_too_many_pixels_is_not_decoded(monkeypatch):
+    content = encode(RGB, 'PNG')
+    monkeypatch.setattr(PIL.Image, 'MAX_IMAGE_PIXELS', 64 * 96)
+    ImagePipeline(STEPS)(content)
+    for limit in (64 * 96 - 1, 100):
+        monkeypatch.setattr(PIL.Image, 'MAX_IMAGE_PIXELS', limit)
+        with pytest.raises(DataError, match=f'more than {limit:,} pixels'):
+            ImagePipeline(STEPS)(content)
+
+
 @pytest.mark.parametrize(
     ('image', 'message'),
     [
         (b'', 'cannot be read'),
         (b'text', 'cannot be read'),
+        (cv2.imencode('.tiff', BGR.astype(np.float32))[1].tobytes(), 'cannot be read'),
+        (cv2.imencode('.tiff', BGR[..., 0].astype(np.float32))[1].tobytes(), '32 bits per value'),
+        (cv2.imencode('.pfm', BGR.astype(np.float32))[1].tobytes(), 'cannot be read'),
         ('nowhere.jpg', 'nowhere.jpg cannot be read .*No such file'),
         ('.', 'Is a directory'),
         (np.zeros((20000, 10), np.uint8), r'20000x10 \(HxW\), does not pass Resize'),

@@ -135,6 +135,10 @@ class GraphedPrediction:
         self._model, self._masks = model, masks
         self._graphs: GraphCache | None = None
 
+    def __reduce__(self) -> tuple:
+        # Copies and files capture their own graphs.
+        return GraphedPrediction, (self._model, self._masks)
+
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
     ) -> Sequence[DetDataSample]:
@@ -186,6 +190,9 @@ class GraphedFeatures:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._graphs = GraphCache(lambda image: tuple(type(model).extract_feat(model, image)))
+
+    def __reduce__(self) -> tuple:
+        return GraphedFeatures, (self._model,)
 
     def __call__(self, batch_inputs: Tensor) -> tuple[Tensor, ...]:
         features = None
