@@ -22,7 +22,7 @@ from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
 from slab_det.measure.latency import format_ratio
 from slab_det.measure.markdown import format_table
-from slab_det.measure.report import ap_scope, describe_dataset, describe_model, latency_scope
+from slab_det.measure.report import describe_dataset, describe_model, latency_scope
 
 # (height, width) at which latency is measured: twice that of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)
@@ -86,8 +86,8 @@ def compare(entries: Sequence[ReportEntry]) -> str:
         [
             format_table(header, rows),
             '',
-            f'AP on {ap_scope(entries[0])}. Latency: {latency_scope(entries[0])}, in turns; ratio: median and '
-            'quartiles over the rounds.',
+            f'AP on {entries[0].dataset["images"]} generated images, one seed. Latency: {latency_scope(entries[0])}, '
+            'in turns; ratio: median and quartiles over the rounds.',
             '',
         ]
     )

@@ -33,7 +33,7 @@ def test_table_has_the_ratios_and_their_spread() -> None:
         ['LayerNorm', '24', '56.0', '69.0', '50.0', '1'],
         ['BN+FFNBN', '0', '56.0', '68.0', '40.0', '0.80 (0.75 to 0.98)'],
     ]
-    assert '100 images' in table and '320x384' in table
+    assert '100 generated images' in table and '320x384' in table
 
 
 # A random detector finds boxes that leave the image.
