@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_site_builds_without_a_warning(tmp_path):
     pytest.importorskip('material', reason='the site needs mkdocs-material, of the extras test and docs')
-    command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', str(tmp_path)]
+    command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     pages = {page.stem for page in (ROOT / 'docs').glob('*.md')}
