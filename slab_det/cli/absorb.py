@@ -109,6 +109,8 @@ def main(args: argparse.Namespace) -> None:
     # At once: absorption may have taken hours, and what follows may fail.
     checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
     print(f'Written to {checkpoint} and {config}')
+    if args.rounds:
+        print('Latency is measured now; --rounds 0 leaves it out.')
     hint = ''
     if args.images is not None or cfg.get('train_dataloader'):
         schedule = Config.fromfile(find_folder('configs') / '_base_/schedules/tune_absorbed.py')

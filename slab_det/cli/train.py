@@ -42,7 +42,10 @@ def main(args: argparse.Namespace) -> None:
         cfg.optim_wrapper.loss_scale = 'dynamic'
     if args.auto_scale_lr:
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
-            raise SlabDetError(f'--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size')
+            raise SlabDetError(
+                f'--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size; leave the flag out, or set '
+                'auto_scale_lr = dict(base_batch_size=N), N the images per step that the learning rate is for'
+            )
         cfg.auto_scale_lr.enable = True
     if args.resume is not None:
         checkpoint = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume

@@ -159,6 +159,13 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
             outside = [item['bbox'] for item in annotations if _leaves_image(item['bbox'], images[item['image_id']])]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f'{split} annotation file {ann_file} is not COCO JSON: {error!r}') from error
+    for item in annotations:
+        # pycocotools asks for them after the first epoch, and names no file.
+        if absent := [key for key in ('id', 'category_id', 'area', 'iscrowd') if key not in item]:
+            raise DataError(
+                f'{split} annotation file {ann_file}: an annotation of image {item["image_id"]} has no '
+                f'{" and no ".join(absent)}; COCO has them in each (area = width * height, iscrowd = 0)'
+            )
     for image in files:
         _check_path(image, f'{split} image', 'data_prefix=dict(img=…)')
     # mmdet numbers the classes in the order of the file.

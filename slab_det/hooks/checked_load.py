@@ -55,7 +55,7 @@ def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
         )
     computed = {reason for _, reason in EXPECTED_MISSING}
     missing = {key: reason for key, reason in report.missing_expected.items() if reason not in computed}
-    changed = {**report.converted, **missing}
+    changed = {**report.converted, **missing, **dict.fromkeys(report.unused_unexpected, 'not in this model')}
     if changed:
         key, reason = next(iter(changed.items()))
         raise CheckpointError(
