@@ -6,7 +6,8 @@
 A row, one way with one seed, is measured once and added to benchmarks/results/ffn_STUDY.json. Corrupted images need
 `pip install imagecorruptions "setuptools<80"`.
 Rows "with A" are of an earlier form, ``A x + b + fc2(act(fc1 x))`` with a matrix A of C x C, which had no more AP at
-equal cost: a share s with A costs as much as s - 1/8 without.
+equal cost: a share s with A costs as much as s - 1/8 without. Its code also chose the channels of the rows "chosen
+beside A".
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)

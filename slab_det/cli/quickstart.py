@@ -48,13 +48,13 @@ def main(args: argparse.Namespace) -> None:
     call('absorb.py', *fused, '--out', pruned, '--keep', 'all', '--images', pictures, *quickly)
 
     dataset = DATASETS.build(cfg.val_dataloader.dataset)
-    models = {
+    files = {
         'LayerNorm': trained,
         'LayerNorm absorbed': absorbed,
         'BN+FFNBN': fused,
         'BN+FFNBN absorbed': (work_dir / 'pruned_config.py', pruned),
     }
-    models, entries = measure(cfg, dataset, models)
+    models, entries = measure(cfg, dataset, files)
     update_report(work_dir / 'report.json', *entries)
     table = compare(entries)
     (work_dir / 'table.md').write_text(table)
