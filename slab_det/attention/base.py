@@ -137,8 +137,7 @@ class WindowAttention(Attention):
 
     def attend(self, x: Tensor, windows: Windows) -> Tensor:
         """Mixes tokens (B, L, C) in their windows: (B, L, C), before the output projection."""
-        q, k, v = windows.cut(self.qkv(x), self.padding_row(), self.groups)
-        return windows.merge(self.mix(q, k, v, windows))
+        return windows.merge(self.mix(*windows.cut(x, self), windows))
 
 
 class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
@@ -166,7 +165,7 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
 class ShiftedWindowAttention(BaseModule):
     """Attention in (shifted) windows of a feature map, with the state-dict keys of mmdet's ShiftWindowMSA.
 
-    q, k and v are computed on the map. Padding slots of the windows then get the q, k and v of a zero token.
+    Padding slots of the windows have the q, k and v of a zero token.
 
     Args:
         w_msa: The attention inside a window.

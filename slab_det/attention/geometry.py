@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # Added to the logits of pairs that the shift brought together (Swin, Liu et al., ICCV 2021).
 MASKED_LOGIT = -100.0
@@ -60,16 +60,15 @@ class Windows(Geometry):
         return self.window_size, self.window_size
 
     @abstractmethod
-    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Cuts the queries, keys and values of a map into windows.
+    def cut(self, x: Tensor, attention: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        """Projects the tokens of a map and cuts queries, keys and values into windows.
 
         Args:
-            qkv: (B, H * W, 3C).
-            padding: What padding slots hold, (3C,).
-            groups: Groups g of channels to set apart.
+            x: (B, H * W, C).
+            attention: A :class:`~slab_det.attention.WindowAttention`, with the projection and what padding slots hold.
 
         Returns:
-            q, k and v, (B * nW, g, N, C / g) each.
+            q, k and v, (B * nW, g, N, C / g) each, for the g groups of the attention.
         """
 
     @abstractmethod
@@ -130,17 +129,12 @@ class WindowGeometry(Windows):
     shift: int
     device: torch.device
 
-    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        image = qkv.unflatten(1, (self.height, self.width))
-        for dim in (1, 2):
-            missing = -image.shape[dim] % self.window_size
-            if missing:
-                shape = [*image.shape[:dim], missing, *image.shape[dim + 1 :]]
-                image = torch.cat([image, padding.to(qkv.dtype).expand(shape)], dim)
-        if self.shift:
-            image = image.roll((-self.shift, -self.shift), (1, 2))
-        # Split before the copy: autograd lets nobody write into one of several views of a tensor.
-        return tuple(self._partition(part, groups) for part in image.chunk(3, -1))
+    def cut(self, x: Tensor, attention: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = attention.qkv(self._to_windows(x.unflatten(1, (self.height, self.width))))
+        if attention.padding_qkv is not None and (self.height % self.window_size or self.width % self.window_size):
+            is_token = self._to_windows(torch.ones(1, self.height, self.width, 1, dtype=torch.bool, device=self.device))
+            qkv = torch.where(repeat_windows(is_token, len(qkv)), qkv, attention.padding_qkv.to(qkv.dtype))
+        return split_qkv(qkv, attention.groups)
 
     def merge(self, windows: Tensor) -> Tensor:
         rows, columns = (-(-side // self.window_size) for side in (self.height, self.width))
@@ -160,14 +154,22 @@ class WindowGeometry(Windows):
         rows, columns = (
             (i >= len(i) - self.window_size).long() + (i >= len(i) - self.shift).long() for i in (rows, columns)
         )
-        regions = self._partition((rows[:, None] * 3 + columns)[None, :, :, None], groups=1)
-        return mask_regions(regions[:, 0, :, 0], dtype)
+        regions = self._partition((rows[:, None] * 3 + columns)[None, :, :, None])
+        return mask_regions(regions[:, :, 0], dtype)
 
-    def _partition(self, image: Tensor, groups: int) -> Tensor:
-        """(B, H', W', C) of whole windows -> (B * nW, g, N, C / g), a copy."""
+    def _to_windows(self, image: Tensor) -> Tensor:
+        """Pads a map (B, H, W, C) with zeros, shifts it and cuts it into windows, (B * nW, N, C)."""
+        bottom, right = -self.height % self.window_size, -self.width % self.window_size
+        if bottom or right:
+            image = F.pad(image, (0, 0, 0, right, 0, bottom))
+        if self.shift:
+            image = image.roll((-self.shift, -self.shift), (1, 2))
+        return self._partition(image)
+
+    def _partition(self, image: Tensor) -> Tensor:
+        """(B, H', W', C) of whole windows -> (B * nW, N, C)."""
         sides = (-1, self.window_size)
-        image = image.unflatten(3, (groups, -1)).unflatten(2, sides).unflatten(1, sides).permute(0, 1, 3, 5, 2, 4, 6)
-        return image.clone(memory_format=torch.contiguous_format).flatten(4, 5).flatten(0, 2)
+        return image.unflatten(2, sides).unflatten(1, sides).transpose(2, 3).flatten(3, 4).flatten(0, 2)
 
 
 def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:

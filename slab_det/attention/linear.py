@@ -77,10 +77,10 @@ class LinearMixing(Attention):
 class SimplifiedMixing(LinearMixing):
     """ReLU as the feature map (SLAB, Guo et al., ICML 2024, eq. 5-7)."""
 
-    # In place: q is a fresh copy and k a fresh sum, and a CPU takes long to allocate another large tensor.
+    # In place where autograd allows it: a CPU takes long to allocate another large tensor.
 
     def query_features(self, q: Tensor) -> Tensor:
-        return q.relu_()
+        return F.relu(q, inplace=not torch.is_grad_enabled())
 
     def key_features(self, k: Tensor) -> Tensor:
         return k.relu_()

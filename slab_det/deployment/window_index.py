@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slab_det.attention.geometry import Windows, mask_regions
 
@@ -34,8 +34,9 @@ class WindowIndex(Windows):
         tokens = rows.source[:, None, :, None] * width + columns.source[None, :, None, :]
         self.tokens = torch.where(is_padding, height * width, tokens).reshape(-1, self._num_slots)
 
-    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-        row = padding.to(qkv.dtype)
+    def cut(self, x: Tensor, attention: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, groups = attention.qkv(x), attention.groups
+        row = attention.padding_row().to(qkv.dtype)
         channels = int(row.shape[0])
         # Each token is 3 g rows of C / g channels. The last token is padding.
         rows = torch.cat([qkv.reshape(-1, channels), row[None]]).reshape(-1, channels // (3 * groups))

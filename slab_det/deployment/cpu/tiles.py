@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slab_det.attention.geometry import Windows, join_groups, mask_regions, split_qkv
 from slab_det.deployment.window_index import WindowIndex
@@ -35,11 +35,12 @@ class WindowTile(Windows):
     slots: Tensor | None
     regions: Tensor | None
 
-    def cut(self, qkv: Tensor, padding: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    def cut(self, x: Tensor, attention: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = attention.qkv(x)
         if self.slots is not None:
-            rows = padding.to(qkv.dtype).repeat(self.num_windows * self.window_size**2, 1)
+            rows = attention.padding_row().to(qkv.dtype).repeat(self.num_windows * self.window_size**2, 1)
             qkv = rows.index_copy_(0, self.slots, qkv)
-        return split_qkv(qkv.view(self.num_windows, self.window_size**2, -1), groups)
+        return split_qkv(qkv.view(self.num_windows, self.window_size**2, -1), attention.groups)
 
     def merge(self, windows: Tensor) -> Tensor:
         rows = join_groups(windows).flatten(0, 1)
