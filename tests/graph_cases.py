@@ -1,11 +1,18 @@
-"""Small detectors and images for the tests of CUDA graphs."""
+"""Small detectors, images and operators on boxes for the tests of CUDA graphs."""
+
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
+import torchvision
 from conftest import SMALL_SWIN
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from zoo import shrunk
+
+from slab_det.deployment.detection import EMPTY, Boxes, set_apart
+from slab_det.deployment.gpu import box_kernels
 
 CONFIGS = {
     'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',
@@ -57,7 +64,7 @@ def graphed(model, data):
 def is_answered(model, data):
     """Whether the graph answers for an image."""
     data = model.data_preprocessor(data, False)
-    return model.predict._detect(data['inputs'], data['data_samples']) is not None
+    return model.predict._detect(data['inputs'], data['data_samples'][0].metainfo) is not None
 
 
 def unmatched(found, expected, boxes=1e-2, scores=1e-4):
@@ -67,3 +74,46 @@ def unmatched(found, expected, boxes=1e-2, scores=1e-4):
     same &= (found.bboxes[:, None] - expected.bboxes).abs().amax(-1) <= boxes
     alone = (~same.any(1)).sum() + (~same.any(0)).sum()
     return alone.item() / max(len(found) + len(expected), 1)
+
+
+class EagerBoxes(Boxes):
+    """Computes what FixedBoxes computes, by operators that mmdet uses on a CPU: equal to mmdet to the last bit."""
+
+    def best(self, levels, count):
+        sizes = [len(level) for level in levels]
+        count = min(count, max(sizes)) if count > 0 else max(sizes)
+        ranked = [rank(level.sigmoid(), count, like_head=True) for level in levels]
+        scores, place = (torch.stack(column) for column in zip(*ranked, strict=True))
+        starts = scores.new_tensor([0, *accumulate(sizes)][:-1], dtype=torch.int64)
+        return scores, place + starts[:, None], torch.zeros_like(place) + torch.arange(len(levels))[:, None].to(place)
+
+    def candidates(self, scores, corners):
+        count = min(box_kernels.CANDIDATES, len(scores))
+        best, place = rank(scores, count)
+        return corners[place], best, place, self.stride(corners, scores), (scores > EMPTY).sum() <= count
+
+    def suppress(self, corners, scores, groups, stride, iou_threshold, limit):
+        limit = min(limit, scores.numel()) if limit > 0 else scores.numel()
+        moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
+        for group in range(len(scores)):
+            place = (scores[group] != EMPTY).nonzero()[:, 0]
+            # The boxes are in order, which stable sorting keeps.
+            index = place[torchvision.ops.nms(moved[group, place], scores[group, place], iou_threshold)]
+            kept[group, index] = scores[group, index]
+        return rank(kept.flatten(), limit)
+
+    def pool(self, extractor, features, boxes, scores):
+        boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
+        return extractor(features[: len(extractor.roi_layers)], F.pad(boxes, (1, 0))), None
+
+
+def rank(scores, count, like_head=False):
+    """The ``count`` best scores and their places; missing scores are ``EMPTY``.
+
+    Equal scores are in the order of places, as in NMS. With ``like_head`` and more than ``count`` scores, they are in
+    the order of mmdet's heads.
+    """
+    found = (scores != EMPTY).nonzero()[:, 0]
+    scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)
+    missing = max(count - len(found), 0)
+    return F.pad(scores[:count], (0, missing), value=EMPTY), F.pad(found[order[:count]], (0, missing))

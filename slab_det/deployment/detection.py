@@ -1,15 +1,14 @@
 """Makes detections of what heads return: proposals, decoding and suppression, for CUDA graphs and for ONNX files.
 
-The number of boxes is known only while a detector runs. A CUDA graph computes every place that could hold a box, and
-gives empty places the score :data:`EMPTY`. An ONNX graph computes the boxes alone. Each has a subclass of
-:class:`Boxes`, and shares the functions of this module.
+How many boxes there are is known only while a detector runs. A CUDA graph has a place for every possible box, and gives
+empty places the score :data:`EMPTY`. An ONNX file computes the boxes alone. Each has a subclass of :class:`Boxes`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from mmdet.models.dense_heads import RPNHead
@@ -29,43 +28,39 @@ class Boxes(ABC):
     """Operators on boxes whose number depends on the image."""
 
     @abstractmethod
-    def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
-        """The anchors (A, 4) of all levels, for maps (1, C, H, W) of their sizes."""
-
-    @abstractmethod
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best anchors of each level.
+        """Chooses the anchors of each level that have the largest logits.
 
         Args:
-            levels: The logits of each level, (n_i,).
+            levels: The logits of the anchors of each level, (n_i,).
             count: Largest number of anchors of a level; all for a number below 1.
 
         Returns:
-            Scores in descending order within a group, (G, K); their places in the concatenation of all levels, (G, K);
-            and their levels.
+            Scores in groups, each in descending order, (G, K); the place of each anchor in the concatenation of all
+            levels, (G, K); and its level, (G, K).
         """
 
     @abstractmethod
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """The boxes (N, 4) whose scores (N,) are not ``EMPTY``.
+        """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``.
 
         Returns:
-            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether the K are all boxes,
-            or None where they always are.
+            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether these K are all, or
+            None where they always are.
         """
 
     @abstractmethod
     def suppress(
         self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
     ) -> tuple[Tensor, Tensor]:
-        """Greedy NMS of boxes of the same group.
+        """Suppresses boxes that overlap with a better one of the same group: greedy NMS.
 
         Args:
             corners: (G, K, 4).
             scores: (G, K), in the order of :meth:`best`.
             groups: The level or the label of each box, (G, K).
             stride: How far :func:`set_apart` moves each group from the one before.
-            iou_threshold: A box is suppressed if its overlap with a better one of its group is larger.
+            iou_threshold: Overlaps are larger.
             limit: Largest number of boxes that stay.
 
         Returns:
@@ -76,14 +71,14 @@ class Boxes(ABC):
     def pool(
         self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """RoIAlign of every box (n, 4) on its level of the pyramid (FPN, Lin et al., CVPR 2017, eq. 1).
+        """Pools every box (n, 4) from its level of the pyramid by RoIAlign (FPN, Lin et al., CVPR 2017, eq. 1).
 
         Returns:
             Regions (n, C, h, w), and the place of each region's box, (n,), or None where the orders are the same.
         """
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float | Tensor) -> Tensor:
-        """Scores (P, classes) of logits (P, classes + 1), ``EMPTY`` up to ``score_thr`` and in empty places."""
+        """Scores (P, classes) of logits (P, classes + 1), ``EMPTY`` up to ``score_thr`` and where ``found`` (P,) is."""
         scores = logits.softmax(-1)[:, :-1]
         return torch.where((scores > score_thr) & (found > EMPTY)[:, None], scores, EMPTY)
 
@@ -105,8 +100,8 @@ class Boxes(ABC):
             (..., 4), or (A, n, 4).
         """
         priors, deltas = (priors[:, None], deltas) if place is None else (priors[place], deltas[place])
-        deltas = deltas * numbers(coder.stds, deltas.device, deltas.dtype)
-        deltas = deltas + numbers(coder.means, deltas.device, deltas.dtype)
+        stds, means = (numbers(tuple(values), deltas.device, deltas.dtype) for values in (coder.stds, coder.means))
+        deltas = deltas * stds + means
         low, high = priors[..., :2], priors[..., 2:]
         size = high - low
         center = (low + high) * 0.5 + size * deltas[..., :2]
@@ -127,7 +122,7 @@ def propose(
     """Decodes and suppresses the best anchors of each level (Ren et al., NeurIPS 2015).
 
     Args:
-        boxes: The form of deployment.
+        boxes: The operators.
         head: The RPN.
         levels: The logits of the anchors of each level, (n_i,).
         deltas: The deltas of the A anchors of all levels, (A, 4).
@@ -140,7 +135,9 @@ def propose(
     cfg = head.test_cfg
     scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1))
     corners = boxes.decode(head.bbox_coder, priors, deltas, limits, place)
-    scores = drop_small(corners, scores, cfg)
+    smallest = cfg.get('min_bbox_size', -1)
+    if smallest >= 0:
+        scores = torch.where((corners[..., 2:] - corners[..., :2]).amin(-1) > smallest, scores, EMPTY)
     stride = boxes.stride(corners, scores)
     scores, index = boxes.suppress(corners, scores, level, stride, cfg.nms.iou_threshold, cfg.max_per_img)
     return corners.reshape(-1, 4)[index], scores
@@ -160,7 +157,7 @@ def detect_regions(
     """Decodes the outputs of a bbox_head, suppresses boxes of each class, and returns the best of all classes.
 
     Args:
-        boxes: The form of deployment.
+        boxes: The operators.
         head: The head.
         cfg: ``test_cfg.rcnn``.
         logits: (P, classes + 1).
@@ -168,7 +165,7 @@ def detect_regions(
         proposals: Corners and scores of the P proposals.
         limits: The image's (width, height, width, height).
         rescale: Factors (4,) to the original image, or None.
-        score_thr: Smallest score of an object.
+        score_thr: Objects have a larger score.
 
     Returns:
         Corners, scores and labels, and whether mmdet would return the same; None if :meth:`Boxes.candidates` does.
@@ -194,13 +191,6 @@ def detect_regions(
     return corners[index], scores, label[index], enough
 
 
-def settings(cfg: dict) -> tuple:
-    """The values of a ``test_cfg`` that detections depend on."""
-    nms = cfg.get('nms') or {}
-    names = 'nms_pre', 'score_thr', 'min_bbox_size', 'max_per_img'
-    return *(cfg.get(name) for name in names), nms.get('iou_threshold')
-
-
 def flat(x: Tensor, channels: int) -> Tensor:
     """Maps (N, n * channels, H, W) with a row for each anchor, (N * H * W * n, channels)."""
     return x.permute(0, 2, 3, 1).reshape(-1, channels)
@@ -214,18 +204,10 @@ def map_levels(extractor: SingleRoIExtractor, boxes: Tensor) -> Tensor:
     return level.clamp(0, len(extractor.roi_layers) - 1).to(torch.int64)
 
 
-def numbers(values: Iterable[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of these numbers, which is kept: a CUDA graph cannot copy numbers to its device."""
-    values = tuple(values)
-    return constant((values, device, dtype), lambda: torch.tensor(values, dtype=dtype, device=device))
-
-
-def drop_small(corners: Tensor, scores: Tensor, cfg: dict) -> Tensor:
-    """The scores (...) of boxes (..., 4), ``EMPTY`` for those with a side of at most ``min_bbox_size``."""
-    smallest = cfg.get('min_bbox_size', -1)
-    if smallest < 0:
-        return scores
-    return torch.where((corners[..., 2:] - corners[..., :2]).amin(-1) > smallest, scores, EMPTY)
+@constant
+def numbers(values: tuple, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor of these numbers, which is kept: a captured function cannot copy numbers to its device."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:

@@ -49,8 +49,7 @@ class FusedWindowAttention(nn.Module):
         w_msa, shift = self.attention.w_msa, self.attention.shift_size
         if not kernels.take(x) or x.dtype.itemsize > 4:
             return self.attention(x, hw_shape, identity)
-        key = *hw_shape, w_msa.window_size, shift, x.device
-        slots, regions = constant(('windows', key), lambda: find_slots(*key))
+        slots, regions = find_slots(*hw_shape, w_msa.window_size, shift, x.device)
         qkv = w_msa.qkv(x)
         padding = w_msa.padding_row().to(qkv.dtype)
         if self.bias is None:
@@ -62,6 +61,7 @@ class FusedWindowAttention(nn.Module):
         return out if identity is None else out.add_(identity)
 
 
+@constant
 def find_slots(
     height: int, width: int, window_size: int, shift: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slab_det.deployment.constants import used_constants
-from slab_det.deployment.detection import EMPTY
-from slab_det.deployment.gpu import box_kernels, kernels
-from slab_det.deployment.gpu.static import Frame, StaticDetector
+from slab_det.deployment.gpu import kernels, mask_kernels
+from slab_det.deployment.gpu.box_kernels import FixedBoxes
+from slab_det.deployment.gpu.static import StaticDetector, measure_frame
 from slab_det.deployment.masks import paste_masks
-from slab_det.deployment.supported import Unsupported
+from slab_det.deployment.supported import Unsupported, require
 
 # Largest number of graphs of a model, and largest share of the GPU's memory for them. The graphs of a model share one
 # pool of memory, because they never run at the same time.
@@ -31,7 +31,12 @@ _capturing = Lock()
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured call, the constants that it reads (``used``), and the memory that it added to the pool."""
+    """A captured call.
+
+    Attributes:
+        used: The constants that the graph reads.
+        num_bytes: The memory that the graph added to the pool.
+    """
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -60,7 +65,7 @@ class GraphCache:
 
         Args:
             *inputs: Tensors on the GPU, or pinned tensors, which are copied to the GPU.
-            settings: Everything else that the function reads; each value has its own graph.
+            settings: What else results depend on; each value has graphs of its own.
         """
         key = settings, tuple((x.shape, x.dtype, x.device) for x in inputs)
         with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -73,7 +78,7 @@ class GraphCache:
             for static, given in zip(found.inputs, inputs, strict=True):
                 static.copy_(given, non_blocking=True)
             found.graph.replay()
-            # The next replay, of any thread, overwrites them.
+            # The next replay, of any thread, overwrites the outputs.
             return tuple(output.clone() for output in found.outputs)
 
     def _try_capture(self, inputs: tuple[Tensor, ...]) -> _Graph | None:
@@ -133,37 +138,34 @@ class GraphedPrediction:
 
     def __init__(self, model: nn.Module, masks: str) -> None:
         self._model, self._masks = model, masks
-        self._graphs: GraphCache | None = None
 
     def __reduce__(self) -> tuple:
         # Copies and files capture their own graphs.
         return GraphedPrediction, (self._model, self._masks)
 
+    @cached_property
+    def _graphs(self) -> GraphCache:
+        # While a model is copied, __init__ gets a copy that has no modules yet.
+        return GraphCache(StaticDetector(self._model, FixedBoxes(), fused=True))
+
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
     ) -> Sequence[DetDataSample]:
-        samples, found = batch_data_samples, None
+        model, samples = self._model, batch_data_samples
+        is_single = len(batch_inputs) == len(samples) == 1 and 'proposals' not in samples[0]
         # Graphs and kernels run on the current device, even if their tensors are on another one.
         with torch.cuda.device_of(batch_inputs):
-            if self._is_for_graph(batch_inputs, samples, rescale):
-                found = self._detect(batch_inputs, samples)
-            if found is None:
-                return type(self._model).predict(self._model, batch_inputs, samples, rescale)
-        return self._model.add_pred_to_datasample(samples, [found])
+            if is_single and rescale and _may_replay(model, batch_inputs):
+                found = self._detect(batch_inputs, samples[0].metainfo)
+                if found is not None:
+                    return model.add_pred_to_datasample(samples, [found])
+            return type(model).predict(model, batch_inputs, samples, rescale)
 
-    def _is_for_graph(self, image: Tensor, samples: Sequence[DetDataSample], rescale: bool) -> bool:
-        is_single = len(image) == len(samples) == 1 and 'proposals' not in samples[0]
-        return is_single and rescale and _may_replay(self._model, image)
-
-    def _detect(self, image: Tensor, samples: Sequence[DetDataSample]) -> InstanceData | None:
-        if self._graphs is None:
-            static = StaticDetector(self._model, fused=True)
-            # Other threads take self._graphs as the sign that all is ready, so that it comes last.
-            self._settings = static.settings
-            self._graphs = GraphCache(partial(_run_static, static))
-        meta = samples[0].metainfo
-        frame = torch.tensor(Frame.numbers(meta)).pin_memory()
-        outputs = self._graphs(image, frame, settings=(self._settings(), _address(self._model)))
+    def _detect(self, image: Tensor, metainfo: dict) -> InstanceData | None:
+        """What a graph finds, or None if ``predict`` may find something else."""
+        rpn_cfg, rcnn_cfg = self._model.rpn_head.test_cfg, self._model.roi_head.test_cfg
+        settings = repr((rpn_cfg, rcnn_cfg)), _address(self._model)
+        outputs = self._graphs(image, measure_frame(metainfo).pin_memory(), settings=settings)
         if outputs is None:
             return None
         summary, boxes, scores, labels, *masks = outputs
@@ -172,16 +174,9 @@ class GraphedPrediction:
             return None
         found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
         if masks:
-            threshold = self._model.roi_head.test_cfg.mask_thr_binary
-            paste = box_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
-            found.masks = paste(masks[0][:count], found.bboxes, meta['ori_shape'][:2], threshold)
+            paste = mask_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
+            found.masks = paste(masks[0][:count], found.bboxes, metainfo['ori_shape'][:2], rcnn_cfg.mask_thr_binary)
         return found
-
-
-def _run_static(static: Callable, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
-    found = static(image, Frame(*frame))
-    summary = torch.stack([(found.scores > EMPTY).sum(), found.exact.long()])
-    return tuple(x for x in (summary, found.boxes, found.scores, found.labels, found.masks) if x is not None)
 
 
 class GraphedFeatures:
@@ -216,16 +211,15 @@ def _may_replay(model: nn.Module, image: Tensor) -> bool:
 
 
 def _address(model: nn.Module) -> int:
-    """Address of the weights: the graphs of a model that has moved would read the old address."""
+    """Address of the weights; the graphs of a model that has moved would read its old memory."""
     return next(model.parameters()).data_ptr()
 
 
 def use_graphs(model: nn.Module, masks: str) -> None:
     """Lets a deployed detector on a GPU predict in CUDA graphs, or extract features if its heads cannot be in one."""
     try:
-        if kernels.triton is None:
-            raise Unsupported('this PyTorch comes without Triton')
-        StaticDetector(model)
+        require('Triton, without which this PyTorch comes', kernels.triton is not None)
+        StaticDetector(model, FixedBoxes())
         model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:
         MMLogger.get_current_instance().info(
