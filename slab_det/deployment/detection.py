@@ -29,15 +29,11 @@ class Boxes(ABC):
 
     @abstractmethod
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Chooses the anchors of each level that have the largest logits.
-
-        Args:
-            levels: The logits of the anchors of each level, (n_i,).
-            count: Largest number of anchors of a level; all for a number below 1.
+        """Chooses the ``count`` anchors of each level with the largest logits (n_i,); all for a count below 1.
 
         Returns:
-            Scores in groups, each in descending order, (G, K); the place of each anchor in the concatenation of all
-            levels, (G, K); and its level, (G, K).
+            Scores in groups, each in descending order; the places of these anchors in the concatenation of all levels;
+            and their levels, all (G, K).
         """
 
     @abstractmethod

@@ -26,33 +26,22 @@ ORI_SHAPE = 90, 120
 SIZES = ((75, 102), (130, 66))
 
 
-class OnGpu(list):
-    is_cuda = True
-
-
-class CallAsGraph:
-    """Stands in for a CUDA graph: replay calls the function again."""
-
-    def __init__(self, function, inputs, outputs):
-        self.arguments = function, inputs, outputs
-
-    def replay(self):
-        function, inputs, outputs = self.arguments
-        for output, value in zip(outputs, function(*inputs), strict=True):
-            output.copy_(value)
-            time.sleep(0)
-
-
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    """The shape of the first input of each capture. Without a GPU, a graph is a CallAsGraph of 100 bytes of 1000."""
+    """The shape of the first input of each capture. Without a GPU, a graph has 100 bytes of 1000, and calls again."""
     shapes, capture = [], GraphCache._capture
 
     def call_as_graph(self, inputs):
         self._make_room()
         held = tuple(x.clone() for x in inputs)
         outputs = self._function(*held)
-        return graph._Graph(CallAsGraph(self._function, held, outputs), held, outputs, [], 100)
+
+        def replay():
+            for output, value in zip(outputs, self._function(*held), strict=True):
+                output.copy_(value)
+                time.sleep(0)
+
+        return graph._Graph(SimpleNamespace(replay=replay), held, outputs, [], 100)
 
     def record(self, inputs):
         shapes.append(tuple(inputs[0].shape))
@@ -61,8 +50,8 @@ def captured(monkeypatch):
     monkeypatch.setattr(GraphCache, '_capture', record)
     monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
     if not ON_GPU:
-        may_replay = graph._may_replay
-        monkeypatch.setattr(graph, '_may_replay', lambda model, image: may_replay(model, OnGpu(image)))
+        may_replay, on_gpu = graph._may_replay, SimpleNamespace(is_cuda=True)
+        monkeypatch.setattr(graph, '_may_replay', lambda model, image: may_replay(model, on_gpu))
         monkeypatch.setattr(graph, 'FixedBoxes', EagerBoxes)
         monkeypatch.setattr(graph.mask_kernels, 'paste_masks', graph.paste_masks)
         monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: self)

@@ -16,8 +16,9 @@ from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.deployment.blocks import replace_layers
 from slab_det.deployment.detection import EMPTY, map_levels
 from slab_det.deployment.gpu import kernels, mask_kernels
-from slab_det.deployment.gpu.blocks import FusedFFN, FusedWindowAttention, fused_ffn, fused_windows
 from slab_det.deployment.gpu.box_kernels import FixedBoxes
+from slab_det.deployment.gpu.ffn_kernels import FusedFFN, fused_ffn
+from slab_det.deployment.gpu.window_kernels import FusedWindowAttention, fused_windows
 from slab_det.deployment.masks import paste_masks
 
 pytestmark = [
@@ -30,7 +31,7 @@ DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(kernels, 'take', lambda x: True)
+    monkeypatch.setattr(kernels, 'can_run', lambda x: True)
 
 
 def some_boxes(groups, count, spread=60.0):

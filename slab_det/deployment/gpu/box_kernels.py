@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from mmdet.models.dense_heads import RPNHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
@@ -343,11 +342,7 @@ def can_pool(extractor: SingleRoIExtractor) -> bool:
     return len(layers) <= 4 and options == {((bins, bins), 0, True)}
 
 
-def anchors(head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
-    """The anchors (A, 4) of all levels, for maps (1, C, H, W) of their sizes."""
-    return _anchors(head.prior_generator, tuple(tuple(x.shape[-2:]) for x in maps), maps[0].device)
-
-
 @constant
-def _anchors(generator: AnchorGenerator, sizes: tuple, device: torch.device) -> Tensor:
+def anchors(generator: AnchorGenerator, sizes: tuple, device: torch.device) -> Tensor:
+    """The anchors (A, 4) of all levels, for maps of these sizes."""
     return torch.cat(generator.grid_priors(sizes, torch.float32, device))

@@ -31,12 +31,7 @@ _capturing = Lock()
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured call.
-
-    Attributes:
-        used: The constants that the graph reads.
-        num_bytes: The memory that the graph added to the pool.
-    """
+    """A captured call, the constants that it reads (``used``), and the memory that it added to the pool."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
@@ -218,7 +213,7 @@ def _address(model: nn.Module) -> int:
 def use_graphs(model: nn.Module, masks: str) -> None:
     """Lets a deployed detector on a GPU predict in CUDA graphs, or extract features if its heads cannot be in one."""
     try:
-        require('Triton, without which this PyTorch comes', kernels.triton is not None)
+        require('Triton, which this PyTorch lacks', kernels.triton is not None)
         StaticDetector(model, FixedBoxes())
         model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:

@@ -48,7 +48,7 @@ class StaticDetector:
         boxes, rpn_head, roi_head = self.boxes, self.detector.rpn_head, self.detector.roi_head
         limits, scale, rescale = frame
         features = self.detector.extract_feat(image)
-        priors = anchors(rpn_head, features)
+        priors = anchors(rpn_head.prior_generator, tuple(x.shape[-2:] for x in features), image.device)
         corners, scores = propose(boxes, rpn_head, *self.rpn(features), priors, limits)
         # A score that is not a number comes first in mmdet, and is no score here.
         is_number = scores[0] == scores[0]
