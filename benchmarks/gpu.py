@@ -181,9 +181,11 @@ def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measure
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
-    'detectors': measure_detectors, 'parts': measure_parts, 'training': measure_training,
+    'detectors': measure_detectors,
+    'parts': measure_parts,
+    'training': measure_training,
     'absorption': measure_absorption,
-}  # fmt: skip
+}
 
 
 def tables(results: Results) -> dict[str, str]:
@@ -223,11 +225,12 @@ def main() -> None:
     parser.add_argument('--families', nargs='+', choices=FAMILIES, default=[*FAMILIES])
     parser.add_argument('--out', type=Path, default=FOLDER / 'gpu.json')
     args = parser.parse_args()
+    # Rows of several hosts may stand in one file.
     host = dict(cpu=device_name('cpu'), triton=triton.__version__)
-    results = Results(args.out, 'cuda', size=SIZE, batch=1, rounds=args.rounds, **host)
+    results = Results(args.out, 'cuda', size=SIZE, batch=1, rounds=args.rounds)
     for part in args.parts:
         for identity, values in PARTS[part](args):
-            results.add(dict(part=part, **identity), values)
+            results.add(dict(part=part, **identity), {**values, **host})
     for title, table in tables(results).items():
         print(f'\n{title}\n\n{table}')
 
