@@ -155,6 +155,17 @@ def test_weights_that_moved_are_read_where_they_are(captured):
     assert_same(found, before)
 
 
+def test_copies_and_files_capture_graphs_of_their_own(captured, tmp_path):
+    model, data = deployed(), noise((75, 102), ORI_SHAPE)
+    (expected,) = graphed(model, data)
+    torch.save(model, tmp_path / 'model.pt')
+    for other in (copy.deepcopy(model), torch.load(tmp_path / 'model.pt', weights_only=False)):
+        (found,) = graphed(other, data)
+        assert_same(found, expected)
+        assert other.predict is not model.predict and is_answered(other, data)
+    assert len(captured) == 3
+
+
 def test_masks_as_rle_are_the_full_masks_encoded():
     model, data = build('Mask R-CNN', random.Random(0)).to(DEVICE), noise((75, 102), ORI_SHAPE)
     (full,), (rle,) = (graphed(slab_det.deploy(model, masks=form), data) for form in ('full', 'rle'))
