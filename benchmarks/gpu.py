@@ -3,9 +3,9 @@
     python -m benchmarks.gpu
     python -m benchmarks.gpu --parts detectors --families Swin-T PVT-S
 
-Weights are random, with heads made to find 32 objects. Eager is PyTorch's eager mode, in float16 its autocast;
-"graph" is what `slab_det.deploy` makes. The forms of a family are timed in the same rounds. Results are written to
-benchmarks/results/gpu.json after each part; a row that is measured again is replaced.
+Weights are random, with heads made to find 32 objects. "Eager" is PyTorch's eager mode, with autocast in float16;
+"graph" is the detector that `slab_det.deploy` returns. The forms of a family are timed in the same rounds. Results are
+written to benchmarks/results/gpu.json after each part; a row that is measured again is replaced.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -55,12 +55,12 @@ FAMILIES = {
     'PVT-T': _family('PVT-T', 'pvt_t', PVT),
 }
 FORMS = 'eager, float32', 'eager, float16', 'graph, float32', 'graph, float16'
-# What tells a row from others, and its values.
+# The keys that identify a row, and the values of the row.
 Measured = Iterator[tuple[dict, dict]]
 
 
 def variants(name: str, row: Row) -> dict[str, nn.Module]:
-    """A detector by its forms. mmdet's own are not deployed: LayerNorm's row shows that."""
+    """Returns a detector in each form; mmdet's own is not deployed, because the LayerNorm row shows that."""
     model = build(row).cuda()
     made = {FORMS[0]: model}
     if name == row.stock:
@@ -75,7 +75,7 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
     for family in args.families:
         rows = FAMILIES[family]
         models = {(name, form): model for name, row in rows.items() for form, model in variants(name, row).items()}
-        # A form of the first rounds compiles kernels and captures its graph.
+        # The warm-up compiles kernels and captures graphs.
         results = measure_latency(models, SIZE, rounds=args.rounds, warmup=2, device='cuda')
         for (name, form), result in results.items():
             bases = dict(to_mmdet=(rows[name].stock, FORMS[0]), to_layer_norm=(rows[name].layer_norm, form))
@@ -90,8 +90,8 @@ def measure_detectors(args: argparse.Namespace) -> Measured:
             yield dict(name=name, form=form), dict(**times, **ratios, detections=result.detections, graph_mib=graphs)
 
 
-def replay(cache: GraphCache, times: int = 20) -> float:
-    """Milliseconds of a captured graph on the device."""
+def time_replay(cache: GraphCache, times: int = 20) -> float:
+    """Returns the milliseconds of one replay of the captured graph."""
     (captured,) = cache._graphs.values()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -103,7 +103,7 @@ def replay(cache: GraphCache, times: int = 20) -> float:
 
 @torch.no_grad()
 def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
-    """A graph of each part of a deployed Mask R-CNN, and of the whole; the caches keep what graphs read."""
+    """Captures each part of a deployed Mask R-CNN, and the whole; caches keep alive the tensors that graphs read."""
     boxes, caches = FixedBoxes(), {}
     static = StaticDetector(model, boxes, fused=True)
     head, roi_head, cfg = model.rpn_head, model.roi_head, model.roi_head.test_cfg
@@ -143,7 +143,7 @@ def measure_parts(args: argparse.Namespace) -> Measured:
         for name in (f'{family}, LayerNorm', f'{family}-PRepBN'):
             captured[name] = capture_parts(slab_det.deploy(build(FAMILIES[family][name]).cuda(), torch.float16))
     rounds = [
-        {name: {part: replay(cache) for part, cache in caches.items()} for name, caches in captured.items()}
+        {name: {part: time_replay(cache) for part, cache in caches.items()} for name, caches in captured.items()}
         for _ in range(8)
     ]
     for name, caches in captured.items():
@@ -158,10 +158,10 @@ def measure_training(args: argparse.Namespace) -> Measured:
 
 
 def measure_absorption(args: argparse.Namespace, num_images: int = 6) -> Measured:
-    """Seconds and memory of an absorption of every norm, and seconds of a forward of backbone and neck."""
+    """Seconds per image and memory to absorb every norm, and seconds per forward of backbone and neck."""
     model = build(FAMILIES['Swin-T']['Swin-T, LayerNorm']).cuda().requires_grad_(False)
     images = torch.randn(num_images, 1, 3, *PADDED, device='cuda').unbind()
-    # Libraries start with their first call.
+    # Warm-up: libraries initialize in their first call.
     slab_det.absorb(model, [torch.randn(1, 3, 64, 64, device='cuda')], keep=0, progress=False)
 
     def seconds(run: Callable[[], object]) -> float:

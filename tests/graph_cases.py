@@ -39,7 +39,7 @@ def build(kind, rng):
 
 
 def noise(size, ori_shape, count=1):
-    """What a test pipeline returns for images of noise."""
+    """Images of noise, as a test pipeline returns them."""
     scale = (size[1] / ori_shape[1], size[0] / ori_shape[0])
     meta = dict(img_shape=size, ori_shape=ori_shape, scale_factor=scale, img_id=0, img_path='')
     images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for _ in range(count)]
@@ -48,7 +48,7 @@ def noise(size, ori_shape, count=1):
 
 @torch.no_grad()
 def eager(model, data):
-    """What the detector finds without graphs."""
+    """Detections without graphs, by ``predict`` of the class."""
     data = model.data_preprocessor(data, False)
     samples = type(model).predict(model, data['inputs'], data['data_samples'])
     return [sample.pred_instances.clone() for sample in samples]
@@ -56,19 +56,19 @@ def eager(model, data):
 
 @torch.no_grad()
 def graphed(model, data):
-    """What the detector finds, in a graph if it has one."""
+    """Detections of the model as it is, from a graph if it has one."""
     return [sample.pred_instances.clone() for sample in model.test_step(data)]
 
 
 @torch.no_grad()
-def is_answered(model, data):
-    """Whether the graph answers for an image."""
+def is_answered_by_graph(model, data):
+    """Whether a graph, not ``predict`` of the class, makes the detections."""
     data = model.data_preprocessor(data, False)
     return model.predict._detect(data['inputs'], data['data_samples'][0].metainfo) is not None
 
 
 def unmatched(found, expected, boxes=1e-2, scores=1e-4):
-    """The share of objects without a partner: of the same label, near in every coordinate (pixels) and in its score."""
+    """Share of objects without a partner, which has the same label, near coordinates (pixels) and a near score."""
     same = found.labels[:, None] == expected.labels
     same &= (found.scores[:, None] - expected.scores).abs() <= scores
     same &= (found.bboxes[:, None] - expected.bboxes).abs().amax(-1) <= boxes
@@ -77,7 +77,7 @@ def unmatched(found, expected, boxes=1e-2, scores=1e-4):
 
 
 class EagerBoxes(Boxes):
-    """Computes what FixedBoxes computes, by operators that mmdet uses on a CPU: equal to mmdet to the last bit."""
+    """Reference of FixedBoxes: the operators that mmdet uses on a CPU, equal to mmdet bit for bit."""
 
     def best(self, levels, count):
         sizes = [len(level) for level in levels]
@@ -97,7 +97,7 @@ class EagerBoxes(Boxes):
         moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
         for group in range(len(scores)):
             place = (scores[group] != EMPTY).nonzero()[:, 0]
-            # The boxes are in order, which stable sorting keeps.
+            # The boxes are in descending order, which stable sorting keeps.
             index = place[torchvision.ops.nms(moved[group, place], scores[group, place], iou_threshold)]
             kept[group, index] = scores[group, index]
         return rank(kept.flatten(), limit)
@@ -110,8 +110,8 @@ class EagerBoxes(Boxes):
 def rank(scores, count, like_head=False):
     """The ``count`` best scores and their places; missing scores are ``EMPTY``.
 
-    Equal scores are in the order of places, as in NMS. With ``like_head`` and more than ``count`` scores, they are in
-    the order of mmdet's heads.
+    Equal scores keep the order of their places, as in NMS. With ``like_head`` and more than ``count`` scores, equal
+    scores have the order of mmdet's heads.
     """
     found = (scores != EMPTY).nonzero()[:, 0]
     scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)

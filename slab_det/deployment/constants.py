@@ -1,4 +1,4 @@
-"""Tensors that depend on sizes and settings alone, and that CUDA graphs read: made once, before a graph is captured."""
+"""Caches tensors that depend only on sizes and settings, so that a CUDA graph reads them instead of making them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _recording = local()
 
 
 def constant(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that makes tensors, to keep its last 1,024 results; nobody may change these tensors."""
-    # The tensors outlive the mode that they are made in.
+    """Decorates a function that makes tensors, and keeps its last 1,024 results, which callers must not change."""
+    # Later calls, in other modes, get the same tensors: inference tensors could not serve all of them.
     kept = lru_cache(1024)(torch.inference_mode(False)(torch.no_grad()(make)))
 
     @wraps(make)
@@ -29,7 +29,7 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def used_constants() -> Iterator[list]:
-    """Collects the constants that this thread reads; a CUDA graph reads their memory, and keeps them alive."""
+    """Collects the constants that this thread reads, so that a CUDA graph keeps alive the memory that it reads."""
     _recording.used = []
     try:
         yield _recording.used

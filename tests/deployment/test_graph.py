@@ -1,4 +1,4 @@
-"""Predictions of deployed detectors in CUDA graphs; without a GPU, a stand-in for graphs calls functions on the CPU."""
+"""Deployed detectors find the same in CUDA graphs as without; tests without a GPU replace graphs by CPU calls."""
 
 import copy
 import random
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_cases import CONFIGS, EagerBoxes, build, eager, graphed, is_answered, noise, unmatched
+from graph_cases import CONFIGS, EagerBoxes, build, eager, graphed, is_answered_by_graph, noise, unmatched
 from mmdet.models.detectors import TwoStageDetector
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
@@ -27,8 +27,8 @@ SIZES = ((75, 102), (130, 66))
 
 
 @pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    """The shape of the first input of each capture. Without a GPU, a graph has 100 bytes of 1000, and calls again."""
+def captured_shapes(monkeypatch):
+    """The shape of the first input of each capture. Without a GPU, a stand-in for a graph takes 100 of 1000 bytes."""
     shapes, capture = [], GraphCache._capture
 
     def call_as_graph(self, inputs):
@@ -74,7 +74,7 @@ def deployed(kind='Mask R-CNN', **options):
 
 
 def assert_same(found, expected):
-    """On a GPU, two calls may choose kernels that round differently."""
+    """Exact on a CPU; on a GPU, two calls may choose kernels that round differently."""
     assert len(expected)
     if ON_GPU:
         assert unmatched(found, expected) <= 0.02
@@ -83,32 +83,32 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize('kind', CONFIGS)
-def test_it_finds_what_the_detector_finds(kind, captured):
-    """At two sizes in turns."""
+def test_a_graph_finds_what_the_detector_finds(kind, captured_shapes):
+    """Alternates two sizes, so that each graph is replayed."""
     model, answered = deployed(kind), 0
     for size in SIZES * 2:
         data = noise(size, ORI_SHAPE)
         (found,), (expected,) = graphed(model, data), eager(model, data)
         share = unmatched(found, expected)
         assert len(expected) and share <= 0.02, (size, share)
-        answered += is_answered(model, data)
+        answered += is_answered_by_graph(model, data)
         if 'masks' in expected and len(found) == len(expected):
             # On a GPU, mmdet draws the mask of a box without area across the whole image.
             has_area = (expected.bboxes[:, 2:] > expected.bboxes[:, :2]).all(1)
             assert (found.masks != expected.masks)[has_area].float().mean() <= 1e-3, size
-    assert answered and len(captured) == 2
+    assert answered and len(captured_shapes) == 2
 
 
-def test_what_a_graph_cannot_answer_is_answered_without(monkeypatch):
+def test_an_image_with_too_many_candidates_is_predicted_without_graph(monkeypatch):
     monkeypatch.setattr(box_kernels, 'CANDIDATES', 8)
     model, data = deployed(), noise((75, 102), ORI_SHAPE)
-    assert not is_answered(model, data)
+    assert not is_answered_by_graph(model, data)
     (found,), (expected,) = graphed(model, data), eager(model, data)
     assert len(expected) > 8
     assert_same(found, expected)
 
 
-def test_calls_that_ask_for_something_else_go_to_the_detector(monkeypatch):
+def test_unsupported_calls_run_predict_of_the_class(monkeypatch):
     model, asked = deployed(), []
     monkeypatch.setattr(GraphCache, '__call__', lambda self, *inputs, **options: asked.append(inputs))
     monkeypatch.setattr(TwoStageDetector, 'predict', lambda *arguments: 'eager')
@@ -135,7 +135,7 @@ def test_calls_that_ask_for_something_else_go_to_the_detector(monkeypatch):
     assert not is_asked(image, [sample]), 'gradients'
 
 
-def test_a_changed_threshold_is_seen():
+def test_a_changed_score_thr_takes_effect():
     model, data = deployed(), noise((75, 102), ORI_SHAPE)
     (before,) = graphed(model, data)
     threshold = before.scores.median().item()
@@ -144,29 +144,29 @@ def test_a_changed_threshold_is_seen():
     assert found.scores.min() > threshold and unmatched(found, expected) <= 0.02
 
 
-def test_weights_that_moved_are_read_where_they_are(captured):
+def test_moved_weights_are_captured_again(captured_shapes):
     model, data = deployed(), noise((75, 102), ORI_SHAPE)
     (before,) = graphed(model, data)
     # As model.cpu().cuda() does.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     (found,) = graphed(model, data)
-    assert len(captured) == 2
+    assert len(captured_shapes) == 2
     assert_same(found, before)
 
 
-def test_copies_and_files_capture_graphs_of_their_own(captured, tmp_path):
+def test_copied_and_loaded_detectors_capture_their_own_graphs(captured_shapes, tmp_path):
     model, data = deployed(), noise((75, 102), ORI_SHAPE)
     (expected,) = graphed(model, data)
     torch.save(model, tmp_path / 'model.pt')
     for other in (copy.deepcopy(model), torch.load(tmp_path / 'model.pt', weights_only=False)):
         (found,) = graphed(other, data)
         assert_same(found, expected)
-        assert other.predict is not model.predict and is_answered(other, data)
-    assert len(captured) == 3
+        assert other.predict is not model.predict and is_answered_by_graph(other, data)
+    assert len(captured_shapes) == 3
 
 
-def test_masks_as_rle_are_the_full_masks_encoded():
+def test_rle_masks_encode_the_full_masks():
     model, data = build('Mask R-CNN', random.Random(0)).to(DEVICE), noise((75, 102), ORI_SHAPE)
     (full,), (rle,) = (graphed(slab_det.deploy(model, masks=form), data) for form in ('full', 'rle'))
     if ON_GPU:
@@ -177,7 +177,7 @@ def test_masks_as_rle_are_the_full_masks_encoded():
         assert len(full) and rle.masks == [coco_mask.encode(np.asfortranarray(mask.numpy())) for mask in full.masks]
 
 
-def test_heads_that_no_graph_computes_leave_a_graph_of_the_features(logged, captured):
+def test_unsupported_heads_run_after_a_graph_of_the_features(logged, captured_shapes):
     model, data = build('Mask R-CNN', random.Random(0)).to(DEVICE), noise((64, 96), ORI_SHAPE)
     for layer in model.roi_head.mask_roi_extractor.roi_layers:
         layer.sampling_ratio = 2
@@ -185,10 +185,10 @@ def test_heads_that_no_graph_computes_leave_a_graph_of_the_features(logged, capt
     assert 'not the heads: a graph of detections needs square RoIAlign with sampling_ratio=0' in logged.text
     (found,), (expected,) = graphed(model, data), eager(model, data)
     assert_same(found, expected)
-    assert captured == [(1, 3, 64, 96)]
+    assert captured_shapes == [(1, 3, 64, 96)]
 
 
-def test_a_capture_that_fails_is_one_warning(monkeypatch, logged):
+def test_a_failed_capture_warns_once_and_predicts_without_graph(monkeypatch, logged):
     def fail(self, inputs):
         raise RuntimeError('no memory')
 
@@ -198,21 +198,21 @@ def test_a_capture_that_fails_is_one_warning(monkeypatch, logged):
     for _ in range(2):
         (found,) = graphed(model, data)
         assert_same(found, expected)
-    assert logged.text.count('no CUDA graph of inputs of 1x3x64x96') == logged.text.count('no memory') == 1
+    assert logged.text.count('a CUDA graph of inputs of 1x3x64x96') == logged.text.count('no memory') == 1
 
 
-@pytest.mark.skipif(ON_GPU, reason='the memory of graphs is not known before')
+@pytest.mark.skipif(ON_GPU, reason='the memory of real graphs is not known')
 @pytest.mark.parametrize(('max_graphs', 'share'), [(2, 0.25), (64, 0.15)])
-def test_the_least_recently_used_graphs_go(monkeypatch, captured, max_graphs, share):
+def test_the_least_recently_used_graph_is_dropped(monkeypatch, captured_shapes, max_graphs, share):
     monkeypatch.setattr(graph, 'MAX_GRAPHS', max_graphs)
     monkeypatch.setattr(graph, 'MAX_SHARE', share)
     cache = GraphCache(lambda x: (2 * x,))
     for size in (1, 2, 1, 3, 1, 2):
         assert torch.equal(cache(torch.full((size,), 1.0))[0], torch.full((size,), 2.0))
-    assert captured == [(1,), (2,), (3,), (2,)]
+    assert captured_shapes == [(1,), (2,), (3,), (2,)]
 
 
-def test_threads_get_what_they_asked_for():
+def test_each_thread_gets_its_own_results():
     cache = GraphCache(lambda x: (2 * x, 3 * x))
 
     def ask(i):

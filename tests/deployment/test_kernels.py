@@ -29,7 +29,7 @@ DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
+def run_kernels(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(kernels, 'can_run', lambda x: True)
 
@@ -47,7 +47,7 @@ def some_boxes(groups, count, spread=60.0):
         *((fill, 2, 70) for fill in ('some', 'none', 'NaN', 'equal', 'ties')),
     ],
 )
-def test_suppression(fill, groups, count):
+def test_nms(fill, groups, count):
     boxes, scores = some_boxes(groups, count), torch.rand(groups, count, device=DEVICE).sort(1, True).values
     if fill == 'some':
         scores = torch.where(torch.rand_like(scores) < 0.3, EMPTY, scores)
@@ -64,7 +64,7 @@ def test_suppression(fill, groups, count):
     stride = FixedBoxes().stride(boxes, scores)
     if fill == 'NaN':
         assert not stride.isfinite() and not EagerBoxes().stride(boxes, scores).isfinite()
-        # Boxes stay where they are: none overlaps another at an infinite distance.
+        # Stride 0 leaves boxes in place: at an infinite stride, none would overlap another.
         stride = torch.zeros_like(stride)
     else:
         assert torch.equal(stride, EagerBoxes().stride(boxes, scores))
@@ -82,7 +82,7 @@ def test_suppression(fill, groups, count):
 
 
 @pytest.mark.parametrize('classes', [1, 80])
-def test_scores_of_classes(classes):
+def test_class_scores(classes):
     logits, found = 3 * torch.randn(7, classes + 9, device=DEVICE), torch.rand(7, device=DEVICE)
     logits[1], logits[2, 0], found[3] = 0, torch.nan, EMPTY
     arguments = logits[:, : classes + 1], found, 0.05
@@ -92,7 +92,7 @@ def test_scores_of_classes(classes):
 
 
 @pytest.mark.parametrize('clip', [True, False])
-def test_decoding(clip):
+def test_decode(clip):
     coder = DeltaXYWHBBoxCoder((0.1, 0, 0, 0.2), (0.1, 0.1, 0.2, 0.3), clip_border=clip)
     priors, values = some_boxes(1, 9)[0], 9 * torch.randn(9, 4, device=DEVICE)
     values[4, 1], limits = torch.nan, torch.tensor([50.0, 40, 50, 40], device=DEVICE)
@@ -103,8 +103,8 @@ def test_decoding(clip):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-def test_choosing():
-    """Anchors of levels that have fewer than asked for, and candidates; no two scores are equal."""
+def test_choice_of_anchors_and_candidates():
+    """Two levels have fewer anchors than asked for; no two scores are equal."""
     levels = [torch.randn(count, device=DEVICE) for count in (30, 7, 1)]
     found, expected = FixedBoxes().best(levels, 9), EagerBoxes().best(levels, 9)
     there = expected[0] > EMPTY
@@ -136,10 +136,10 @@ def test_roi_align(channels, bins, dtype):
 
 
 @pytest.mark.parametrize('attention', ['softmax', 'sla'])
-# Windows of padded maps; of two heads, and of more than 64 slots.
+# The maps need padding. One case has two heads, and one more than 64 slots per window.
 @pytest.mark.parametrize(('window', 'heads', 'size'), [(7, 2, (34, 20)), (9, 1, (20, 40))])
 @torch.no_grad()
-def test_windows(attention, window, heads, size):
+def test_window_attention(attention, window, heads, size):
     arguments = dict(attention=attention, embed_dims=16 * heads, num_heads=(heads,), window_size=window)
     model = MODELS.build(dict(type='SLABSwin', depths=(2,), strides=(4,), out_indices=(0,), **arguments))
     model.eval().to(DEVICE)
@@ -153,7 +153,7 @@ def test_windows(attention, window, heads, size):
 
 
 @pytest.mark.parametrize('size', [(17, 23), (3, 600)])
-def test_paste(size):
+def test_paste_masks(size):
     corners = [[1.2, 2.5, 9.1, 14.7], [0, 0, 20, 17], [4.3, 2.5, 5.2, 16], [-30, -30, 560, 10], [900, 1, 990, 9]]
     # Boxes without width, without height, and without both.
     corners = torch.tensor([*corners, [5, 1.2, 5, 20], [3, 2.2, 30, 2.2], [6, 6, 6, 6]], device=DEVICE)
@@ -165,7 +165,7 @@ def test_paste(size):
 
 
 @pytest.mark.parametrize(('fine', 'coarse'), [((8, 12), (4, 6)), ((25, 1), (13, 1)), ((3, 3), (5, 5))])
-def test_upsampling(fine, coarse):
+def test_add_upsampled(fine, coarse):
     x, y = (torch.randn(2, 5, *size, device=DEVICE) for size in (fine, coarse))
     assert torch.equal(kernels.add_upsampled(x.clone(), y), x + F.interpolate(y, fine))
 
@@ -183,12 +183,12 @@ def test_ffn(kind, channels, hidden, activation):
     assert (ffn(x, (1, 67), identity).float() - expected).abs().max() <= 0.01
 
 
-def test_ffns_that_fit_into_no_program_stay():
+def test_ffns_of_unsupported_widths_are_not_fused():
     assert fused_ffn(LinearFFN(24, 40, dict(type='GELU'))) is None
     assert fused_ffn(LinearFFN(40, 40, dict(type='GELU'))) is fused_ffn(nn.Linear(16, 16)) is None
 
 
-def test_bias():
+def test_add_bias():
     x, bias = torch.randn(2, 5, 20, 33, device=DEVICE), torch.randn(5, device=DEVICE)
     x = x.contiguous(memory_format=torch.channels_last)
     assert torch.equal(kernels.add_bias(x.clone(), bias), x + bias[:, None, None])

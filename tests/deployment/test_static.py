@@ -1,4 +1,4 @@
-"""StaticDetector, which a CUDA graph holds, finds what mmdet finds, to the last bit."""
+"""StaticDetector, the function in a CUDA graph, finds what mmdet finds, bit for bit."""
 
 import os
 import random
@@ -17,7 +17,7 @@ NUM_MODELS = int(os.environ.get('SLAB_DET_FUZZ', 5))
 
 @pytest.mark.parametrize('kind', CONFIGS)
 @torch.no_grad()
-def test_it_finds_what_mmdet_finds(kind):
+def test_static_detector_finds_what_mmdet_finds(kind):
     rng, num_exact = random.Random(0), 0
     for seed, size in enumerate((SIZES * NUM_MODELS)[:NUM_MODELS]):
         torch.manual_seed(seed)

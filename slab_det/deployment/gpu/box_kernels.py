@@ -1,6 +1,6 @@
-"""Operators on boxes whose number stays on the GPU: tensors have places for as many boxes as there could be.
+"""Box operators that never wait for the GPU: their tensors have a place for every possible box.
 
-In the kernels, boxes are corners (x1, y1, x2, y2) in float32, and a place whose score is -1 (``EMPTY``) has no box.
+In the kernels, boxes are corners (x1, y1, x2, y2) in float32. A place whose score is -1 (``EMPTY``) has no box.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slab_det.deployment.constants import constant
 from slab_det.deployment.detection import EMPTY, MAX_LOG_RATIO, Boxes, map_levels, numbers
 from slab_det.deployment.gpu.kernels import triton
 
-# Largest number of boxes, of all classes, that NMS reads. A CUDA graph returns whether more passed the threshold.
+# The most boxes, over all classes, that NMS reads. A CUDA graph reports whether more boxes passed the threshold.
 CANDIDATES = 4096
 
 if triton is not None:
@@ -28,7 +28,7 @@ if triton is not None:
 
     @triton.jit
     def _moved_boxes(corners, scores, groups, stride, place, known):
-        # Moves 64 boxes apart by group; a place without a box gets a box without area. Also whether one is a box.
+        # Loads 64 boxes, moved apart by `groups`, and whether any box is there. Empty places get boxes without area.
         known = known & (tl.load(scores + place, mask=known, other=-1.0) != -1.0)
         move = tl.load(groups + place, mask=known, other=0).to(tl.float32) * tl.load(stride)
         x1 = tl.where(known, tl.load(corners + place * 4, mask=known, other=0.0) + move, 0.0)
@@ -39,13 +39,13 @@ if triton is not None:
 
     @triton.jit
     def _overlap_kernel(corners, scores, groups, stride, words, threshold, K, W):
-        # Compares 64 boxes with 64 boxes of their group: bit j of the word of row i says that box i suppresses box j.
-        # Words of tiles without a box are not written, and not read later.
-        group, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        # Compares 64 boxes with 64 boxes of a batch: bit j of the word of row i says that box i suppresses box j.
+        # Words of tiles without a box are neither written nor read.
+        batch, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         if column_block >= row_block:
             row, column = row_block * 64 + tl.arange(0, 64), column_block * 64 + tl.arange(0, 64)
-            ax1, ay1, ax2, ay2, some_a = _moved_boxes(corners, scores, groups, stride, group * K + row, row < K)
-            bx1, by1, bx2, by2, some_b = _moved_boxes(corners, scores, groups, stride, group * K + column, column < K)
+            ax1, ay1, ax2, ay2, some_a = _moved_boxes(corners, scores, groups, stride, batch * K + row, row < K)
+            bx1, by1, bx2, by2, some_b = _moved_boxes(corners, scores, groups, stride, batch * K + column, column < K)
             if (some_a > 0) & (some_b > 0):
                 width = tl.minimum(ax2[:, None], bx2[None, :]) - tl.maximum(ax1[:, None], bx1[None, :])
                 height = tl.minimum(ay2[:, None], by2[None, :]) - tl.maximum(ay1[:, None], by1[None, :])
@@ -54,45 +54,45 @@ if triton is not None:
                 union = area_a[:, None] + area_b[None, :] - common
                 suppressed = (tl.math.div_rn(common, union) > threshold) & (column[None, :] > row[:, None])
                 bit = tl.full([64, 64], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
-                # The bits are distinct, so that their sum is their union.
+                # The bits are distinct, so that their sum is their bitwise or.
                 word = tl.sum(tl.where(suppressed, bit, 0), 1)
-                tl.store(words + (group * K + row) * W + column_block, word, mask=row < K)
+                tl.store(words + (batch * K + row) * W + column_block, word, mask=row < K)
 
     @triton.jit
     def _scan_kernel(words, scores, kept, limit, K, W, LANES: tl.constexpr, SCORES: tl.constexpr):
-        # Suppresses the boxes of a group, 64 at a time: first among the 64, then all boxes behind that these suppress.
-        # Bit j of the words of `kept` says that box j stays.
-        group = tl.program_id(0)
+        # Suppresses the boxes of a batch, 64 at a time: first within the 64, then the later boxes that they overlap.
+        # Bit j of the words of `kept` says that box j is kept.
+        batch = tl.program_id(0)
         place, lane, bits = tl.arange(0, SCORES), tl.arange(0, LANES), tl.arange(0, 64).to(tl.int64)
-        given = tl.load(scores + group * K + place, mask=place < K, other=-1.0)
+        given = tl.load(scores + batch * K + place, mask=place < K, other=-1.0)
         count = tl.max(tl.where(given != -1.0, place + 1, 0), 0)
         removed = tl.zeros([LANES], tl.int64)
         one = tl.full([], 1, tl.int64)
         block, found = 0, one * 0
-        # No group needs more boxes than the limit of all groups.
+        # The limit counts the boxes of all batches, so that one batch never needs more.
         while (block * 64 < count) & (found < limit):
             rows = block * 64 + tl.arange(0, 64)
-            there = tl.load(scores + group * K + rows, mask=rows < K, other=-1.0) != -1.0
+            there = tl.load(scores + batch * K + rows, mask=rows < K, other=-1.0) != -1.0
             gone = tl.sum(tl.where(lane == block, removed, 0), 0) | ~tl.sum(tl.where(there, one << bits, 0), 0)
             keep = one * 0
             for i in tl.static_range(64):
                 row = tl.minimum(block * 64 + i, K - 1)
-                own = tl.load(words + (group * K + row) * W + block)
+                own = tl.load(words + (batch * K + row) * W + block)
                 free = ((gone >> i) & 1) == 0
                 keep = tl.where(free, keep | (one << i), keep)
                 gone = tl.where(free, gone | own, gone)
-            tl.store(kept + group * W + block, keep)
+            tl.store(kept + batch * W + block, keep)
             alive = ((keep >> bits) & 1) == 1
             found += tl.sum(tl.where(alive, one, 0), 0)
             behind = alive[:, None] & (lane[None, :] > block) & (lane[None, :] * 64 < count)
-            tile = tl.load(words + (group * K + rows)[:, None] * W + lane[None, :], mask=behind, other=0)
+            tile = tl.load(words + (batch * K + rows)[:, None] * W + lane[None, :], mask=behind, other=0)
             removed = removed | tl.reduce(tile, 0, _or)
             block += 1
-        tl.store(kept + group * W + lane, tl.zeros([LANES], tl.int64), mask=(lane >= block) & (lane < W))
+        tl.store(kept + batch * W + lane, tl.zeros([LANES], tl.int64), mask=(lane >= block) & (lane < W))
 
     @triton.jit
     def _kept_scores(scores, kept, place, K, W, N):
-        # Reads the scores at some places, -1 for boxes that are suppressed.
+        # Loads the scores at these places; suppressed boxes get -1.
         known = place < N
         word = tl.load(kept + (place // K) * W + (place % K) // 64, mask=known, other=0)
         stays = ((word >> (place % K % 64).to(tl.int64)) & 1) == 1
@@ -100,11 +100,11 @@ if triton is not None:
 
     @triton.jit
     def _rank_kernel(scores, kept, out_scores, out_place, K, W, N, limit, OWN: tl.constexpr, OTHERS: tl.constexpr):
-        # Writes some boxes to the places of their ranks in all groups, up to the limit. The rank of a box is the number
-        # of better ones, and of equal ones before it.
+        # Writes OWN boxes at their ranks among the boxes of all batches, up to the limit. The rank of a box is the
+        # number of better boxes plus the number of equal boxes before it.
         place = tl.program_id(0) * OWN + tl.arange(0, OWN)
         score = _kept_scores(scores, kept, place, K, W, N)
-        # NaN comes first.
+        # A NaN score ranks first.
         key = tl.where(score == score, score, float('inf'))
         rank = tl.zeros([OWN], tl.int32)
         for start in range(0, N, OTHERS):
@@ -120,7 +120,7 @@ if triton is not None:
 
     @triton.jit
     def _stride_kernel(corners, scores, stride, N, BLOCK: tl.constexpr):
-        # Raises the stride to the largest coordinate of some boxes plus 1; infinity if one is NaN.
+        # Raises the stride to 1 plus the largest coordinate of BLOCK boxes, or to infinity if a coordinate is NaN.
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         there = (place < N) & (tl.load(scores + place, mask=place < N, other=-1.0) > -1.0)
         x1 = tl.load(corners + place * 4, mask=there, other=0.0)
@@ -135,7 +135,7 @@ if triton is not None:
 
     @triton.jit
     def _class_scores_kernel(logits, found, out, score_thr, ROW, C: tl.constexpr, CLASSES: tl.constexpr):
-        # Computes the softmax of one row of logits, the last of which is the background, and applies the threshold.
+        # Applies softmax to the logits of one region, the last for the background; scores up to score_thr become -1.
         row, column = tl.program_id(0), tl.arange(0, CLASSES)
         x = tl.load(logits + row * ROW + column, mask=column <= C, other=float('-inf'))
         e = tl.exp(x - tl.max(x, 0))
@@ -148,7 +148,7 @@ if triton is not None:
         priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
         PER: tl.constexpr, AT: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # Decodes some boxes: with AT those of the anchors at some places, without it PER boxes of each proposal.
+        # Decodes BLOCK boxes: with AT the boxes of the anchors at `place`, without AT the PER boxes of each proposal.
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         known = i < N
         if AT:
@@ -171,7 +171,7 @@ if triton is not None:
         w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
         x1, y1, x2, y2 = x - w, y - h, x + w, y + h
         if CLIP:
-            # NaN stays NaN.
+            # tl.minimum and tl.maximum would drop NaN.
             width, height = tl.load(limits), tl.load(limits + 1)
             x1 = tl.where(x1 == x1, tl.minimum(tl.maximum(x1, 0.0), width), x1)
             x2 = tl.where(x2 == x2, tl.minimum(tl.maximum(x2, 0.0), width), x2)
@@ -241,13 +241,13 @@ if triton is not None:
 
 
 class FixedBoxes(Boxes):
-    """Operators on tensors of fixed shapes, by kernels; boxes are float32, and nothing waits for the GPU."""
+    """Box operators as kernels on float32 tensors of fixed shapes, which never wait for the GPU."""
 
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         sizes, device = tuple(len(level) for level in levels), levels[0].device
         width = max(sizes)
         count = min(count, width) if count > 0 else width
-        # One topk for all levels.
+        # One topk ranks all levels.
         rows = levels[0].new_full((len(levels), width), -torch.inf)
         for row, level in zip(rows, levels, strict=True):
             row[: len(level)] = level
@@ -322,7 +322,7 @@ class FixedBoxes(Boxes):
         """See :meth:`Boxes.pool`; regions are channels last, in the dtype of the maps."""
         layers, channels = extractor.roi_layers, features[0].shape[1]
         bins, scales, missing = layers[0].output_size[0], [layer.spatial_scale for layer in layers], 4 - len(layers)
-        # A box without area has no samples.
+        # Empty places get boxes without area, which need no samples.
         boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
         levels = map_levels(extractor, boxes)
         maps = [x.permute(0, 2, 3, 1).contiguous() for x in features[: len(layers)]]
@@ -336,7 +336,7 @@ class FixedBoxes(Boxes):
 
 
 def can_pool(extractor: SingleRoIExtractor) -> bool:
-    """Whether :meth:`FixedBoxes.pool` computes what the extractor computes: mmdet's usual layers, on up to 4 levels."""
+    """Whether :meth:`FixedBoxes.pool` computes what the extractor does: mmdet's default RoIAlign, on up to 4 levels."""
     layers, bins = extractor.roi_layers, extractor.roi_layers[0].output_size[0]
     options = {(layer.output_size, layer.sampling_ratio, layer.aligned) for layer in layers}
     return len(layers) <= 4 and options == {((bins, bins), 0, True)}
@@ -344,5 +344,5 @@ def can_pool(extractor: SingleRoIExtractor) -> bool:
 
 @constant
 def anchors(generator: AnchorGenerator, sizes: tuple, device: torch.device) -> Tensor:
-    """The anchors (A, 4) of all levels, for maps of these sizes."""
+    """Returns the anchors (A, 4) of all levels for feature maps of these sizes."""
     return torch.cat(generator.grid_priors(sizes, torch.float32, device))

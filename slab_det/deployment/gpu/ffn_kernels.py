@@ -1,4 +1,4 @@
-"""FFNs as one kernel, which writes no hidden channel to memory."""
+"""Runs an FFN as one kernel, which never writes the hidden channels to memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slab_det.deployment.blocks import ffn_layers
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.gpu.kernels import triton
 
-# Tokens and hidden channels of a program, warps and stages: on an H100 within 5 % of the best of eight.
+# Tokens, hidden channels, warps and stages of a program: within 5 % of the best of eight settings on an H100.
 TILE = 64, 32, 4, 3
-# The smallest side that tl.dot multiplies, and the most channels that a program holds.
+# The smallest matrix side that tl.dot accepts, and the most channels that one program holds.
 MIN_SIDE, MAX_CHANNELS = 16, 192
 
 if triton is not None:
@@ -23,8 +23,8 @@ if triton is not None:
         x, identity, w1, b1, w2, b2, out, R, H,
         C: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
     ):  # fmt: skip
-        # Computes identity + fc2(act(fc1(x))) of some tokens, a few hidden channels at a time, which stay on the chip.
-        # C is A + B: powers of 2, or B is 0.
+        # Computes identity + fc2(act(fc1(x))) of ROWS tokens; HIDDEN hidden channels at a time stay on the chip.
+        # The C channels are split into A and B channels: A is a power of 2, and B is a power of 2 or 0.
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         known = (row < R)[:, None]
         a = tl.arange(0, A)
@@ -60,10 +60,10 @@ if triton is not None:
 
 
 class FusedFFN(nn.Module):
-    """An FFN that runs as one kernel, in half precision.
+    """Runs an FFN as one kernel in half precision, and unchanged otherwise.
 
     Args:
-        ffn: The FFN; its parameters are shared, and it runs where the kernel does not.
+        ffn: The FFN, whose parameters are shared. It runs unchanged where the kernel cannot.
 
     Shape:
         (B, L, C) -> (B, L, C).
@@ -90,7 +90,7 @@ class FusedFFN(nn.Module):
 
 
 def fused_ffn(layer: nn.Module) -> FusedFFN | None:
-    """The fused form of an FFN whose channels fit into one program; None for every other layer."""
+    """Returns the fused form of an FFN whose channels fit into one program, or None for every other layer."""
     layers = ffn_layers(layer)
     if layers is None or layers.fc1.bias is None or layers.fc2.bias is None:
         return None

@@ -1,7 +1,7 @@
-"""What all kernels need, and the kernels of convolutions and of the FPN.
+"""The check that a Triton kernel can run, and the kernels of convolutions and of the FPN.
 
-Kernels are written in Triton, which comes with PyTorch for CUDA, and compiles a kernel when it first runs. The first
-comment of a kernel says what one program computes. Tests run kernels on a CPU too, in Triton's interpreter.
+Triton comes with PyTorch for CUDA, and compiles a kernel when the kernel first runs. The first comment of a kernel
+says what one program computes. Without a GPU, tests run the kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ except ImportError:  # PyTorch for CPUs
 
 
 def can_run(x: Tensor) -> bool:
-    """Whether kernels run for ``x``: on the current GPU, outside of torch.compile and autocast, which know none."""
+    """Whether kernels can run on ``x``: it is on the current GPU, and torch.compile and autocast are off."""
     if triton is None or not x.is_cuda or torch.compiler.is_compiling():
         return False
     return x.device.index == torch.cuda.current_device() and not torch.is_autocast_enabled('cuda')
@@ -27,7 +27,7 @@ if triton is not None:
 
     @triton.jit
     def _add_bias_kernel(x, bias, N, C, BLOCK: tl.constexpr):
-        # Adds the bias to some values of a map whose channels are last.
+        # Adds the bias to BLOCK values of a channels-last map.
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         known = i < N
         tl.store(x + i, tl.load(x + i, mask=known) + tl.load(bias + i % C, mask=known), mask=known)
@@ -36,7 +36,7 @@ if triton is not None:
     def _add_upsampled_kernel(
         x, coarse, N, H, W, h, w, scale_y, scale_x, C: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr
     ):
-        # Adds to some pixels the nearest pixels of the coarser map, as F.interpolate finds them.
+        # Adds the nearest pixels of the coarse map, as F.interpolate chooses them, to PIXELS pixels of x.
         pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
         image, place = pixel // (H * W), pixel % (H * W)
         row = tl.minimum(tl.floor((place // W).to(tl.float32) * scale_y).to(tl.int32), h - 1)
@@ -49,13 +49,13 @@ if triton is not None:
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """Adds a bias (C,) to a map (N, C, H, W), channels last, in place."""
+    """Adds a bias (C,) to a channels-last map (N, C, H, W) in place."""
     _add_bias_kernel[(triton.cdiv(x.numel(), 1024),)](x, bias, x.numel(), len(bias), BLOCK=1024)
     return x
 
 
 def add_upsampled(x: Tensor, coarse: Tensor) -> Tensor:
-    """``x + F.interpolate(coarse, x.shape[2:])`` of maps (N, C, H, W), channels last; written into ``x``."""
+    """Adds ``F.interpolate(coarse, x.shape[2:])`` to a map ``x`` (N, C, H, W), in place if ``x`` is channels last."""
     x, coarse = (level.contiguous(memory_format=torch.channels_last) for level in (x, coarse))
     images, channels, height, width = x.shape
     h, w = coarse.shape[2:]

@@ -1,4 +1,4 @@
-"""Convolutions, FPN and heads with fewer kernels: products include bias and activation, and maps stay channels last."""
+"""Convolutions, FPN and heads that launch fewer kernels: bias and activation are fused, maps stay channels last."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class FusedConv(nn.Conv2d):
-    """A convolution of maps (N, C, H, W), channels last, with its bias and, if asked or if ``self.relu``, a ReLU."""
+    """A convolution of channels-last maps (N, C, H, W), fused with its bias and, if ``relu``, with a ReLU."""
 
     relu = False
 
@@ -39,13 +39,13 @@ class FusedConv(nn.Conv2d):
             return out.relu_() if relu else out
         if relu:
             return torch.cudnn_convolution_relu(x, self.weight, self.bias, *options)
-        # PyTorch adds the bias in a slow kernel of its own.
+        # PyTorch would add the bias in a separate, slow kernel.
         out = F.conv2d(x, self.weight, None, *options).contiguous(memory_format=torch.channels_last)
         return kernels.add_bias(out, self.bias)
 
 
 def fused_conv(layer: nn.Module) -> FusedConv | None:
-    """The fused form of a convolution, alone or with a ReLU and without norm; None for every other layer."""
+    """Turns a convolution, or a ConvModule of convolution and ReLU, into a FusedConv in place; or returns None."""
     conv, relu = layer, False
     if type(layer) is ConvModule:
         conv, relu = layer.conv, layer.with_activation
@@ -59,7 +59,7 @@ def fused_conv(layer: nn.Module) -> FusedConv | None:
 
 
 class FusedFPN(FPN):
-    """mmdet's FPN without extra convolutions; one kernel upsamples a level and adds it."""
+    """mmdet's FPN without extra convolutions; one kernel upsamples a level and adds it to the finer level."""
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not kernels.can_run(inputs[0]):
@@ -74,18 +74,18 @@ class FusedFPN(FPN):
 
 
 def fuse_fpn(model: nn.Module) -> None:
-    """Gives the FPN of a detector its fused form, in place."""
+    """Turns the FPN of a detector into a FusedFPN in place; other necks stay as they are."""
     neck = getattr(model, 'neck', None)
     if type(neck) is FPN and neck.upsample_cfg == dict(mode='nearest') and not neck.add_extra_convs:
         neck.__class__ = FusedFPN
 
 
 class RPN:
-    """The logits (n_i,) of the anchors of each level, and the deltas (A, 4) of all anchors.
+    """Computes the logits (n_i,) of the anchors of each level, and the deltas (A, 4) of all anchors.
 
     Args:
         head: The RPN.
-        fused: Whether logits and deltas are one product of copied weights; needs mmdet's head of one convolution.
+        fused: Whether one product with copied weights gives logits and deltas; ignored unless rpn_conv is a FusedConv.
     """
 
     def __init__(self, head: RPNHead, fused: bool) -> None:
@@ -93,7 +93,7 @@ class RPN:
         self.fused = fused and type(head).forward_single is RPNHead.forward_single and type(head.rpn_conv) is FusedConv
         if self.fused:
             layers = head.rpn_cls, head.rpn_reg
-            # Rows whose length is a multiple of 16 bytes.
+            # Pads the rows of ``outputs`` to a multiple of 16 bytes.
             missing = -sum(layer.out_channels for layer in layers) % 8
             self.weight = F.pad(torch.cat([layer.weight.flatten(1) for layer in layers]), (0, 0, 0, missing)).detach()
             self.bias = F.pad(torch.cat([layer.bias for layer in layers]), (0, missing)).detach()
@@ -113,11 +113,11 @@ class RPN:
 
 
 class BoxHead:
-    """Class logits (n, classes + 1) and deltas (n, 4 classes) of regions (n, C, h, w).
+    """Computes class logits (n, classes + 1) and deltas (n, 4 classes) of regions (n, C, h, w).
 
     Args:
-        head: The head.
-        fused: Whether copied weights read regions channels last; needs a head of linear layers alone.
+        head: The bbox_head.
+        fused: Whether copied weights read channels-last regions; ignored unless the head has linear layers only.
     """
 
     def __init__(self, head: nn.Module, fused: bool) -> None:
@@ -141,7 +141,7 @@ class BoxHead:
 
 
 def _is_linear(head: nn.Module) -> bool:
-    """Whether a head is shared linear layers with ReLU, and one linear layer each for classes and boxes."""
+    """Whether a head has only shared linear layers with ReLU, and one linear layer each for classes and boxes."""
     if type(head).forward is not ConvFCBBoxHead.forward or head.with_avg_pool or not head.num_shared_fcs:
         return False
     others = *head.shared_convs, *head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs
@@ -149,11 +149,11 @@ def _is_linear(head: nn.Module) -> bool:
 
 
 class MaskHead:
-    """Mask logits (n, 28, 28) of regions (n, C, 14, 14), each for its label.
+    """Computes mask logits (n, 28, 28) of regions (n, C, 14, 14), each for the label of its region.
 
     Args:
-        head: The head.
-        fused: Whether only the mask of the label is computed; needs a head with a transposed convolution.
+        head: The mask_head.
+        fused: Whether other labels' masks are left out; ignored unless a transposed convolution upsamples by 2.
     """
 
     def __init__(self, head: FCNMaskHead, fused: bool) -> None:
@@ -162,7 +162,7 @@ class MaskHead:
         self.fused = fused and type(head).forward is FCNMaskHead.forward and type(up) is nn.ConvTranspose2d
         self.fused = self.fused and up.kernel_size == up.stride == (2, 2) and isinstance(last, nn.Conv2d)
         if self.fused:
-            # One product: each quarter of its columns is one of the four pixels that a pixel becomes.
+            # One product upsamples: each quarter of its columns is one of the four pixels that replace a pixel.
             self.up_weight = up.weight.detach().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
             self.up_bias = up.bias.detach().repeat(4)
 

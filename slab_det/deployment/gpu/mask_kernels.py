@@ -1,4 +1,4 @@
-"""Pastes masks into their image by one kernel."""
+"""Pastes masks into their image with one kernel."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if triton is not None:
         x2, y2 = tl.load(boxes + mask * 4 + 2), tl.load(boxes + mask * 4 + 3)
         y = (row + 0.5 - y1) / (y2 - y1) * M - 0.5
         x = (column + 0.5 - x1) / (x2 - x1) * M - 0.5
-        # All pixels of the window of a side without length read the middle of the mask, as mmdet does on a CPU.
+        # If a box has no width or no height, the pixels near it read the middle of the mask, as in mmdet on a CPU.
         middle = (M - 1) * 0.5
         y = tl.where(y2 == y1, tl.where((row >= tl.floor(y1) - 1) & (row < tl.ceil(y2) + 1), middle, -2.0), y)
         near = (column >= tl.floor(x1) - 1) & (column < tl.ceil(x2) + 1)
         x = tl.where(x2 == x1, tl.where(near, middle, -2.0), x)
         top, left = tl.floor(y), tl.floor(x)
         dy, dx = y - top, x - left
-        # Places far outside would not fit into an integer.
+        # Clamps before the cast: coordinates far outside would overflow an integer.
         top = tl.minimum(tl.maximum(top, -2.0), M + 1.0).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
         left = tl.minimum(tl.maximum(left, -2.0), M + 1.0).to(tl.int32)
         value = tl.zeros([BLOCK], tl.float32)
@@ -44,7 +44,7 @@ if triton is not None:
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float) -> Tensor:
-    """Masks at full size, (n, H, W), bool; see :func:`slab_det.deployment.masks.paste_masks`.
+    """Pastes masks at full size, (n, H, W), bool; see :func:`slab_det.deployment.masks.paste_masks`.
 
     Args:
         masks: Probabilities, (n, M, M), float32.

@@ -13,15 +13,15 @@ from slab_det.deployment.supported import check_two_stage, require
 
 
 class StaticDetector:
-    """A Faster or Mask R-CNN as a function of tensors, which never asks how many objects there are.
+    """Runs a Faster or Mask R-CNN on tensors whose shapes do not depend on the number of objects.
 
     Args:
-        detector: The detector, whose modules compute.
-        boxes: Operators on tensors of fixed shapes.
-        fused: Whether heads compute with fewer kernels.
+        detector: The detector, whose modules run.
+        boxes: Box operators that return tensors of fixed shapes.
+        fused: Whether the heads run in their fused forms, with fewer kernels.
 
     Raises:
-        Unsupported: If a part of the detector computes something else than this form.
+        Unsupported: If a part of the detector computes something that this class does not.
     """
 
     def __init__(self, detector: TwoStageDetector, boxes: Boxes, fused: bool = False) -> None:
@@ -34,15 +34,15 @@ class StaticDetector:
         require('square RoIAlign with sampling_ratio=0 on up to four levels', all(map(can_pool, extractors)))
 
     def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
-        """Detects the objects of an image (1, 3, H, W); of the n places for objects, the first ``count`` have one.
+        """Detects the objects of an image (1, 3, H, W); the first ``count`` of the n returned rows are objects.
 
         Args:
             image: Normalised and padded.
-            frame: What :func:`measure_frame` returns, (3, 4).
+            frame: Result of :func:`measure_frame`, (3, 4).
 
         Returns:
-            (count, exact), integers; exact is 0 if the detector's own ``predict`` may find something else. Then, best
-            first, corners in the original image (n, 4), scores (n,), labels (n,) and, from a mask head, probabilities
+            Integers (count, exact); exact is 0 if ``predict`` of the detector may find other objects. Then, best first:
+            corners in the original image (n, 4), scores (n,), labels (n,) and, with a mask head, mask probabilities
             (n, 28, 28).
         """
         boxes, rpn_head, roi_head = self.boxes, self.detector.rpn_head, self.detector.roi_head
@@ -50,7 +50,7 @@ class StaticDetector:
         features = self.detector.extract_feat(image)
         priors = anchors(rpn_head.prior_generator, tuple(x.shape[-2:] for x in features), image.device)
         corners, scores = propose(boxes, rpn_head, *self.rpn(features), priors, limits)
-        # A score that is not a number comes first in mmdet, and is no score here.
+        # mmdet ranks a NaN score first; here a place whose score is NaN counts as empty.
         is_number = scores[0] == scores[0]
         regions, _ = boxes.pool(roi_head.bbox_roi_extractor, features, corners, scores)
         outputs = *self.box_head(regions), (corners, scores), limits
@@ -69,6 +69,6 @@ class StaticDetector:
 
 
 def measure_frame(metainfo: dict) -> Tensor:
-    """The size of an image without padding, its scale, and one over its scale as mmdet rounds it: rows (x, y, x, y)."""
+    """Returns rows (x, y, x, y): unpadded size of an image, its scale, and the inverse scale, rounded as in mmdet."""
     (height, width), (x, y) = metainfo['img_shape'][:2], metainfo['scale_factor'][:2]
     return torch.tensor([[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2])

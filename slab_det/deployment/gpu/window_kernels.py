@@ -1,4 +1,4 @@
-"""Attention in windows as kernels that copy no window: they read and write tokens where these lie in the map."""
+"""Window attention as kernels that read and write each token at its place in the map, without copying windows."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from slab_det.deployment.gpu import kernels
 from slab_det.deployment.gpu.kernels import triton
 from slab_det.deployment.window_index import WindowIndex
 
-# Tokens of slots without one: padding of the map has q, k and v, padding of N to a power of 2 has nothing.
+# Slots without a token: PADDING pads the map and has q, k and v; NOTHING pads N to a power of 2 and has none.
 PADDING, NOTHING = -1, -2
-# Logit of slots with nothing: its softmax is 0, and it is finite in every dtype.
+# Logit of NOTHING slots: their weight is 0 after softmax, and the logit is finite in every dtype.
 EXCLUDED_LOGIT = -1e4
-# Number of tiles of 64 slots whose keys one program sums.
+# Number of tiles, of 64 slots each, that one program sums.
 SUM_TILES = 7
-# The smallest side that tl.dot multiplies, and the largest ones that a program holds.
+# The smallest matrix side that tl.dot accepts, and the most head channels and slots that one program holds.
 MIN_SIDE, MAX_HEAD_DIMS, MAX_SLOTS = 16, 128, 256
 
 if triton is not None:
     import triton.language as tl
 
     @triton.jit
-    def _window_kernel(
+    def _window_softmax_kernel(
         qkv, padding, slots, regions, bias, out, scale, masked, L, NW,
         C: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SHIFTED: tl.constexpr,
     ):  # fmt: skip
-        # Computes one head of one window by softmax.
+        # Computes softmax attention of one head in one window.
         window, head = tl.program_id(0), tl.program_id(1)
         image = (window // NW).to(tl.int64) * L
         slot, d = tl.arange(0, N), tl.arange(0, D)
@@ -61,7 +61,7 @@ if triton is not None:
         qkv, padding, slots, table, sums, L, NW, N,
         C: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     ):  # fmt: skip
-        # Sums k^T v and k over some slots of a window, for one head of linear attention.
+        # Linear attention, first kernel: sums k^T v and k of one head over TILES tiles of slots of one window.
         window, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         image = (window // NW).to(tl.int64) * L
         d = tl.arange(0, D)
@@ -84,11 +84,11 @@ if triton is not None:
         tl.store(out + D * D + d, total)
 
     @triton.jit
-    def _window_read_kernel(
+    def _window_output_kernel(
         qkv, padding, slots, sums, weight, bias, out, L, NW, N, PARTS,
         C: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
-        # Multiplies the queries of some slots with these sums, and adds the 5x5 convolution of the values.
+        # Linear attention, second kernel: multiplies the queries of TILE slots by the sums, and adds a 5x5 conv of v.
         window, head = tl.program_id(0), tl.program_id(1)
         image = (window // NW).to(tl.int64) * L
         slot, d = tl.program_id(2) * TILE + tl.arange(0, TILE), tl.arange(0, D)
@@ -120,11 +120,11 @@ class FusedWindowAttention(nn.Module):
     """A :class:`~slab_det.attention.ShiftedWindowAttention` that runs as kernels.
 
     Args:
-        attention: The attention, softmax or simplified; its parameters are shared, and it runs where kernels do not.
+        attention: Softmax or simplified attention, whose parameters are shared. It runs unchanged where kernels cannot.
 
     Attributes:
-        bias: The position bias of each pair of slots, (h, N, N) for N slots rounded up to a power of 2; None without
-            softmax.
+        bias: The position bias of each pair of slots, (h, N, N), with N rounded up to a power of 2; None for
+            simplified attention.
 
     Shape:
         (B, H * W, C) -> (B, H * W, C).
@@ -155,7 +155,7 @@ class FusedWindowAttention(nn.Module):
         """``softmax(q k^T scale + B) v`` for q, k and v of all heads in (B, H * W, 3C)."""
         images, tokens, channels = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         out = torch.empty(images, tokens, channels, dtype=qkv.dtype, device=qkv.device)
-        _window_kernel[(images * len(slots), len(self.bias))](
+        _window_softmax_kernel[(images * len(slots), len(self.bias))](
             qkv, padding, slots, slots if regions is None else regions, self.bias, out, self.attention.w_msa.qk_scale,
             MASKED_LOGIT, tokens, len(slots),
             C=channels, D=channels // len(self.bias), N=slots.shape[1], SHIFTED=regions is not None,
@@ -174,7 +174,7 @@ class FusedWindowAttention(nn.Module):
         _window_sums_kernel[(windows, heads, parts)](
             qkv, padding, slots, table, sums, tokens, len(slots), size, C=channels, D=dims, TILE=64, TILES=SUM_TILES
         )
-        _window_read_kernel[(windows, heads, triton.cdiv(size, 64))](
+        _window_output_kernel[(windows, heads, triton.cdiv(size, 64))](
             qkv, padding, slots, sums, conv.weight, conv.bias, out, tokens, len(slots), size, parts,
             C=channels, D=dims, TILE=64, SIDE=math.isqrt(len(table)),
         )  # fmt: skip
@@ -185,7 +185,7 @@ class FusedWindowAttention(nn.Module):
 def find_slots(
     height: int, width: int, window_size: int, shift: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """The token in each slot and, of a shifted map, the region of each slot, (nW, N) each, for N a power of 2."""
+    """Returns the token and, for a shifted map, the region of each slot, (nW, N), with N rounded up to a power of 2."""
     index = WindowIndex(height, width, window_size, shift, device)
     missing = _round_up(window_size**2) - window_size**2
     tokens = torch.where(index.tokens == height * width, PADDING, index.tokens)
@@ -197,13 +197,13 @@ def find_slots(
 
 
 def fused_windows(layer: nn.Module) -> FusedWindowAttention | None:
-    """The fused form of an attention in windows; None for every other layer."""
+    """Returns the fused form of a window attention that fits into one program, or None for every other layer."""
     kinds = SoftmaxWindowAttention, SimplifiedWindowAttention
     if type(layer) is not ShiftedWindowAttention or type(layer.w_msa) not in kinds:
         return None
     w_msa = layer.w_msa
     fits = MIN_SIDE <= w_msa.head_dims <= MAX_HEAD_DIMS and w_msa.head_dims & (w_msa.head_dims - 1) == 0
-    # A program of the softmax holds all pairs of slots, and SLAB's windows have 56x56 slots.
+    # A softmax program holds all pairs of slots: too many for windows such as SLAB's, of 56x56 slots.
     fits = fits and (type(w_msa) is SimplifiedWindowAttention or _round_up(w_msa.window_size**2) <= MAX_SLOTS)
     return FusedWindowAttention(layer) if fits else None
 
