@@ -1,11 +1,18 @@
-"""Small detectors and images for the tests of CUDA graphs."""
+"""Small detectors, images and operators on boxes for the tests of CUDA graphs."""
+
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
+import torchvision
 from conftest import SMALL_SWIN
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from zoo import shrunk
+
+from slab_det.deployment.detection import EMPTY, Boxes, set_apart
+from slab_det.deployment.gpu import box_kernels
 
 CONFIGS = {
     'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',
@@ -32,7 +39,7 @@ def build(kind, rng):
 
 
 def noise(size, ori_shape, count=1):
-    """What a test pipeline returns for images of noise."""
+    """Images of noise, as a test pipeline returns them."""
     scale = (size[1] / ori_shape[1], size[0] / ori_shape[0])
     meta = dict(img_shape=size, ori_shape=ori_shape, scale_factor=scale, img_id=0, img_path='')
     images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for _ in range(count)]
@@ -41,7 +48,7 @@ def noise(size, ori_shape, count=1):
 
 @torch.no_grad()
 def eager(model, data):
-    """What the detector finds without graphs."""
+    """Detections without graphs, by ``predict`` of the class."""
     data = model.data_preprocessor(data, False)
     samples = type(model).predict(model, data['inputs'], data['data_samples'])
     return [sample.pred_instances.clone() for sample in samples]
@@ -49,21 +56,64 @@ def eager(model, data):
 
 @torch.no_grad()
 def graphed(model, data):
-    """What the detector finds, in a graph if it has one."""
+    """Detections of the model as it is, from a graph if it has one."""
     return [sample.pred_instances.clone() for sample in model.test_step(data)]
 
 
 @torch.no_grad()
-def is_answered(model, data):
-    """Whether the graph answers for an image."""
+def is_answered_by_graph(model, data):
+    """Whether a graph, not ``predict`` of the class, makes the detections."""
     data = model.data_preprocessor(data, False)
-    return model.predict._detect(data['inputs'], data['data_samples']) is not None
+    return model.predict._detect(data['inputs'], data['data_samples'][0].metainfo) is not None
 
 
 def unmatched(found, expected, boxes=1e-2, scores=1e-4):
-    """The share of objects without a partner: of the same label, near in every coordinate (pixels) and in its score."""
+    """Share of objects without a partner, which has the same label, near coordinates (pixels) and a near score."""
     same = found.labels[:, None] == expected.labels
     same &= (found.scores[:, None] - expected.scores).abs() <= scores
     same &= (found.bboxes[:, None] - expected.bboxes).abs().amax(-1) <= boxes
     alone = (~same.any(1)).sum() + (~same.any(0)).sum()
     return alone.item() / max(len(found) + len(expected), 1)
+
+
+class EagerBoxes(Boxes):
+    """Reference of FixedBoxes: the operators that mmdet uses on a CPU, equal to mmdet bit for bit."""
+
+    def best(self, levels, count):
+        sizes = [len(level) for level in levels]
+        count = min(count, max(sizes)) if count > 0 else max(sizes)
+        ranked = [rank(level.sigmoid(), count, like_head=True) for level in levels]
+        scores, place = (torch.stack(column) for column in zip(*ranked, strict=True))
+        starts = scores.new_tensor([0, *accumulate(sizes)][:-1], dtype=torch.int64)
+        return scores, place + starts[:, None], torch.zeros_like(place) + torch.arange(len(levels))[:, None].to(place)
+
+    def candidates(self, scores, corners):
+        count = min(box_kernels.CANDIDATES, len(scores))
+        best, place = rank(scores, count)
+        return corners[place], best, place, self.stride(corners, scores), (scores > EMPTY).sum() <= count
+
+    def suppress(self, corners, scores, groups, stride, iou_threshold, limit):
+        limit = min(limit, scores.numel()) if limit > 0 else scores.numel()
+        moved, kept = set_apart(corners, scores, groups, stride), torch.full_like(scores, EMPTY)
+        for group in range(len(scores)):
+            place = (scores[group] != EMPTY).nonzero()[:, 0]
+            # The boxes are in descending order, which stable sorting keeps.
+            index = place[torchvision.ops.nms(moved[group, place], scores[group, place], iou_threshold)]
+            kept[group, index] = scores[group, index]
+        return rank(kept.flatten(), limit)
+
+    def pool(self, extractor, features, boxes, scores):
+        boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
+        return extractor(features[: len(extractor.roi_layers)], F.pad(boxes, (1, 0))), None
+
+
+def rank(scores, count, like_head=False):
+    """The ``count`` best scores and their places; missing scores are ``EMPTY``.
+
+    Equal scores keep the order of their places, as in NMS. With ``like_head`` and more than ``count`` scores, equal
+    scores have the order of mmdet's heads.
+    """
+    found = (scores != EMPTY).nonzero()[:, 0]
+    scores, order = scores[found].sort(descending=True, stable=not like_head or len(found) <= count)
+    missing = max(count - len(found), 0)
+    return F.pad(scores[:count], (0, missing), value=EMPTY), F.pad(found[order[:count]], (0, missing))

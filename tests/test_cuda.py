@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import SLA, SMALL_PVT, SMALL_PVT_V2, SMALL_SWIN, as_trained, pictures, randomize, relative_difference
 from graph_cases import build as build_spread
-from graph_cases import eager, graphed, is_answered, noise, unmatched
+from graph_cases import eager, graphed, is_answered_by_graph, noise, unmatched
 from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
 
@@ -49,7 +49,7 @@ def build(name):
 
 
 def relative_rms(outputs, references):
-    """The largest root mean square of a difference over the root mean square of its reference; NaN if one is."""
+    """The largest RMS of an output's difference over the RMS of its reference; NaN if a value is NaN."""
     squares = [
         (out.cpu().double() - reference).square().mean() / reference.square().mean()
         for out, reference in zip(outputs, references, strict=True)
@@ -84,7 +84,7 @@ def test_fused_and_deployed_compute_the_same(name):
 
 @pytest.mark.parametrize('name', [name for name in BACKBONES if not name.startswith('mmdet')])
 def test_training_computes_the_same(name):
-    """Outputs, gradients and statistics of a step, half way in progression."""
+    """Compares outputs, gradients and statistics of one step at gamma 0.5."""
     cpu = randomize(MODELS.build({**copy.deepcopy(BACKBONES[name]), 'drop_path_rate': 0.0})).double().train()
     slab_det.set_gamma(cpu, 0.5)
     gpu, images = copy.deepcopy(cpu).cuda(), torch.randn(2, 3, 75, 102).double()
@@ -94,7 +94,7 @@ def test_training_computes_the_same(name):
     assert relative_difference(outputs, references) <= 1e-9
     gradients = [{key: p.grad for key, p in model.named_parameters() if p.grad is not None} for model in (gpu, cpu)]
     assert gradients[0].keys() == gradients[1].keys()
-    # Some gradients are rounding alone: the bias before a norm.
+    # Some gradients are only rounding, such as the gradient of a bias before a norm.
     scale = max(gradient.abs().max() for gradient in gradients[1].values())
     for key, reference in gradients[1].items():
         assert (gradients[0][key].cpu() - reference).abs().max() <= 1e-9 * scale, key
@@ -102,7 +102,7 @@ def test_training_computes_the_same(name):
         torch.testing.assert_close(found.cpu(), reference, rtol=1e-9, atol=1e-9, msg=partial('{}: {}'.format, key))
 
 
-def test_a_detector_on_a_gpu_is_exported_and_stays_there(small_detector, tmp_path):
+def test_export_leaves_a_detector_on_the_gpu(small_detector, tmp_path):
     pytest.importorskip('onnxruntime')
     model = small_detector().cuda()
     export_onnx(model, tmp_path / 'model.onnx')
@@ -145,7 +145,7 @@ def test_a_graph_in_half_precision_is_near_the_detector(dtype):
     model, data = build_spread('Mask R-CNN', random.Random(0)).cuda(), noise(SIZES[0], ORI_SHAPE)
     deployed = slab_det.deploy(model, dtype)
     (found,), (alone,), (exact,) = graphed(deployed, data), eager(deployed, data), eager(model, data)
-    assert is_answered(deployed, data) and found.bboxes.dtype == torch.float32
+    assert is_answered_by_graph(deployed, data) and found.bboxes.dtype == torch.float32
     # Random detectors amplify rounding: the graph may be as far from float32 as the deployed layers without a graph.
     assert unmatched(found, exact, 2, 0.05) <= unmatched(alone, exact, 2, 0.05) + 0.2
 
@@ -158,21 +158,21 @@ def test_threads_capture_graphs_of_two_models():
         assert all(model.predict._graphs._graphs.values()) and len(one) == len(graphed(model, data)[0])
 
 
-def test_a_capture_that_asks_the_host_is_one_warning(caplog):
+def test_a_capture_that_waits_for_the_gpu_warns_once(caplog):
     MMLogger.get_current_instance().addHandler(caplog.handler)
     model, data = deploy(), noise(SIZES[0], ORI_SHAPE)
     features = GraphCache(lambda image: (image.sum()[None] * image.sum().item(),))
     image, stream = torch.ones(1, 3, 8, 8).cuda(), torch.cuda.current_stream()
     assert features(image) is None and features(image) is None
     assert torch.cuda.current_stream() == stream
-    assert caplog.text.count('no CUDA graph of inputs of 1x3x8x8') == 1
+    assert caplog.text.count('cannot capture a CUDA graph of inputs of 1x3x8x8') == 1
     # The GPU still works after the failed capture.
     (found,), (expected,) = graphed(model, data), eager(model, data)
     assert len(found) == len(expected)
 
 
 @torch.no_grad()
-def test_a_detector_with_other_heads_has_graphs_of_its_features(small_detector, without_tf32):
+def test_a_detector_with_unsupported_heads_has_graphs_of_its_features(small_detector, without_tf32):
     model = slab_det.fuse(small_detector(**SLA).cuda())
     model.roi_head.test_cfg.nms.class_agnostic = True
     model = slab_det.deploy(model)

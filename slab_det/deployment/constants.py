@@ -1,43 +1,37 @@
-"""A cache of tensors that depend on sizes and settings alone."""
+"""Caches tensors that depend only on sizes and settings, so that a CUDA graph reads them instead of making them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import RLock, local
+from functools import lru_cache, wraps
+from threading import local
 from typing import Any
 
 import torch
 
-# Largest number of constants, of all models and sizes of images; beyond it the least recently used one is dropped.
-MAX_CONSTANTS = 1024
-_made: OrderedDict[Hashable, Any] = OrderedDict()
-_lock = RLock()
 _recording = local()
 
 
-def constant(key: Hashable, make: Callable[[], Any]) -> Any:
-    """Returns the tensors that ``make`` returned at the first call with this key; nobody may change them."""
-    with _lock:
-        if key not in _made:
-            # The tensors outlive the mode that they are made in.
-            with torch.inference_mode(False), torch.no_grad():
-                _made[key] = make()
-        _made.move_to_end(key)
-        if len(_made) > MAX_CONSTANTS:
-            _made.popitem(last=False)
-        value = _made[key]
-    if getattr(_recording, 'used', None) is not None:
-        _recording.used.append(value)
-    return value
+def constant(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that makes tensors, and keeps its last 1,024 results, which callers must not change."""
+    # Later calls, in other modes, get the same tensors: inference tensors could not serve all of them.
+    kept = lru_cache(1024)(torch.inference_mode(False)(torch.no_grad()(make)))
+
+    @wraps(make)
+    def get(*args: Any) -> Any:
+        value = kept(*args)
+        getattr(_recording, 'used', []).append(value)
+        return value
+
+    return get
 
 
 @contextmanager
 def used_constants() -> Iterator[list]:
-    """Collects the constants that this thread asks for: a CUDA graph reads their memory, and keeps them alive."""
+    """Collects the constants that this thread reads, so that a CUDA graph keeps alive the memory that it reads."""
     _recording.used = []
     try:
         yield _recording.used
     finally:
-        _recording.used = None
+        del _recording.used

@@ -12,9 +12,10 @@ from slab_det.deployment.cpu.blocks import tile_blocks
 from slab_det.deployment.cpu.linear import deployed_linear
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.winograd import winograd_conv
-from slab_det.deployment.gpu.blocks import fused_ffn, fused_windows
+from slab_det.deployment.gpu.ffn_kernels import fused_ffn
 from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
+from slab_det.deployment.gpu.window_kernels import fused_windows
 from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import lower_precision

@@ -1,15 +1,14 @@
-"""Makes detections of what heads return: proposals, decoding and suppression, for CUDA graphs and for ONNX files.
+"""Turns the outputs of heads into detections, in CUDA graphs and ONNX files: proposals, decoding and NMS.
 
-The number of boxes is known only while a detector runs. A CUDA graph computes every place that could hold a box, and
-gives empty places the score :data:`EMPTY`. An ONNX graph computes the boxes alone. Each has a subclass of
-:class:`Boxes`, and shares the functions of this module.
+The number of boxes depends on the image. A CUDA graph has a place for every possible box, and gives empty places the
+score :data:`EMPTY`. An ONNX file has no empty places. Each of the two has its subclass of :class:`Boxes`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from mmdet.models.dense_heads import RPNHead
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
 
-# The largest change of a side in mmdet's delta2bbox, as a logarithm.
+# The logarithm of the largest factor by which mmdet's delta2bbox scales a side.
 MAX_LOG_RATIO = abs(math.log(16 / 1000))
 # The score of a place without a box; scores of boxes are not negative.
 EMPTY = -1.0
@@ -29,84 +28,76 @@ class Boxes(ABC):
     """Operators on boxes whose number depends on the image."""
 
     @abstractmethod
-    def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
-        """The anchors (A, 4) of all levels, for maps (1, C, H, W) of their sizes."""
-
-    @abstractmethod
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best anchors of each level.
-
-        Args:
-            levels: The logits of each level, (n_i,).
-            count: Largest number of anchors of a level; all for a number below 1.
+        """Chooses the ``count`` anchors of each level with the largest logits (n_i,); all for a count below 1.
 
         Returns:
-            Scores in descending order within a group, (G, K); their places in the concatenation of all levels, (G, K);
-            and their levels.
+            Scores in G batches, each in descending order; the places of these anchors in the concatenation of all
+            levels; and their levels; each (G, K).
         """
 
     @abstractmethod
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """The boxes (N, 4) whose scores (N,) are not ``EMPTY``.
+        """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``.
 
         Returns:
-            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether the K are all boxes,
-            or None where they always are.
+            Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether these K boxes
+            are all, or None if the operator always returns all.
         """
 
     @abstractmethod
     def suppress(
         self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
     ) -> tuple[Tensor, Tensor]:
-        """Greedy NMS of boxes of the same group.
+        """Suppresses boxes that overlap a better box of the same batch and group: greedy NMS.
 
         Args:
-            corners: (G, K, 4).
+            corners: G batches of K boxes, (G, K, 4).
             scores: (G, K), in the order of :meth:`best`.
             groups: The level or the label of each box, (G, K).
-            stride: How far :func:`set_apart` moves each group from the one before.
-            iou_threshold: A box is suppressed if its overlap with a better one of its group is larger.
-            limit: Largest number of boxes that stay.
+            stride: Result of :meth:`stride`, by which :func:`set_apart` moves the groups apart.
+            iou_threshold: Two boxes overlap if their IoU is larger.
+            limit: The most boxes that are kept; all for a limit below 1.
 
         Returns:
-            Scores (n,) of the best boxes of all groups in descending order, and their places in (G * K).
+            Scores (n,) of the kept boxes in descending order, and the places of these boxes among the G * K boxes.
         """
 
     @abstractmethod
     def pool(
         self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """RoIAlign of every box (n, 4) on its level of the pyramid (FPN, Lin et al., CVPR 2017, eq. 1).
+        """Pools every box (n, 4) from its level of the pyramid by RoIAlign (FPN, Lin et al., CVPR 2017, eq. 1).
 
         Returns:
-            Regions (n, C, h, w), and the place of each region's box, (n,), or None where the orders are the same.
+            Regions (n, C, h, w), and the place of each region's box, (n,), or None if regions and boxes have one order.
         """
 
     def class_scores(self, logits: Tensor, found: Tensor, score_thr: float | Tensor) -> Tensor:
-        """Scores (P, classes) of logits (P, classes + 1), ``EMPTY`` up to ``score_thr`` and in empty places."""
+        """Softmax scores (P, classes) without background; ``EMPTY`` up to ``score_thr`` and for ``EMPTY`` proposals."""
         scores = logits.softmax(-1)[:, :-1]
         return torch.where((scores > score_thr) & (found > EMPTY)[:, None], scores, EMPTY)
 
     def decode(
         self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None
     ) -> Tensor:
-        """Corners of boxes, ``center + delta * size`` and ``size * exp(delta)``, clipped to the image.
+        """Decodes deltas to corners, by ``center + delta * size`` and ``size * exp(delta)``, clipped to the image.
 
         See R-CNN (Girshick et al., CVPR 2014), appendix C.
 
         Args:
             coder: The DeltaXYWHBBoxCoder.
             priors: Corners, (A, 4).
-            deltas: (A, 4) with places, (A, n, 4) without.
+            deltas: (A, 4) with ``place``, (A, n, 4) without it.
             limits: The image's (width, height, width, height).
-            place: Which of the A boxes are decoded, (...); None for all.
+            place: Places of the boxes to decode, (...); None for all A.
 
         Returns:
             (..., 4), or (A, n, 4).
         """
         priors, deltas = (priors[:, None], deltas) if place is None else (priors[place], deltas[place])
-        deltas = deltas * numbers(coder.stds, deltas.device, deltas.dtype)
-        deltas = deltas + numbers(coder.means, deltas.device, deltas.dtype)
+        stds, means = (numbers(tuple(values), deltas.device, deltas.dtype) for values in (coder.stds, coder.means))
+        deltas = deltas * stds + means
         low, high = priors[..., :2], priors[..., 2:]
         size = high - low
         center = (low + high) * 0.5 + size * deltas[..., :2]
@@ -115,19 +106,19 @@ class Boxes(ABC):
         return torch.minimum(decoded.clamp(min=0), limits) if coder.clip_border else decoded
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
-        """How far mmcv's batched NMS moves each group from the one before: the largest coordinate plus 1."""
+        """Distance between the offsets of consecutive groups in mmcv's batched NMS: the largest coordinate plus 1."""
         corners = torch.where((scores > EMPTY)[..., None], corners, 0.0)
-        # Without boxes, the largest coordinate is this zero.
+        # Without boxes, the largest coordinate is 0.
         return torch.cat([corners.reshape(-1), corners.new_zeros(1)]).max() + 1
 
 
 def propose(
     boxes: Boxes, head: RPNHead, levels: Sequence[Tensor], deltas: Tensor, priors: Tensor, limits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Decodes and suppresses the best anchors of each level (Ren et al., NeurIPS 2015).
+    """Makes proposals: decodes the best anchors of each level, and applies NMS per level (Ren et al., NeurIPS 2015).
 
     Args:
-        boxes: The form of deployment.
+        boxes: The operators.
         head: The RPN.
         levels: The logits of the anchors of each level, (n_i,).
         deltas: The deltas of the A anchors of all levels, (A, 4).
@@ -140,7 +131,9 @@ def propose(
     cfg = head.test_cfg
     scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1))
     corners = boxes.decode(head.bbox_coder, priors, deltas, limits, place)
-    scores = drop_small(corners, scores, cfg)
+    smallest = cfg.get('min_bbox_size', -1)
+    if smallest >= 0:
+        scores = torch.where((corners[..., 2:] - corners[..., :2]).amin(-1) > smallest, scores, EMPTY)
     stride = boxes.stride(corners, scores)
     scores, index = boxes.suppress(corners, scores, level, stride, cfg.nms.iou_threshold, cfg.max_per_img)
     return corners.reshape(-1, 4)[index], scores
@@ -157,21 +150,21 @@ def detect_regions(
     rescale: Tensor | None,
     score_thr: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Decodes the outputs of a bbox_head, suppresses boxes of each class, and returns the best of all classes.
+    """Decodes the outputs of a bbox_head, applies NMS per class, and returns the best boxes of all classes.
 
     Args:
-        boxes: The form of deployment.
-        head: The head.
+        boxes: The operators.
+        head: The bbox_head.
         cfg: ``test_cfg.rcnn``.
         logits: (P, classes + 1).
         deltas: (P, 4 classes), or (P, 4) for a head that is class-agnostic.
         proposals: Corners and scores of the P proposals.
         limits: The image's (width, height, width, height).
         rescale: Factors (4,) to the original image, or None.
-        score_thr: Smallest score of an object.
+        score_thr: Drops boxes with a score up to this one.
 
     Returns:
-        Corners, scores and labels, and whether mmdet would return the same; None if :meth:`Boxes.candidates` does.
+        Corners, scores, labels, and whether mmdet would return the same (None if :meth:`Boxes.candidates` gives None).
     """
     proposed, found = proposals
     scores = boxes.class_scores(logits, found, score_thr)
@@ -187,51 +180,36 @@ def detect_regions(
     scores, index = boxes.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
     if enough is not None:
         if limit == len(scores):
-            # The best candidates suppress each other in the same way with worse ones and without.
+            # If the candidates fill all places, worse boxes cannot change the result.
             enough = enough | (scores > EMPTY).all()
-        # mmcv suppresses no box if a coordinate is not a number.
+        # If any coordinate is NaN, mmcv suppresses no box.
         enough = enough & stride.isfinite()
     return corners[index], scores, label[index], enough
 
 
-def settings(cfg: dict) -> tuple:
-    """The values of a ``test_cfg`` that detections depend on."""
-    nms = cfg.get('nms') or {}
-    names = 'nms_pre', 'score_thr', 'min_bbox_size', 'max_per_img'
-    return *(cfg.get(name) for name in names), nms.get('iou_threshold')
-
-
 def flat(x: Tensor, channels: int) -> Tensor:
-    """Maps (N, n * channels, H, W) with a row for each anchor, (N * H * W * n, channels)."""
+    """Reshapes maps (N, n * channels, H, W) to one row per anchor, (N * H * W * n, channels)."""
     return x.permute(0, 2, 3, 1).reshape(-1, channels)
 
 
 def map_levels(extractor: SingleRoIExtractor, boxes: Tensor) -> Tensor:
-    """The level of the pyramid that each box (n, 4) is pooled from, (n,)."""
+    """Returns the level of the pyramid, (n,), from which each box (n, 4) is pooled."""
     scale = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).sqrt()
-    # log(0) of an empty box is -inf, which no integer holds: the epsilon comes first.
+    # The epsilon stands inside the log: log2(0), of a box without area, is -inf, which no integer holds.
     level = torch.log2(scale / extractor.finest_scale + 1e-6).floor()
     return level.clamp(0, len(extractor.roi_layers) - 1).to(torch.int64)
 
 
-def numbers(values: Iterable[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of these numbers, which is kept: a CUDA graph cannot copy numbers to its device."""
-    values = tuple(values)
-    return constant((values, device, dtype), lambda: torch.tensor(values, dtype=dtype, device=device))
-
-
-def drop_small(corners: Tensor, scores: Tensor, cfg: dict) -> Tensor:
-    """The scores (...) of boxes (..., 4), ``EMPTY`` for those with a side of at most ``min_bbox_size``."""
-    smallest = cfg.get('min_bbox_size', -1)
-    if smallest < 0:
-        return scores
-    return torch.where((corners[..., 2:] - corners[..., :2]).amin(-1) > smallest, scores, EMPTY)
+@constant
+def numbers(values: tuple, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns a cached tensor of these numbers: during a capture, numbers cannot be copied to the GPU."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -> Tensor:
-    """Moves boxes (..., 4) of each group away from all other groups, with the rounding of mmcv.
+    """Moves boxes (..., 4) of different groups apart, with the same rounding as mmcv.
 
-    Places without a box get a box without area, which suppresses nothing.
+    Empty places get boxes without area, which suppress nothing.
     """
     moved = corners + (groups.to(corners.dtype) * stride)[..., None]
     return torch.where((scores > EMPTY)[..., None], moved, 0.0)

@@ -1,4 +1,4 @@
-"""Finds out whether a graph can compute what a detector predicts: its parts have to predict as classes of mmdet do."""
+"""Checks whether a CUDA graph or an ONNX file can compute a detector, whose parts must predict as mmdet's do."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch import nn
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
 
-# The methods that predict. A subclass may override the others.
-PREDICTION = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process'
+# The methods that predict: a subclass may override any other method.
+DENSE_PREDICTION = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process'
 BOX_PREDICTION = 'predict_by_feat', '_predict_by_feat_single', 'regress_by_class'
 ROI_PREDICTION = 'predict', 'predict_bbox', 'predict_mask', '_bbox_forward', '_mask_forward'
 MASK_PREDICTION = 'predict_by_feat', '_predict_by_feat_single'
-# The options of NMS that graphs read, and split_thr, which changes no result.
+# The NMS options that a config may have; split_thr changes no result.
 NMS_OPTIONS = {'type', 'iou_threshold', 'split_thr', 'class_agnostic', 'offset'}
 
 
 class Unsupported(ExportError):
-    """A detector has a part that no graph computes; the message names the part."""
+    """A detector with a part that no graph can compute; the message names the part."""
 
 
 def check_two_stage(detector: nn.Module) -> None:
@@ -38,37 +38,32 @@ def check_two_stage(detector: nn.Module) -> None:
         Unsupported: If a part computes something else.
     """
     predicts = isinstance(detector, TwoStageDetector) and type(detector).predict is TwoStageDetector.predict
-    _require('a detector that predicts as TwoStageDetector does', predicts)
-    rpn_head = find_part(detector, 'rpn_head', RPNHead, PREDICTION)
+    require('a detector that predicts as TwoStageDetector does', predicts)
+    rpn_head = find_part(detector, 'rpn_head', RPNHead, DENSE_PREDICTION)
     roi_head = find_part(detector, 'roi_head', StandardRoIHead, ROI_PREDICTION)
-    priors = find_part(rpn_head, 'prior_generator', AnchorGenerator)
-    _require('anchors that are tensors', not priors.use_box_type)
-    _require('an rpn_head with sigmoid scores', rpn_head.use_sigmoid_cls)
-    _require('a roi_head without shared_head', not roi_head.with_shared_head)
-    _require('a positive max_per_img in test_cfg.rpn', rpn_head.test_cfg.max_per_img > 0)
-    _check_boxes('rpn_head', rpn_head, rpn_head.test_cfg)
-    head = find_part(roi_head, 'bbox_head', BBoxHead, BOX_PREDICTION)
-    _require('a bbox_head with softmax scores and boxes', not head.custom_cls_channels and head.with_reg)
-    _check_boxes('bbox_head', head, roi_head.test_cfg)
+    bbox_head = find_part(roi_head, 'bbox_head', BBoxHead, BOX_PREDICTION)
+    find_part(rpn_head, 'prior_generator', AnchorGenerator)
+    require('an rpn_head with sigmoid scores', rpn_head.use_sigmoid_cls)
+    require('a positive max_per_img in test_cfg.rpn', rpn_head.test_cfg.max_per_img > 0)
+    require('a roi_head without shared_head', not roi_head.with_shared_head)
+    require('a bbox_head with softmax and box regression', not bbox_head.custom_cls_channels and bbox_head.with_reg)
+    for name, head, cfg in (('rpn_head', rpn_head, rpn_head.test_cfg), ('bbox_head', bbox_head, roi_head.test_cfg)):
+        nms = cfg.get('nms') or {}
+        plain = type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
+        known = {'iou_threshold'} <= {*nms} <= NMS_OPTIONS
+        require(f'plain NMS per class in the test_cfg of the {name}', plain and known)
+        coder = find_part(head, 'bbox_coder', DeltaXYWHBBoxCoder, ('decode',))
+        require('bbox_coders without add_ctr_clamp', not coder.add_ctr_clamp)
     if detector.with_mask:
         find_part(roi_head, 'mask_head', FCNMaskHead, MASK_PREDICTION)
-        _require('masks of bool, of a mask_thr_binary from 0 on', roi_head.test_cfg.mask_thr_binary >= 0)
+        require('a mask_thr_binary of at least 0 in test_cfg.rcnn', roi_head.test_cfg.mask_thr_binary >= 0)
     for name in ('bbox_roi_extractor', 'mask_roi_extractor')[: 1 + detector.with_mask]:
         layers = find_part(roi_head, name, SingleRoIExtractor).roi_layers
-        _require("roi_layers of pool_mode='avg'", all(getattr(layer, 'pool_mode', '') == 'avg' for layer in layers))
-
-
-def _check_boxes(name: str, head: nn.Module, cfg: dict) -> None:
-    nms = cfg.get('nms') or {}
-    plain = type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
-    known = {'iou_threshold'} <= {*nms} <= NMS_OPTIONS
-    _require(f'plain NMS per class in the test_cfg of the {name}', plain and known)
-    coder = find_part(head, 'bbox_coder', DeltaXYWHBBoxCoder, ('decode',))
-    _require('bbox_coders without add_ctr_clamp', not coder.add_ctr_clamp)
+        require("roi_layers of pool_mode='avg'", all(getattr(layer, 'pool_mode', '') == 'avg' for layer in layers))
 
 
 def find_part(owner: nn.Module, name: str, base: type, methods: Iterable[str] = ()) -> Any:
-    """Returns an attribute of ``owner``; raises :class:`Unsupported` unless it is a ``base`` with the same methods."""
+    """Returns a part of ``owner``; raises :class:`Unsupported` if it is no ``base`` or overrides one of ``methods``."""
     part = getattr(owner, name, None)
     same = (getattr(type(part), method) is getattr(base, method) for method in methods)
     if not isinstance(part, base) or not all(same):
@@ -76,6 +71,7 @@ def find_part(owner: nn.Module, name: str, base: type, methods: Iterable[str] = 
     return part
 
 
-def _require(what: str, given: bool) -> None:
+def require(what: str, given: bool) -> None:
+    """Raises :class:`Unsupported` unless the detector has what a graph needs."""
     if not given:
         raise Unsupported(f'a graph of detections needs {what}')

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative_difference
+from graph_cases import EagerBoxes
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
 from mmdet.registry import MODELS
@@ -14,33 +15,23 @@ from torch import nn
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
 from slab_det.deployment.blocks import replace_layers
 from slab_det.deployment.detection import EMPTY, map_levels
-from slab_det.deployment.gpu import box_kernels, kernels
-from slab_det.deployment.gpu.blocks import FusedFFN, FusedWindowAttention, fused_ffn, fused_windows
-from slab_det.deployment.gpu.boxes import FixedBoxes
+from slab_det.deployment.gpu import kernels, mask_kernels
+from slab_det.deployment.gpu.box_kernels import FixedBoxes
+from slab_det.deployment.gpu.ffn_kernels import FusedFFN, fused_ffn
+from slab_det.deployment.gpu.window_kernels import FusedWindowAttention, fused_windows
 from slab_det.deployment.masks import paste_masks
 
 pytestmark = [
     pytest.mark.skipif(kernels.triton is None, reason='this PyTorch comes without Triton'),
-    pytest.mark.filterwarnings('ignore:invalid value encountered'),
+    pytest.mark.filterwarnings('ignore:invalid value encountered', 'ignore:divide by zero encountered'),
 ]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
 
-@pytest.fixture
-def without_kernels(monkeypatch):
-    """A function that calls another one without kernels."""
-
-    def run(function, *arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, 'take', lambda x: False)
-            return function(*arguments)
-
-    return run
-
-
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
-    monkeypatch.setattr(kernels, 'take', lambda x: True)
+def run_kernels(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(kernels, 'can_run', lambda x: True)
 
 
 def some_boxes(groups, count, spread=60.0):
@@ -49,13 +40,14 @@ def some_boxes(groups, count, spread=60.0):
     return (torch.cat([low, low + size], -1) * 2).round().div(2).to(DEVICE)
 
 
-@pytest.mark.parametrize(('groups', 'count'), [(1, 1), (2, 64), (2, 65), (1, 130)])
 @pytest.mark.parametrize(
-    ('fill', 'limit'),
-    [*((fill, 1000) for fill in ('all', 'some', 'none', 'NaN', 'equal', 'ties')), ('all', 3), ('NaN', 3), ('equal', 1)],
+    ('fill', 'groups', 'count'),
+    [
+        *(('all', *shape) for shape in ((1, 1), (2, 64), (2, 65), (1, 130))),
+        *((fill, 2, 70) for fill in ('some', 'none', 'NaN', 'equal', 'ties')),
+    ],
 )
-def test_suppression(groups, count, fill, limit, without_kernels):
-    torch.manual_seed(0)
+def test_nms(fill, groups, count):
     boxes, scores = some_boxes(groups, count), torch.rand(groups, count, device=DEVICE).sort(1, True).values
     if fill == 'some':
         scores = torch.where(torch.rand_like(scores) < 0.3, EMPTY, scores)
@@ -71,49 +63,61 @@ def test_suppression(groups, count, fill, limit, without_kernels):
     labels = torch.randint(0, 2, (groups, count), device=DEVICE) if fill == 'all' else torch.zeros_like(scores).long()
     stride = FixedBoxes().stride(boxes, scores)
     if fill == 'NaN':
-        assert not stride.isfinite() and not without_kernels(FixedBoxes().stride, boxes, scores).isfinite()
-        # Boxes stay where they are: none overlaps another at an infinite distance.
+        assert not stride.isfinite() and not EagerBoxes().stride(boxes, scores).isfinite()
+        # Stride 0 leaves boxes in place: at an infinite stride, none would overlap another.
         stride = torch.zeros_like(stride)
     else:
-        assert torch.equal(stride, without_kernels(FixedBoxes().stride, boxes, scores))
-    arguments = boxes, scores, labels, stride, 0.5, limit
-    found, expected = FixedBoxes().suppress(*arguments), without_kernels(FixedBoxes().suppress, *arguments)
-    assert torch.equal(found[0], expected[0])
-    there = found[0] > EMPTY
-    assert torch.equal(found[1][there], expected[1][there])
-    if fill == 'equal':
-        assert there.sum() == min(groups, limit)
+        assert torch.equal(stride, EagerBoxes().stride(boxes, scores))
+    for limit in (1000, 3):
+        arguments = boxes, scores, labels, stride, 0.5, limit
+        (found, place), (expected, expected_place) = (
+            FixedBoxes().suppress(*arguments),
+            EagerBoxes().suppress(*arguments),
+        )
+        assert torch.equal(found, expected), limit
+        there = found > EMPTY
+        assert torch.equal(place[there], expected_place[there]), limit
+        if fill == 'equal':
+            assert there.sum() == groups
 
 
-@pytest.mark.parametrize('classes', [1, 5, 80])
-def test_scores_of_classes(classes, without_kernels):
-    torch.manual_seed(0)
+@pytest.mark.parametrize('classes', [1, 80])
+def test_class_scores(classes):
     logits, found = 3 * torch.randn(7, classes + 9, device=DEVICE), torch.rand(7, device=DEVICE)
     logits[1], logits[2, 0], found[3] = 0, torch.nan, EMPTY
     arguments = logits[:, : classes + 1], found, 0.05
-    expected = without_kernels(FixedBoxes().class_scores, *arguments)
+    expected = EagerBoxes().class_scores(*arguments)
     torch.testing.assert_close(FixedBoxes().class_scores(*arguments), expected, rtol=1e-5, atol=1e-7)
     assert (expected == EMPTY).any() and (expected > EMPTY).any()
 
 
 @pytest.mark.parametrize('clip', [True, False])
-def test_decoding(clip, without_kernels):
-    torch.manual_seed(0)
+def test_decode(clip):
     coder = DeltaXYWHBBoxCoder((0.1, 0, 0, 0.2), (0.1, 0.1, 0.2, 0.3), clip_border=clip)
     priors, values = some_boxes(1, 9)[0], 9 * torch.randn(9, 4, device=DEVICE)
     values[4, 1], limits = torch.nan, torch.tensor([50.0, 40, 50, 40], device=DEVICE)
     place = torch.tensor([[8, 0, 0], [3, 4, 1]], device=DEVICE)
     for arguments in ((values, limits, place), (9 * torch.randn(9, 3, 4, device=DEVICE), limits)):
         found = FixedBoxes().decode(coder, priors, *arguments)
-        expected = without_kernels(FixedBoxes().decode, coder, priors, *arguments)
+        expected = EagerBoxes().decode(coder, priors, *arguments)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ('channels', 'bins', 'dtype'), [(5, 3, torch.float32), (16, 2, torch.float16), (3, 1, torch.float32)], ids=str
-)
-def test_roi_align(channels, bins, dtype, without_kernels):
-    torch.manual_seed(0)
+def test_choice_of_anchors_and_candidates():
+    """Two levels have fewer anchors than asked for; no two scores are equal."""
+    levels = [torch.randn(count, device=DEVICE) for count in (30, 7, 1)]
+    found, expected = FixedBoxes().best(levels, 9), EagerBoxes().best(levels, 9)
+    there = expected[0] > EMPTY
+    assert there.sum() == 9 + 7 + 1
+    torch.testing.assert_close(found[0], expected[0])
+    assert all(torch.equal(a[there].long(), b[there]) for a, b in zip(found[1:], expected[1:], strict=True))
+    scores, corners = torch.rand(50, device=DEVICE), some_boxes(1, 50)[0]
+    for a, b in zip(FixedBoxes().candidates(scores, corners), EagerBoxes().candidates(scores, corners), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(('channels', 'bins', 'dtype'), [(5, 3, torch.float32), (16, 2, torch.float16)], ids=str)
+def test_roi_align(channels, bins, dtype):
     extractor = SingleRoIExtractor(
         dict(type='RoIAlign', output_size=bins, sampling_ratio=0), channels, [4, 8, 16, 32], finest_scale=14
     )
@@ -123,82 +127,68 @@ def test_roi_align(channels, bins, dtype, without_kernels):
     outside = [[-10, -15, 75, 50], [250, 250, 300, 350]]
     corners = torch.tensor([*inside, *outside, [1, 1, 1, 1], [5, 5, 2, 2]], device=DEVICE)
     scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, EMPTY], device=DEVICE)
-    found, _ = FixedBoxes().pool(extractor, features, corners, scores)
-    expected, _ = without_kernels(FixedBoxes().pool, extractor, features, corners, scores)
+    (found, _), (expected, _) = (kind().pool(extractor, features, corners, scores) for kind in (FixedBoxes, EagerBoxes))
     assert found.dtype == dtype and {*map_levels(extractor, corners).tolist()} >= {0, 1}
     bound = 1e-5 if dtype == torch.float32 else 2e-3
     assert (found - expected)[:6].abs().max() <= bound
-
-
-def test_roi_align_of_nothing():
-    extractor = SingleRoIExtractor(dict(type='RoIAlign', output_size=7, sampling_ratio=0), 4, [4])
-    features = [torch.randn(1, 4, 9, 9, device=DEVICE)]
-    found, _ = FixedBoxes().pool(extractor, features, torch.zeros(0, 4, device=DEVICE), torch.zeros(0, device=DEVICE))
-    assert found.shape == (0, 4, 7, 7)
+    nothing, _ = FixedBoxes().pool(extractor, features, corners[:0], scores[:0])
+    assert nothing.shape == (0, channels, bins, bins)
 
 
 @pytest.mark.parametrize('attention', ['softmax', 'sla'])
-# Windows of padded maps, of a map of whole windows, and of more than 64 slots.
-@pytest.mark.parametrize(('window', 'heads', 'size'), [(7, 2, (34, 49)), (4, 1, (32, 32)), (9, 1, (20, 40))])
+# The maps need padding. One case has two heads, and one more than 64 slots per window.
+@pytest.mark.parametrize(('window', 'heads', 'size'), [(7, 2, (34, 20)), (9, 1, (20, 40))])
 @torch.no_grad()
-def test_windows(attention, window, heads, size, without_kernels, monkeypatch):
-    torch.manual_seed(0)
-    arguments = dict(
-        attention=attention, embed_dims=16 * heads, depths=(2, 2), num_heads=(heads, 2 * heads), window_size=window
-    )
-    model = MODELS.build(dict(type='SLABSwin', strides=(4, 2), out_indices=(0, 1), **arguments)).eval().to(DEVICE)
+def test_window_attention(attention, window, heads, size):
+    arguments = dict(attention=attention, embed_dims=16 * heads, num_heads=(heads,), window_size=window)
+    model = MODELS.build(dict(type='SLABSwin', depths=(2,), strides=(4,), out_indices=(0,), **arguments))
+    model.eval().to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     images = torch.randn(2, 3, *size, device=DEVICE)
     expected = model(images)
     replace_layers(model, fused_windows)
-    assert sum(isinstance(module, FusedWindowAttention) for module in model.modules()) == 4
-    assert relative_difference(without_kernels(model, images), expected) <= 1e-6
+    assert sum(isinstance(module, FusedWindowAttention) for module in model.modules()) == 2
     assert relative_difference(model(images), expected) <= 1e-5
 
 
-@pytest.mark.parametrize('size', [(17, 23), (1, 1), (3, 600)])
-def test_paste(size):
-    torch.manual_seed(0)
+@pytest.mark.parametrize('size', [(17, 23), (3, 600)])
+def test_paste_masks(size):
     corners = [[1.2, 2.5, 9.1, 14.7], [0, 0, 20, 17], [4.3, 2.5, 5.2, 16], [-30, -30, 560, 10], [900, 1, 990, 9]]
     # Boxes without width, without height, and without both.
     corners = torch.tensor([*corners, [5, 1.2, 5, 20], [3, 2.2, 30, 2.2], [6, 6, 6, 6]], device=DEVICE)
     masks = torch.rand(len(corners), 28, 28, device=DEVICE)
     expected = paste_masks(masks.cpu(), corners.cpu(), size, 0.5)
-    found = box_kernels.paste_masks(masks, corners, size, 0.5)
+    found = mask_kernels.paste_masks(masks, corners, size, 0.5)
     assert found.dtype == torch.bool and (found.cpu() != expected).sum() <= (0 if DEVICE == 'cpu' else 2)
-    assert box_kernels.paste_masks(masks[:0], corners[:0], size, 0.5).shape == (0, *size)
+    assert mask_kernels.paste_masks(masks[:0], corners[:0], size, 0.5).shape == (0, *size)
 
 
-@pytest.mark.parametrize(
-    ('fine', 'coarse'),
-    [((8, 12), (4, 6)), ((25, 1), (13, 1)), ((1, 42), (1, 21)), ((5, 7), (1, 1)), ((3, 3), (5, 5))],
-)
-def test_upsampling(fine, coarse):
-    torch.manual_seed(0)
+@pytest.mark.parametrize(('fine', 'coarse'), [((8, 12), (4, 6)), ((25, 1), (13, 1)), ((3, 3), (5, 5))])
+def test_add_upsampled(fine, coarse):
     x, y = (torch.randn(2, 5, *size, device=DEVICE) for size in (fine, coarse))
     assert torch.equal(kernels.add_upsampled(x.clone(), y), x + F.interpolate(y, fine))
 
 
-@pytest.mark.parametrize('activation', ['GELU', 'ReLU'])
 @pytest.mark.parametrize(
-    ('kind', 'channels', 'hidden'),
-    [(LinearFFN, 16, 8), (LinearFFN, 16, 40), (LinearFFN, 48, 128), (ConvFFN, 64, 72)],
+    ('kind', 'channels', 'hidden', 'activation'),
+    [(LinearFFN, 16, 8, 'GELU'), (LinearFFN, 48, 128, 'ReLU'), (ConvFFN, 64, 72, 'GELU')],
 )
 @torch.no_grad()
 def test_ffn(kind, channels, hidden, activation):
-    torch.manual_seed(0)
     ffn = fused_ffn(kind(channels, hidden, dict(type=activation)).eval()).to(DEVICE, torch.float16)
     assert isinstance(ffn, FusedFFN)
     x, identity = torch.randn(2, 2, 67, channels, device=DEVICE, dtype=torch.float16)
     expected = copy.deepcopy(ffn.ffn).float()(x.float(), (1, 67), identity.float())
     assert (ffn(x, (1, 67), identity).float() - expected).abs().max() <= 0.01
+
+
+def test_ffns_of_unsupported_widths_are_not_fused():
     assert fused_ffn(LinearFFN(24, 40, dict(type='GELU'))) is None
     assert fused_ffn(LinearFFN(40, 40, dict(type='GELU'))) is fused_ffn(nn.Linear(16, 16)) is None
 
 
-def test_bias():
-    torch.manual_seed(0)
+def test_add_bias():
     x, bias = torch.randn(2, 5, 20, 33, device=DEVICE), torch.randn(5, device=DEVICE)
     x = x.contiguous(memory_format=torch.channels_last)
     assert torch.equal(kernels.add_bias(x.clone(), bias), x + bias[:, None, None])

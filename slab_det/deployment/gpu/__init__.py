@@ -1,1 +1,1 @@
-"""A deployed detector on a GPU: one CUDA graph for each size of image, and kernels in Triton."""
+"""A deployed detector on a GPU: one CUDA graph per image size, and Triton kernels."""

@@ -1,4 +1,7 @@
-"""Kernels of boxes and masks in Triton; see :mod:`slab_det.deployment.gpu.kernels`."""
+"""Box operators that never wait for the GPU: their tensors have a place for every possible box.
+
+In the kernels, boxes are corners (x1, y1, x2, y2) in float32. A place whose score is -1 (``EMPTY``) has no box.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ from collections.abc import Sequence
 
 import torch
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
+from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
 
-from slab_det.deployment.detection import MAX_LOG_RATIO
+from slab_det.deployment.constants import constant
+from slab_det.deployment.detection import EMPTY, MAX_LOG_RATIO, Boxes, map_levels, numbers
 from slab_det.deployment.gpu.kernels import triton
+
+# The most boxes, over all classes, that NMS reads. A CUDA graph reports whether more boxes passed the threshold.
+CANDIDATES = 4096
 
 if triton is not None:
     import triton.language as tl
@@ -20,7 +28,7 @@ if triton is not None:
 
     @triton.jit
     def _moved_boxes(corners, scores, groups, stride, place, known):
-        # Corners x1, y1, x2, y2 of 64 boxes, moved apart by group; without area where there is no box.
+        # Loads 64 boxes, moved apart by `groups`, and whether any box is there. Empty places get boxes without area.
         known = known & (tl.load(scores + place, mask=known, other=-1.0) != -1.0)
         move = tl.load(groups + place, mask=known, other=0).to(tl.float32) * tl.load(stride)
         x1 = tl.where(known, tl.load(corners + place * 4, mask=known, other=0.0) + move, 0.0)
@@ -31,13 +39,13 @@ if triton is not None:
 
     @triton.jit
     def _overlap_kernel(corners, scores, groups, stride, words, threshold, K, W):
-        # One tile of 64x64 pairs: bit j of the word of row i says that box i suppresses box j. Words of tiles without a
-        # box are not written, and not read later.
-        group, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        # Compares 64 boxes with 64 boxes of a batch: bit j of the word of row i says that box i suppresses box j.
+        # Words of tiles without a box are neither written nor read.
+        batch, row_block, column_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         if column_block >= row_block:
             row, column = row_block * 64 + tl.arange(0, 64), column_block * 64 + tl.arange(0, 64)
-            ax1, ay1, ax2, ay2, some_a = _moved_boxes(corners, scores, groups, stride, group * K + row, row < K)
-            bx1, by1, bx2, by2, some_b = _moved_boxes(corners, scores, groups, stride, group * K + column, column < K)
+            ax1, ay1, ax2, ay2, some_a = _moved_boxes(corners, scores, groups, stride, batch * K + row, row < K)
+            bx1, by1, bx2, by2, some_b = _moved_boxes(corners, scores, groups, stride, batch * K + column, column < K)
             if (some_a > 0) & (some_b > 0):
                 width = tl.minimum(ax2[:, None], bx2[None, :]) - tl.maximum(ax1[:, None], bx1[None, :])
                 height = tl.minimum(ay2[:, None], by2[None, :]) - tl.maximum(ay1[:, None], by1[None, :])
@@ -46,43 +54,45 @@ if triton is not None:
                 union = area_a[:, None] + area_b[None, :] - common
                 suppressed = (tl.math.div_rn(common, union) > threshold) & (column[None, :] > row[:, None])
                 bit = tl.full([64, 64], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
-                # The bits are distinct, so that their sum is their union.
+                # The bits are distinct, so that their sum is their bitwise or.
                 word = tl.sum(tl.where(suppressed, bit, 0), 1)
-                tl.store(words + (group * K + row) * W + column_block, word, mask=row < K)
+                tl.store(words + (batch * K + row) * W + column_block, word, mask=row < K)
 
     @triton.jit
     def _scan_kernel(words, scores, kept, limit, K, W, LANES: tl.constexpr, SCORES: tl.constexpr):
-        # Greedy NMS of a group, 64 boxes at a time: first among the 64, then all boxes behind that they suppress.
-        group = tl.program_id(0)
+        # Suppresses the boxes of a batch, 64 at a time: first within the 64, then the later boxes that they overlap.
+        # Bit j of the words of `kept` says that box j is kept.
+        batch = tl.program_id(0)
         place, lane, bits = tl.arange(0, SCORES), tl.arange(0, LANES), tl.arange(0, 64).to(tl.int64)
-        given = tl.load(scores + group * K + place, mask=place < K, other=-1.0)
+        given = tl.load(scores + batch * K + place, mask=place < K, other=-1.0)
         count = tl.max(tl.where(given != -1.0, place + 1, 0), 0)
         removed = tl.zeros([LANES], tl.int64)
         one = tl.full([], 1, tl.int64)
         block, found = 0, one * 0
-        # No group needs more boxes than the limit of all groups.
+        # The limit counts the boxes of all batches, so that one batch never needs more.
         while (block * 64 < count) & (found < limit):
             rows = block * 64 + tl.arange(0, 64)
-            there = tl.load(scores + group * K + rows, mask=rows < K, other=-1.0) != -1.0
+            there = tl.load(scores + batch * K + rows, mask=rows < K, other=-1.0) != -1.0
             gone = tl.sum(tl.where(lane == block, removed, 0), 0) | ~tl.sum(tl.where(there, one << bits, 0), 0)
             keep = one * 0
             for i in tl.static_range(64):
                 row = tl.minimum(block * 64 + i, K - 1)
-                own = tl.load(words + (group * K + row) * W + block)
+                own = tl.load(words + (batch * K + row) * W + block)
                 free = ((gone >> i) & 1) == 0
                 keep = tl.where(free, keep | (one << i), keep)
                 gone = tl.where(free, gone | own, gone)
-            tl.store(kept + group * W + block, keep)
+            tl.store(kept + batch * W + block, keep)
             alive = ((keep >> bits) & 1) == 1
             found += tl.sum(tl.where(alive, one, 0), 0)
             behind = alive[:, None] & (lane[None, :] > block) & (lane[None, :] * 64 < count)
-            tile = tl.load(words + (group * K + rows)[:, None] * W + lane[None, :], mask=behind, other=0)
+            tile = tl.load(words + (batch * K + rows)[:, None] * W + lane[None, :], mask=behind, other=0)
             removed = removed | tl.reduce(tile, 0, _or)
             block += 1
-        tl.store(kept + group * W + lane, tl.zeros([LANES], tl.int64), mask=(lane >= block) & (lane < W))
+        tl.store(kept + batch * W + lane, tl.zeros([LANES], tl.int64), mask=(lane >= block) & (lane < W))
 
     @triton.jit
     def _kept_scores(scores, kept, place, K, W, N):
+        # Loads the scores at these places; suppressed boxes get -1.
         known = place < N
         word = tl.load(kept + (place // K) * W + (place % K) // 64, mask=known, other=0)
         stays = ((word >> (place % K % 64).to(tl.int64)) & 1) == 1
@@ -90,10 +100,11 @@ if triton is not None:
 
     @triton.jit
     def _rank_kernel(scores, kept, out_scores, out_place, K, W, N, limit, OWN: tl.constexpr, OTHERS: tl.constexpr):
-        # The rank of a box is the number of better ones, or of equal ones before it.
+        # Writes OWN boxes at their ranks among the boxes of all batches, up to the limit. The rank of a box is the
+        # number of better boxes plus the number of equal boxes before it.
         place = tl.program_id(0) * OWN + tl.arange(0, OWN)
         score = _kept_scores(scores, kept, place, K, W, N)
-        # NaN comes first.
+        # A NaN score ranks first.
         key = tl.where(score == score, score, float('inf'))
         rank = tl.zeros([OWN], tl.int32)
         for start in range(0, N, OTHERS):
@@ -109,6 +120,7 @@ if triton is not None:
 
     @triton.jit
     def _stride_kernel(corners, scores, stride, N, BLOCK: tl.constexpr):
+        # Raises the stride to 1 plus the largest coordinate of BLOCK boxes, or to infinity if a coordinate is NaN.
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         there = (place < N) & (tl.load(scores + place, mask=place < N, other=-1.0) > -1.0)
         x1 = tl.load(corners + place * 4, mask=there, other=0.0)
@@ -123,7 +135,7 @@ if triton is not None:
 
     @triton.jit
     def _class_scores_kernel(logits, found, out, score_thr, ROW, C: tl.constexpr, CLASSES: tl.constexpr):
-        # One row of logits; the last one is the background.
+        # Applies softmax to the logits of one region, the last for the background; scores up to score_thr become -1.
         row, column = tl.program_id(0), tl.arange(0, CLASSES)
         x = tl.load(logits + row * ROW + column, mask=column <= C, other=float('-inf'))
         e = tl.exp(x - tl.max(x, 0))
@@ -136,7 +148,7 @@ if triton is not None:
         priors, values, place, limits, out, N, m0, m1, m2, m3, s0, s1, s2, s3, clamp, ROW,
         PER: tl.constexpr, AT: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        # Corners from anchors and deltas.
+        # Decodes BLOCK boxes: with AT the boxes of the anchors at `place`, without AT the PER boxes of each proposal.
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         known = i < N
         if AT:
@@ -159,7 +171,7 @@ if triton is not None:
         w, h = (px2 - px1) * tl.exp(c) * 0.5, (py2 - py1) * tl.exp(d) * 0.5
         x1, y1, x2, y2 = x - w, y - h, x + w, y + h
         if CLIP:
-            # NaN stays NaN.
+            # tl.minimum and tl.maximum would drop NaN.
             width, height = tl.load(limits), tl.load(limits + 1)
             x1 = tl.where(x1 == x1, tl.minimum(tl.maximum(x1, 0.0), width), x1)
             x2 = tl.where(x2 == x2, tl.minimum(tl.maximum(x2, 0.0), width), x2)
@@ -185,7 +197,7 @@ if triton is not None:
         H0, W0, H1, W1, H2, W2, H3, W3, s0, s1, s2, s3,
         C: tl.constexpr, CHANNELS: tl.constexpr, BINS: tl.constexpr,
     ):  # fmt: skip
-        # One bin of one box, all channels; coordinates are float32 in every dtype of the maps.
+        # Averages the samples of one bin of one box, in all channels. Coordinates are always float32.
         box, bin = tl.program_id(0), tl.program_id(1)
         level = tl.load(levels + box)
         H = tl.where(level == 0, H0, tl.where(level == 1, H1, tl.where(level == 2, H2, H3)))
@@ -227,138 +239,110 @@ if triton is not None:
         mean = sum / tl.maximum(rows * columns, 1)
         tl.store(out + (box * BINS * BINS + bin) * C + channel, mean.to(out.dtype.element_ty), mask=channel < C)
 
-    @triton.jit
-    def _paste_kernel(masks, boxes, out, H, W, threshold, M: tl.constexpr, BLOCK: tl.constexpr):
-        # A piece of one row of one mask.
-        mask, row = tl.program_id(0), tl.program_id(1)
-        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-        x1, y1 = tl.load(boxes + mask * 4), tl.load(boxes + mask * 4 + 1)
-        x2, y2 = tl.load(boxes + mask * 4 + 2), tl.load(boxes + mask * 4 + 3)
-        y = (row + 0.5 - y1) / (y2 - y1) * M - 0.5
-        x = (column + 0.5 - x1) / (x2 - x1) * M - 0.5
-        # All pixels of the window of a side without length read the middle of the mask, as mmdet does on a CPU.
-        middle = (M - 1) * 0.5
-        y = tl.where(y2 == y1, tl.where((row >= tl.floor(y1) - 1) & (row < tl.ceil(y2) + 1), middle, -2.0), y)
-        near = (column >= tl.floor(x1) - 1) & (column < tl.ceil(x2) + 1)
-        x = tl.where(x2 == x1, tl.where(near, middle, -2.0), x)
-        top, left = tl.floor(y), tl.floor(x)
-        dy, dx = y - top, x - left
-        # Places far outside would not fit into an integer.
-        top = tl.minimum(tl.maximum(top, -2.0), M + 1.0).to(tl.int32) + tl.zeros([BLOCK], tl.int32)
-        left = tl.minimum(tl.maximum(left, -2.0), M + 1.0).to(tl.int32)
-        value = tl.zeros([BLOCK], tl.float32)
-        if (tl.max(top, 0) >= -1) & (tl.min(top, 0) < M) & (tl.max(left, 0) >= -1) & (tl.min(left, 0) < M):
-            for j in tl.static_range(2):
-                for i in tl.static_range(2):
-                    inside = (top + j >= 0) & (top + j < M) & (left + i >= 0) & (left + i < M)
-                    place = masks + mask * M * M + (top + j) * M + left + i
-                    weight_y = dy if j == 1 else 1 - dy
-                    weight_x = dx if i == 1 else 1 - dx
-                    value += tl.load(place, mask=inside, other=0.0) * weight_y * weight_x
-        tl.store(out + (mask.to(tl.int64) * H + row) * W + column, (value >= threshold).to(tl.int8), mask=column < W)
+
+class FixedBoxes(Boxes):
+    """Box operators as kernels on float32 tensors of fixed shapes, which never wait for the GPU."""
+
+    def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+        sizes, device = tuple(len(level) for level in levels), levels[0].device
+        width = max(sizes)
+        count = min(count, width) if count > 0 else width
+        # One topk ranks all levels.
+        rows = levels[0].new_full((len(levels), width), -torch.inf)
+        for row, level in zip(rows, levels, strict=True):
+            row[: len(level)] = level
+        scores, place = rows.topk(count)
+        there = torch.arange(count, device=device) < numbers(sizes, device, torch.float32)[:, None]
+        scores, place = torch.where(there, scores.sigmoid(), EMPTY), torch.where(there, place, 0)
+        starts = numbers(tuple(sum(sizes[:i]) for i in range(len(sizes))), device, torch.int64)
+        level = numbers(tuple(range(len(sizes))), device, torch.float32)[:, None].expand_as(scores)
+        return scores, place + starts[:, None], level
+
+    def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        count, stride = min(CANDIDATES, len(scores)), self.stride(corners, scores)
+        best, place = scores.topk(count)
+        return corners[place], best, place, stride, (scores > EMPTY).sum() <= count
+
+    def suppress(
+        self, corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
+    ) -> tuple[Tensor, Tensor]:
+        rows, size = scores.shape
+        total, num_words, device = rows * size, triton.cdiv(size, 64), scores.device
+        limit = min(limit, total) if limit > 0 else total
+        corners, scores, groups = corners.contiguous(), scores.contiguous(), groups.contiguous()
+        words = torch.empty(rows, size, num_words, dtype=torch.int64, device=device)
+        kept = torch.empty(rows, num_words, dtype=torch.int64, device=device)
+        _overlap_kernel[(rows, num_words, num_words)](
+            corners, scores, groups, stride, words, iou_threshold, size, num_words
+        )
+        lanes, padded = triton.next_power_of_2(num_words), triton.next_power_of_2(size)
+        _scan_kernel[(rows,)](
+            words, scores, kept, limit, size, num_words, LANES=lanes, SCORES=padded, num_warps=4 if lanes > 16 else 1
+        )
+        best = torch.empty(limit, dtype=scores.dtype, device=device)
+        place = torch.empty(limit, dtype=torch.int64, device=device)
+        _rank_kernel[(triton.cdiv(total, 16),)](
+            scores, kept, best, place, size, num_words, total, limit, OWN=16, OTHERS=512
+        )
+        return best, place
+
+    def class_scores(self, logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
+        rows, columns = logits.shape
+        out = torch.empty(rows, columns - 1, dtype=torch.float32, device=logits.device)
+        classes = triton.next_power_of_2(columns)
+        _class_scores_kernel[(rows,)](
+            logits, found, out, score_thr, logits.stride(0), C=columns - 1, CLASSES=classes, num_warps=1
+        )
+        return out
+
+    def decode(
+        self, coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None
+    ) -> Tensor:
+        deltas = deltas if deltas.stride()[-2:] == (4, 1) else deltas.contiguous()
+        shape = deltas.shape if place is None else (*place.shape, 4)
+        out = torch.empty(shape, dtype=torch.float32, device=deltas.device)
+        total, scales = out.numel() // 4, (*map(float, coder.means), *map(float, coder.stds))
+        _decode_kernel[(triton.cdiv(total, 128),)](
+            priors.contiguous(), deltas, priors if place is None else place.contiguous(), limits, out, total, *scales,
+            MAX_LOG_RATIO, deltas.stride(0), PER=1 if place is not None else shape[1], AT=place is not None,
+            CLIP=bool(coder.clip_border), BLOCK=128, num_warps=1,
+        )  # fmt: skip
+        return out
+
+    def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
+        """See :meth:`Boxes.stride`; corners are not negative."""
+        out = torch.ones((), dtype=torch.float32, device=scores.device)
+        total = scores.numel()
+        _stride_kernel[(triton.cdiv(total, 1024),)](corners.contiguous(), scores.contiguous(), out, total, BLOCK=1024)
+        return out
+
+    def pool(
+        self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
+    ) -> tuple[Tensor, None]:
+        """See :meth:`Boxes.pool`; regions are channels last, in the dtype of the maps."""
+        layers, channels = extractor.roi_layers, features[0].shape[1]
+        bins, scales, missing = layers[0].output_size[0], [layer.spatial_scale for layer in layers], 4 - len(layers)
+        # Empty places get boxes without area, which need no samples.
+        boxes = torch.where((scores > EMPTY)[:, None], boxes, 0.0)
+        levels = map_levels(extractor, boxes)
+        maps = [x.permute(0, 2, 3, 1).contiguous() for x in features[: len(layers)]]
+        sizes = [side for x in [*maps, *[maps[-1]] * missing] for side in x.shape[1:3]]
+        out = torch.empty(len(boxes), bins, bins, channels, device=boxes.device, dtype=features[0].dtype)
+        _roi_align_kernel[(len(boxes), bins * bins)](
+            *maps, *[maps[-1]] * missing, boxes.contiguous(), levels.int(), out, *sizes, *scales,
+            *[scales[-1]] * missing, C=channels, CHANNELS=triton.next_power_of_2(channels), BINS=bins,
+        )  # fmt: skip
+        return out.permute(0, 3, 1, 2), None
 
 
-def suppress(
-    corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor, iou_threshold: float, limit: int
-) -> tuple[Tensor, Tensor]:
-    """See :meth:`slab_det.deployment.detection.Boxes.suppress`; boxes are float32."""
-    rows, size = scores.shape
-    corners, scores, groups = corners.contiguous(), scores.contiguous(), groups.contiguous()
-    num_words, device = triton.cdiv(size, 64), scores.device
-    words = torch.empty(rows, size, num_words, dtype=torch.int64, device=device)
-    kept = torch.empty(rows, num_words, dtype=torch.int64, device=device)
-    grid = rows, num_words, num_words
-    _overlap_kernel[grid](corners, scores, groups, stride, words, iou_threshold, size, num_words)
-    lanes, padded = triton.next_power_of_2(num_words), triton.next_power_of_2(size)
-    warps = 4 if lanes > 16 else 1
-    _scan_kernel[(rows,)](words, scores, kept, limit, size, num_words, LANES=lanes, SCORES=padded, num_warps=warps)
-    best = torch.empty(limit, dtype=scores.dtype, device=device)
-    place = torch.empty(limit, dtype=torch.int64, device=device)
-    total = rows * size
-    _rank_kernel[(triton.cdiv(total, 16),)](
-        scores, kept, best, place, size, num_words, total, limit, OWN=16, OTHERS=512
-    )
-    return best, place
-
-
-def stride(corners: Tensor, scores: Tensor) -> Tensor:
-    """See :meth:`slab_det.deployment.detection.Boxes.stride`, for corners that are not negative."""
-    out = torch.ones((), dtype=torch.float32, device=scores.device)
-    total = scores.numel()
-    _stride_kernel[(triton.cdiv(total, 1024),)](corners.contiguous(), scores.contiguous(), out, total, BLOCK=1024)
-    return out
-
-
-def class_scores(logits: Tensor, found: Tensor, score_thr: float) -> Tensor:
-    """See :meth:`slab_det.deployment.detection.Boxes.class_scores`."""
-    rows, columns = logits.shape
-    out = torch.empty(rows, columns - 1, dtype=torch.float32, device=logits.device)
-    classes = triton.next_power_of_2(columns)
-    _class_scores_kernel[(rows,)](
-        logits, found, out, score_thr, logits.stride(0), C=columns - 1, CLASSES=classes, num_warps=1
-    )
-    return out
-
-
-def decode(coder: nn.Module, priors: Tensor, deltas: Tensor, limits: Tensor, place: Tensor | None = None) -> Tensor:
-    """See :meth:`slab_det.deployment.detection.Boxes.decode`."""
-    deltas = deltas if deltas.stride()[-2:] == (4, 1) else deltas.contiguous()
-    shape = deltas.shape if place is None else (*place.shape, 4)
-    out = torch.empty(shape, dtype=torch.float32, device=deltas.device)
-    total, scales = out.numel() // 4, (*map(float, coder.means), *map(float, coder.stds))
-    _decode_kernel[(triton.cdiv(total, 128),)](
-        priors.contiguous(), deltas, priors if place is None else place.contiguous(), limits, out, total, *scales,
-        MAX_LOG_RATIO, deltas.stride(0), PER=1 if place is not None else shape[1], AT=place is not None,
-        CLIP=bool(coder.clip_border), BLOCK=128, num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-def can_roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor]) -> bool:
-    """Whether :func:`roi_align` computes what the layers of an extractor compute; mmdet's usual options are known."""
+def can_pool(extractor: SingleRoIExtractor) -> bool:
+    """Whether :meth:`FixedBoxes.pool` computes what the extractor does: mmdet's default RoIAlign, on up to 4 levels."""
     layers, bins = extractor.roi_layers, extractor.roi_layers[0].output_size[0]
     options = {(layer.output_size, layer.sampling_ratio, layer.aligned) for layer in layers}
-    return len(layers) <= 4 and options == {((bins, bins), 0, True)} and {len(x) for x in features} == {1}
+    return len(layers) <= 4 and options == {((bins, bins), 0, True)}
 
 
-def roi_align(extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, levels: Tensor) -> Tensor:
-    """RoIAlign (He et al., ICCV 2017) of boxes (n, 4) on their level of the pyramid.
-
-    Args:
-        extractor: An extractor that :func:`can_roi_align` accepts.
-        features: Up to four maps (1, C, H, W).
-        boxes: Corners, float32; a box without area has no samples.
-        levels: The map of each box, (n,).
-
-    Returns:
-        (n, C, bins, bins), channels last, in the dtype of the maps.
-    """
-    layer, channels = extractor.roi_layers[0], features[0].shape[1]
-    bins, scales = layer.output_size[0], [layer.spatial_scale for layer in extractor.roi_layers]
-    maps = [x.permute(0, 2, 3, 1).contiguous() for x in features]
-    missing = 4 - len(maps)
-    sizes = [side for x in [*features, *[features[-1]] * missing] for side in x.shape[-2:]]
-    out = torch.empty(len(boxes), bins, bins, channels, device=boxes.device, dtype=features[0].dtype)
-    _roi_align_kernel[(len(boxes), bins * bins)](
-        *maps, *[maps[-1]] * missing, boxes.contiguous(), levels.int(), out, *sizes, *scales, *[scales[-1]] * missing,
-        C=channels, CHANNELS=triton.next_power_of_2(channels), BINS=bins,
-    )  # fmt: skip
-    return out.permute(0, 3, 1, 2)
-
-
-def paste_masks(masks: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float) -> Tensor:
-    """Masks at full size, (n, H, W), bool; see :func:`slab_det.deployment.masks.paste_masks`.
-
-    Args:
-        masks: Probabilities, (n, M, M), float32.
-        boxes: Corners in the image, (n, 4), float32.
-        shape: (H, W).
-        threshold: Smallest probability of a pixel inside the mask.
-    """
-    height, width = shape
-    out = torch.empty(len(boxes), height, width, dtype=torch.int8, device=boxes.device)
-    if out.numel():
-        _paste_kernel[(len(boxes), height, triton.cdiv(width, 512))](
-            masks.contiguous(), boxes.contiguous(), out, height, width, threshold, M=masks.shape[-1], BLOCK=512
-        )
-    return out.view(torch.bool)
+@constant
+def anchors(generator: AnchorGenerator, sizes: tuple, device: torch.device) -> Tensor:
+    """Returns the anchors (A, 4) of all levels for feature maps of these sizes."""
+    return torch.cat(generator.grid_priors(sizes, torch.float32, device))

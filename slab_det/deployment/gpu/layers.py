@@ -1,4 +1,4 @@
-"""Convolutions, FPN and heads with fewer kernels: products include bias and activation, and no layout is copied."""
+"""Convolutions, FPN and heads that launch fewer kernels: bias and activation are fused, maps stay channels last."""
 
 from __future__ import annotations
 
@@ -22,60 +22,47 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch._addmm_activation(bias, x, weight.t())
 
 
-def convolve(conv: nn.Conv2d, x: Tensor, relu: bool) -> Tensor:
-    """A convolution of maps (N, C, H, W), channels last, with its bias and perhaps a ReLU in the same kernel.
-
-    Without a ReLU, PyTorch adds the bias in a slow kernel of its own; :func:`kernels.add_bias` is a fast one.
-    """
-    if conv.kernel_size == conv.stride == (1, 1) and conv.groups == 1:
-        product = linear_relu if relu else F.linear
-        out = product(flat(x, x.shape[1]), conv.weight.flatten(1), conv.bias)
-        return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
-    options = conv.stride, conv.padding, conv.dilation, conv.groups
-    if not kernels.take(x) or x.dtype.itemsize > 4:
-        out = F.conv2d(x, conv.weight, conv.bias, *options)
-        return out.relu_() if relu else out
-    if relu:
-        return torch.cudnn_convolution_relu(x, conv.weight, conv.bias, *options)
-    out = F.conv2d(x, conv.weight, None, *options).contiguous(memory_format=torch.channels_last)
-    return kernels.add_bias(out, conv.bias)
-
-
 class FusedConv(nn.Conv2d):
-    """A convolution that computes with :func:`convolve`.
-
-    Attributes:
-        relu: Whether a ReLU follows.
-    """
+    """A convolution of channels-last maps (N, C, H, W), fused with its bias and, if ``relu``, with a ReLU."""
 
     relu = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return convolve(self, x, self.relu)
+    def forward(self, x: Tensor, relu: bool = False) -> Tensor:
+        relu = relu or self.relu
+        if self.kernel_size == self.stride == (1, 1) and self.groups == 1:
+            product = linear_relu if relu else F.linear
+            out = product(flat(x, x.shape[1]), self.weight.flatten(1), self.bias)
+            return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
+        options = self.stride, self.padding, self.dilation, self.groups
+        if not kernels.can_run(x) or x.dtype.itemsize > 4:
+            out = F.conv2d(x, self.weight, self.bias, *options)
+            return out.relu_() if relu else out
+        if relu:
+            return torch.cudnn_convolution_relu(x, self.weight, self.bias, *options)
+        # PyTorch would add the bias in a separate, slow kernel.
+        out = F.conv2d(x, self.weight, None, *options).contiguous(memory_format=torch.channels_last)
+        return kernels.add_bias(out, self.bias)
 
 
 def fused_conv(layer: nn.Module) -> FusedConv | None:
-    """The fused form of a convolution, alone or with a ReLU and without norm; None for every other layer."""
+    """Turns a convolution, or a ConvModule of convolution and ReLU, into a FusedConv in place; or returns None."""
     conv, relu = layer, False
     if type(layer) is ConvModule:
-        if layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding:
-            return None
-        if layer.with_activation and type(layer.activate) is not nn.ReLU:
-            return None
         conv, relu = layer.conv, layer.with_activation
-    if type(conv) is not nn.Conv2d or conv.bias is None:
-        return None
-    if conv.padding_mode != 'zeros' or isinstance(conv.padding, str):
+        others = layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding
+        if others or (relu and type(layer.activate) is not nn.ReLU):
+            return None
+    if type(conv) is not nn.Conv2d or conv.bias is None or conv.padding_mode != 'zeros' or type(conv.padding) is str:
         return None
     conv.__class__, conv.relu = FusedConv, relu
     return conv
 
 
 class FusedFPN(FPN):
-    """mmdet's FPN without extra convolutions; one kernel upsamples a level and adds it."""
+    """mmdet's FPN without extra convolutions; one kernel upsamples a level and adds it to the finer level."""
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if not kernels.take(inputs[0]):
+        if not kernels.can_run(inputs[0]):
             return super().forward(inputs)
         laterals = [conv(inputs[i + self.start_level]) for i, conv in enumerate(self.lateral_convs)]
         for i in range(len(laterals) - 1, 0, -1):
@@ -87,51 +74,50 @@ class FusedFPN(FPN):
 
 
 def fuse_fpn(model: nn.Module) -> None:
-    """Gives the FPN of a detector its fused form, in place."""
+    """Turns the FPN of a detector into a FusedFPN in place; other necks stay as they are."""
     neck = getattr(model, 'neck', None)
     if type(neck) is FPN and neck.upsample_cfg == dict(mode='nearest') and not neck.add_extra_convs:
         neck.__class__ = FusedFPN
 
 
 class RPN:
-    """The outputs of an RPN for every anchor.
+    """Computes the logits (n_i,) of the anchors of each level, and the deltas (A, 4) of all anchors.
 
     Args:
         head: The RPN.
-        fused: Whether logits and deltas are one product of copied weights; needs mmdet's head of one convolution.
+        fused: Whether one product with copied weights gives logits and deltas; ignored unless rpn_conv is a FusedConv.
     """
 
     def __init__(self, head: RPNHead, fused: bool) -> None:
         self.head = head
         self.fused = fused and type(head).forward_single is RPNHead.forward_single and type(head.rpn_conv) is FusedConv
         if self.fused:
-            self.anchors = head.rpn_cls.out_channels
             layers = head.rpn_cls, head.rpn_reg
-            # Rows whose length is a multiple of 16 bytes.
+            # Pads the rows of ``outputs`` to a multiple of 16 bytes.
             missing = -sum(layer.out_channels for layer in layers) % 8
             self.weight = F.pad(torch.cat([layer.weight.flatten(1) for layer in layers]), (0, 0, 0, missing)).detach()
             self.bias = F.pad(torch.cat([layer.bias for layer in layers]), (0, missing)).detach()
 
     def __call__(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The logits (n_i,) of the anchors of each level, and the deltas (A, 4) of all."""
         if not self.fused:
             logits, deltas = self.head(features)
             return [flat(x, 1)[:, 0] for x in logits], torch.cat([flat(x, 4) for x in deltas])
         sizes = [len(x) * x.shape[2] * x.shape[3] for x in features]
         outputs = features[0].new_empty(sum(sizes), len(self.weight), dtype=self.weight.dtype)
         for part, x in zip(outputs.split(sizes), features, strict=True):
-            hidden = convolve(self.head.rpn_conv, x.to(self.weight.dtype), relu=True)
+            hidden = self.head.rpn_conv(x.to(self.weight.dtype), relu=True)
             torch.addmm(self.bias, flat(hidden, hidden.shape[1]), self.weight.t(), out=part)
-        logits, deltas = outputs[:, : self.anchors].float(), outputs[:, self.anchors : 5 * self.anchors]
-        return list(logits.flatten().split([self.anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
+        anchors = self.head.rpn_cls.out_channels
+        logits, deltas = outputs[:, :anchors].float(), outputs[:, anchors : 5 * anchors]
+        return list(logits.flatten().split([anchors * size for size in sizes])), deltas.reshape(-1, 4).float()
 
 
 class BoxHead:
-    """Class logits (n, classes + 1) and deltas (n, 4 classes) of regions (n, C, h, w).
+    """Computes class logits (n, classes + 1) and deltas (n, 4 classes) of regions (n, C, h, w).
 
     Args:
-        head: The head.
-        fused: Whether copied weights read regions channels last; needs a head of linear layers alone.
+        head: The bbox_head.
+        fused: Whether copied weights read channels-last regions; ignored unless the head has linear layers only.
     """
 
     def __init__(self, head: nn.Module, fused: bool) -> None:
@@ -155,7 +141,7 @@ class BoxHead:
 
 
 def _is_linear(head: nn.Module) -> bool:
-    """Whether a head is shared linear layers with ReLU, and one linear layer each for classes and boxes."""
+    """Whether a head has only shared linear layers with ReLU, and one linear layer each for classes and boxes."""
     if type(head).forward is not ConvFCBBoxHead.forward or head.with_avg_pool or not head.num_shared_fcs:
         return False
     others = *head.shared_convs, *head.cls_convs, *head.cls_fcs, *head.reg_convs, *head.reg_fcs
@@ -163,11 +149,11 @@ def _is_linear(head: nn.Module) -> bool:
 
 
 class MaskHead:
-    """Mask logits (n, 28, 28) of regions (n, C, 14, 14), each for its label.
+    """Computes mask logits (n, 28, 28) of regions (n, C, 14, 14), each for the label of its region.
 
     Args:
-        head: The head.
-        fused: Whether only the mask of the label is computed; needs a head with a transposed convolution.
+        head: The mask_head.
+        fused: Whether other labels' masks are left out; ignored unless a transposed convolution upsamples by 2.
     """
 
     def __init__(self, head: FCNMaskHead, fused: bool) -> None:
@@ -176,7 +162,7 @@ class MaskHead:
         self.fused = fused and type(head).forward is FCNMaskHead.forward and type(up) is nn.ConvTranspose2d
         self.fused = self.fused and up.kernel_size == up.stride == (2, 2) and isinstance(last, nn.Conv2d)
         if self.fused:
-            # One product: each quarter of its columns is one of the four pixels that a pixel becomes.
+            # One product upsamples: each quarter of its columns is one of the four pixels that replace a pixel.
             self.up_weight = up.weight.detach().permute(2, 3, 1, 0).flatten(0, 2).contiguous()
             self.up_bias = up.bias.detach().repeat(4)
 

@@ -2,93 +2,73 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import torch
 from mmdet.models.detectors import TwoStageDetector
 from torch import Tensor
 
-from slab_det.deployment import detection
-from slab_det.deployment.gpu.boxes import FixedBoxes
+from slab_det.deployment.detection import EMPTY, Boxes, detect_regions, propose
+from slab_det.deployment.gpu.box_kernels import anchors, can_pool
 from slab_det.deployment.gpu.layers import RPN, BoxHead, MaskHead
-from slab_det.deployment.supported import check_two_stage
-
-
-class Detections(NamedTuple):
-    """What a detector found in one image, best first.
-
-    Attributes:
-        boxes: Corners in the original image, (n, 4); n is ``max_per_img``.
-        scores: (n,), ``EMPTY`` behind the last object.
-        labels: (n,).
-        exact: Whether the detector's own ``predict`` finds the same; otherwise it must be called.
-        masks: Probabilities, (n, 28, 28), or None.
-    """
-
-    boxes: Tensor
-    scores: Tensor
-    labels: Tensor
-    exact: Tensor
-    masks: Tensor | None = None
-
-
-class Frame(NamedTuple):
-    """The size of an image, as tensors (4,), x and y twice.
-
-    Attributes:
-        limits: Its width and height, without padding.
-        scale: How much larger it is than the original image.
-        rescale: One over ``scale``, as mmdet rounds it.
-    """
-
-    limits: Tensor
-    scale: Tensor
-    rescale: Tensor
-
-    @classmethod
-    def numbers(cls, metainfo: dict) -> list[list[float]]:
-        """The values of the three tensors, from the metainfo of a data sample."""
-        (height, width), (x, y) = metainfo['img_shape'][:2], metainfo['scale_factor'][:2]
-        return [[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2]
+from slab_det.deployment.supported import check_two_stage, require
 
 
 class StaticDetector:
-    """A Faster or Mask R-CNN as a function ``(image (1, 3, H, W), Frame) -> Detections``.
+    """Runs a Faster or Mask R-CNN on tensors whose shapes do not depend on the number of objects.
 
     Args:
-        detector: The detector, whose modules this form runs.
-        fused: Whether heads compute with fewer kernels.
+        detector: The detector, whose modules run.
+        boxes: Box operators that return tensors of fixed shapes.
+        fused: Whether the heads run in their fused forms, with fewer kernels.
 
     Raises:
-        Unsupported: If a part of the detector computes something else than this form.
+        Unsupported: If a part of the detector computes something that this class does not.
     """
 
-    def __init__(self, detector: TwoStageDetector, fused: bool = False) -> None:
+    def __init__(self, detector: TwoStageDetector, boxes: Boxes, fused: bool = False) -> None:
         check_two_stage(detector)
-        self.detector, self.boxes, self.rpn = detector, FixedBoxes(), RPN(detector.rpn_head, fused)
-        self.box_head = BoxHead(detector.roi_head.bbox_head, fused)
-        self.mask_head = MaskHead(detector.roi_head.mask_head, fused) if detector.with_mask else None
+        rpn_head, roi_head = detector.rpn_head, detector.roi_head
+        self.detector, self.boxes, self.rpn = detector, boxes, RPN(rpn_head, fused)
+        self.box_head = BoxHead(roi_head.bbox_head, fused)
+        self.mask_head = MaskHead(roi_head.mask_head, fused) if detector.with_mask else None
+        extractors = [roi_head.bbox_roi_extractor, *([roi_head.mask_roi_extractor] if detector.with_mask else [])]
+        require('square RoIAlign with sampling_ratio=0 on up to four levels', all(map(can_pool, extractors)))
 
-    def settings(self) -> tuple:
-        """The values of the configs that results depend on."""
-        return detection.settings(self.detector.rpn_head.test_cfg), detection.settings(self.detector.roi_head.test_cfg)
+    def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
+        """Detects the objects of an image (1, 3, H, W); the first ``count`` of the n returned rows are objects.
 
-    def __call__(self, image: Tensor, frame: Frame) -> Detections:
+        Args:
+            image: Normalised and padded.
+            frame: Result of :func:`measure_frame`, (3, 4).
+
+        Returns:
+            Integers (count, exact); exact is 0 if ``predict`` of the detector may find other objects. Then, best first:
+            corners in the original image (n, 4), scores (n,), labels (n,) and, with a mask head, mask probabilities
+            (n, 28, 28).
+        """
         boxes, rpn_head, roi_head = self.boxes, self.detector.rpn_head, self.detector.roi_head
+        limits, scale, rescale = frame
         features = self.detector.extract_feat(image)
-        priors = boxes.priors(rpn_head, features)
-        corners, scores = detection.propose(boxes, rpn_head, *self.rpn(features), priors, frame.limits)
-        # A score that is not a number comes first in mmdet, and is no score here.
+        priors = anchors(rpn_head.prior_generator, tuple(x.shape[-2:] for x in features), image.device)
+        corners, scores = propose(boxes, rpn_head, *self.rpn(features), priors, limits)
+        # mmdet ranks a NaN score first; here a place whose score is NaN counts as empty.
         is_number = scores[0] == scores[0]
         regions, _ = boxes.pool(roi_head.bbox_roi_extractor, features, corners, scores)
-        outputs = *self.box_head(regions), (corners, scores), frame.limits
+        outputs = *self.box_head(regions), (corners, scores), limits
         # With masks, mmdet suppresses boxes before it rescales them to the original image.
-        rescale = None if self.mask_head else frame.rescale
+        rescale = None if self.mask_head else rescale
         cfg = roi_head.test_cfg
-        corners, scores, labels, exact = detection.detect_regions(
+        corners, scores, labels, exact = detect_regions(
             boxes, roi_head.bbox_head, cfg, *outputs, rescale, cfg.score_thr
         )
         exact = exact & is_number
-        if self.mask_head is None:
-            return Detections(corners, scores, labels, exact)
-        regions, _ = boxes.pool(roi_head.mask_roi_extractor, features, corners, scores)
-        return Detections(corners / frame.scale, scores, labels, exact, self.mask_head(regions, labels).sigmoid())
+        masks = ()
+        if self.mask_head:
+            regions, _ = boxes.pool(roi_head.mask_roi_extractor, features, corners, scores)
+            corners, masks = corners / scale, (self.mask_head(regions, labels).sigmoid(),)
+        return torch.stack([(scores > EMPTY).sum(), exact.long()]), corners, scores, labels, *masks
+
+
+def measure_frame(metainfo: dict) -> Tensor:
+    """Returns rows (x, y, x, y): unpadded size of an image, its scale, and the inverse scale, rounded as in mmdet."""
+    (height, width), (x, y) = metainfo['img_shape'][:2], metainfo['scale_factor'][:2]
+    return torch.tensor([[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2])
