@@ -14,9 +14,9 @@ _recording = local()
 
 
 def constant(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that makes tensors, and keeps its last 1,024 results, which callers must not change."""
+    """Decorates a function that makes tensors, and keeps its last 256 results, which callers must not change."""
     # Later calls, in other modes, get the same tensors: inference tensors could not serve all of them.
-    kept = lru_cache(1024)(torch.inference_mode(False)(torch.no_grad()(make)))
+    kept = lru_cache(256)(torch.inference_mode(False)(torch.no_grad()(make)))
 
     @wraps(make)
     def get(*args: Any) -> Any:

@@ -57,6 +57,8 @@ def captured_shapes(monkeypatch):
         monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: self)
         monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
         monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+        stream = SimpleNamespace(wait_event=lambda event: None, record_event=object)
+        monkeypatch.setattr(torch.cuda, 'current_stream', lambda: stream)
         monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(total_memory=1000))
         monkeypatch.setattr(import_module('slab_det.deployment.deploy'), '_is_on_cpu', lambda model: False)
     return shapes

@@ -31,12 +31,12 @@ _capturing = Lock()
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured graph, its static tensors, the constants that it reads, and the memory that it added to the pool."""
+    """A captured graph, its static tensors, what else it reads, and the memory that it added to the pool."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    constants: list
+    reads: list
     num_bytes: int
 
 
@@ -44,16 +44,19 @@ class GraphCache:
     """Captures a function of tensors in CUDA graphs; a replay launches all kernels without running Python.
 
     Captures one graph for each combination of input shapes and ``settings``, in about a tenth of a second. Beyond
-    ``MAX_GRAPHS`` or ``MAX_SHARE``, drops the least recently used graph. Threads take turns.
+    ``MAX_GRAPHS`` or ``MAX_SHARE``, drops the least recently used graph. Threads and streams take turns.
 
     Args:
         function: Returns a tuple of tensors, and must not wait for the GPU.
+        model: The module that the function runs. Its graphs keep the memory of its weights, so that a model that has
+            moved finds other addresses, and no graph of the old ones.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._function, self._lock = function, Lock()
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], model: nn.Module | None = None) -> None:
+        self._function, self._model, self._lock = function, model, Lock()
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self._pool: tuple[int, int] | None = None
+        self._done: torch.cuda.Event | None = None
 
     def __call__(self, *inputs: Tensor, settings: Hashable = ()) -> tuple[Tensor, ...] | None:
         """Returns copies of the function's results, or None if the function cannot be captured.
@@ -70,11 +73,17 @@ class GraphCache:
             found = self._graphs[key]
             if found is None:
                 return None
+            stream = torch.cuda.current_stream()
+            if self._done is not None:
+                # The lock orders launches; on another stream the last replay may still run.
+                stream.wait_event(self._done)
             for static, given in zip(found.inputs, inputs, strict=True):
                 static.copy_(given, non_blocking=True)
             found.graph.replay()
             # The next replay, from any thread, overwrites the outputs.
-            return tuple(output.clone() for output in found.outputs)
+            outputs = tuple(output.clone() for output in found.outputs)
+            self._done = stream.record_event()
+            return outputs
 
     def _try_capture(self, inputs: tuple[Tensor, ...]) -> _Graph | None:
         try:
@@ -110,7 +119,9 @@ class GraphCache:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode='thread_local'):
                 outputs = self._function(*inputs)
             self._pool = self._pool or graph.pool()
-            return _Graph(graph, inputs, outputs, constants, torch.cuda.memory_reserved() - before)
+            weights = [*self._model.parameters(), *self._model.buffers()] if self._model else []
+            reads = [*constants, *(weight.detach() for weight in weights)]
+            return _Graph(graph, inputs, outputs, reads, torch.cuda.memory_reserved() - before)
 
     def _make_room(self) -> None:
         limit = MAX_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -141,7 +152,7 @@ class GraphedPrediction:
     @cached_property
     def _graphs(self) -> GraphCache:
         # Not in __init__, which copying and loading call before the model has its modules.
-        return GraphCache(StaticDetector(self._model, FixedBoxes(), fused=True))
+        return GraphCache(StaticDetector(self._model, FixedBoxes(), fused=True), self._model)
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -179,7 +190,7 @@ class GraphedFeatures:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._graphs = GraphCache(lambda image: tuple(type(model).extract_feat(model, image)))
+        self._graphs = GraphCache(lambda image: tuple(type(model).extract_feat(model, image)), model)
 
     def __reduce__(self) -> tuple:
         return GraphedFeatures, (self._model,)

@@ -29,7 +29,7 @@ class FusedConv(nn.Conv2d):
 
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         relu = relu or self.relu
-        if self.kernel_size == self.stride == (1, 1) and self.groups == 1:
+        if self.kernel_size == self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1:
             product = linear_relu if relu else F.linear
             out = product(flat(x, x.shape[1]), self.weight.flatten(1), self.bias)
             return out.view(x.shape[0], *x.shape[2:], -1).permute(0, 3, 1, 2)
@@ -49,7 +49,7 @@ def fused_conv(layer: nn.Module) -> FusedConv | None:
     conv, relu = layer, False
     if type(layer) is ConvModule:
         conv, relu = layer.conv, layer.with_activation
-        others = layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding
+        others = layer.with_norm or layer.with_spectral_norm or layer.with_explicit_padding or layer.order[0] != 'conv'
         if others or (relu and type(layer.activate) is not nn.ReLU):
             return None
     if type(conv) is not nn.Conv2d or conv.bias is None or conv.padding_mode != 'zeros' or type(conv.padding) is str:
@@ -90,7 +90,8 @@ class RPN:
 
     def __init__(self, head: RPNHead, fused: bool) -> None:
         self.head = head
-        self.fused = fused and type(head).forward_single is RPNHead.forward_single and type(head.rpn_conv) is FusedConv
+        is_stock = (type(head).forward, type(head).forward_single) == (RPNHead.forward, RPNHead.forward_single)
+        self.fused = fused and is_stock and type(head.rpn_conv) is FusedConv
         if self.fused:
             layers = head.rpn_cls, head.rpn_reg
             # Pads the rows of ``outputs`` to a multiple of 16 bytes.

@@ -31,6 +31,8 @@ class StaticDetector:
         self.box_head = BoxHead(roi_head.bbox_head, fused)
         self.mask_head = MaskHead(roi_head.mask_head, fused) if detector.with_mask else None
         extractors = [roi_head.bbox_roi_extractor, *([roi_head.mask_roi_extractor] if detector.with_mask else [])]
+        # Kernels of NMS count pairs of anchors in 32 bits.
+        require('a positive nms_pre in test_cfg.rpn', rpn_head.test_cfg.get('nms_pre', -1) > 0)
         require('square RoIAlign with sampling_ratio=0 on up to four levels', all(map(can_pool, extractors)))
 
     def __call__(self, image: Tensor, frame: Tensor) -> tuple[Tensor, ...]:
