@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
         entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)
         entries[name]['name'] += form_suffix(args.deploy, args.dtype)
     results = slab_det.measure_latency(models, device=device, **latency_options(args))
-    print(latency_table(list(results.values())))
+    print(latency_table(results))
     if args.json:
         filled = [ReportEntry(**entries[name], latency=result.to_dict()) for name, result in results.items()]
         update_report(args.json, *filled)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from slab_det.cli import command, find_folder
 
-TOOLS = find_folder('tools').resolve()
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--work-dir', default='work_dirs/quickstart', help='(default %(default)s)')
@@ -25,9 +23,9 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.registry import init_default_scope
 
     from slab_det.cli.config import read_config
-    from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
-    from slab_det.measure import update_report
+    from slab_det.cli.quickstart_results import compare, measure, objects_figure
     from slab_det.measure.figure import ap_latency_figure, save_figure
+    from slab_det.measure.report import update_report
 
     start = time.monotonic()
     work_dir = Path(args.work_dir)
@@ -59,7 +57,7 @@ def main(args: argparse.Namespace) -> None:
     table = compare(entries)
     (work_dir / 'table.md').write_text(table)
     save_figure(ap_latency_figure(entries), work_dir / 'ap_latency.svg')
-    save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
+    save_figure(objects_figure(models, dataset), work_dir / 'predictions.png')
     print(f'\n{table}')
     print('Written to ' + ', '.join(str(work_dir / name) for name in ('table.md', 'report.json')))
     print('Pictures:  ' + ', '.join(map(str, (*sorted(work_dir.glob('*.svg')), work_dir / 'predictions.png'))))
@@ -68,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
 
 def call(tool: str, *arguments: object) -> None:
     """Runs a program of tools/ in its own process; if it fails, the quick start ends with its exit code."""
-    command = ['python', relative(TOOLS / tool), *map(str, arguments)]
+    command = ['python', relative(find_folder('tools') / tool), *map(str, arguments)]
     print(f'\n$ {shlex.join(command)}', flush=True)
     done = subprocess.run([sys.executable, *command[1:]], check=False)
     if done.returncode:

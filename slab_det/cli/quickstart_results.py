@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import mmcv
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from mmdet.visualization import DetLocalVisualizer
@@ -17,12 +16,11 @@ import slab_det
 from slab_det.checkpoints import is_fused
 from slab_det.checkpoints.build import build_detector
 from slab_det.cli.config import read_config
-from slab_det.measure import ReportEntry, measure_latency
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
 from slab_det.measure.latency import format_ratio
 from slab_det.measure.markdown import format_table
-from slab_det.measure.report import describe_dataset, describe_model, latency_scope
+from slab_det.measure.report import ReportEntry, describe_dataset, describe_model, latency_scope
 
 # (height, width) at which latency is measured: twice that of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)
@@ -42,15 +40,14 @@ def measure(
     Returns:
         The deployed models, and the entry of each.
     """
-    training = dict(
-        seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=cfg.train_dataloader.batch_size
-    )
-    models, entries = {}, {}
+    batch_size = cfg.train_dataloader.batch_size
+    training = dict(seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=batch_size)
+    models, entries = {}, []
     for name, (config, checkpoint) in files.items():
         model_cfg = read_config(str(config))
         model = build_detector(model_cfg, str(checkpoint))
         models[name] = slab_det.deploy(model)
-        entries[name] = ReportEntry(
+        entry = ReportEntry(
             **describe_model(model_cfg.model) | {'name': name},
             variant='fused' if is_fused(model) else 'unfused',
             config=str(config),
@@ -59,9 +56,10 @@ def measure(
             training=training,
             ap=evaluate(models[name], cfg),
         )
+        entries.append(entry)
     image = dataset.get_data_info(0)['img_path']
-    results = measure_latency(models, SIZE, rounds=100, warmup=10, image=image, cost=True, progress=True)
-    return models, [replace(entries[name], latency=result.to_dict()) for name, result in results.items()]
+    results = slab_det.measure_latency(models, SIZE, warmup=10, image=image, cost=True, progress=True)
+    return models, [replace(entry, latency=results[entry.name].to_dict()) for entry in entries]
 
 
 def compare(entries: Sequence[ReportEntry]) -> str:
@@ -70,58 +68,34 @@ def compare(entries: Sequence[ReportEntry]) -> str:
     Args:
         entries: What :func:`measure` returned, LayerNorm first.
     """
-    header = ['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {entries[0].name}']
-    rows = []
+    first, rows = entries[0], []
     for entry in entries:
-        rows.append(
-            [
-                entry.name,
-                str(entry.latency['cost']['norms_left']),
-                *(f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')),
-                f'{entry.latency["median_ms"]:.1f}',
-                '1' if entry is entries[0] else format_ratio(entry.latency),
-            ]
-        )
-    return '\n'.join(
-        [
-            format_table(header, rows),
-            '',
-            f'AP on {entries[0].dataset["images"]} generated images, one seed. Latency: {latency_scope(entries[0])}, '
-            'in turns; ratio: median and quartiles over the rounds.',
-            '',
-        ]
+        ap = [f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')]
+        ratio = '1' if entry is first else format_ratio(entry.latency)
+        norms_left = str(entry.latency['cost']['norms_left'])
+        rows.append([entry.name, norms_left, *ap, f'{entry.latency["median_ms"]:.1f}', ratio])
+    table = format_table(['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {first.name}'], rows)
+    return (
+        f'{table}\n\nAP on {first.dataset["images"]} generated images, one seed. Latency: {latency_scope(first)}, in '
+        'turns; ratio: median and quartiles over the rounds.\n'
     )
 
 
+@styled
 @torch.no_grad()
-def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[dict[str, np.ndarray]]:
-    """Draws the first images with the true objects, and with those that each model finds with a score of 0.5 or more.
-
-    Returns:
-        For each image the pictures, (H, W, 3) uint8 in RGB, by the name of the model, or 'truth'.
-    """
+def objects_figure(models: Mapping[str, nn.Module], dataset: BaseDataset) -> Figure:
+    """Draws the first images with the true objects, and with the objects that each model finds (score 0.5 or more)."""
     visualizer = DetLocalVisualizer()
     visualizer.dataset_meta = dataset.metainfo
-    drawn = []
-    for index in range(NUM_DRAWN):
-        batch, panels = pseudo_collate([dataset[index]]), {}
-        for name, model in models.items():
-            (found,) = model.test_step(batch)
-            image = mmcv.imread(found.img_path, channel_order='rgb')
-            for panel, truth in (('truth', True), (name, False)):
-                visualizer.add_datasample(panel, image, found, draw_gt=truth, draw_pred=not truth, pred_score_thr=0.5)
-                panels[panel] = visualizer.get_image()
-        drawn.append(panels)
-    return drawn
-
-
-@styled
-def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
-    """Draws the pictures that :func:`draw_objects` returned, one row per image."""
-    figure = Figure(figsize=(WIDTH, 1.25 * len(drawn)))
-    for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):
-        for axes, (name, pixels) in zip(row, panels.items(), strict=True):
-            axes.imshow(pixels)
+    figure = Figure(figsize=(WIDTH, 1.25 * NUM_DRAWN))
+    for index, row in enumerate(figure.subplots(NUM_DRAWN, 1 + len(models), squeeze=False)):
+        batch = pseudo_collate([dataset[index]])
+        for axes, name in zip(row, ('truth', *models), strict=True):
+            (sample,) = models[name].test_step(batch) if name in models else batch['data_samples']
+            image = mmcv.imread(sample.img_path, channel_order='rgb')
+            what = dict(draw_gt=name not in models, draw_pred=name in models, pred_score_thr=0.5)
+            visualizer.add_datasample(name, image, sample, **what)
+            axes.imshow(visualizer.get_image())
             axes.set_axis_off()
-            axes.set_title(name if panels is drawn[0] else '')
+            axes.set_title(name if index == 0 else '')
     return figure

@@ -18,7 +18,7 @@ from slab_det.measure.report import (
     write_report,
 )
 from slab_det.norms import TokenBN
-from slab_det.runtime.errors import ReportError
+from slab_det.runtime.errors import SlabDetError
 
 AP = {'bbox': {'AP': 0.4311, 'AP50': 0.66, 'AP75': 0.47, 'APs': None, 'APm': 0.464, 'APl': 0.56}}
 DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}
@@ -58,17 +58,17 @@ def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: p
     path = tmp_path / 'report.json'
     # The hook knows the checkpoint by its absolute path.
     update_report(path, entry(checkpoint=str(tmp_path / 'a.pth'), ap=AP, training={'seed': 0}))
-    report = update_report(
+    update_report(
         path,
         entry(checkpoint='a.pth', latency=latency(5.0)),
         entry(checkpoint='a.pth', variant='unfused', latency=latency(6.0)),
     )
-    assert report == read_report(path)
+    report = read_report(path)
     assert [found.variant for found in report] == ['fused', 'unfused']
     assert (report[0].ap, report[0].training, report[0].latency) == (AP, {'seed': 0}, latency(5.0))
-    newer = update_report(path, entry(checkpoint='a.pth', latency=latency(4.0)))
-    assert newer[0].latency == latency(4.0)
-    assert len(update_report(path, entry(config='b.py'))) == 3, 'another config is another row'
+    update_report(path, entry(checkpoint='a.pth', latency=latency(4.0)), entry(config='b.py'))
+    newer = read_report(path)
+    assert newer[0].latency == latency(4.0) and len(newer) == 3, 'another config is another row'
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: p
 )
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / 'report.json').write_text(content)
-    with pytest.raises(ReportError, match=rf'report\.json is no report.json of slab_det: .*{message}'):
+    with pytest.raises(SlabDetError, match=rf'report\.json is no report.json of slab_det: .*{message}'):
         read_report(tmp_path / 'report.json')
 
 
