@@ -90,8 +90,10 @@ def objects_figure(models: Mapping[str, nn.Module], dataset: BaseDataset) -> Fig
     figure = Figure(figsize=(WIDTH, 1.25 * NUM_DRAWN))
     for index, row in enumerate(figure.subplots(NUM_DRAWN, 1 + len(models), squeeze=False)):
         batch = pseudo_collate([dataset[index]])
-        for axes, name in zip(row, ('truth', *models), strict=True):
-            (sample,) = models[name].test_step(batch) if name in models else batch['data_samples']
+        found = [model.test_step(batch)[0] for model in models.values()]
+        # Each of them has the true objects too.
+        samples = zip(('truth', *models), (found[0], *found), strict=True)
+        for axes, (name, sample) in zip(row, samples, strict=True):
             image = mmcv.imread(sample.img_path, channel_order='rgb')
             what = dict(draw_gt=name not in models, draw_pred=name in models, pred_score_thr=0.5)
             visualizer.add_datasample(name, image, sample, **what)

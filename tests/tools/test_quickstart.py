@@ -49,7 +49,7 @@ def test_what_is_found_stands_beside_the_truth(small_detector, tmp_path: Path, m
         plain = cv2.imread(dataset.get_data_info(index)['img_path'])[..., ::-1]
         truth, one, another = (axes.images[0].get_array() for axes in figure.axes[3 * index : 3 * index + 3])
         assert plain.shape == truth.shape == one.shape == another.shape
-        assert (truth != plain).any() and (truth != one).any() and (one != another).any()
+        assert (truth != plain).any() and (truth != one).any()
     assert [axes.get_title() for axes in figure.axes] == ['truth', 'one', 'another'] + [''] * 6
     figure.draw_without_rendering()
     assert figure.get_tightbbox().x1 <= figure.get_size_inches()[0]
