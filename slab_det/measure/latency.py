@@ -208,30 +208,19 @@ def latency_table(results: Mapping[str, LatencyResult]) -> str:
 
 
 def format_ratio(latency: Mapping) -> str:
-    """Returns the ratio to the first model with its quartiles, such as '0.82 (0.80 to 0.85)'.
-
-    Args:
-        latency: What :meth:`LatencyResult.to_dict` returns, also read from a report.
-    """
+    """Returns the ratio and the quartiles in a ``LatencyResult.to_dict()``, such as '0.82 (0.80 to 0.85)'."""
     low, high = latency['ratio_quartiles']
     return f'{latency["ratio"]:.2f} ({low:.2f} to {high:.2f})'
 
 
 def describe_scope(latency: Mapping) -> str:
-    """Returns the conditions of a latency as one line.
-
-    Args:
-        latency: What :meth:`LatencyResult.to_dict` returns, also read from a report.
-    """
+    """Returns the conditions in a ``LatencyResult.to_dict()`` as one line."""
     height, width = latency['size']
     threads = latency['threads']
-    how = [
-        latency['dtype'],
-        'freed memory kept' if latency.get('kept_memory') else '',
-        latency['device'],
-        f'{threads} thread{"s" if threads != 1 else ""}',
-    ]
-    return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {", ".join(filter(None, how))}'
+    memory = 'freed memory kept' if latency.get('kept_memory') else ''
+    cpu = f'{threads} thread{"s" if threads != 1 else ""}'
+    how = ', '.join(filter(None, (latency['dtype'], memory, latency['device'], cpu)))
+    return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {how}'
 
 
 def find_device(name: str | torch.device) -> torch.device:
