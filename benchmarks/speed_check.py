@@ -89,7 +89,7 @@ def main() -> None:
     stored = Results(args.file, args.device)
     for check in CHECKS:
         repeats = measure(check, args)
-        name_of_base, base = next(iter(repeats[0].items()))
+        base_name, base = next(iter(repeats[0].items()))
         scope, lines = describe_scope(base.to_dict()), []
         for name, here in ratios(repeats).items():
             identity = dict(name=name, scope=scope)
@@ -97,10 +97,10 @@ def main() -> None:
             quotient = f'{here["ratio"] / before["ratio"]:.3f}' if before else '–'
             lines.append((name, show(here), show(before), quotient))
             if args.store:
-                made = dict(base=name_of_base, base_ms=base.median_ms, rounds=args.rounds, repeats=args.repeat)
+                made = dict(base=base_name, base_ms=base.median_ms, rounds=args.rounds, repeats=args.repeat)
                 stored.add(identity, dict(commit=commit(), **here, **made))
         titles = ('model', f'this commit ({commit()})', 'stored', 'this commit / stored')
-        print(f'\n{scope}, over {name_of_base} at {base.median_ms:.1f} ms\n\n{format_table(titles, lines)}')
+        print(f'\n{scope}, over {base_name} at {base.median_ms:.1f} ms\n\n{format_table(titles, lines)}')
 
 
 if __name__ == '__main__':

@@ -25,17 +25,8 @@ DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images'
 
 
 def latency(median_ms: float, **changes: object) -> dict:
-    return {
-        'median_ms': median_ms,
-        'scope': 'detector',
-        'size': [800, 1333],
-        'dtype': 'float32',
-        'device': 'Some CPU',
-        'threads': 2,
-        'rounds': 100,
-        'warmup': 20,
-        **changes,
-    }
+    conditions = {'scope': 'detector', 'size': [800, 1333], 'dtype': 'float32', 'device': 'Some CPU', 'threads': 2}
+    return {'median_ms': median_ms, **conditions, 'rounds': 100, 'warmup': 20, **changes}
 
 
 def entry(name: str = 'SLAB-Swin-T', variant: str = 'fused', **changes: object) -> ReportEntry:
@@ -76,7 +67,6 @@ def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: p
     [
         ('{', 'JSONDecodeError'),
         ('{"schema": 2, "entries": []}', 'schema 2, expected 1'),
-        ('{"schema": 1}', "KeyError.*'entries'"),
         ('{"schema": 1, "entries": [{"speed": 3}]}', 'speed'),
     ],
 )
