@@ -34,7 +34,7 @@ from slab_det.deployment import detection
 from slab_det.deployment.gpu.graph import GraphCache
 from slab_det.deployment.gpu.static import Frame, StaticDetector
 from slab_det.measure.environment import device_name
-from slab_det.measure.latency import DTYPES, LatencyResult, measure_latency
+from slab_det.measure.latency import LatencyResult, measure_latency
 from slab_det.measure.markdown import format_table
 
 SIZE, PADDED = (800, 1333), (800, 1344)
@@ -74,7 +74,7 @@ def variants(name: str, row: Row) -> dict[str, nn.Module]:
         made[FORMS[1]] = copy.copy(model)
         made[FORMS[1]].forward = torch.autocast('cuda', torch.float16)(model.forward)
         return made
-    return made | {form: slab_det.deploy(model, DTYPES[form.split()[-1]]) for form in FORMS[2:]}
+    return made | {form: slab_det.deploy(model, getattr(torch, form.split()[-1])) for form in FORMS[2:]}
 
 
 def first_call(name: str, model: nn.Module) -> float:

@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints import is_fused
     from slab_det.checkpoints.build import build_detector
     from slab_det.cli.config import check_report, read_config
-    from slab_det.measure.latency import DTYPES, find_device, latency_table
+    from slab_det.measure.latency import find_device, latency_table
     from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
     from slab_det.runtime.errors import SlabDetError
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
         if args.fuse:
             model = slab_det.fuse(model, inplace=True)
         if args.deploy:
-            model = slab_det.deploy(model, DTYPES[args.dtype], inplace=True)
+            model = slab_det.deploy(model, getattr(torch, args.dtype), inplace=True)
         variant = 'fused' if is_fused(model) else 'unfused'
         form = f'{variant}, deployed' if args.deploy else variant
         name = f'{Path(config).stem} ({form})'

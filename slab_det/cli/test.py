@@ -35,7 +35,8 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import check_report, config_from_arguments
     from slab_det.cli.runner import run_test
     from slab_det.data import check_data
-    from slab_det.measure import describe_environment, report
+    from slab_det.measure import report
+    from slab_det.measure.environment import describe_environment
     from slab_det.runtime.distributed import unwrap
     from slab_det.runtime.errors import SlabDetError
     from slab_det.runtime.run_folder import check_writable

@@ -22,19 +22,9 @@ from slab_det.deployment import is_deployed
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
+from slab_det.measure.scopes import DTYPES, SCOPES
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.progress import Progress
-
-DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
-# The work inside the timed region of each scope.
-SCOPES = {
-    'backbone': 'backbone forward on a normalised, padded image',
-    'backbone+neck': 'backbone and neck forward on a normalised, padded image',
-    'detector': 'prediction on a normalised, padded image: backbone, neck, all heads, NMS, masks pasted to full size; '
-    'without image decoding, resizing and normalisation',
-    'end-to-end': 'from the bytes of the image file in memory to predictions on the original image: decoding, '
-    'resizing, normalisation, padding, copy to the device, backbone, neck, all heads, NMS, masks pasted to full size',
-}
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,7 @@ class LatencyResult:
     """Latency of one model in milliseconds per image at batch 1, and the conditions of the measurement.
 
     Attributes:
-        scope: One of ``SCOPES``.
+        scope: One of :data:`slab_det.measure.scopes.SCOPES`.
         timed: The work inside the timed region, in words.
         size, warmup, rounds: Arguments of :func:`measure_latency`.
         image: File name of the input, or 'seeded noise'.
@@ -108,7 +98,7 @@ def measure_latency(
             pads it as in testing; a model without one gets a multiple of 32.
         rounds: Timed rounds.
         warmup: Rounds before them, not timed.
-        scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see ``SCOPES``.
+        scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see :data:`slab_det.measure.scopes.SCOPES`.
         device: 'cpu', 'cuda' or 'cuda:N'.
         dtype: 'float32', 'float16' or 'bfloat16': autocast. Weights in half precision, and a model from
             slab_det.deploy, keep their dtype.
@@ -135,7 +125,7 @@ def measure_latency(
     cv2.setNumThreads(threads or torch_threads)
     try:
         timed = {
-            name: _TimedModel(model, scope, content, tuple(size), device, DTYPES[dtype])
+            name: _TimedModel(model, scope, content, tuple(size), device, getattr(torch, dtype))
             for name, model in models.items()
         }
         costs = {name: measure_cost(model.parts(), model) if cost else None for name, model in timed.items()}
