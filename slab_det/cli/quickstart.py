@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.registry import init_default_scope
 
     from slab_det.cli.config import read_config
-    from slab_det.cli.quickstart_results import compare, measure, objects_figure
+    from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
     from slab_det.measure.figure import ap_latency_figure, save_figure
     from slab_det.measure.report import update_report
 
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     table = compare(entries)
     (work_dir / 'table.md').write_text(table)
     save_figure(ap_latency_figure(entries), work_dir / 'ap_latency.svg')
-    save_figure(objects_figure(models, dataset), work_dir / 'predictions.png')
+    save_figure(objects_figure(draw_objects(models, dataset)), work_dir / 'predictions.png')
     print(f'\n{table}')
     print('Written to ' + ', '.join(str(work_dir / name) for name in ('table.md', 'report.json')))
     print('Pictures:  ' + ', '.join(map(str, (*sorted(work_dir.glob('*.svg')), work_dir / 'predictions.png'))))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mmcv
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from mmdet.visualization import DetLocalVisualizer
@@ -81,23 +82,35 @@ def compare(entries: Sequence[ReportEntry]) -> str:
     )
 
 
-@styled
 @torch.no_grad()
-def objects_figure(models: Mapping[str, nn.Module], dataset: BaseDataset) -> Figure:
-    """Draws the first images with the true objects, and with the objects that each model finds (score 0.5 or more)."""
+def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[dict[str, np.ndarray]]:
+    """Draws the first images with the true objects, and with the objects that each model finds (score 0.5 or more).
+
+    Returns:
+        For each image the pictures, (H, W, 3) uint8 in RGB, by the name of the model, or 'truth'.
+    """
     visualizer = DetLocalVisualizer()
     visualizer.dataset_meta = dataset.metainfo
-    figure = Figure(figsize=(WIDTH, 1.25 * NUM_DRAWN))
-    for index, row in enumerate(figure.subplots(NUM_DRAWN, 1 + len(models), squeeze=False)):
-        batch = pseudo_collate([dataset[index]])
-        found = [model.test_step(batch)[0] for model in models.values()]
+    drawn = []
+    for index in range(NUM_DRAWN):
+        batch, panels = pseudo_collate([dataset[index]]), {}
+        found = {name: model.test_step(batch)[0] for name, model in models.items()}
         # Each of them has the true objects too.
-        samples = zip(('truth', *models), (found[0], *found), strict=True)
-        for axes, (name, sample) in zip(row, samples, strict=True):
-            image = mmcv.imread(sample.img_path, channel_order='rgb')
-            what = dict(draw_gt=name not in models, draw_pred=name in models, pred_score_thr=0.5)
-            visualizer.add_datasample(name, image, sample, **what)
-            axes.imshow(visualizer.get_image())
+        for name, sample in {'truth': next(iter(found.values())), **found}.items():
+            image, truth = mmcv.imread(sample.img_path, channel_order='rgb'), name == 'truth'
+            visualizer.add_datasample(name, image, sample, draw_gt=truth, draw_pred=not truth, pred_score_thr=0.5)
+            panels[name] = visualizer.get_image()
+        drawn.append(panels)
+    return drawn
+
+
+@styled
+def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
+    """Draws the pictures that :func:`draw_objects` returned, one row per image."""
+    figure = Figure(figsize=(WIDTH, 1.25 * len(drawn)))
+    for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):
+        for axes, (name, pixels) in zip(row, panels.items(), strict=True):
+            axes.imshow(pixels)
             axes.set_axis_off()
-            axes.set_title(name if index == 0 else '')
+            axes.set_title(name if panels is drawn[0] else '')
     return figure

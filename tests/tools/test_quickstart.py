@@ -9,7 +9,7 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
-from slab_det.cli.quickstart_results import compare, objects_figure
+from slab_det.cli.quickstart_results import compare, draw_objects, objects_figure
 from slab_det.measure.report import ReportEntry
 
 
@@ -44,12 +44,14 @@ def test_what_is_found_stands_beside_the_truth(small_detector, tmp_path: Path, m
     cfg.generator = dict(num_train=1, num_val=3, size=(96, 80))
     init_default_scope('mmdet')
     dataset = DATASETS.build(cfg)
-    figure = objects_figure({'one': small_detector(), 'another': small_detector(seed=1)}, dataset)
-    for index in range(3):
+    drawn = draw_objects({'one': small_detector(), 'another': small_detector(seed=1)}, dataset)
+    for index, panels in enumerate(drawn):
         plain = cv2.imread(dataset.get_data_info(index)['img_path'])[..., ::-1]
-        truth, one, another = (axes.images[0].get_array() for axes in figure.axes[3 * index : 3 * index + 3])
-        assert plain.shape == truth.shape == one.shape == another.shape
-        assert (truth != plain).any() and (truth != one).any()
+        assert {name: pixels.shape for name, pixels in panels.items()} == dict.fromkeys(panels, plain.shape)
+        assert (panels['truth'] != plain).any() and (panels['truth'] != panels['one']).any()
+        for name in ('one', 'another'):
+            assert (panels[name] == plain).all(-1).mean() > 0.5, 'labels do not shrink the image'
+    figure = objects_figure(drawn)
     assert [axes.get_title() for axes in figure.axes] == ['truth', 'one', 'another'] + [''] * 6
     figure.draw_without_rendering()
     assert figure.get_tightbbox().x1 <= figure.get_size_inches()[0]
