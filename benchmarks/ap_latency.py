@@ -2,12 +2,12 @@
 
     python -m benchmarks.ap_latency docs/ap_latency.svg
 
-AP is that of small detectors after 2,000 iterations on BCCD and DSB2018 (`norms_*-norms-2000.json` and
-`absorb_*_2000.json` in benchmarks/results). Time is that of the same way in a Mask R-CNN with Swin-T: `runtimes.json`
-and `gpu.json`. Detectors without norms are one graph, so one of them gives the time of all.
+AP is from small detectors after 2,000 iterations on BCCD and DSB2018 (`norms_*-norms-2000.json` and
+`absorb_*_2000.json` in benchmarks/results). Time is from a Mask R-CNN with Swin-T (`runtimes.json` and `gpu.json`).
+Detectors without norms are one graph, so one of them gives the time of all.
 """
 
-import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
@@ -29,53 +29,50 @@ MACHINES = {
     'cpu': 'CPU with 2 threads, 800x1216, float32',
     'gpu': 'H100, 800x1333, float32, one CUDA graph',
 }
-RECOMMENDED = 'BN+FFNBN'
-LABELS_END = {'cpu': 'right', 'gpu': 'left'}  # the side of a label that faces the points
 LABELS_AT = 0.53  # between the points of both machines
 NEW = dict(color=COLOURS[1], marker='o')
 BEST = dict(color=COLOURS[2], marker='*', ms=13)
 ABSORBED = dict(color='0.5', marker='s')
+STOCK = dict(color=INK, marker='o', mfc='white')
+DEPLOYED = dict(color=INK, marker='o')
 LEGEND = {
     'trained with a norm that folds away': NEW,
     'trained with the recommended norm': BEST,
     'LayerNorm, absorbed after the training (norms left)': ABSORBED,
-    'LayerNorm, deployed as it is': dict(color=INK, marker='o'),
-    "LayerNorm in mmdet's own detector": dict(color=INK, marker='o', mfc='white'),
+    'LayerNorm, deployed as it is': DEPLOYED,
+    "LayerNorm in mmdet's own detector": STOCK,
     'from the lowest to the highest of three seeds': dict(color='0.5', marker='|', ms=12, mew=0.8),
 }
 
 
 class Way(NamedTuple):
-    """A way to a detector with fewer norms.
-
-    Attributes:
-        label: In the picture.
-        file: Of its AP, without the data set: 'norms' or 'absorb'.
-        name: Its name in this file.
-        control: Name of the LayerNorm detector that is subtracted, in the same file.
-        rows: Its row of the stored times, by machine; a machine that is missing has not run it.
-    """
+    """A way to a detector with fewer norms: its label and look, where its AP stands, and its row of each machine."""
 
     label: str
-    file: str
-    name: str
-    control: str
-    rows: Mapping[str, str]
+    look: Mapping
+    file: str  # of its AP, with a place for the data set
+    name: str  # in this file
+    control: str  # the LayerNorm detector that is subtracted, in the same file
+    rows: Mapping[str, str]  # of the stored times; a machine that is missing has not run it
 
 
+NORMS, ABSORB = 'norms_{}-norms-2000', 'absorb_{}_2000'
 NO_NORMS = {'cpu': 'Swin-T-PRepBN', 'gpu': 'Swin-T-PRepBN'}
 WAYS = (
-    Way(RECOMMENDED, 'norms', 'BN+FFNBN', 'LayerNorm', {**NO_NORMS, 'cpu': 'Swin-T-BN+FFNBN'}),
-    Way('BatchNorm', 'norms', 'TokenBN', 'LayerNorm', NO_NORMS),
-    Way('PRepBN', 'norms', 'PRepBN, linear', 'LayerNorm', NO_NORMS),
-    Way('PRepBN + FFN norm', 'norms', 'PRepBN, one more in each FFN', 'LayerNorm', NO_NORMS),
-    Way('absorbed, a quarter left', 'absorb', 'default', 'teacher', {'cpu': 'Swin-T, absorbed, 8 of 32 kept'}),
-    Way('absorbed, none left', 'absorb', 'all gone', 'teacher', {**NO_NORMS, 'cpu': 'Swin-T, absorbed, none kept'}),
+    Way('BN+FFNBN', BEST, NORMS, 'BN+FFNBN', 'LayerNorm', {**NO_NORMS, 'cpu': 'Swin-T-BN+FFNBN'}),
+    Way('BatchNorm', NEW, NORMS, 'TokenBN', 'LayerNorm', NO_NORMS),
+    Way('PRepBN', NEW, NORMS, 'PRepBN, linear', 'LayerNorm', NO_NORMS),
+    Way('PRepBN + FFN norm', NEW, NORMS, 'PRepBN, one more in each FFN', 'LayerNorm', NO_NORMS),
+    Way('absorbed, a quarter left', ABSORBED, ABSORB, 'default', 'teacher', {'cpu': 'Swin-T, absorbed, 8 of 32 kept'}),
+    Way(
+        *('absorbed, none left', ABSORBED, ABSORB, 'all gone', 'teacher'),
+        {**NO_NORMS, 'cpu': 'Swin-T, absorbed, none kept'},
+    ),
 )
 
 
 def times(machine: str) -> dict[str, float]:
-    """Time of each deployed detector over mmdet's eager one, by its row."""
+    """Time of each deployed detector over the time of mmdet's in eager mode, by its row."""
     if machine == 'gpu':
         rows = Results(FOLDER / 'gpu.json').select(part='detectors', form='graph, float32')
     else:
@@ -84,9 +81,8 @@ def times(machine: str) -> dict[str, float]:
 
 
 def differences(dataset: str, way: Way) -> list[float]:
-    """AP of each seed, 0 to 100, minus that of LayerNorm with the same seed; for an absorbed detector, its teacher."""
-    name = {'norms': f'norms_{dataset}-norms-2000', 'absorb': f'absorb_{dataset}_2000'}[way.file]
-    rows = Results(FOLDER / f'{name}.json').rows
+    """AP of each seed, 0 to 100, minus LayerNorm's with the same seed; for absorbed detectors minus their teacher's."""
+    rows = Results(FOLDER / f'{way.file.format(dataset)}.json').rows
     ap, control = by_seed(rows, way.name), by_seed(rows, way.control)
     return [100 * (value - control[seed]) for seed, value in ap.items()]
 
@@ -97,32 +93,30 @@ def spread_labels(heights: list[float], gap: float) -> list[float]:
     placed = [heights[index] for index in order]
     for _ in range(200):
         for lower in range(len(placed) - 1):
-            overlap = gap - (placed[lower + 1] - placed[lower])
-            if overlap > 0:
-                placed[lower] -= overlap / 2
-                placed[lower + 1] += overlap / 2
+            overlap = max(gap - (placed[lower + 1] - placed[lower]), 0)
+            placed[lower] -= overlap / 2
+            placed[lower + 1] += overlap / 2
     return [placed[order.index(index)] for index in range(len(heights))]
 
 
 def draw_panel(axes: Axes, dataset: str, machine: str) -> None:
     """Draws the ways of a data set; bars reach from the lowest to the highest seed."""
     ratios = times(machine)
-    axes.plot(1, 0, ls='', zorder=3, **LEGEND["LayerNorm in mmdet's own detector"])
-    axes.plot(ratios['Swin-T, LayerNorm'], 0, ls='', zorder=3, **LEGEND['LayerNorm, deployed as it is'])
-    labels = [('LayerNorm', ratios['Swin-T, LayerNorm'], 0.0, INK)]
+    axes.plot(1, 0, ls='', zorder=3, **STOCK)
+    axes.plot(ratios['Swin-T, LayerNorm'], 0, ls='', zorder=3, **DEPLOYED)
+    labels = [('LayerNorm', ratios['Swin-T, LayerNorm'], 0.0, DEPLOYED)]
     for way in WAYS:
-        if machine not in way.rows:
-            continue
-        values, ratio = differences(dataset, way), ratios[way.rows[machine]]
-        look = BEST if way.label == RECOMMENDED else NEW if way.file == 'norms' else ABSORBED
-        axes.plot([ratio, ratio], [min(values), max(values)], color=look['color'], lw=0.8, zorder=2)
-        axes.plot(ratio, mean(values), ls='', zorder=4 if look is BEST else 3, **look)
-        labels.append((way.label, ratio, mean(values), look['color']))
+        if machine in way.rows:
+            values, ratio = differences(dataset, way), ratios[way.rows[machine]]
+            axes.plot([ratio, ratio], [min(values), max(values)], color=way.look['color'], lw=0.8, zorder=2)
+            axes.plot(ratio, mean(values), ls='', zorder=4 if way.look is BEST else 3, **way.look)
+            labels.append((way.label, ratio, mean(values), way.look))
     heights = spread_labels([height for _, _, height, _ in labels], 0.7)
-    for (label, ratio, height, colour), place in zip(labels, heights, strict=True):
+    for (label, ratio, height, look), place in zip(labels, heights, strict=True):
         line = dict(arrowstyle='-', color='0.7', lw=0.5, shrinkA=2, shrinkB=5)
-        look = dict(color=colour, weight='bold' if label == RECOMMENDED else None)
-        axes.text(LABELS_AT, place, label, va='center', ha=LABELS_END[machine], **look)
+        style = dict(color=look['color'], weight='bold' if look is BEST else None)
+        # Labels end on the side of the points.
+        axes.text(LABELS_AT, place, label, va='center', ha='right' if machine == 'cpu' else 'left', **style)
         axes.annotate('', (ratio, height), (LABELS_AT, place), arrowprops=line)
 
 
@@ -132,25 +126,17 @@ def draw(path: Path) -> None:
     figure = Figure(figsize=(WIDTH, 5.4))
     panels = figure.subplots(len(DATASETS), len(MACHINES), sharex=True, sharey=True)
     for line, (dataset, ylabel) in zip(panels, DATASETS.items(), strict=True):
-        for axes, (machine, title) in zip(line, MACHINES.items(), strict=True):
+        line[0].set_ylabel(ylabel)
+        for axes, machine in zip(line, MACHINES, strict=True):
             draw_panel(axes, dataset, machine)
-            if axes in panels[0]:
-                axes.set_title(title)
-            if axes in panels[-1]:
-                axes.set_xlabel("time of a Mask R-CNN with Swin-T, mmdet's = 1")
-            if axes in line[:1]:
-                axes.set_ylabel(ylabel)
+    for column, title in zip(panels.T, MACHINES.values(), strict=True):
+        column[0].set_title(title)
+        column[-1].set_xlabel("time of a Mask R-CNN with Swin-T, mmdet's = 1")
     panels[0, 0].set(xlim=(0, 1.1), ylim=(-5, 4))
     handles = [Line2D([], [], ls='', label=label, **look) for label, look in LEGEND.items()]
     figure.legend(handles=handles, loc='outside lower center', ncols=2)
     save_figure(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('figure', type=Path, metavar='FILE.svg')
-    draw(parser.parse_args().figure)
-
-
 if __name__ == '__main__':
-    main()
+    draw(Path(sys.argv[1]))

@@ -30,7 +30,7 @@ from slab_det.deployment.gpu.box_kernels import FixedBoxes, anchors
 from slab_det.deployment.gpu.graph import GraphCache
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
 from slab_det.measure.environment import device_name
-from slab_det.measure.latency import DTYPES, measure_latency
+from slab_det.measure.latency import measure_latency
 from slab_det.measure.markdown import format_table
 
 SIZE, PADDED = (800, 1333), (800, 1344)
@@ -67,7 +67,7 @@ def variants(name: str, row: Row) -> dict[str, nn.Module]:
         made[FORMS[1]] = copy.copy(model)
         made[FORMS[1]].forward = torch.autocast('cuda', torch.float16)(model.forward)
         return made
-    return made | {form: slab_det.deploy(model, DTYPES[form.split()[-1]]) for form in FORMS[2:]}
+    return made | {form: slab_det.deploy(model, getattr(torch, form.split()[-1])) for form in FORMS[2:]}
 
 
 def measure_detectors(args: argparse.Namespace) -> Measured:

@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.results import FOLDER, ROOT, Results
 from benchmarks.untrained import build_untrained
-from slab_det.cli import run_cli
 from slab_det.measure.latency import LatencyResult, describe_scope, measure_latency
 from slab_det.measure.markdown import format_table
 
@@ -90,19 +89,19 @@ def main() -> None:
     stored = Results(args.file, args.device)
     for check in CHECKS:
         repeats = measure(check, args)
-        base, lines = next(iter(repeats[0].values())), []
-        scope = describe_scope(base.to_dict())
+        base_name, base = next(iter(repeats[0].items()))
+        scope, lines = describe_scope(base.to_dict()), []
         for name, here in ratios(repeats).items():
             identity = dict(name=name, scope=scope)
             before = next(iter(stored.select(**identity)), None)
             quotient = f'{here["ratio"] / before["ratio"]:.3f}' if before else '–'
             lines.append((name, show(here), show(before), quotient))
             if args.store:
-                made = dict(base=base.name, base_ms=base.median_ms, rounds=args.rounds, repeats=args.repeat)
+                made = dict(base=base_name, base_ms=base.median_ms, rounds=args.rounds, repeats=args.repeat)
                 stored.add(identity, dict(commit=commit(), **here, **made))
         titles = ('model', f'this commit ({commit()})', 'stored', 'this commit / stored')
-        print(f'\n{scope}, over {base.name} at {base.median_ms:.1f} ms\n\n{format_table(titles, lines)}')
+        print(f'\n{scope}, over {base_name} at {base.median_ms:.1f} ms\n\n{format_table(titles, lines)}')
 
 
 if __name__ == '__main__':
-    run_cli(main)
+    main()

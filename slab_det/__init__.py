@@ -17,7 +17,7 @@ from slab_det.cli import is_command
 
 __version__ = '0.1.0'
 
-# The subpackage of each function.
+# The module of each function.
 _FUNCTIONS = {
     'absorb': 'absorption',
     'convert_norms': 'conversion',
@@ -25,7 +25,7 @@ _FUNCTIONS = {
     'fuse': 'fusion',
     'load_detector': 'deployment',
     'load_pretrained': 'checkpoints',
-    'measure_latency': 'measure',
+    'measure_latency': 'measure.latency',
     'recalibrate': 'recalibration',
     'set_gamma': 'norms',
 }

@@ -58,7 +58,6 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
     resnet = {'conv1.weight': torch.ones(64, 3, 7, 7), 'layer1.0.conv1.weight': torch.ones(64, 64)}
     torch.save({'state_dict': resnet}, folder / 'resnet.pth')
     torch.save({'state_dict': RunsCode(os.mkdir, 'ran')}, folder / 'bomb.pth')
-    (folder / 'truncated.pth').write_bytes((folder / 'small.pth').read_bytes()[:-2000])
 
     for loader in (cfg.train_dataloader, cfg.val_dataloader):
         loader.dataset = dict(type='CocoDataset', data_root='data/coco', ann_file='annotations.json')
@@ -89,11 +88,9 @@ COMMANDS = [
     ('train.py fused_config.py', r'fused_config\.py.*train_dataloader'),
     ('train.py small.py --cfg-options model.roi_head.mask_head.num_classes=80', r'mask_head.*80.* 4 .*circle'),
     ('train.py small.py --cfg-options train_dataloader.dataset.type=Coko', "dataset.*'Coko'"),
-    ('train.py nowhere.py', r'nowhere\.py'),
     ('train.py notes.txt', r'notes\.txt.*\.py'),
     ('test.py broken.py small.pth', r'broken\.py: SyntaxError'),
     ('latency.py nothing.py', r'nothing\.py.*model=dict'),
-    ('train.py small.py --cfg-options model.backbone.norm_cfg.type=PReBN', r'small\.py: .*PReBN'),
     ('train.py small.py --cfg-options custom_hooks.0.total=-1', 'total=-1.* 0 to 1'),
     ('train.py small.py --auto-scale-lr --cfg-options auto_scale_lr=None', r'small\.py.*\.base_batch_size'),
     ('train.py small.py --work-dir notes.txt/run', r'notes\.txt/run: Not a directory'),
@@ -101,14 +98,11 @@ COMMANDS = [
     ('test.py small.py fused.pth', r'fused\.pth:.*fused config'),
     ('test.py fused_config.py small.pth', r'small\.pth:.*slab-det fuse'),
     ('train.py small.py --resume layernorm.pth', r'layernorm\.pth.*load_from=FILE'),
-    ('test.py small.py truncated.pth', r'truncated\.pth:.*earlier'),
     ('fuse.py small.py bomb.pth --out x.pth', r'bomb\.pth: .*posix\.mkdir'),
     ('fuse.py small.py small.pth --out x.pth --size 0 32', '--size 0 32: .* 1'),
-    ('fuse.py small.py mixed.pth --out x.pth', r'gamma = 0\.5'),
     ('fuse.py layernorm.py layernorm.pth --out x.pth', r'layernorm\.py.*slab-det absorb'),
     ('fuse.py small.py layernorm.pth --out x.pth', r'layernorm\.pth: .* statistics'),
     ('convert_checkpoint.py small.pth x.pth --config small.py', 'no LayerNorm'),
-    ('convert_checkpoint.py fused.pth x.pth --config fused_config.py', 'LayerNorm'),
     ('convert_checkpoint.py small.pth x.pth --to native --config bad_backbone.py', r'bad_backbone\.py: TypeError'),
     ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7'.*--device cpu"),
     ('latency.py small.py --checkpoint small.pth small.pth', '1 configs.* 2 checkpoints.*"none"'),
@@ -116,22 +110,17 @@ COMMANDS = [
     ('latency.py small.py --checkpoint small.pth --deploy', r'slab_det\.fuse'),
     ('latency.py small.py --checkpoint small.pth --image notes.txt', r'notes\.txt'),
     ('report.py no_entries.json --out table', 'no entr'),
-    ('report.py cut_off.json --out table', r'cut_off\.json'),
     ('test.py small.py nowhere.pth --report cut_off.json', r'cut_off\.json'),
     ('test.py small.py small.pth --out x.txt', r'--out x\.txt.*\.pkl'),
     ('test.py small.py small.pth --tta --latency', '--latency.*--tta'),
     ('test.py small.py small.pth --tta', '--tta.* boxes'),
-    ('test.py small.py nowhere.pth', r'nowhere\.pth'),
     ('test.py no_test.py small.pth', r'no_test\.py.*test_dataloader'),
     ('test.py small.py small.pth --cfg-options test_evaluator.type=Koko', r'small\.py: KeyError.*Koko'),
     ('recalibrate.py small.py small.pth --out x.pth --max-passes 0', 'max_passes.* 1'),
-    ('recalibrate.py fused_config.py fused.pth --out x.pth', 'train_dataloader'),
     # Nothing of the user's is overwritten.
     ('recalibrate.py small.py small.pth --out ./small.pth', r'small\.pth'),
-    ('fuse.py small.py small.pth --out ./small.pth', r'small\.pth'),
     ('fuse.py own_config.py small.pth --out own.pth', r'own_config\.py'),
     ('convert_checkpoint.py small.pth ./small.pth --config small.py', r'small\.pth'),
-    ('convert_checkpoint.py small.pth own.pth --config own_config.py', r'own_config\.py'),
     ('absorb.py own_tune_config.py small.pth --out own.pth', r'own_tune_config\.py'),
 ]
 

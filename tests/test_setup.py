@@ -4,8 +4,6 @@ import fcntl
 import os
 import re
 import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,42 +11,32 @@ from packaging.requirements import Requirement
 from setuptools.config.pyprojecttoml import read_configuration
 
 ROOT = Path(__file__).parents[1]
-LOCK = Path('requirements/lock.txt')
-
-
-def make_environment(**environment: object) -> subprocess.CompletedProcess:
-    variables = os.environ | {name: str(value) for name, value in environment.items()}
-    return subprocess.run([ROOT / 'tools/venv.sh'], env=variables, capture_output=True, text=True, check=False)
-
-
-def test_foreign_folder_is_left_alone(tmp_path):
-    (tmp_path / 'thesis.tex').touch()
-    result = make_environment(SLAB_DET_VENV=tmp_path)
-    assert result.returncode == 1 and 'choose another SLAB_DET_VENV' in result.stderr
-    assert os.listdir(tmp_path) == ['thesis.tex']
 
 
 def test_two_set_ups_of_one_environment_run_one_after_the_other(tmp_path):
     (tmp_path / 'venv').mkdir()
     (tmp_path / 'venv' / 'thesis.tex').touch()
-    with open(tmp_path / 'venv.lock', 'w') as lock, ThreadPoolExecutor() as pool:
+    variables = {**os.environ, 'SLAB_DET_VENV': str(tmp_path / 'venv')}
+    with open(tmp_path / 'venv.lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        second = pool.submit(make_environment, SLAB_DET_VENV=tmp_path / 'venv')
-        time.sleep(2)
-        assert not second.done()
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        assert 'Waiting for another set-up' in second.result(60).stderr
+        with subprocess.Popen([ROOT / 'tools/venv.sh'], env=variables, stderr=subprocess.PIPE, text=True) as second:
+            assert 'Waiting for another set-up' in second.stderr.readline() and second.poll() is None
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert 'choose another SLAB_DET_VENV' in second.communicate(timeout=60)[1] and second.returncode == 1
+    assert os.listdir(tmp_path / 'venv') == ['thesis.tex'], 'a folder that it did not make is left alone'
 
 
 def test_unsuitable_python_is_named(tmp_path):
-    result = make_environment(SLAB_DET_VENV=tmp_path / 'venv', PYTHON='false')
+    variables = {**os.environ, 'SLAB_DET_VENV': str(tmp_path / 'venv'), 'PYTHON': 'false'}
+    result = subprocess.run([ROOT / 'tools/venv.sh'], env=variables, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, '')
     assert 'false is not that' in result.stderr and '3.10 to 3.13' in result.stderr
 
 
 def locked() -> list[tuple[Requirement, int]]:
     """Each line of the lock that names a version, and how many hashes follow it."""
-    entries = re.split(r'\n(?=\w)', re.sub(r'^#.*\n', '', (ROOT / LOCK).read_text(), flags=re.MULTILINE).strip())
+    text = re.sub(r'^#.*\n', '', (ROOT / 'requirements/lock.txt').read_text(), flags=re.MULTILINE)
+    entries = re.split(r'\n(?=\w)', text.strip())
     return [(Requirement(entry.partition('\\')[0].strip()), entry.count('--hash=sha256:')) for entry in entries]
 
 

@@ -108,9 +108,8 @@ print(slab_det.__file__)
     assert done.stdout.splitlines()[-1] == str(tree / 'slab_det/__init__.py')
 
 
-def test_the_command_lists_every_program_without_torch(site: Path, tmp_path: Path) -> None:
-    done = run('-X', 'importtime', site / 'bin/slab-det', folder=tmp_path, PYTHONPATH=str(site))
-    assert set(COMMANDS) <= set(done.stdout.split())
-    assert not [line for line in done.stderr.splitlines() if line.endswith(' torch')]
+def test_the_command_is_installed_and_lists_the_others(site: Path, tmp_path: Path) -> None:
+    done = run(site / 'bin/slab-det', folder=tmp_path, PYTHONPATH=str(site))
+    assert {*COMMANDS} <= {*done.stdout.split()}
     usage = run(site / 'bin/slab-det', 'quickstart', '--help', folder=tmp_path, PYTHONPATH=str(site)).stdout
     assert usage.startswith('usage: slab-det quickstart ')

@@ -42,40 +42,36 @@ def main() -> None:
 
 
 def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callable[[Callable], Callable[[], None]]:
-    """Makes a command of a function that takes parsed arguments; the docstring of its module describes the command."""
+    """Makes a command of a function that takes parsed arguments; the docstring of its module describes the command.
+
+    The command registers slab_det and installs its patches first. An expected error becomes ``error: …`` on stderr and
+    the exit code 1.
+    """
 
     def decorate(function: Callable[[argparse.Namespace], None]) -> Callable[[], None]:
         @wraps(function)
         def main() -> None:
             parser = argparse.ArgumentParser(description=sys.modules[function.__module__].__doc__)
             add_arguments(parser)
-            run_cli(function, parser.parse_args())
+            args = parser.parse_args()
+            import slab_det
+
+            slab_det.register()
+            slab_det.runtime.install()
+            from slab_det.runtime.errors import SlabDetError, describe_error
+
+            try:
+                function(args)
+            except (SlabDetError, OSError) as error:
+                print(f'error: {describe_error(error)}', file=sys.stderr)
+                raise SystemExit(1) from error
+            except KeyboardInterrupt:
+                # The exit code that shells give a program that Ctrl-C ended.
+                raise SystemExit(130) from None
 
         return main
 
     return decorate
-
-
-def run_cli(function: Callable[..., None], *args: argparse.Namespace) -> None:
-    """Registers slab_det, installs its runtime and calls ``function``.
-
-    An expected error becomes ``error: …`` on stderr and the exit code 1.
-    """
-    import slab_det
-
-    slab_det.register()
-    from slab_det import runtime
-    from slab_det.runtime.errors import SlabDetError, describe_error
-
-    runtime.install()
-    try:
-        function(*args)
-    except (SlabDetError, OSError) as error:
-        print(f'error: {describe_error(error)}', file=sys.stderr)
-        raise SystemExit(1) from error
-    except KeyboardInterrupt:
-        # The exit code that shells give a program that Ctrl-C ended.
-        raise SystemExit(130) from None
 
 
 def find_folder(name: str) -> Path:
@@ -86,8 +82,6 @@ def find_folder(name: str) -> Path:
 
 
 def is_command(program: str) -> bool:
-    """Whether ``sys.argv[0]`` is the command slab-det or one of the programs in tools/."""
-    path = Path(program)
-    if path.stem in COMMANDS.values() and path.is_file():
-        return path.resolve().parent == find_folder('tools').resolve()
-    return path.stem == 'slab-det'
+    """Returns whether ``sys.argv[0]`` is the command slab-det or one of the programs in tools/."""
+    path = Path(program).resolve()
+    return path.name == 'slab-det' or (path.is_file() and path.parent == find_folder('tools').resolve())

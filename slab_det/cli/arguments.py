@@ -3,9 +3,7 @@
 import argparse
 from typing import Any
 
-# Copies of names in slab_det.measure.latency, whose import takes seconds.
-SCOPES = ('backbone', 'backbone+neck', 'detector', 'end-to-end')
-DTYPES = ('float32', 'float16', 'bfloat16')
+from slab_det.measure.scopes import DTYPES, SCOPES
 
 
 class ConfigOptions(argparse.Action):

@@ -13,8 +13,6 @@ from slab_det.recalibration import image_folder_dataloader, recalibration_datalo
 from slab_det.runtime.errors import CheckpointError, ConfigError, config_errors
 from slab_det.runtime.run_folder import check_writable
 
-CONFIG_SUFFIXES = ('.py', '.json', '.yaml', '.yml')
-
 
 def read_config(path: str, options: dict | None = None, data_root: str | None = None) -> Config:
     """Reads the config of a detector.
@@ -28,8 +26,8 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
         ConfigError: If the file is not a config, or has no model.
         DataError: If ``data_root`` is not a folder.
     """
-    if not path.endswith(CONFIG_SUFFIXES):
-        raise ConfigError(f'{path} is no config: its name does not end in {", ".join(CONFIG_SUFFIXES)}')
+    if not path.endswith(('.py', '.json', '.yaml', '.yml')):
+        raise ConfigError(f'{path} is no config: its name does not end in .py, .json, .yaml or .yml')
     with config_errors(path):
         cfg = get_config(path) if '::' in path else Config.fromfile(path)
         cfg.merge_from_dict(options or {})
@@ -77,13 +75,13 @@ def check_out(out: str, checkpoint: str, config: str | None = None) -> None:
     """Refuses to overwrite the checkpoint of a training or its config.
 
     Raises:
-        CheckpointError: If ``out`` is a folder or the checkpoint, or the new config beside it would be ``config``.
+        CheckpointError: If ``out`` is the checkpoint, or the new config beside it would be ``config``.
         OSError: If ``out`` cannot be written.
     """
     path = Path(out)
-    if path.is_dir() or path.resolve() == Path(checkpoint).resolve():
-        raise CheckpointError(f'{out} is a folder or the checkpoint itself; give another file')
-    for beside in (path.with_name(f'{path.stem}{kind}_config.py') for kind in ('', '_tune')):
-        if config is not None and beside.resolve() == Path(config).resolve():
-            raise CheckpointError(f'{out} would put a new config in the place of {config}; give another file')
+    if path.resolve() == Path(checkpoint).resolve():
+        raise CheckpointError(f'{out} is the checkpoint itself; give another file')
+    beside = [path.with_name(f'{path.stem}{suffix}.py').resolve() for suffix in ('_config', '_tune_config')]
+    if config is not None and Path(config).resolve() in beside:
+        raise CheckpointError(f'{out} would put a new config in the place of {config}; give another file')
     check_writable(out)

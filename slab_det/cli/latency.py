@@ -1,6 +1,7 @@
 """Measures the batch-1 latency of several configs, in turns, in one process."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from slab_det.cli import command
@@ -10,7 +11,7 @@ from slab_det.cli.arguments import ConfigOptions, add_latency_arguments, latency
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('configs', nargs='+', metavar='CONFIG', help='models to measure; ratios are to the first')
     parser.add_argument('--checkpoint', nargs='+', metavar='FILE', help='one per config; "none": random weights')
-    parser.add_argument('--fuse', action='store_true', help='fuse every model that has norms to fuse')
+    parser.add_argument('--fuse', action='store_true', help='fuse every model; LayerNorms stay')
     parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
     parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')
     parser.add_argument('--json', metavar='FILE', help='report to fill, which slab-det report reads')
@@ -27,10 +28,9 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints import is_fused
     from slab_det.checkpoints.build import build_detector
     from slab_det.cli.config import check_report, read_config
-    from slab_det.measure.latency import DTYPES, find_device, latency_table
+    from slab_det.measure.latency import find_device, latency_table
     from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
-    from slab_det.norms import named_offline_norms
     from slab_det.runtime.errors import SlabDetError
 
     checkpoints = [None if name == 'none' else name for name in args.checkpoint or ['none'] * len(args.configs)]
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
         raise SlabDetError('a config is listed twice; leave one out')
     check_report(args.json)
     device = find_device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-    models, entries = {}, {}
+    models, entries = {}, []
     for config, checkpoint in pairs:
         cfg = read_config(config, args.cfg_options)
         # Before deploy, which chooses convolutions by the device of their weights.
@@ -50,10 +50,10 @@ def main(args: argparse.Namespace) -> None:
             prepared = prepare_untrained(model)
             heads = f'heads made to find {OBJECTS} objects' if prepared else 'heads that find anything or nothing'
             print(f'{config}: no checkpoint, so random weights with gamma = 0 and {heads}')
-        if args.fuse and any(named_offline_norms(model)):
+        if args.fuse:
             model = slab_det.fuse(model, inplace=True)
         if args.deploy:
-            model = slab_det.deploy(model, DTYPES[args.dtype], inplace=True)
+            model = slab_det.deploy(model, getattr(torch, args.dtype), inplace=True)
         variant = 'fused' if is_fused(model) else 'unfused'
         form = f'{variant}, deployed' if args.deploy else variant
         name = f'{Path(config).stem} ({form})'
@@ -61,11 +61,12 @@ def main(args: argparse.Namespace) -> None:
             # Every run has a fused_config.py.
             name = f'{config} with {checkpoint or "random weights"} ({form})'
         models[name] = model
-        entries[name] = dict(describe_model(cfg.model), variant=variant, config=config, checkpoint=checkpoint)
-        entries[name]['name'] += form_suffix(args.deploy, args.dtype)
+        description = describe_model(cfg.model)
+        description['name'] += form_suffix(args.deploy, args.dtype)
+        entries.append(ReportEntry(**description, variant=variant, config=config, checkpoint=checkpoint))
     results = slab_det.measure_latency(models, device=device, **latency_options(args))
-    print(latency_table(list(results.values())))
+    print(latency_table(results))
     if args.json:
-        filled = [ReportEntry(**entries[name], latency=result.to_dict()) for name, result in results.items()]
-        update_report(args.json, *filled)
+        measured = zip(entries, results.values(), strict=True)
+        update_report(args.json, *(replace(entry, latency=result.to_dict()) for entry, result in measured))
         print(f'Written to {args.json}')

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from slab_det.cli import command, find_folder
 
-TOOLS = find_folder('tools').resolve()
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--work-dir', default='work_dirs/quickstart', help='(default %(default)s)')
@@ -26,34 +24,31 @@ def main(args: argparse.Namespace) -> None:
 
     from slab_det.cli.config import read_config
     from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
-    from slab_det.measure import update_report
     from slab_det.measure.figure import ap_latency_figure, save_figure
+    from slab_det.measure.report import update_report
 
     start = time.monotonic()
     work_dir = Path(args.work_dir)
-    twin, pruned = work_dir / 'layernorm', work_dir / 'pruned.pth'
+    twin = work_dir / 'layernorm'
+    # Config and checkpoint of each.
+    absorbed, fused, pruned = (
+        (work_dir / f'{name}_config.py', work_dir / f'{name}.pth') for name in ('absorbed', 'fused', 'pruned')
+    )
     options = ['--cfg-options', *args.cfg_options] if args.cfg_options else []
+    quickly = ('--ffn', 0.75, '--num-images', 40, '--rounds', 0)
 
     call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
     trained = (twin / 'quickstart_mask_rcnn_swin.py', Path((twin / 'last_checkpoint').read_text().strip()))
-    absorbed = (work_dir / 'absorbed_config.py', work_dir / 'absorbed.pth')
-    quickly = ('--ffn', 0.75, '--num-images', 40, '--rounds', 0)
     call('absorb.py', *trained, '--out', absorbed[1], *quickly)
     call('train.py', find_config('quickstart_mask_rcnn_bn_ffnbn_swin.py'), '--work-dir', work_dir, *options)
-    fused = (work_dir / 'fused_config.py', work_dir / 'fused.pth')
     cfg = read_config(str(trained[0]))
     init_default_scope('mmdet')
     # A fused config has no training set, and absorption needs no labels.
     pictures = Path(DATASETS.build(cfg.train_dataloader.dataset).get_data_info(0)['img_path']).parent
-    call('absorb.py', *fused, '--out', pruned, '--keep', 'all', '--images', pictures, *quickly)
+    call('absorb.py', *fused, '--out', pruned[1], '--keep', 'all', '--images', pictures, *quickly)
 
     dataset = DATASETS.build(cfg.val_dataloader.dataset)
-    files = {
-        'LayerNorm': trained,
-        'LayerNorm absorbed': absorbed,
-        'BN+FFNBN': fused,
-        'BN+FFNBN absorbed': (work_dir / 'pruned_config.py', pruned),
-    }
+    files = {'LayerNorm': trained, 'LayerNorm absorbed': absorbed, 'BN+FFNBN': fused, 'BN+FFNBN absorbed': pruned}
     models, entries = measure(cfg, dataset, files)
     update_report(work_dir / 'report.json', *entries)
     table = compare(entries)
@@ -68,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
 
 def call(tool: str, *arguments: object) -> None:
     """Runs a program of tools/ in its own process; if it fails, the quick start ends with its exit code."""
-    command = ['python', relative(TOOLS / tool), *map(str, arguments)]
+    command = ['python', relative(find_folder('tools') / tool), *map(str, arguments)]
     print(f'\n$ {shlex.join(command)}', flush=True)
     done = subprocess.run([sys.executable, *command[1:]], check=False)
     if done.returncode:

@@ -17,12 +17,11 @@ import slab_det
 from slab_det.checkpoints import is_fused
 from slab_det.checkpoints.build import build_detector
 from slab_det.cli.config import read_config
-from slab_det.measure import ReportEntry, measure_latency
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
 from slab_det.measure.latency import format_ratio
 from slab_det.measure.markdown import format_table
-from slab_det.measure.report import describe_dataset, describe_model, latency_scope
+from slab_det.measure.report import ReportEntry, describe_dataset, describe_model, latency_scope
 
 # (height, width) at which latency is measured: twice that of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)
@@ -42,15 +41,14 @@ def measure(
     Returns:
         The deployed models, and the entry of each.
     """
-    training = dict(
-        seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=cfg.train_dataloader.batch_size
-    )
-    models, entries = {}, {}
+    batch_size = cfg.train_dataloader.batch_size
+    training = dict(seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=batch_size)
+    models, entries = {}, []
     for name, (config, checkpoint) in files.items():
         model_cfg = read_config(str(config))
         model = build_detector(model_cfg, str(checkpoint))
         models[name] = slab_det.deploy(model)
-        entries[name] = ReportEntry(
+        entry = ReportEntry(
             **describe_model(model_cfg.model) | {'name': name},
             variant='fused' if is_fused(model) else 'unfused',
             config=str(config),
@@ -59,9 +57,10 @@ def measure(
             training=training,
             ap=evaluate(models[name], cfg),
         )
+        entries.append(entry)
     image = dataset.get_data_info(0)['img_path']
-    results = measure_latency(models, SIZE, rounds=100, warmup=10, image=image, cost=True, progress=True)
-    return models, [replace(entries[name], latency=result.to_dict()) for name, result in results.items()]
+    results = slab_det.measure_latency(models, SIZE, warmup=10, image=image, cost=True, progress=True)
+    return models, [replace(entry, latency=results[entry.name].to_dict()) for entry in entries]
 
 
 def compare(entries: Sequence[ReportEntry]) -> str:
@@ -70,32 +69,22 @@ def compare(entries: Sequence[ReportEntry]) -> str:
     Args:
         entries: What :func:`measure` returned, LayerNorm first.
     """
-    header = ['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {entries[0].name}']
-    rows = []
+    first, rows = entries[0], []
     for entry in entries:
-        rows.append(
-            [
-                entry.name,
-                str(entry.latency['cost']['norms_left']),
-                *(f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')),
-                f'{entry.latency["median_ms"]:.1f}',
-                '1' if entry is entries[0] else format_ratio(entry.latency),
-            ]
-        )
-    return '\n'.join(
-        [
-            format_table(header, rows),
-            '',
-            f'AP on {entries[0].dataset["images"]} generated images, one seed. Latency: {latency_scope(entries[0])}, '
-            'in turns; ratio: median and quartiles over the rounds.',
-            '',
-        ]
+        ap = [f'{100 * entry.ap[kind]["AP"]:.1f}' for kind in ('bbox', 'segm')]
+        ratio = '1' if entry is first else format_ratio(entry.latency)
+        norms_left = str(entry.latency['cost']['norms_left'])
+        rows.append([entry.name, norms_left, *ap, f'{entry.latency["median_ms"]:.1f}', ratio])
+    table = format_table(['model', 'norms left', 'box AP', 'mask AP', 'ms', f'ratio to {first.name}'], rows)
+    return (
+        f'{table}\n\nAP on {first.dataset["images"]} generated images, one seed. Latency: {latency_scope(first)}, in '
+        'turns; ratio: median and quartiles over the rounds.\n'
     )
 
 
 @torch.no_grad()
 def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[dict[str, np.ndarray]]:
-    """Draws the first images with the true objects, and with those that each model finds with a score of 0.5 or more.
+    """Draws the first images with the true objects, and with the objects that each model finds (score 0.5 or more).
 
     Returns:
         For each image the pictures, (H, W, 3) uint8 in RGB, by the name of the model, or 'truth'.
@@ -105,12 +94,12 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
     drawn = []
     for index in range(NUM_DRAWN):
         batch, panels = pseudo_collate([dataset[index]]), {}
-        for name, model in models.items():
-            (found,) = model.test_step(batch)
-            image = mmcv.imread(found.img_path, channel_order='rgb')
-            for panel, truth in (('truth', True), (name, False)):
-                visualizer.add_datasample(panel, image, found, draw_gt=truth, draw_pred=not truth, pred_score_thr=0.5)
-                panels[panel] = visualizer.get_image()
+        found = {name: model.test_step(batch)[0] for name, model in models.items()}
+        # Each of them has the true objects too.
+        for name, sample in {'truth': next(iter(found.values())), **found}.items():
+            image, truth = mmcv.imread(sample.img_path, channel_order='rgb'), name == 'truth'
+            visualizer.add_datasample(name, image, sample, draw_gt=truth, draw_pred=not truth, pred_score_thr=0.5)
+            panels[name] = visualizer.get_image()
         drawn.append(panels)
     return drawn
 

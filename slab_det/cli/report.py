@@ -17,11 +17,11 @@ def main(args: argparse.Namespace) -> None:
 
     from slab_det.measure.figure import ap_latency_figure, save_figure
     from slab_det.measure.report import markdown_table, merge_entries, read_report
-    from slab_det.runtime.errors import ReportError
+    from slab_det.runtime.errors import SlabDetError
 
     entries = merge_entries(entry for path in args.reports for entry in read_report(path))
     if not entries:
-        raise ReportError(f'no entries in {", ".join(args.reports)}; slab-det train, test and latency write them')
+        raise SlabDetError(f'no entries in {", ".join(args.reports)}; slab-det train, test and latency write them')
     table = markdown_table(entries)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import argparse
 
+import torch
 from mmdet.engine.hooks.utils import trigger_visualization_hook
 from mmdet.evaluation import DumpDetResults
 from mmengine.config import Config, ConfigDict
@@ -10,7 +11,6 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.deployment.precision import autocast_forward
-from slab_det.measure.latency import DTYPES
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
@@ -53,7 +53,7 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     # a model that is fused by now.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_test_runner(cfg)
-    model, dtype = unwrap(runner.model), DTYPES[args.dtype]
+    model, dtype = unwrap(runner.model), getattr(torch, args.dtype)
     if args.tta and getattr(model, 'with_mask', False):
         raise SlabDetError('--tta: mmdet merges boxes alone, and this detector finds masks; leave it out')
     if args.fuse or args.deploy:

@@ -32,10 +32,7 @@ class ImageFolder(Dataset):
         self.files = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
         if not self.files:
             what = 'holds no image' if Path(folder).is_dir() else 'is not a folder'
-            raise DataError(
-                f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files (to a training by --cfg-options '
-                'train_dataloader.dataset.folder=DIR)'
-            )
+            raise DataError(f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files')
         self.pipeline = ImagePipeline(pipeline)
         if metainfo is not None:
             # A plain dict: the allow-list for checkpoints has no ConfigDict.

@@ -122,8 +122,8 @@ class RecalibrateFuseHook(Hook):
         """Fuses ``model``, whose checkpoint is ``path``, compares both, and writes the fused one and a report."""
         # Hooks are registered without mmdet's models, which take a second to import.
         from slab_det.fusion import fuse, save_fused, verify_fusion
-        from slab_det.measure import ReportEntry, describe_environment
-        from slab_det.measure.report import ap_from_metrics, describe_dataset, describe_model, write_report
+        from slab_det.measure.environment import describe_environment
+        from slab_det.measure.report import ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report
 
         fused = fuse(model)
         inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))

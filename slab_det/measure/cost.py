@@ -40,13 +40,9 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> M
     return ModelCost(
         multiply_adds=count_multiply_adds(forward),
         parameters=sum(parameter.numel() for parameter in parts.parameters()),
-        norms_left=count_norms(parts),
+        # A norm that contains others (PRepBN) counts once.
+        norms_left=sum(1 for _ in named_norms(parts, OfflineNorm, *LIVE_NORMS, ChannelAffine)),
     )
-
-
-def count_norms(model: nn.Module) -> int:
-    """Returns the number of norm modules in a model; a norm that contains others (PRepBN) counts once."""
-    return sum(1 for _ in named_norms(model, OfflineNorm, *LIVE_NORMS, ChannelAffine))
 
 
 def count_multiply_adds(forward: Callable[[], object]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,16 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from slab_det.measure.report import (
-    AP_KINDS,
-    ReportEntry,
-    ap_scope,
-    latency_scope,
-    main_column,
-    measured_kinds,
-    score,
-)
-from slab_det.runtime.errors import ReportError
+from slab_det.measure.report import AP_KINDS, ReportEntry, ap_scope, latency_scope, main_column, measured_kinds
+from slab_det.runtime.errors import SlabDetError
 
 WIDTH = 7.2  # inches: the text width of A4
 INK = '#000000'
@@ -60,7 +51,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 @styled
 def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
-    """Draws box and mask AP, or accuracy or mIoU (times 100), over median latency.
+    """Draws box and mask AP, or accuracy (times 100), over median latency.
 
     Hollow markers are unfused, filled ones fused, and an arrow leads from one to the other. Entries that differ in
     detector, data, training or the conditions of the latency cannot be compared; they get panels of their own.
@@ -69,21 +60,19 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
         entries: Rows of a report; rows without AP or latency are left out.
 
     Raises:
-        ReportError: If no entry has both AP and latency.
+        SlabDetError: If no entry has both AP and latency.
     """
     groups: dict[tuple[str, str, str], list[ReportEntry]] = {}
     for entry in entries:
         if entry.ap and entry.latency:
             groups.setdefault((entry.detector, latency_scope(entry), ap_scope(entry)), []).append(entry)
     if not groups:
-        raise ReportError('no entry has both AP and latency: run slab-det test --latency first')
+        raise SlabDetError('no entry has both AP and latency: run slab-det test --latency first')
     figure = Figure(figsize=(WIDTH, 3.4 * len(groups)))
     parts = figure.subfigures(len(groups), 1, squeeze=False)[:, 0]
     for part, ((detector, latency, data), shown) in zip(parts, groups.items(), strict=True):
         kinds = measured_kinds(shown)
-        # The key of a cache folder says nothing to a reader.
-        data = re.sub(r'-[0-9a-f]{8,}(?=/)', '', data)
-        lines = (f'{detector}, {score(kinds)} on {data}', f'ms: median latency, {latency}; filled: fused')
+        lines = (f'{detector}, measured on {data}', f'ms: median latency, {latency}; filled: fused')
         part.suptitle('\n'.join(textwrap.fill(line, 110) for line in lines))
         looks = dict(zip(dict.fromkeys(entry.name for entry in shown), MARKS(), strict=False))
         for axes, kind in zip(part.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
@@ -101,10 +90,10 @@ def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: Ma
         look, fused = looks[entry.name], entry.variant == 'fused'
         axes.plot(*place, linestyle='', zorder=3, mfc=look['color'] if fused else 'white', **look)
         places[entry.name, entry.variant] = place
-    for name, _ in [key for key in places if key[1] == 'fused']:
-        if (name, 'unfused') in places:
-            arrow = {'arrowstyle': '->', 'shrinkA': 5, 'shrinkB': 5}
-            axes.annotate('', places[name, 'fused'], places[name, 'unfused'], arrowprops=arrow)
+    for name in looks:
+        ends = [places.get((name, variant)) for variant in ('fused', 'unfused')]
+        if None not in ends:
+            axes.annotate('', *ends, arrowprops={'arrowstyle': '->', 'shrinkA': 5, 'shrinkB': 5})
     times, ap = zip(*places.values(), strict=True)
     # Narrower axes would magnify the difference of two runs to the size of the panel.
     axes.set(xlabel='ms', ylabel=AP_KINDS[kind], xlim=limits(times, 0.2 * max(times)), ylim=limits(ap, 4.0, 100))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,24 +18,13 @@ from mmdet.models.detectors import BaseDetector
 from mmdet.structures import DetDataSample
 from torch import nn
 
-from slab_det.checkpoints import is_fused
 from slab_det.deployment import is_deployed
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
-from slab_det.runtime.errors import LatencyError
+from slab_det.measure.scopes import DTYPES, SCOPES
+from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.progress import Progress
-
-DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
-# The work inside the timed region of each scope.
-SCOPES = {
-    'backbone': 'backbone forward on a normalised, padded image',
-    'backbone+neck': 'backbone and neck forward on a normalised, padded image',
-    'detector': 'prediction on a normalised, padded image: backbone, neck, all heads, NMS, masks pasted to full size; '
-    'without image decoding, resizing and normalisation',
-    'end-to-end': 'from the bytes of the image file in memory to predictions on the original image: decoding, '
-    'resizing, normalisation, padding, copy to the device, backbone, neck, all heads, NMS, masks pasted to full size',
-}
 
 
 @dataclass(frozen=True)
@@ -44,21 +32,16 @@ class LatencyResult:
     """Latency of one model in milliseconds per image at batch 1, and the conditions of the measurement.
 
     Attributes:
-        name: Name of the model.
-        scope: One of ``SCOPES``.
+        scope: One of :data:`slab_det.measure.scopes.SCOPES`.
         timed: The work inside the timed region, in words.
         size, warmup, rounds: Arguments of :func:`measure_latency`.
         image: File name of the input, or 'seeded noise'.
         detections: Objects found in the last round; None without heads. Heads are cheap where they find nothing, so
             compare detectors at equal counts.
         device: Name of the device.
-        dtype: The dtype that the model computes in.
-        autocast: Whether the model ran under autocast, which casts the weights inside the timed region.
+        dtype: The dtype that the model computes in, followed by ' autocast' where every round casts the weights.
         threads: CPU threads of torch, and of image decoding and resizing.
         kept_memory: Whether glibc keeps freed memory for the next allocation (docs/latency.md, Memory).
-        interleaved: Names of all models measured in the same rounds.
-        fused: Whether the norms are folded away.
-        deployed: Whether slab_det.deploy made the model.
         median_ms, mean_ms, std_ms, p95_ms: Over the rounds; p95 is the 95th percentile.
         ratio: The median, over the rounds, of the time over the first model's time in the same round.
         ratio_quartiles: The first and the third quartile of these ratios.
@@ -66,7 +49,6 @@ class LatencyResult:
         environment: See :func:`slab_det.measure.environment.describe_environment`.
     """
 
-    name: str
     scope: str
     timed: str
     size: tuple[int, int]
@@ -74,14 +56,10 @@ class LatencyResult:
     detections: int | None
     device: str
     dtype: str
-    autocast: bool
     threads: int
     kept_memory: bool
     warmup: int
     rounds: int
-    interleaved: tuple[str, ...]
-    fused: bool
-    deployed: bool
     median_ms: float
     mean_ms: float
     std_ms: float
@@ -92,8 +70,8 @@ class LatencyResult:
     environment: dict
 
     def to_dict(self) -> dict:
-        """Returns the attributes as JSON types."""
-        return json.loads(json.dumps(asdict(self)))
+        """Returns the attributes in a dictionary that JSON can hold."""
+        return asdict(self)
 
 
 def measure_latency(
@@ -120,7 +98,7 @@ def measure_latency(
             pads it as in testing; a model without one gets a multiple of 32.
         rounds: Timed rounds.
         warmup: Rounds before them, not timed.
-        scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see ``SCOPES``.
+        scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see :data:`slab_det.measure.scopes.SCOPES`.
         device: 'cpu', 'cuda' or 'cuda:N'.
         dtype: 'float32', 'float16' or 'bfloat16': autocast. Weights in half precision, and a model from
             slab_det.deploy, keep their dtype.
@@ -133,21 +111,21 @@ def measure_latency(
         One result per name, in the order of ``models``.
 
     Raises:
-        LatencyError: For an unknown scope or dtype, no rounds, a device that PyTorch does not see or that the model was
+        SlabDetError: For an unknown scope or dtype, no rounds, a device that PyTorch does not see or that the model was
             not deployed on, or an image that cannot be decoded.
     """
     for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, DTYPES)):
         if value not in known:
-            raise LatencyError(f'{what} {value!r} is not one of {", ".join(known)}')
+            raise SlabDetError(f'{what} {value!r} is not one of {", ".join(known)}')
     if rounds < 1:
-        raise LatencyError(f'rounds={rounds} measures nothing; give at least 1')
+        raise SlabDetError(f'rounds={rounds} measures nothing; give at least 1')
     device, content = find_device(device), _read_image(image, size)
     torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
     torch.set_num_threads(threads or torch_threads)
     cv2.setNumThreads(threads or torch_threads)
     try:
         timed = {
-            name: _TimedModel(model, scope, content, tuple(size), device, DTYPES[dtype])
+            name: _TimedModel(model, scope, content, tuple(size), device, getattr(torch, dtype))
             for name, model in models.items()
         }
         costs = {name: measure_cost(model.parts(), model) if cost else None for name, model in timed.items()}
@@ -161,51 +139,43 @@ def measure_latency(
         torch.set_num_threads(torch_threads)
         cv2.setNumThreads(image_threads)
     times = {name: np.array(values[warmup:]) for name, values in times.items()}
-    base = next(iter(times.values()))
-    quartiles = {name: np.percentile(values / base, [25, 50, 75]).tolist() for name, values in times.items()}
-    return {
-        name: LatencyResult(
-            name=name,
+    base, results = next(iter(times.values())), {}
+    for name, values in times.items():
+        low, ratio, high = np.percentile(values / base, [25, 50, 75]).tolist()
+        results[name] = LatencyResult(
             scope=scope,
             timed=SCOPES[scope],
             size=tuple(size),
             image='seeded noise' if image is None else str(image),
             detections=timed[name].num_detections,
             device=environment['device'],
-            dtype=str(timed[name].dtype).removeprefix('torch.'),
-            autocast=timed[name].autocast,
+            dtype=str(timed[name].dtype).removeprefix('torch.') + ' autocast' * timed[name].autocast,
             threads=environment['threads'],
             kept_memory={'MALLOC_MMAP_MAX_', 'MALLOC_TRIM_THRESHOLD_'} <= os.environ.keys(),
             warmup=warmup,
             rounds=rounds,
-            interleaved=tuple(models),
-            fused=is_fused(model),
-            deployed=is_deployed(model),
-            median_ms=float(np.median(times[name])),
-            mean_ms=float(np.mean(times[name])),
-            std_ms=float(np.std(times[name])),
-            p95_ms=float(np.percentile(times[name], 95)),
-            ratio=quartiles[name][1],
-            ratio_quartiles=tuple(quartiles[name][::2]),
+            median_ms=float(np.median(values)),
+            mean_ms=float(np.mean(values)),
+            std_ms=float(np.std(values)),
+            p95_ms=float(np.percentile(values, 95)),
+            ratio=ratio,
+            ratio_quartiles=(low, high),
             cost=costs[name],
             environment=environment,
         )
-        for name, model in models.items()
-    }
+    return results
 
 
-def latency_table(results: Sequence[LatencyResult]) -> str:
-    """Returns a Markdown table with ratios to the first result, and the conditions of the measurement below it.
+def latency_table(results: Mapping[str, LatencyResult]) -> str:
+    """Returns a Markdown table with ratios to the first model, and the conditions of the measurement below it.
 
-    Raises:
-        LatencyError: If the results come from several calls of :func:`measure_latency`.
+    Args:
+        results: What one call of :func:`measure_latency` returned.
     """
-    first, rows = results[0], []
-    if any(result.interleaved != first.interleaved for result in results):
-        raise LatencyError('the results come from several calls of measure_latency; measure all models in one call')
-    for result in results:
+    first, rows = next(iter(results.values())), []
+    for name, result in results.items():
         row = {
-            'model': result.name,
+            'model': name,
             'dtype': result.dtype,
             'median ms': f'{result.median_ms:.2f}',
             'mean ± std': f'{result.mean_ms:.2f} ± {result.std_ms:.2f}',
@@ -217,56 +187,43 @@ def latency_table(results: Sequence[LatencyResult]) -> str:
             row['M parameters'] = f'{result.cost.parameters / 1e6:.2f}'
             row['norms left'] = str(result.cost.norms_left)
         rows.append(row)
-    # The rows and names show what differs between the models.
-    mixed = {key: None for key in ('dtype', 'autocast', 'deployed') if len({getattr(r, key) for r in results}) > 1}
-    scope = describe_scope(first.to_dict() | mixed)
+    # Each row has its own dtype.
+    scope = describe_scope(first.to_dict() | {'dtype': ''})
     lines = [format_table([*rows[0]], [[*row.values()] for row in rows]), '']
     lines += [f'{scope}, warm-up {first.warmup}, {first.rounds} rounds interleaved', f'timed: {first.timed}']
     if first.detections is not None:
-        found = ', '.join(f'{result.name} {result.detections}' for result in results)
+        found = ', '.join(f'{name} {result.detections}' for name, result in results.items())
         lines.append(f'objects found in {first.image}: {found}')
     return '\n'.join(lines)
 
 
 def format_ratio(latency: Mapping) -> str:
-    """Returns the ratio to the first model with its quartiles, such as '0.82 (0.80 to 0.85)'.
-
-    Args:
-        latency: What :meth:`LatencyResult.to_dict` returns, also read from a report.
-    """
+    """Returns the ratio and the quartiles in a ``LatencyResult.to_dict()``, such as '0.82 (0.80 to 0.85)'."""
     low, high = latency['ratio_quartiles']
     return f'{latency["ratio"]:.2f} ({low:.2f} to {high:.2f})'
 
 
 def describe_scope(latency: Mapping) -> str:
-    """Returns the conditions of a latency as one line.
-
-    Args:
-        latency: What :meth:`LatencyResult.to_dict` returns, also read from a report.
-    """
+    """Returns the conditions in a ``LatencyResult.to_dict()`` as one line."""
     height, width = latency['size']
     threads = latency['threads']
-    how = [
-        latency['dtype'] and latency['dtype'] + ' autocast' * bool(latency.get('autocast')),
-        'freed memory kept' if latency.get('kept_memory') else '',
-        'deployed' if latency.get('deployed') else '',
-        latency['device'],
-        f'{threads} thread{"s" if threads != 1 else ""}',
-    ]
-    return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {", ".join(filter(None, how))}'
+    memory = 'freed memory kept' if latency.get('kept_memory') else ''
+    cpu = f'{threads} thread{"s" if threads != 1 else ""}'
+    how = ', '.join(filter(None, (latency['dtype'], memory, latency['device'], cpu)))
+    return f'{latency["scope"]}, batch 1, {height}x{width} (HxW), {how}'
 
 
 def find_device(name: str | torch.device) -> torch.device:
     """Returns the device of a name.
 
     Raises:
-        LatencyError: If PyTorch does not see it.
+        SlabDetError: If PyTorch does not see it.
     """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise LatencyError(
+        raise SlabDetError(
             f'device {str(name)!r} is not there: torch {torch.__version__} sees the CPU and '
             f'{torch.cuda.device_count()} CUDA devices; use --device cpu'
         ) from error
@@ -274,7 +231,7 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 class _TimedModel:
-    """A model with one image; a call is one round."""
+    """A model with one image; a call is one round. The arguments are those of :func:`measure_latency`."""
 
     def __init__(
         self,
@@ -288,14 +245,14 @@ class _TimedModel:
         self.model, self.scope, self.content, self.size, self.device = model, scope, content, size, device
         weights = [*getattr(model, 'backbone', model).parameters(), *model.parameters()]
         if is_deployed(model) and weights and weights[0].device.type != device.type:
-            raise LatencyError(
+            raise SlabDetError(
                 f'cannot measure on {device} a model that was deployed on {weights[0].device}; '
                 f"call model.to('{device}') before slab_det.deploy"
             )
         model.to(device)
         # mmdet's Swin returns None from eval().
         model.eval()
-        self.weights_dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
+        self.weights_dtype = weights[0].dtype if weights else torch.float32
         # A deployed model casts inside; weights in half precision compute in their own dtype.
         has_dtype = is_deployed(model) or self.weights_dtype != torch.float32
         self.dtype = self.weights_dtype if has_dtype else dtype
@@ -310,14 +267,13 @@ class _TimedModel:
         with torch.autocast(self.device.type, self.dtype, enabled=self.autocast):
             if self.scope == 'backbone':
                 getattr(self.model, 'backbone', self.model)(self.inputs)
-                return
-            if self.scope == 'backbone+neck':
+            elif self.scope == 'backbone+neck':
                 self.model.extract_feat(self.inputs)
-                return
-            if self.scope == 'end-to-end':
-                self.load()
-            first = self.model(self.inputs, self.samples, mode='predict')[0]
-        self.num_detections = len(first.pred_instances) if 'pred_instances' in first else None
+            else:
+                if self.scope == 'end-to-end':
+                    self.load()
+                first = self.model(self.inputs, self.samples, mode='predict')[0]
+                self.num_detections = len(first.pred_instances) if 'pred_instances' in first else None
 
     def load(self) -> None:
         """Decodes, resizes, normalises and pads the image, and moves it to the device."""
@@ -330,7 +286,7 @@ class _TimedModel:
         pixels = mmcv.imresize(pixels, (width, height))
         data = {
             'inputs': [torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))],
-            # Segmentors and classifiers make their own samples.
+            # Classifiers make their own samples.
             'data_samples': [DetDataSample(metainfo=metainfo)] if isinstance(self.model, BaseDetector) else None,
         }
         data = self.preprocess(data, training=False)
@@ -338,8 +294,7 @@ class _TimedModel:
 
     def parts(self) -> list[nn.Module]:
         """Returns the modules that a round runs."""
-        names = {'backbone': ['backbone'], 'backbone+neck': ['backbone', 'neck']}.get(self.scope, [])
-        found = [getattr(self.model, name, None) for name in names]
+        found = [getattr(self.model, name, None) for name in self.scope.split('+')]
         return [part for part in found if part is not None] or [self.model]
 
 
@@ -361,5 +316,5 @@ def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
         return cv2.imencode('.jpg', pixels, [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
     content = Path(path).read_bytes()
     if mmcv.imfrombytes(content) is None:
-        raise LatencyError(f'image {path} cannot be decoded')
+        raise SlabDetError(f'image {path} cannot be decoded')
     return content

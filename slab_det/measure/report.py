@@ -13,22 +13,17 @@ from mmengine.logging import MMLogger
 from slab_det.measure.latency import describe_scope
 from slab_det.measure.markdown import format_table
 from slab_det.runtime.config import detector_config, type_name
-from slab_det.runtime.errors import ReportError
+from slab_det.runtime.errors import SlabDetError
 
 SCHEMA = 1
+AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy'}
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
-AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy', 'iou': 'mIoU'}
-# The runner's metric for each column; pictures show the first column of a kind.
+# The runner's metric for each column of a kind, the main column first. Classifiers of mmpretrain have an accuracy.
 METRICS = {
     **{kind: {name: f'{kind}_mAP{suffix}' for name, suffix in AP_SUFFIXES.items()} for kind in ('bbox', 'segm')},
-    # Classifiers of mmpretrain.
     'accuracy': {'top1': 'top1', 'top5': 'top5'},
-    # Segmentors of mmsegmentation.
-    'iou': {'mIoU': 'mIoU', 'mAcc': 'mAcc', 'aAcc': 'aAcc'},
 }
-# Kinds whose metrics the runner logs times 100.
-PER_CENT = {'accuracy', 'iou'}
 
 
 @dataclass(frozen=True)
@@ -67,11 +62,6 @@ class ReportEntry:
     training: dict | None = None
     environment: dict | None = None
 
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        """Identifies the detector: entries with the same key describe the same detector."""
-        return self.name, self.detector, self.variant, str(Path(self.checkpoint or self.config).resolve())
-
 
 def describe_model(model_cfg: Mapping) -> dict[str, str]:
     """Reads ``name``, ``norm``, ``attention`` and ``detector`` from a model config, fused or not."""
@@ -107,42 +97,34 @@ def describe_dataset(dataset: object) -> dict:
 
 
 def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Picks AP, accuracy and mIoU out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
+    """Picks AP and accuracy out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
 
     Returns:
         ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}, 'accuracy': {…}}``, in [0, 1]. COCO's -1, for sizes without
         objects, becomes None, and kinds without any object are left out.
     """
-    by_name = {key.rpartition('/')[2]: value for key, value in metrics.items()}
-    found = {
-        kind: {
-            column: float(by_name[name]) / (100 if kind in PER_CENT else 1) if by_name.get(name, -1) >= 0 else None
-            for column, name in columns.items()
-        }
-        for kind, columns in METRICS.items()
-        if by_name.get(columns[main_column(kind)], -1) >= 0
-    }
+    by_name, found = {key.rpartition('/')[2]: value for key, value in metrics.items()}, {}
+    for kind, columns in METRICS.items():
+        values = {column: by_name.get(name, -1) for column, name in columns.items()}
+        if values[main_column(kind)] >= 0:
+            # mmpretrain logs per cent.
+            one = 100 if kind == 'accuracy' else 1
+            found[kind] = {column: float(value) / one if value >= 0 else None for column, value in values.items()}
     if metrics and not found:
         MMLogger.get_current_instance().warning(
-            f'no AP or accuracy of COCO, mmpretrain or mmsegmentation among the metrics {", ".join(metrics)}: give a '
-            'CocoMetric, so that reports and tables show AP'
+            f'no AP of COCO and no accuracy of mmpretrain among the metrics {", ".join(metrics)}: give a CocoMetric, '
+            'so that reports and tables show AP'
         )
     return found
 
 
 def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:
     """Returns the kinds that any of the entries has, in the order of their columns."""
-    found = {kind for entry in entries for kind in entry.ap or ()}
-    return [kind for kind in AP_KINDS if kind in found]
-
-
-def score(kinds: Sequence[str]) -> str:
-    """Returns a common name for numbers of these kinds: 'AP', 'accuracy' or 'mIoU'."""
-    return next((AP_KINDS[kind].rpartition(' ')[2] for kind in kinds if kind in PER_CENT), 'AP')
+    return [kind for kind in AP_KINDS if any(kind in (entry.ap or ()) for entry in entries)]
 
 
 def main_column(kind: str) -> str:
-    """Returns the column that represents a kind where there is room for one: AP, top1 or mIoU."""
+    """Returns the column that represents a kind where there is room for one: AP or top1."""
     return next(iter(METRICS[kind]))
 
 
@@ -150,7 +132,7 @@ def read_report(path: str | Path) -> list[ReportEntry]:
     """Reads the entries of a report.json.
 
     Raises:
-        ReportError: If the file is not a report.
+        SlabDetError: If the file is not a report.
     """
     text = Path(path).read_text()
     try:
@@ -159,7 +141,7 @@ def read_report(path: str | Path) -> list[ReportEntry]:
             raise ValueError(f'schema {content["schema"]}, expected {SCHEMA}')
         return [ReportEntry(**entry) for entry in content['entries']]
     except (ValueError, KeyError, TypeError) as error:
-        raise ReportError(f'{path} is no report.json of slab_det: {error!r}; measure again') from error
+        raise SlabDetError(f'{path} is no report.json of slab_det: {error!r}; measure again') from error
 
 
 def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
@@ -168,20 +150,19 @@ def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
     put_text(json.dumps(content, indent=1, allow_nan=False) + '\n', str(path))
 
 
-def update_report(path: str | Path, *entries: ReportEntry) -> list[ReportEntry]:
-    """Merges entries into a report.json, which need not exist, and returns all of them."""
+def update_report(path: str | Path, *entries: ReportEntry) -> None:
+    """Merges entries into a report.json, which need not exist."""
     old = read_report(path) if Path(path).exists() else []
-    merged = merge_entries([*old, *entries])
-    write_report(path, merged)
-    return merged
+    write_report(path, merge_entries([*old, *entries]))
 
 
 def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
-    """Returns one entry per key, in order of appearance; later entries win field by field."""
+    """Returns one entry for each form of a detector, in order of appearance; later entries win field by field."""
     merged: dict[tuple, ReportEntry] = {}
     for entry in entries:
+        key = (entry.name, entry.detector, entry.variant, Path(entry.checkpoint or entry.config).resolve())
         known = {name: value for name, value in vars(entry).items() if value is not None}
-        merged[entry.key] = replace(merged.get(entry.key, entry), **known)
+        merged[key] = replace(merged.get(key, entry), **known)
     return list(merged.values())
 
 
@@ -193,7 +174,7 @@ def markdown_table(entries: Sequence[ReportEntry]) -> str:
     """
     kinds = measured_kinds(entries)
     # Detectors have the columns of Table 3, measured or not.
-    kinds = kinds if PER_CENT & {*kinds} else ['bbox', 'segm']
+    kinds = kinds if 'accuracy' in kinds else ['bbox', 'segm']
     conditions: list[str] = []
 
     def mark(text: str) -> str:
@@ -203,14 +184,17 @@ def markdown_table(entries: Sequence[ReportEntry]) -> str:
 
     rows = []
     for entry in entries:
-        row = [entry.name, entry.norm, entry.variant, '–', *('–' for _ in kinds)]
+        ms = '–'
         if entry.latency:
-            row[3] = f'{entry.latency["median_ms"]:.1f}' + mark(f'ms: median latency, {latency_scope(entry)}')
-        for index, kind in enumerate(kinds, start=4):
-            if ap := (entry.ap or {}).get(kind):
+            ms = f'{entry.latency["median_ms"]:.1f}' + mark(f'ms: median latency, {latency_scope(entry)}')
+        row = [entry.name, entry.norm, entry.variant, ms]
+        for kind in kinds:
+            ap, cell = (entry.ap or {}).get(kind), '–'
+            if ap:
                 values = [ap.get(column) for column in METRICS[kind]]
-                cells = ('–' if value is None else f'{100 * value:.1f}' for value in values)
-                row[index] = ' / '.join(cells) + mark(f'{score(kinds)} on {ap_scope(entry)}')
+                cell = ' / '.join('–' if value is None else f'{100 * value:.1f}' for value in values)
+                cell += mark(f'{"accuracy" if kind == "accuracy" else "AP"} on {ap_scope(entry)}')
+            row.append(cell)
         rows.append(row)
     titles = [
         ' / '.join([AP_KINDS[kind], *(name.removeprefix('AP') for name in [*METRICS[kind]][1:])]) for kind in kinds
@@ -223,9 +207,7 @@ def markdown_table(entries: Sequence[ReportEntry]) -> str:
 
 def latency_scope(entry: ReportEntry) -> str:
     """Returns the conditions that two latencies must share to be compared, as one line."""
-    # Deployed models have rows of their own (see form_suffix) and are compared with the others.
-    latency = entry.latency | {'deployed': False}
-    return f'{describe_scope(latency)}, {latency["rounds"]} rounds after {latency["warmup"]}'
+    return f'{describe_scope(entry.latency)}, {entry.latency["rounds"]} rounds after {entry.latency["warmup"]}'
 
 
 def ap_scope(entry: ReportEntry) -> str:
@@ -241,11 +223,12 @@ def ap_scope(entry: ReportEntry) -> str:
 
 
 def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
-    family = type_name(backbone['type']).removeprefix('SLAB').replace('Transformer', '').replace('PyramidVision', 'PVT')
+    """Returns the name that the papers give a backbone, such as 'SLAB-Swin-96x2262' or 'PVT-64x2222-PRepBN'."""
+    label = type_name(backbone['type']).removeprefix('SLAB').replace('Transformer', '').replace('PyramidVision', 'PVT')
+    label += 'V2' * bool(backbone.get('use_conv_ffn'))
     depths = backbone.get('depths', backbone.get('num_layers', ''))
     depths = ''.join(map(str, depths)) if isinstance(depths, Sequence) else str(depths)
     size = 'x'.join(filter(None, (str(backbone.get('embed_dims', '')), depths)))
-    label = '-'.join(filter(None, (family + 'V2' * bool(backbone.get('use_conv_ffn')), size)))
     # The papers call TokenBN BN.
     norm = 'BN' if norm == 'TokenBN' else norm
     norms = [] if norm == 'LN' else [norm]
@@ -258,4 +241,4 @@ def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
         label = f'SLA-{label}'
     if backbone.get('ffn_norm'):
         norms.append(f'FFN{norm}')
-    return '-'.join([label, '+'.join(norms)]) if norms else label
+    return '-'.join(filter(None, (label, size, '+'.join(norms))))

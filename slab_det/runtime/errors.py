@@ -18,16 +18,8 @@ class DataError(SlabDetError):
     """Annotations or images that are missing, or do not fit config or model."""
 
 
-class LatencyError(SlabDetError):
-    """A latency measurement that this machine or model cannot make."""
-
-
 class AgreementError(SlabDetError):
     """Detections of two detectors that cannot be compared."""
-
-
-class ReportError(SlabDetError):
-    """A report.json that cannot be read, or entries that cannot stand in one table."""
 
 
 class CheckpointError(SlabDetError):
@@ -60,9 +52,7 @@ def config_errors(config: str) -> Iterator[None]:
     except Exception as error:
         # The text of a KeyError is its argument in quotes.
         reason = ' '.join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-        raise ConfigError(
-            f'{config}: {type(error).__name__}: {reason}; correct the config, or the value given with --cfg-options'
-        ) from error
+        raise ConfigError(f'{config}: {type(error).__name__}: {reason}; correct the config') from error
 
 
 def name_some(names: Iterable[str]) -> str:

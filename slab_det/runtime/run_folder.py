@@ -87,7 +87,7 @@ def save_with_config(checkpoint: dict, cfg: Config, path: str | Path) -> tuple[P
     """Writes a checkpoint and, beside it, ``<stem>_config.py``; returns the names of both."""
     path, buffer, backend = Path(path), BytesIO(), AtomicLocalBackend()
     config = path.with_name(f'{path.stem}_config.py')
-    # PyTorch would raise an error of its own for a full disk.
+    # Not into the file: PyTorch's error for a full disk names neither the file nor the cause.
     torch.save(checkpoint, buffer)
     # The config last: an old config refuses a new checkpoint, but a new config might take an old one.
     backend.put(buffer.getvalue(), path)

@@ -12,7 +12,7 @@ from test_report import DATASET, entry, latency
 
 from slab_det.measure.figure import ap_latency_figure, save_figure
 from slab_det.measure.report import ReportEntry
-from slab_det.runtime.errors import ReportError
+from slab_det.runtime.errors import SlabDetError
 
 
 def timed(name: str, variant: str, ms: float, *ap: float, scope: dict | None = None, **changes: object) -> ReportEntry:
@@ -81,9 +81,8 @@ def test_the_same_entries_give_the_same_readable_file(tmp_path: Path) -> None:
     assert len(picture) < 100_000 and '>SLAB-Swin-T<' in picture and (tmp_path / 'again.svg').read_text() == picture
 
 
-@pytest.mark.parametrize('length', [6, 40])
-def test_names_cover_nothing_and_leave_room_for_the_panels(length: int) -> None:
-    models = [timed(letter * length, 'unfused', 20 + i / 50, 43 + i / 50, 39) for i, letter in enumerate('abcdefgh')]
+def test_names_cover_nothing_and_leave_room_for_the_panels() -> None:
+    models = [timed(letter * 40, 'unfused', 20 + i / 50, 43 + i / 50, 39) for i, letter in enumerate('abcdefgh')]
     figure = ap_latency_figure(models)
     figure.draw_without_rendering()
     assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip()) >= 8
@@ -97,5 +96,5 @@ def test_names_cover_nothing_and_leave_room_for_the_panels(length: int) -> None:
 
 def test_without_ap_and_latency_of_one_model_there_is_no_picture() -> None:
     tested = ReportEntry('Swin-S', 'unfused', 'LN', 'softmax', 'MaskRCNN', 'a.py', ap={'bbox': {'AP': 0.4}})
-    with pytest.raises(ReportError, match='both AP and latency'):
+    with pytest.raises(SlabDetError, match='both AP and latency'):
         ap_latency_figure([timed('Swin-T', 'unfused', 25), tested])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import slab_det
 from slab_det.measure import latency
-from slab_det.measure.latency import SCOPES, LatencyResult, latency_table
-from slab_det.runtime.errors import LatencyError
+from slab_det.measure.latency import LatencyResult, latency_table
+from slab_det.runtime.errors import SlabDetError
 
 QUICK = {'size': (40, 70), 'rounds': 3, 'warmup': 1}
 
@@ -55,11 +55,11 @@ def test_models_are_interleaved_round_by_round_in_alternating_order(scope: str, 
     calls: list = []
     models = {name: RecordingDetector(name, calls) for name in 'abc'}
     results = slab_det.measure_latency(models, scope=scope, **QUICK)
+    assert [*results] == [*models]
     assert ''.join(call[0] for call in calls) == 'abccbaabccba'
     assert {call[1:4] for call in calls} == {(called, False, True)}, 'in eval mode, under inference_mode'
-    for name, result in results.items():
-        assert (result.name, result.scope, result.interleaved) == (name, scope, ('a', 'b', 'c'))
-        assert result.detections == (4 if called == 'predict' else None)
+    for result in results.values():
+        assert (result.scope, result.detections) == (scope, 4 if called == 'predict' else None)
 
 
 def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +68,11 @@ def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = (reading for elapsed in times for reading in (0.0, elapsed / 1e3))
     monkeypatch.setattr(latency, 'time', SimpleNamespace(perf_counter=lambda: next(readings)))
     models = {'a': nn.Identity(), 'b': nn.Identity()}
-    a, b = slab_det.measure_latency(models, scope='backbone', **QUICK).values()
+    results = slab_det.measure_latency(models, scope='backbone', **QUICK)
+    a, b = results.values()
     assert (a.median_ms, a.mean_ms, a.p95_ms, b.median_ms) == pytest.approx((11, 11, 11.9, 22))
     assert a.std_ms == pytest.approx((2 / 3) ** 0.5)
-    row = next(line for line in latency_table([a, b]).splitlines() if line.startswith('| b |'))
+    row = next(line for line in latency_table(results).splitlines() if line.startswith('| b |'))
     assert row.split(' | ')[2] == '22.00' and row.endswith('| 2.00 (2.00 to 2.00) |')
 
 
@@ -107,28 +108,25 @@ def test_dtype_is_autocast_unless_the_weights_have_it() -> None:
     model = RecordingDetector()
     result = measure(model, dtype='bfloat16', threads=2)
     assert {call[-2:] for call in model.calls} == {(torch.bfloat16, 2)}
-    assert (result.dtype, result.autocast, result.threads) == ('bfloat16', True, 2)
+    assert (result.dtype, result.threads) == ('bfloat16 autocast', 2)
     assert torch.get_num_threads() == before
     model.bfloat16()
     for asked in ('bfloat16', 'float32'):
         result = measure(model, dtype=asked)
         *_, inputs, autocast, _ = model.calls[-1]
-        assert (inputs.dtype, autocast, result.autocast, result.dtype) == (torch.bfloat16, None, False, 'bfloat16')
+        assert (inputs.dtype, autocast, result.dtype) == (torch.bfloat16, None, 'bfloat16')
 
 
 def test_result_carries_its_conditions_and_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     result = measure(RecordingDetector())
-    assert not result.kept_memory
+    stored = json.loads(json.dumps(result.to_dict()))
+    expected = {'size': [40, 70], 'rounds': 3, 'warmup': 1, 'threads': torch.get_num_threads(), 'kept_memory': False}
+    assert {key: stored[key] for key in expected} == expected
+    assert stored['environment']['versions']['torch'] == torch.__version__
     for name in ('MALLOC_MMAP_MAX_', 'MALLOC_TRIM_THRESHOLD_'):
         monkeypatch.setenv(name, '0')
-    assert ', freed memory kept, ' in latency_table([measure(RecordingDetector())])
-    stored = json.loads(json.dumps(result.to_dict()))
-    assert stored == result.to_dict()
-    expected = {'size': [40, 70], 'rounds': 3, 'warmup': 1, 'fused': False, 'deployed': False, 'autocast': False}
-    expected |= {'threads': torch.get_num_threads(), 'cost': None, 'timed': SCOPES['detector']}
-    assert {key: stored[key] for key in expected} == expected
-    assert result.environment['versions']['torch'] == torch.__version__
-    assert 'detector, batch 1, 40x70 (HxW), float32, ' in latency_table([result])
+    table = latency_table({'a': measure(RecordingDetector())})
+    assert 'detector, batch 1, 40x70 (HxW), freed memory kept, ' in table
 
 
 @pytest.mark.parametrize(
@@ -142,23 +140,23 @@ def test_result_carries_its_conditions_and_is_json(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_impossible_requests_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(LatencyError, match=message):
+    with pytest.raises(SlabDetError, match=message):
         measure(RecordingDetector(), **changes)
 
 
 def test_a_model_deployed_on_another_device_is_refused() -> None:
     model = RecordingDetector()
     model.deployed = True
-    with pytest.raises(LatencyError, match=r"on meta a model .* deployed on cpu.*model\.to\('meta'\) before"):
+    with pytest.raises(SlabDetError, match=r"on meta a model .* deployed on cpu.*model\.to\('meta'\) before"):
         measure(model, device='meta')
 
 
 def test_costs_stand_beside_latency(small_detector) -> None:
     model = small_detector()
-    result = measure(model, scope='backbone', cost=True)
+    results = slab_det.measure_latency({'a': model}, scope='backbone', cost=True, **QUICK)
+    result = results['a']
     assert result.cost.parameters == sum(p.numel() for p in model.backbone.parameters()), 'of the scope alone'
-    assert json.loads(json.dumps(result.to_dict()))['cost']['norms_left'] == result.cost.norms_left
-    header, _, row = latency_table([result]).splitlines()[:3]
+    header, _, row = latency_table(results).splitlines()[:3]
     columns = dict(zip(header.strip('| ').split(' | '), row.strip('| ').split(' | '), strict=True))
     assert float(columns['G multiply-adds']) == pytest.approx(result.cost.multiply_adds / 1e9, abs=5e-4)
     assert float(columns['M parameters']) == pytest.approx(result.cost.parameters / 1e6, abs=5e-3)
@@ -168,9 +166,9 @@ def test_costs_stand_beside_latency(small_detector) -> None:
 def test_deployed_model_is_measured_in_the_dtype_it_was_deployed_in(small_detector) -> None:
     model = slab_det.fuse(small_detector())
     models = {'fused': model, 'deployed': slab_det.deploy(model, torch.bfloat16)}
-    fused, deployed = slab_det.measure_latency(models, size=(64, 96), rounds=1, warmup=0).values()
-    assert (fused.dtype, deployed.dtype, deployed.deployed, deployed.autocast) == ('float32', 'bfloat16', True, False)
-    table = latency_table([fused, deployed])
+    results = slab_det.measure_latency(models, size=(64, 96), rounds=1, warmup=0)
+    assert [result.dtype for result in results.values()] == ['float32', 'bfloat16']
+    table = latency_table(results)
     assert '| fused | float32 |' in table and '| deployed | bfloat16 |' in table
-    assert 'detector, batch 1, 64x96 (HxW), ' + fused.device in table, 'the line below names only what all rows share'
-    assert ', bfloat16, deployed, ' in latency_table([deployed])
+    device = results['fused'].device
+    assert f'detector, batch 1, 64x96 (HxW), {device}' in table, 'the line below names only what all rows share'

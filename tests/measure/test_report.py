@@ -18,24 +18,15 @@ from slab_det.measure.report import (
     write_report,
 )
 from slab_det.norms import TokenBN
-from slab_det.runtime.errors import ReportError
+from slab_det.runtime.errors import SlabDetError
 
 AP = {'bbox': {'AP': 0.4311, 'AP50': 0.66, 'AP75': 0.47, 'APs': None, 'APm': 0.464, 'APl': 0.56}}
 DATASET = {'ann_file': '/data/coco/annotations/instances_val2017.json', 'images': 5000}
 
 
 def latency(median_ms: float, **changes: object) -> dict:
-    return {
-        'median_ms': median_ms,
-        'scope': 'detector',
-        'size': [800, 1333],
-        'dtype': 'float32',
-        'device': 'Some CPU',
-        'threads': 2,
-        'rounds': 100,
-        'warmup': 20,
-        **changes,
-    }
+    conditions = {'scope': 'detector', 'size': [800, 1333], 'dtype': 'float32', 'device': 'Some CPU', 'threads': 2}
+    return {'median_ms': median_ms, **conditions, 'rounds': 100, 'warmup': 20, **changes}
 
 
 def entry(name: str = 'SLAB-Swin-T', variant: str = 'fused', **changes: object) -> ReportEntry:
@@ -58,17 +49,17 @@ def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: p
     path = tmp_path / 'report.json'
     # The hook knows the checkpoint by its absolute path.
     update_report(path, entry(checkpoint=str(tmp_path / 'a.pth'), ap=AP, training={'seed': 0}))
-    report = update_report(
+    update_report(
         path,
         entry(checkpoint='a.pth', latency=latency(5.0)),
         entry(checkpoint='a.pth', variant='unfused', latency=latency(6.0)),
     )
-    assert report == read_report(path)
+    report = read_report(path)
     assert [found.variant for found in report] == ['fused', 'unfused']
     assert (report[0].ap, report[0].training, report[0].latency) == (AP, {'seed': 0}, latency(5.0))
-    newer = update_report(path, entry(checkpoint='a.pth', latency=latency(4.0)))
-    assert newer[0].latency == latency(4.0)
-    assert len(update_report(path, entry(config='b.py'))) == 3, 'another config is another row'
+    update_report(path, entry(checkpoint='a.pth', latency=latency(4.0)), entry(config='b.py'))
+    newer = read_report(path)
+    assert newer[0].latency == latency(4.0) and len(newer) == 3, 'another config is another row'
 
 
 @pytest.mark.parametrize(
@@ -76,13 +67,12 @@ def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: p
     [
         ('{', 'JSONDecodeError'),
         ('{"schema": 2, "entries": []}', 'schema 2, expected 1'),
-        ('{"schema": 1}', "KeyError.*'entries'"),
         ('{"schema": 1, "entries": [{"speed": 3}]}', 'speed'),
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / 'report.json').write_text(content)
-    with pytest.raises(ReportError, match=rf'report\.json is no report.json of slab_det: .*{message}'):
+    with pytest.raises(SlabDetError, match=rf'report\.json is no report.json of slab_det: .*{message}'):
         read_report(tmp_path / 'report.json')
 
 

@@ -29,9 +29,3 @@ def test_a_terminal_gets_a_bar_that_ends_its_line(monkeypatch: pytest.MonkeyPatc
     text = show(Terminal(), monkeypatch, 1000)
     # Spaces cover the end of a longer bar before.
     assert text.count('\r') > 400 and text.replace(' ', '').endswith(']\nNext\n') and text.count('\n') == 2
-
-
-def test_nothing_is_shown_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr('sys.stderr', stream)
-    assert list(Progress(range(3), disable=True)) == [0, 1, 2] and stream.getvalue() == ''

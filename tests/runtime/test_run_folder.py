@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.errors import CheckpointError
-from slab_det.runtime.run_folder import check_writable, whole_file
+from slab_det.runtime.run_folder import check_writable
 
 
 class TinyModel(BaseModel):
@@ -53,33 +53,27 @@ class Improving(BaseMetric):
 
 def run(work_dir: Path, max_epochs: int, max_keep_ckpts: int = 1, **changes) -> Runner:
     def loader(shuffle: bool) -> dict:
-        sampler = {'type': 'DefaultSampler', 'shuffle': shuffle}
-        return {'batch_size': 2, 'num_workers': 0, 'sampler': sampler, 'dataset': TinyData()}
+        sampler = dict(type='DefaultSampler', shuffle=shuffle)
+        return dict(batch_size=2, num_workers=0, sampler=sampler, dataset=TinyData())
 
     torch.manual_seed(0)
-    checkpoint = {
-        'type': 'CheckpointHook',
-        'interval': 1,
-        'save_best': 'mAP',
-        'rule': 'greater',
-        'max_keep_ckpts': max_keep_ckpts,
-    }
-    settings = {
-        'model': TinyModel(),
-        'work_dir': str(work_dir),
-        'train_dataloader': loader(True),
-        'val_dataloader': loader(False),
-        'val_evaluator': [Improving()],
-        'val_cfg': {},
-        'train_cfg': {'by_epoch': True, 'max_epochs': max_epochs},
-        'optim_wrapper': {'type': 'OptimWrapper', 'optimizer': {'type': 'AdamW', 'lr': 0.1}},
-        'param_scheduler': [{'type': 'MultiStepLR', 'milestones': [2]}],
-        'default_hooks': {'checkpoint': checkpoint},
-        'custom_hooks': [{'type': 'EMAHook'}],
-        'randomness': {'seed': 0},
-        'experiment_name': f'{work_dir.name}-{max_epochs}-{np.random.rand()}',
-        'default_scope': 'mmengine',
-    }
+    keep = dict(interval=1, save_best='mAP', rule='greater', max_keep_ckpts=max_keep_ckpts)
+    settings = dict(
+        model=TinyModel(),
+        work_dir=str(work_dir),
+        train_dataloader=loader(True),
+        val_dataloader=loader(False),
+        val_evaluator=[Improving()],
+        val_cfg={},
+        train_cfg=dict(by_epoch=True, max_epochs=max_epochs),
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=0.1)),
+        param_scheduler=[dict(type='MultiStepLR', milestones=[2])],
+        default_hooks=dict(checkpoint=dict(type='CheckpointHook', **keep)),
+        custom_hooks=[dict(type='EMAHook')],
+        randomness=dict(seed=0),
+        experiment_name=f'{work_dir.name}-{max_epochs}-{np.random.rand()}',
+        default_scope='mmengine',
+    )
     runner = Runner(**{**settings, **changes})
     runner.train()
     return runner
@@ -152,12 +146,7 @@ def test_files_have_the_usual_permissions_and_links_stay(tmp_path):
 def test_a_full_disk_is_named_and_leaves_the_file_before(tmp_path):
     file = tmp_path / 'model.pth'
     file.write_text('before')
-
-    def write() -> None:
-        with whole_file(file) as name:
-            name.write_bytes(b'a' * 5000)
-
-    assert on_a_full_disk(write) == f'{file}: File too large'
+    assert on_a_full_disk(lambda: mmengine.fileio.put(b'a' * 5000, file)) == f'{file}: File too large'
     assert file.read_text() == 'before' and os.listdir(tmp_path) == ['model.pth']
 
 

@@ -49,6 +49,8 @@ def test_what_is_found_stands_beside_the_truth(small_detector, tmp_path: Path, m
         plain = cv2.imread(dataset.get_data_info(index)['img_path'])[..., ::-1]
         assert {name: pixels.shape for name, pixels in panels.items()} == dict.fromkeys(panels, plain.shape)
         assert (panels['truth'] != plain).any() and (panels['truth'] != panels['one']).any()
+        for name in ('one', 'another'):
+            assert (panels[name] == plain).all(-1).mean() > 0.5, 'labels do not shrink the image'
     figure = objects_figure(drawn)
     assert [axes.get_title() for axes in figure.axes] == ['truth', 'one', 'another'] + [''] * 6
     figure.draw_without_rendering()

@@ -16,7 +16,6 @@ from torch.nn import functional
 from slab_det.cli import COMMANDS
 from slab_det.deployment import export
 from slab_det.fusion.affine import fold_into_output
-from slab_det.measure import latency
 from slab_det.recalibration import PIPELINES
 
 TOOLS = CONFIGS.parent / 'tools'
@@ -43,8 +42,6 @@ def test_every_command_has_a_tool_whose_help_waits_for_no_import() -> None:
 @pytest.mark.parametrize(
     ('tool', 'flag', 'names'),
     [
-        ('latency.py', 'scope', latency.SCOPES),
-        ('latency.py', 'dtype', latency.DTYPES),
         ('absorb.py', 'pipeline', PIPELINES),
         ('recalibrate.py', 'pipeline', PIPELINES),
         ('export_onnx.py', 'scope', export.SCOPES),

@@ -1,0 +1,12 @@
+"""Scopes and dtypes of a latency. Imports nothing, so that ``--help`` can list them without importing torch."""
+
+# The work inside the timed region of each scope.
+SCOPES = {
+    'backbone': 'backbone forward on a normalised, padded image',
+    'backbone+neck': 'backbone and neck forward on a normalised, padded image',
+    'detector': 'prediction on a normalised, padded image: backbone, neck, all heads, NMS, masks pasted to full size; '
+    'without image decoding, resizing and normalisation',
+    'end-to-end': 'from the bytes of the image file in memory to predictions on the original image: decoding, '
+    'resizing, normalisation, padding, copy to the device, backbone, neck, all heads, NMS, masks pasted to full size',
+}
+DTYPES = ('float32', 'float16', 'bfloat16')
