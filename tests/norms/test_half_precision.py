@@ -140,19 +140,3 @@ def test_fusing_a_half_model_leaves_one_dtype(small_detector, kind):
     for name, value in fused.named_parameters():
         wanted = exact.get_parameter(name)
         assert (value.double() - wanted).abs().max() <= 1e-3 * wanted.abs().max(), name
-
-
-def test_a_detector_in_half_precision_is_near_its_float32_self(small_detector):
-    """Unfused and fused; 0.05 is 6 units of bfloat16's last place at full depth."""
-    image = torch.randn(1, 3, 96, 128)
-    for attention in ('softmax', 'sla'):
-        windows = (10, 6, 7, 7) if attention == 'sla' else None
-        model = small_detector(attention=attention, window_sizes=windows).backbone
-        for variant in (model, slab_det.fuse(model)):
-            with torch.no_grad():
-                wanted = variant(image)
-                for dtype in (torch.bfloat16, torch.float16):
-                    with torch.autocast('cpu', dtype):
-                        got = variant(image)
-                    for a, b in zip(got, wanted, strict=True):
-                        assert (a.float() - b).norm() < (0.05 if dtype is torch.bfloat16 else 0.01) * b.norm()
