@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.attention.linear import SimplifiedWindowAttention
-from slab_det.backbones.blocks import FFN
+from slab_det.backbones.blocks import LinearFFN
 from slab_det.deployment.blocks import ffn_layers
 from slab_det.deployment.constants import constant
 from slab_det.deployment.gpu import kernels
@@ -102,7 +102,7 @@ class FusedFFN(nn.Module):
         (B, L, C) -> (B, L, C).
     """
 
-    def __init__(self, ffn: FFN) -> None:
+    def __init__(self, ffn: LinearFFN) -> None:
         super().__init__()
         self.ffn = ffn
 
