@@ -59,8 +59,8 @@ class LinearMixing(Attention):
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
-            # One product for all heads; the mask selects the blocks on the diagonal. Its h-fold multiply-adds take less
-            # time than to copy the heads.
+            # One product for all heads, whose mask keeps the blocks on the diagonal. It has h times the multiply-adds
+            # and still takes less time than copying the heads apart.
             heads = self.head_mask.to(v.dtype)
             sums = [(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]]
             out, weight_sum = (self.query_features(q) @ torch.cat(sums, 2)).split([self.embed_dims, self.num_heads], 2)
@@ -89,8 +89,7 @@ class SimplifiedMixing(LinearMixing):
 class FocusedMixing(LinearMixing):
     """``f(x) = |x| x^3 / |x^3|`` of ``(ReLU(x) + 1e-6) / softplus(theta)`` (FLatten, Han et al., ICCV 2023).
 
-    Norms are over all C channels. Sums over the keys are means, as in the authors' release since May 2024, which half
-    precision can hold.
+    The norms |.| are over all C channels. Both sums over the keys are means, as in the authors' code since May 2024.
     """
 
     focusing_factor = 3

@@ -11,12 +11,13 @@ from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
 from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
+from slab_det.attention import SoftmaxWindowAttention
 from slab_det.checkpoints import check_state_dict, load_pretrained
 from slab_det.norms import named_offline_norms
 
 
 class Backbone(BaseModule):
-    """Loads pretrained weights, puts norms behind its stages and freezes loaded statistics; see SLABSwin."""
+    """Base of our backbones: loading, output norms, frozen statistics. :class:`SLABSwin` describes the arguments."""
 
     def __init__(
         self,
@@ -35,20 +36,15 @@ class Backbone(BaseModule):
         try:
             build_norm_layer(norm_cfg, 1)
         except KeyError as error:
-            # The message of mmcv does not name it.
+            # mmcv's message does not name the type.
             known = 'LN, TokenBN, RepBN, PRepBN, UN, MABN, PowerNorm or what custom_imports registers'
             raise ValueError(f'norm_cfg={norm_cfg}: there is no such norm; its type is one of {known}') from error
         self.register_load_state_dict_pre_hook(check_state_dict)
         self.pretrain_img_size = to_2tuple(pretrain_img_size)
         self.out_indices = tuple(out_indices)
         self.norm_eval = norm_eval
-        # Whether the returned feature maps are channels last.
+        # Whether the returned feature maps are channels last. A bool, because torch.save writes no memory format.
         self.channels_last = False
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        """Memory format of the returned feature maps; a property, because ``torch.save`` cannot write it."""
-        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def count_positions(self, patch: int) -> tuple[int, int]:
         """(H, W) of the learned positions, one for each patch of ``patch`` x ``patch`` pixels."""
@@ -63,16 +59,22 @@ class Backbone(BaseModule):
 
     def make_output(self, stage: int, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Makes the output (B, C, H, W) of a stage from its tokens (B, H * W, C)."""
-        image = getattr(self, f'norm{stage}')(x).transpose(1, 2).unflatten(2, hw_shape)
-        return image.contiguous(memory_format=self.memory_format)
+        return self.to_map(getattr(self, f'norm{stage}')(x), hw_shape)
+
+    def to_map(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """(B, H * W, C) -> (B, C, H, W), in the memory format of the outputs."""
+        memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
+        return x.transpose(1, 2).unflatten(2, hw_shape).contiguous(memory_format=memory_format)
 
     def init_from_scratch(self) -> None:
-        """Draws weights as ViT does; convolutions have PyTorch's."""
+        """Draws weights as ViT and Swin do; convolutions keep PyTorch's."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)
             elif isinstance(module, nn.MultiheadAttention):
                 trunc_normal_(module.in_proj_weight, std=0.02)
+            elif isinstance(module, SoftmaxWindowAttention):
+                trunc_normal_(module.relative_position_bias_table, std=0.02)
 
     def init_weights(self) -> None:
         """Initialises the weights from scratch, then loads the checkpoint that ``init_cfg`` names.

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -22,10 +21,10 @@ from slab_det.attention.geometry import resize_table
 from slab_det.fusion import CannotFold, Fold, Write
 
 
-class FFN(BaseModule):
+class LinearFFN(BaseModule):
     """``fc2(act(fc1(x)))``, with one more norm on request (BN+FFNBN, Yao et al., ICCVW 2021).
 
-    Subclasses hold the layers under the state-dict keys of mmcv or mmdet.
+    State-dict keys are as in mmcv's FFN.
 
     Args:
         embed_dims: Channels C.
@@ -42,6 +41,9 @@ class FFN(BaseModule):
     Raises:
         ValueError: If ``ffn_norm`` is unknown.
     """
+
+    # Names of the layers.
+    fc1, activation, fc2 = 'layers.0.0', 'layers.0.1', 'layers.1'
 
     def __init__(
         self,
@@ -64,17 +66,18 @@ class FFN(BaseModule):
         self.norm = build_norm_layer(norm_cfg, feedforward_channels)[1] if ffn_norm else nn.Identity()
         self.drop_path = build_dropout(dict(type='DropPath', drop_prob=drop_path_rate))
 
-    @abstractmethod
     def build_layers(self, channels: int, hidden: int, activation: nn.Module, drop: nn.Dropout) -> Sequential:
         """Builds the layers, in the order of their keys."""
-
-    @abstractmethod
-    def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """``fc2(act(fc1(x)))`` with dropout."""
+        return Sequential(Sequential(nn.Linear(channels, hidden), activation, drop), nn.Linear(hidden, channels), drop)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         """Adds the output for the tokens ``x`` of a map of (H, W) to ``identity``."""
         return identity + self.drop_path(self.transform(x, hw_shape))
+
+    def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """``fc2(act(fc1(x)))`` with dropout."""
+        (fc1, activation, _), fc2, drop = self.layers
+        return drop(fc2(drop(self.activate(fc1(x), activation))))
 
     def activate(self, hidden: Tensor, activation: nn.Module) -> Tensor:
         """Applies the activation and the norm to the hidden channels."""
@@ -100,24 +103,8 @@ class FFN(BaseModule):
         return self.fc1, self.activation, self.fc2
 
 
-class LinearFFN(FFN):
-    """An FFN of two linear layers, with the state-dict keys of mmcv's FFN."""
-
-    # Names of the layers.
-    fc1, activation, fc2 = 'layers.0.0', 'layers.0.1', 'layers.1'
-
-    def build_layers(self, channels: int, hidden: int, activation: nn.Module, drop: nn.Dropout) -> Sequential:
-        return Sequential(Sequential(nn.Linear(channels, hidden), activation, drop), nn.Linear(hidden, channels), drop)
-
-    def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        (fc1, activation, _), fc2, drop = self.layers
-        return drop(fc2(drop(self.activate(fc1(x), activation))))
-
-
-class ConvFFN(FFN):
-    """An FFN of two 1x1 convolutions, with the state-dict keys of mmdet's MixFFN.
-
-    The 1x1 convolutions run as linear layers on tokens.
+class ConvFFN(LinearFFN):
+    """An FFN of two 1x1 convolutions, which run as linear layers. State-dict keys are as in mmdet's MixFFN.
 
     Args:
         use_conv: Put a depthwise 3x3 convolution before the activation (PVTv2, Wang et al., CVMJ 2022).
@@ -138,16 +125,6 @@ class ConvFFN(FFN):
         depthwise = [nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden)] if self.use_conv else []
         return Sequential(fc1, *depthwise, activation, drop, nn.Conv2d(hidden, channels, 1), drop)
 
-    def ffn_layers(self) -> tuple[str, str, str]:
-        if self.use_conv:
-            raise CannotFold('a depthwise convolution stands between its layers')
-        return super().ffn_layers()
-
-    def writes(self) -> Iterator[Write]:
-        last = len(self.layers) - 1
-        # The second layer is never called as a module. The last module is the dropout whose output it reads.
-        yield Write(f'layers.{last - 1}', source=f'layers.{last}')
-
     def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         fc1, *depthwise, activation, drop, fc2, _ = self.layers
         hidden = F.linear(x, fc1.weight.flatten(1), fc1.bias)
@@ -155,6 +132,16 @@ class ConvFFN(FFN):
             hidden = conv(hidden.transpose(1, 2).unflatten(2, hw_shape)).flatten(2).transpose(1, 2)
         hidden = drop(self.activate(hidden, activation))
         return drop(F.linear(hidden, fc2.weight.flatten(1), fc2.bias))
+
+    def writes(self) -> Iterator[Write]:
+        # fc2 is never called as a module. The dropout whose output it reads is the last module too.
+        last = len(self.layers) - 1
+        yield Write(f'layers.{last - 1}', source=f'layers.{last}')
+
+    def ffn_layers(self) -> tuple[str, str, str]:
+        if self.use_conv:
+            raise CannotFold('a depthwise convolution stands between its layers')
+        return super().ffn_layers()
 
 
 class Block(BaseModule):
@@ -171,7 +158,7 @@ class Block(BaseModule):
     """
 
     def __init__(
-        self, attn: ShiftedWindowAttention | MapAttention, ffn: FFN, norm_cfg: dict, with_cp: bool = False
+        self, attn: ShiftedWindowAttention | MapAttention, ffn: LinearFFN, norm_cfg: dict, with_cp: bool = False
     ) -> None:
         super().__init__()
         self.with_cp = with_cp

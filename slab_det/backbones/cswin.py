@@ -19,22 +19,16 @@ from slab_det.fusion.stock_mmdet import swin_output_folds
 
 
 class Stripes(BaseModule):
-    """Attention inside the stripes of a map, and a convolution of the values of each stripe (LePE).
+    """Attention inside the stripes of a map, plus a depthwise convolution of each stripe's values (LePE).
 
-    Where a map is no multiple of the width, q, k and v are padded with zeros on both sides, and with the odd row or
-    column at the end. Padding therefore never passes a norm or its fold.
+    Where the width does not divide the map, q, k and v are padded with zeros on both sides, so that padding never
+    passes a norm or its fold. :class:`StripeAttention` describes the other arguments.
 
     Args:
-        word: The attention, one of ``STRIPE_ATTENTIONS``.
-        embed_dims: Channels C.
-        num_heads: Heads.
         axis: 1 for horizontal stripes, across all columns; 2 for vertical ones, across all rows.
-        width: Width of a stripe, in tokens; None for one that is the whole map.
-        map_shape: (H, W) of the map in pretraining.
-        attn_drop_rate: Dropout on softmax attention weights.
 
     Shape:
-        Three times (B, H * W, C) -> (B, H * W, C).
+        q, k and v, (B, H * W, C) each -> (B, H * W, C).
     """
 
     def __init__(
@@ -58,12 +52,12 @@ class Stripes(BaseModule):
         shape = (v.shape[1], v.shape[2])
         local = self.get_v(v.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         # Contiguous: mix() may overwrite q, which must not be a view of the map.
-        groups = (split_groups(part.flatten(1, 2).contiguous(), self.attn.groups) for part in (q, k, v))
-        mixed = join_groups(self.attn.mix(*groups, MapGeometry(shape, shape, False))).unflatten(1, shape)
+        q, k, v = (split_groups(part.flatten(1, 2).contiguous(), self.attn.groups) for part in (q, k, v))
+        mixed = join_groups(self.attn.mix(q, k, v, MapGeometry(shape, shape, False))).unflatten(1, shape)
         return self.merge(mixed + local, hw_shape).flatten(1, 2)
 
     def cut(self, image: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B * n, H, w, C) for n vertical stripes, (B * n, w, W, C) for horizontal ones."""
+        """Cuts a map (B, H, W, C) into n vertical stripes (B * n, H, w, C) or horizontal ones (B * n, w, W, C)."""
         if self.width is None:
             return image
         missing = -image.shape[self.axis] % self.width
@@ -87,10 +81,8 @@ class Stripes(BaseModule):
 class StripeAttention(MapAttention):
     """Attention in cross-shaped windows: half of the heads in vertical stripes, the other half in horizontal ones.
 
-    Each half has an attention and a convolution of its own, which see only the channels of the half.
-
     Args:
-        word: The attention, one of ``STRIPE_ATTENTIONS``.
+        word: The attention inside a stripe, one of ``STRIPE_ATTENTIONS``.
         embed_dims: Channels C.
         num_heads: Heads, an even number.
         width: Width of the stripes, in tokens; None for all heads over the whole map.
@@ -122,23 +114,21 @@ class StripeAttention(MapAttention):
         self.attns = ModuleList(Stripes(word, *sizes, axis, width, map_shape, attn_drop_rate) for axis in axes)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: MapGeometry) -> Tensor:
-        channels = self.embed_dims // len(self.attns)
-        parts = (slice(i * channels, (i + 1) * channels) for i in range(len(self.attns)))
-        mixed = [
-            stripes(*(x[:, 0, :, part] for x in (q, k, v)), geometry.query_shape)
-            for stripes, part in zip(self.attns, parts, strict=True)
-        ]
+        channels, mixed = self.embed_dims // len(self.attns), []
+        for i, stripes in enumerate(self.attns):
+            # No chunks: an attention may overwrite q, which autograd refuses for one of several views.
+            part = slice(i * channels, (i + 1) * channels)
+            mixed.append(stripes(*(x[:, 0, :, part] for x in (q, k, v)), geometry.query_shape))
         return torch.cat(mixed, dim=-1)[:, None]
 
 
 @MODELS.register_module()
 class SLABCSwin(Backbone):
-    """CSWin Transformer whose norms and attention are chosen by a word (CSWin, SLAB, FLatten).
+    """CSWin Transformer with any norm and any attention (CSWin, SLAB, FLatten).
 
     The rows of the papers: CSWin-T is the default, CSWin-S has ``depths=(2, 4, 32, 2)``. SLAB-CSWin-T is
     ``depths=(2, 4, 18, 1), attention=('sla', 'sla', 'softmax', 'softmax'), stripe_widths=(None, None, 7, None),
-    norm_cfg=dict(type='PRepBN')``. Maps of any size are cut and padded as in the authors' code for segmentation, whose
-    last stage attends over the whole map; SLAB's linear stages do in classification, and do here at every size.
+    norm_cfg=dict(type='PRepBN')``. Maps of any size are cut and padded as in the authors' code for segmentation.
 
     :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
 
@@ -181,7 +171,8 @@ class SLABCSwin(Backbone):
             )
             in_channels, map_shape = channels, patch_embed.init_out_size
             blocks = ModuleList()
-            for rate in (next(drop_path_rates) for _ in range(depths[i])):
+            for _ in range(depths[i]):
+                rate = next(drop_path_rates)
                 attn = StripeAttention(
                     attention[i], channels, num_heads[i], stripe_widths[i], map_shape, attn_drop_rate, rate
                 )

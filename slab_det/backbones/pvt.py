@@ -21,7 +21,7 @@ from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 
 @MODELS.register_module()
 class SLABPVT(Backbone):
-    """Pyramid Vision Transformer whose norms and attention are chosen by a word (PVT, PVTv2, SLAB, FLatten).
+    """Pyramid Vision Transformer with any norm and any attention (PVT, PVTv2, SLAB, FLatten).
 
     Arguments, defaults and state-dict keys are as in mmdet's PyramidVisionTransformer, whose checkpoints load.
     The rows of the papers: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``;
@@ -43,7 +43,7 @@ class SLABPVT(Backbone):
         use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the map at hand.
         norm_after_stage: Put a norm after each stage; the next stage reads it too.
         use_conv_ffn: Put a depthwise 3x3 convolution into the FFN.
-        la_sr_ratios: What the stages with 'sla' or 'focused' attention use in place of ``sr_ratios``.
+        la_sr_ratios: Replaces ``sr_ratios`` in stages with 'sla' or 'focused' attention.
 
     Shape:
         (B, in_channels, H, W) -> one (B, C * num_heads[i], H_i, W_i) per index i in ``out_indices``; H_i is
@@ -85,12 +85,10 @@ class SLABPVT(Backbone):
         paddings = per_stage(paddings, num_stages)
         super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
         sr_ratios = [sr_ratios[i] if word == 'softmax' else la_sr_ratios[i] for i, word in enumerate(attention)]
-        self.num_features = [embed_dims * num_heads[i] for i in range(num_stages)]
-
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers[:num_stages])).tolist())
         map_shape = self.pretrain_img_size
         self.layers = ModuleList()
-        for i, channels in enumerate(self.num_features):
+        for i, channels in enumerate(embed_dims * num_heads[i] for i in range(num_stages)):
             patch_embed = PatchEmbed(
                 in_channels,
                 channels,
@@ -133,16 +131,17 @@ class SLABPVT(Backbone):
             x = x.contiguous()
             for block in blocks:
                 x = block(x, hw_shape)
-            x = norm(x).transpose(1, 2).unflatten(2, hw_shape)
+            x = norm(x)
             if i in self.out_indices:
-                outs.append(x.contiguous(memory_format=self.memory_format))
+                outs.append(self.to_map(x, hw_shape))
+            x = x.transpose(1, 2).unflatten(2, hw_shape)
         return tuple(outs)
 
     # The next stage reads the norm behind a stage, and the neck reads it too where the stage is an output.
     folds, output_folds = pvt_folds, pvt_output_folds
 
     def init_from_scratch(self) -> None:
-        """Draws weights as mmdet does; the convolution in linear attention keeps PyTorch's, as in the released code."""
+        """Draws weights as mmdet does; the convolution in linear attention keeps PyTorch's, as in the authors' code."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)

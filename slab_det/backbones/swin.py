@@ -9,10 +9,10 @@ import torch
 from mmdet.models.layers import PatchEmbed
 from mmdet.registry import MODELS
 from mmengine.model import BaseModule, ModuleList
-from mmengine.model.weight_init import trunc_normal_, trunc_normal_init
+from mmengine.model.weight_init import trunc_normal_
 from torch import Tensor, nn
 
-from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention, SoftmaxWindowAttention
+from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
 from slab_det.backbones.base import Backbone, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
@@ -20,7 +20,7 @@ from slab_det.fusion.stock_mmdet import swin_output_folds
 
 
 class SwinStage(BaseModule):
-    """The blocks of one resolution and, but for the last stage, the patch merging that follows them."""
+    """The blocks of one resolution. ``downsample`` is the patch merging behind them, None in the last stage."""
 
     def __init__(self, blocks: Sequence[Block], downsample: PatchMerging | None) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SwinStage(BaseModule):
 
 @MODELS.register_module()
 class SLABSwin(Backbone):
-    """Swin Transformer whose norms and attention are chosen by a word (Swin, SLAB, FLatten).
+    """Swin Transformer with any norm and any attention (Swin, SLAB, FLatten).
 
     Arguments, defaults and state-dict keys are as in mmdet's SwinTransformer, whose checkpoints load. The rows
     of the papers: Swin is the default; Swin-PRepBN is ``norm_cfg=dict(type='PRepBN')``; SLAB-Swin adds
@@ -69,7 +69,7 @@ class SLABSwin(Backbone):
             :func:`slab_det.load_pretrained` reads.
         attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         window_sizes: Window side per stage; None means ``window_size`` everywhere.
-        out_norm_cfg: The output norms: 'same' takes ``norm_cfg``, a dict another norm, None none.
+        out_norm_cfg: The norm of each output: 'same' for ``norm_cfg``, a dict for another norm, None for none.
         norm_eval: Freeze running statistics that were loaded from a checkpoint. Norms without loaded statistics go on
             estimating.
         ffn_norm: One more norm of ``norm_cfg`` in each FFN, before ('pre_act') or after ('post_act') the activation
@@ -122,14 +122,11 @@ class SLABSwin(Backbone):
         if strides[0] != patch_size:
             raise ValueError(f'patches must not overlap: strides[0]={strides[0]} differs from {patch_size=}')
         self.frozen_stages = frozen_stages
-        self.num_features = [embed_dims * 2**i for i in range(num_stages)]
+        num_features = [embed_dims * 2**i for i in range(num_stages)]
 
+        patch_norm_cfg = norm_cfg if patch_norm else None
         self.patch_embed = PatchEmbed(
-            in_channels,
-            embed_dims,
-            kernel_size=patch_size,
-            stride=patch_size,
-            norm_cfg=norm_cfg if patch_norm else None,
+            in_channels, embed_dims, kernel_size=patch_size, stride=patch_size, norm_cfg=patch_norm_cfg
         )
         self.absolute_pos_embed = None
         if use_abs_pos_embed:
@@ -139,7 +136,7 @@ class SLABSwin(Backbone):
 
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         self.stages = ModuleList()
-        for i, channels in enumerate(self.num_features):
+        for i, channels in enumerate(num_features):
             blocks = []
             for depth in range(depths[i]):
                 rate = next(drop_path_rates)
@@ -157,11 +154,11 @@ class SLABSwin(Backbone):
                 blocks.append(Block(attn, ffn, norm_cfg, with_cp))
             downsample = None
             if i < num_stages - 1:
-                downsample = PatchMerging(channels, 2 * channels, strides[i + 1], norm_cfg if patch_norm else None)
+                downsample = PatchMerging(channels, 2 * channels, strides[i + 1], patch_norm_cfg)
             self.stages.append(SwinStage(blocks, downsample))
 
-        self.add_output_norms(out_norm_cfg, norm_cfg, self.num_features)
-        # Before a distributed wrapper counts which parameters train.
+        self.add_output_norms(out_norm_cfg, norm_cfg, num_features)
+        # Here, before a distributed wrapper counts which parameters train.
         self.freeze()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -193,11 +190,6 @@ class SLABSwin(Backbone):
             self.absolute_pos_embed.requires_grad = False
 
     def init_from_scratch(self) -> None:
-        """Draws weights as mmdet does."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_init(module, std=0.02, bias=0.0)
-            elif isinstance(module, SoftmaxWindowAttention):
-                trunc_normal_(module.relative_position_bias_table, std=0.02)
+        super().init_from_scratch()
         if self.absolute_pos_embed is not None:
             trunc_normal_(self.absolute_pos_embed, std=0.02)

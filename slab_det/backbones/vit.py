@@ -20,19 +20,19 @@ from slab_det.fusion import Fold
 
 @MODELS.register_module()
 class SLABViT(Backbone):
-    """Vision Transformer whose norms and attention are chosen by a word (ViT, DeiT, SLAB).
+    """Vision Transformer with any norm and any attention (ViT, DeiT, SLAB).
 
     The rows of the papers: DeiT-T is ``out_type='cls_token'``, and DeiT-S has ``embed_dims=384, num_heads=6``;
-    DeiT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-DeiT adds ``attention='sla'`` and has, as in the
-    released code, no class token: its tokens are averaged.
+    DeiT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-DeiT adds ``attention='sla'``, without a class
+    token, as in the authors' code: a classifier averages its tokens.
 
     :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
 
     Args:
         embed_dims: Channels C.
         num_layers: Blocks.
-        out_type: 'featmap' returns the map behind the last norm, 'cls_token' the class token, which only such a model
-            has. A checkpoint with a class token gives 'featmap' all other weights.
+        out_type: 'featmap' returns the map behind the last norm; 'cls_token' adds a class token and returns it. A
+            checkpoint of either loads into 'featmap'.
 
     Shape:
         (B, in_channels, H, W) -> one (B, C, H / patch_size, W / patch_size), sides rounded up, or one (B, C).
@@ -59,7 +59,7 @@ class SLABViT(Backbone):
         self.embed = PatchEmbed(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)
         pos_shape = self.count_positions(patch_size)
         self.positions = PositionEmbedding(pos_shape, embed_dims, drop_rate=0.0)
-        # Includes the position of the class token.
+        # Its position is part of it.
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims)) if out_type == 'cls_token' else None
         self.blocks = ModuleList()
         for rate in torch.linspace(0, drop_path_rate, num_layers).tolist():
@@ -79,7 +79,7 @@ class SLABViT(Backbone):
         x = self.norm(x)
         if self.cls_token is not None:
             return (x[:, 0],)
-        return (x.transpose(1, 2).unflatten(2, hw_shape).contiguous(memory_format=self.memory_format),)
+        return (self.to_map(x, hw_shape),)
 
     def output_folds(self) -> Iterator[Fold]:
         """The norm that the output has passed."""
@@ -87,5 +87,6 @@ class SLABViT(Backbone):
 
     def init_from_scratch(self) -> None:
         super().init_from_scratch()
-        for table in filter(lambda table: table is not None, (self.positions.pos_embed, self.cls_token)):
-            trunc_normal_(table, std=0.02)
+        trunc_normal_(self.positions.pos_embed, std=0.02)
+        if self.cls_token is not None:
+            trunc_normal_(self.cls_token, std=0.02)

@@ -4,13 +4,3 @@ from slab_det.data.check import check_data, check_num_classes, set_data_root
 from slab_det.data.folder import ImageFolder
 from slab_det.data.preprocessor import CheckedDataPreprocessor
 from slab_det.data.synthetic import SyntheticShapes, generate
-
-__all__ = [
-    'CheckedDataPreprocessor',
-    'ImageFolder',
-    'SyntheticShapes',
-    'check_data',
-    'check_num_classes',
-    'generate',
-    'set_data_root',
-]

@@ -19,12 +19,12 @@ from slab_det.runtime.scope import enter_scope
 
 SPLITS = ('train', 'val', 'test')
 HEADS = ('head', 'bbox_head', 'mask_head', 'panoptic_head')
-# Larger annotation files would be parsed twice for seconds; mmdet reads them anyway a moment later.
+# To parse larger annotation files takes seconds, and mmdet parses them again a moment later.
 MAX_PARSED_BYTES = 50 * 2**20
 
 
 def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
-    """Raises an error if files of a config's datasets are missing, or COCO annotations do not fit the config.
+    """Raises an error if files of datasets or evaluators are missing, or COCO annotations do not fit the config.
 
     Remote paths (``s3://…``) and generated images are not checked.
 
@@ -39,12 +39,15 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     for split in splits:
         for dataset in _file_datasets(cfg, split):
             _check_dataset(dataset, split)
+        for evaluator in _evaluators(cfg, split):
+            if evaluator.get('ann_file'):
+                _check_path(evaluator['ann_file'], f'{split} evaluator: annotation file', 'ann_file=…')
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     """Raises DataError if a head of ``model`` has another number of classes than the dataset of a split.
 
-    mmdet would index classes that are not there, or take the surplus class of the data for background.
+    mmdet would predict classes that do not exist, or learn the surplus class of the data as background.
     """
     model = unwrap(model)
     metainfo = getattr(dataset, 'metainfo', {})
@@ -52,7 +55,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     # In Grounding DINO num_classes is the length of the text.
     if not classes or hasattr(model, 'language_model'):
         return
-    # Two-stage panoptic detectors have boxes of things alone.
+    # The box heads of panoptic detectors know things only.
     numbers = (len(classes), len(metainfo.get('thing_classes', classes)))
     for name, module in model.named_modules():
         num_classes = getattr(module, 'num_classes', None)
@@ -69,8 +72,8 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
 def set_data_root(cfg: Config, root: str) -> None:
     """Makes every dataset and evaluator of a config read below another folder, in place.
 
-    ``--cfg-options data_root=…`` does not do that: configs copy the variable when they are parsed. Image
-    folders may lie directly in the root, as in COCO's archives, or in its ``images`` folder.
+    ``--cfg-options data_root=…`` comes too late: a parsed config holds copies of the variable. Image folders may lie
+    directly in the root, as in COCO's archives, or in its ``images`` folder.
 
     Args:
         cfg: A config whose datasets have a ``data_root``.
@@ -114,29 +117,6 @@ def _evaluators(cfg: Config, split: str) -> list[ConfigDict]:
     return evaluators if isinstance(evaluators, list) else [evaluators]
 
 
-def _check_dataset(dataset: ConfigDict, split: str) -> None:
-    # The runner looks for the class in the same way.
-    with DATASETS.switch_scope_and_registry(dataset.get('_scope_')) as registry:
-        dataset_class = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
-    if dataset_class is None:
-        raise DataError(f'{split}_dataloader: no dataset is called {dataset.type!r}')
-    # Datasets of classifiers say themselves what they lack.
-    if issubclass(dataset_class, SyntheticShapes) or not issubclass(dataset_class, BaseDetDataset):
-        return
-    root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
-    ann_file = osp.join(root, dataset.get('ann_file') or '')
-    if dataset.get('ann_file'):
-        _check_path(ann_file, f'{split} annotation file', 'ann_file=…')
-    for prefix in prefixes.values():
-        _check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
-    classes = tuple(dataset_class._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
-    # LVIS and the panoptic datasets read their files otherwise.
-    readers = (CocoDataset.load_data_list, CocoDataset.parse_data_info)
-    reads_coco = (dataset_class.load_data_list, getattr(dataset_class, 'parse_data_info', None)) == readers
-    if reads_coco and classes and osp.isfile(ann_file) and osp.getsize(ann_file) <= MAX_PARSED_BYTES:
-        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
-
-
 def _check_path(path: str, what: str, argument: str) -> None:
     # mmengine's file backends read remote paths; only they know what is there.
     if not osp.exists(path) and '://' not in path:
@@ -146,44 +126,66 @@ def _check_path(path: str, what: str, argument: str) -> None:
         )
 
 
+def _check_dataset(dataset: ConfigDict, split: str) -> None:
+    # The runner looks for the class in the same way.
+    with DATASETS.switch_scope_and_registry(dataset.get('_scope_')) as registry:
+        kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
+    if kind is None:
+        raise DataError(f'{split}_dataloader: no dataset is called {dataset.type!r}')
+    # Datasets of classifiers say themselves what they lack.
+    if issubclass(kind, SyntheticShapes) or not issubclass(kind, BaseDetDataset):
+        return
+    root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
+    ann_file = osp.join(root, dataset.get('ann_file') or '')
+    if dataset.get('ann_file'):
+        _check_path(ann_file, f'{split} annotation file', 'ann_file=…')
+    for prefix in prefixes.values():
+        _check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
+    classes = tuple(kind._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
+    # LVIS and the panoptic datasets read their files otherwise.
+    methods = ('load_data_list', 'parse_data_info')
+    reads_coco = all(getattr(kind, name, None) is getattr(CocoDataset, name) for name in methods)
+    if reads_coco and classes and osp.isfile(ann_file) and osp.getsize(ann_file) <= MAX_PARSED_BYTES:
+        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
+
+
 def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
-    """Checks the image files, the names of the classes and the format of the boxes."""
-    with open(ann_file) as file:
-        try:
+    """Checks the images, the keys and boxes of the annotations, and the names of the classes."""
+    where, outside = f'{split} annotation file {ann_file}', []
+    try:
+        with open(ann_file) as file:
             content = json.load(file)
-            names = [category['name'] for category in content['categories']]
-            images = {image['id']: image for image in content['images']}
-            files = [osp.join(folder, image['file_name']) for image in images.values()]
-            # Test sets are published without annotations.
-            annotations = [item for item in content.get('annotations', ()) if item['image_id'] in images]
-            outside = [item['bbox'] for item in annotations if _leaves_image(item['bbox'], images[item['image_id']])]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f'{split} annotation file {ann_file} is not COCO JSON: {error!r}') from error
+        names = [category['name'] for category in content['categories']]
+        images = {image['id']: image for image in content['images']}
+        files = [osp.join(folder, image['file_name']) for image in images.values()]
+        # Test sets are published without annotations.
+        annotations = [item for item in content.get('annotations', ()) if item['image_id'] in images]
+        for item in annotations:
+            (x, y, width, height), image = item['bbox'], images[item['image_id']]
+            # Boxes of real data leave their image by a few pixels.
+            if x + width > 1.05 * image['width'] or y + height > 1.05 * image['height']:
+                outside.append(item['bbox'])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f'{where} is not COCO JSON: {error!r}') from error
     for item in annotations:
         # pycocotools asks for them after the first epoch, and names no file.
         if absent := [key for key in ('id', 'category_id', 'area', 'iscrowd') if key not in item]:
             raise DataError(
-                f'{split} annotation file {ann_file}: an annotation of image {item["image_id"]} has no '
-                f'{" and no ".join(absent)}; COCO has them in each (area = width * height, iscrowd = 0)'
+                f'{where}: an annotation of image {item["image_id"]} has no {" and no ".join(absent)}; COCO has them '
+                'in each (area = width * height, iscrowd = 0)'
             )
-    for image in files:
-        _check_path(image, f'{split} image', 'data_prefix=dict(img=…)')
+    for path in files:
+        _check_path(path, f'{split} image', 'data_prefix=dict(img=…)')
     # mmdet numbers the classes in the order of the file.
     if [name for name in names if name in classes] != [*classes]:
         raise DataError(
-            f"{split} annotation file {ann_file}: the config's {len(classes)} classes ({name_some(classes)}) are not "
-            f'among its {len(names)} categories ({name_some(names)}), or not in the same order: set '
-            f'metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads'
+            f"{where}: the config's {len(classes)} classes ({name_some(classes)}) are not among its {len(names)} "
+            f'categories ({name_some(names)}), or not in the same order: set metainfo=dict(classes={(*names,)}) in the '
+            f'dataset and num_classes={len(names)} in the heads'
         )
-    # Half or more of the boxes end outside if they are corners.
+    # If the boxes are corners, half of them or more end outside.
     if len(outside) > len(annotations) / 4:
         raise DataError(
-            f'{split} annotation file {ann_file}: {len(outside)} of its {len(annotations)} boxes end outside of their '
-            f'image, such as {outside[0]}: COCO boxes are [x, y, width, height], not corners'
+            f'{where}: {len(outside)} of its {len(annotations)} boxes end outside of their image, such as '
+            f'{outside[0]}: COCO boxes are [x, y, width, height], not corners'
         )
-
-
-def _leaves_image(box: Sequence[float], image: dict) -> bool:
-    """Whether a box ends outside of its image by more than the few pixels of real data."""
-    x, y, width, height = box
-    return x + width > 1.05 * image['width'] or y + height > 1.05 * image['height']

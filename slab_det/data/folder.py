@@ -1,4 +1,4 @@
-"""A dataset of the pictures in a folder, to absorb on, to recalibrate on, and to learn from a teacher on."""
+"""ImageFolder: a dataset of the images in a folder, for absorption, recalibration and distillation."""
 
 from collections.abc import Sequence
 from glob import glob
@@ -23,7 +23,7 @@ class ImageFolder(Dataset):
         metainfo: The class names of the detector, which checkpoints of a training store.
 
     Raises:
-        DataError: If the folder holds no image. Also when an image cannot be read, or does not pass the pipeline.
+        DataError: If the folder holds no image; at access, if an image cannot be read or does not pass the pipeline.
     """
 
     def __init__(self, folder: str | Path, pipeline: Sequence[dict], metainfo: dict | None = None) -> None:

@@ -1,4 +1,4 @@
-"""mmdet's preprocessor, which refuses arrays that are not images of 0 to 255."""
+"""CheckedDataPreprocessor: mmdet's preprocessor, which refuses arrays that are no images."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from slab_det.runtime.pipeline import check_range
 
 @MODELS.register_module()
 class CheckedDataPreprocessor(DetDataPreprocessor):
-    """mmdet's DetDataPreprocessor, which in inference checks images that come as arrays: a detector finds anything in
-    other values.
+    """mmdet's DetDataPreprocessor, which in inference refuses an array that is no image of 0 to 255.
+
+    mmdet would accept it, and return wrong detections.
 
     Raises:
         DataError: If an array has too few channels, or values outside of 0 to 255.
@@ -21,7 +22,7 @@ class CheckedDataPreprocessor(DetDataPreprocessor):
     def forward(self, data: dict, training: bool = False) -> dict:
         if not training and self._enable_normalize:
             for image, sample in zip(data['inputs'], data.get('data_samples') or (), strict=False):
-                # mmdet sets no path for an array; files hold 0 to 255.
+                # mmdet sets the path of an image that comes from a file; such an image has the right range.
                 if sample.get('img_path') is not None:
                     continue
                 if not len(self.mean) <= len(image) <= 4:

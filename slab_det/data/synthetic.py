@@ -1,8 +1,8 @@
-"""Generates COCO-format images of shapes: a detection task that is learnt in minutes, without a download.
+"""Generated images of shapes in COCO format: a detection task that is learnt in minutes, without a download.
 
-Every image shows a few filled shapes over a textured, dull background. Classes differ in outline and in their typical
-hue, which overlaps with the hues of other classes. Shapes may overlap, and the border may cut them; an annotation is
-the visible part, as polygons.
+Every image shows a few filled shapes over a textured, nearly grey background. Classes differ in outline and in their
+typical hue, which overlaps with the hues of other classes. Shapes may overlap, and the border may cut them. An
+annotation holds the polygons of the visible part.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from slab_det.runtime.errors import DataError
 CLASSES = ('circle', 'square', 'triangle', 'star')
 # Part of the cache key: increase it with every change of a pixel or an annotation.
 GENERATOR_VERSION = 2
-# A shape is left out if it would leave less than this fraction of the visible part of another one.
+# A shape is not drawn where it would hide more than half of the visible part of another one.
 MIN_VISIBLE = 0.5
-# Objects are this many pixels across, whatever the image size is.
+# In pixels across, at every image size.
 OBJECT_SIZE = (28, 76)
 OBJECTS_PER_IMAGE = (2, 4)
 
@@ -38,15 +38,14 @@ def generate(
     size: Sequence[int] = (192, 160),
     seed: int = 0,
 ) -> Path:
-    """Writes the images and annotations once and returns their folder.
+    """Writes images and annotations, unless the folder holds them already, and returns the folder.
 
     The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It appears when it
     is complete, so several processes may call this function at once.
 
     Args:
-        root: The folder to write. None means ``synthetic-<key>`` in the cache folder: ``$SLAB_DET_CACHE``, or
-            ``slab_det`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A folder that was generated with the same arguments is
-            returned as it is.
+        root: The folder. None means ``synthetic-<key>`` in the cache folder: ``$SLAB_DET_CACHE``, or ``slab_det`` in
+            ``$XDG_CACHE_HOME`` (``~/.cache``).
         num_train: Images of the train split.
         num_val: Images of the val split.
         size: (width, height) of every image in pixels.
@@ -79,7 +78,7 @@ def generate(
 
 @DATASETS.register_module()
 class SyntheticShapes(CocoDataset):
-    """CocoDataset over generated images, which are written on first use.
+    """CocoDataset of generated images, which are written on first use.
 
     Args:
         split: 'train' or 'val'.
@@ -126,22 +125,17 @@ def _write_splits(root: Path, spec: dict) -> None:
 
 
 def draw_image(rng: np.random.Generator, size: tuple[int, int]) -> tuple[np.ndarray, list[dict]]:
-    """Draws one image.
-
-    Args:
-        rng: Source of every choice.
-        size: (width, height) in pixels.
+    """Draws one image of ``size`` (width, height).
 
     Returns:
-        The image as (H, W, 3) uint8, BGR, and one dict per object with ``category_id`` (1-based),
-        ``segmentation`` (polygons in pixels), ``bbox`` (x, y, width, height) and ``area`` in square pixels.
+        The image as (H, W, 3) uint8, BGR, and the COCO annotation of each object, without ids.
     """
-    # Nearly grey: a detector trained from scratch for minutes finds the objects.
+    # Nearly grey, so that a detector trained from scratch for minutes finds the objects.
     pixels = _texture(rng, size, contrast=10.0) + rng.uniform(50, 205) + rng.normal(0.0, 8.0, 3)
     placed: list[tuple[int, np.ndarray]] = []  # class index, visible mask
     for _ in range(rng.integers(OBJECTS_PER_IMAGE[0], OBJECTS_PER_IMAGE[1] + 1)):
         label = int(rng.integers(len(CLASSES)))
-        mask = _fill(_outline(rng, label, size), size)
+        mask = _shape(rng, label, size)
         visible = [(other, seen & ~mask) for other, seen in placed]
         if mask.sum() < 150 or any(
             after.sum() < MIN_VISIBLE * before.sum() for (_, after), (_, before) in zip(visible, placed, strict=True)
@@ -170,8 +164,8 @@ def _colour(rng: np.random.Generator, label: int) -> np.ndarray:
     return 255 * cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0]
 
 
-def _outline(rng: np.random.Generator, label: int, size: tuple[int, int]) -> np.ndarray:
-    """Returns the corners (N, 2), in pixels, of one randomly sized, stretched, rotated and placed shape."""
+def _shape(rng: np.random.Generator, label: int, size: tuple[int, int]) -> np.ndarray:
+    """Returns the mask (H, W) of one randomly sized, stretched, rotated and placed shape."""
     radius = rng.uniform(*OBJECT_SIZE) / 2
     # Distances of the corners from the centre, for each class.
     radii = (np.full(48, 1.0), np.full(4, 1.15), np.full(3, 1.2), np.tile([1.2, 0.5], 5))[label]
@@ -182,24 +176,21 @@ def _outline(rng: np.random.Generator, label: int, size: tuple[int, int]) -> np.
     rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
     # The centre stays inside the image: at least about a quarter of a shape is seen.
     centre = rng.uniform((0.3 * radius, 0.3 * radius), np.asarray(size) - 0.3 * radius)
-    return points @ stretch @ rotation.T + centre
-
-
-def _fill(outline: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    outline = points @ stretch @ rotation.T + centre
     mask = np.zeros((size[1], size[0]), np.uint8)
     cv2.fillPoly(mask, [np.round(outline).astype(np.int32)], 1)
     return mask.astype(bool)
 
 
 def _annotation(label: int, mask: np.ndarray) -> dict | None:
-    """Returns the COCO annotation of a visible mask (H, W), or None where no polygon describes it."""
+    """Returns the COCO annotation of a visible mask (H, W), or None if only slivers are visible."""
     # OpenCV's contours pass through pixel centres, COCO's polygons enclose pixels. At four times the resolution the
     # difference moves no pixel of the rasterised polygon.
     scale = 4
     fine = cv2.resize(mask.astype(np.uint8), None, fx=scale, fy=scale, interpolation=cv2.INTER_NEAREST)
     contours, _ = cv2.findContours(fine, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
     contours = [cv2.approxPolyDP(contour, 0.4 * scale, closed=True) for contour in contours]
-    # An occluder may cut off slivers of a few pixels, which are left out.
+    # Slivers of a few pixels, which another shape cuts off, are left out.
     polygons = [
         ((contour.reshape(-1) + 0.5) / scale).tolist()
         for contour in contours
@@ -208,7 +199,7 @@ def _annotation(label: int, mask: np.ndarray) -> dict | None:
     if not polygons:
         return None
     encoded = coco_mask.merge(coco_mask.frPyObjects(polygons, *mask.shape))
-    # Training and evaluation rasterise the polygons, so area and box describe them and not the mask.
+    # Area and box are those of the polygons, which training and evaluation rasterise.
     return {
         'category_id': label + 1,
         'segmentation': polygons,

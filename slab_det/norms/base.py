@@ -23,7 +23,7 @@ def is_recomputing() -> bool:
 
 
 class OfflineNorm(nn.GroupNorm, ABC):
-    """A norm with two forms: its paper's rule in training, and ``y = scale * x + shift`` at inference.
+    """Base of norms that follow their paper in training, and are ``y = scale * x + shift`` at inference.
 
     A new norm is a subclass with :meth:`train_forward`, :meth:`inference_affine`, :meth:`statistics` and
     :meth:`set_statistics`. Its running statistics are buffers, which stay float32 when the module is cast to half
@@ -40,13 +40,13 @@ class OfflineNorm(nn.GroupNorm, ABC):
         ValueError: If the last dimension is not ``num_features``.
 
     Attributes:
-        calibrating: Normalise with the statistics of each batch in eval mode too, as recalibration needs it.
-        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes no others: frozen at
-            mean 0 and variance 1, a norm would be switched off.
+        calibrating: Normalise by each batch and leave the buffers alone, in training and evaluation.
+        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only those: a norm
+            frozen at its initial mean 0 and variance 1 would do nothing.
     """
 
-    # mmengine's optimizer constructors give norm_decay_mult to instances of PyTorch's norms. nn.GroupNorm is the one
-    # norm that nothing converts to SyncBatchNorm, fuses into convolutions or takes for a LayerNorm.
+    # A GroupNorm, because mmengine's optimizer constructors give norm_decay_mult to PyTorch's norms, and GroupNorm is
+    # the one of them that nothing converts to SyncBatchNorm, fuses into convolutions or takes for a LayerNorm.
     affine = False
     calibrating = False
     statistics_loaded = False
@@ -84,15 +84,15 @@ class OfflineNorm(nn.GroupNorm, ABC):
         values = at_least_float32(x)
         return torch.addcmul(shift.to(values.dtype), values, scale.to(values.dtype)).to(x.dtype)
 
-    # A graph could not hold Python numbers that change.
+    # Traced, each value of gamma or of a counter would be a graph of its own.
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
         return self.train_forward(x)
 
     def read_numbers(self) -> None:
-        """Reads buffers that a forward needs as numbers of Python, so that no forward waits for the device.
+        """Copies buffers into the Python numbers that a forward reads in their place, to wait for no device.
 
-        Called after loading, and by ``train()`` and ``eval()``: averages of weights change buffers in place.
+        Loading calls this method, and so do ``train()`` and ``eval()``: EMA writes into buffers before them.
         """
 
     def train(self, mode: bool = True) -> OfflineNorm:
@@ -120,9 +120,9 @@ class OfflineNorm(nn.GroupNorm, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OfflineNorm:
-        """Moves and casts; buffers become float32 where ``fn`` lowers them to half precision.
+        """Moves and casts. A cast to half precision makes buffers float32.
 
-        float16 ends at 65504, the variance of a sigma of 256. In bfloat16 an average does not take small steps.
+        A variance above 65504 overflows float16, and a running average in bfloat16 does not take small steps.
         """
         buffers = set(self.buffers())
 
@@ -139,6 +139,8 @@ class OfflineNorm(nn.GroupNorm, ABC):
 
 
 class _DetachedCopies(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` copy tensors of a graph, which PyTorch refuses: the copies are detached."""
+
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             tensor, memo = args
@@ -147,19 +149,14 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """A deep copy in which tensors of a graph are detached: detectors such as CondInst hold some of their last step."""
+    """A deep copy of a module. Tensors of its last training step, which CondInst holds for one, are detached."""
     with _DetachedCopies():
         return copy.deepcopy(module)
 
 
-def _has_values(tensor: Tensor) -> bool:
-    """Whether ``tensor`` can be read: fake and meta tensors cannot."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-
-
-def read_number(buffer: Tensor, default: float) -> float:
-    """The value of a 0-d buffer, or ``default`` where it has none, as a meta tensor."""
-    return buffer.item() if _has_values(buffer) else default
+def read_number(tensor: Tensor, default: float) -> float:
+    """The value of a 0-d tensor, or ``default`` for meta and fake tensors, which have none."""
+    return tensor.item() if type(tensor) is Tensor and not tensor.is_meta else default
 
 
 def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
@@ -167,13 +164,13 @@ def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
     norm._apply(lambda tensor: tensor)
     norm.read_numbers()
     mean, var = norm.statistics()
-    norm.statistics_loaded = not (_has_values(mean) and _has_values(var)) or bool(mean.any() or (var != 1).any())
+    norm.statistics_loaded = bool(read_number(mean.any() | (var != 1).any(), default=True))
 
 
 def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields every module of ``kinds`` that is no part of an OfflineNorm, with its name, in registration order.
+    """Yields the modules of ``kinds`` with their names, in registration order, but no parts of an OfflineNorm.
 
-    A norm made of other norms (PRepBN holds a LayerNorm and a RepBN) is one norm here.
+    PRepBN, which holds a LayerNorm and a RepBN, is one norm here.
     """
     inside: str | None = None
     for name, module in model.named_modules():
@@ -186,19 +183,12 @@ def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str
 
 
 def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
-    """Yields every OfflineNorm of ``model`` that is no part of another, with its name, in registration order."""
+    """Yields the OfflineNorms of ``model`` with their names; see :func:`named_norms`."""
     return named_norms(model, OfflineNorm)
 
 
 class ChannelAffine(nn.Module):
-    """``y = scale * x + shift``: what stays in the place of a norm that no neighbouring layer can take.
-
-    Args:
-        num_features: Channels C.
-
-    Shape:
-        (..., C) -> (..., C), channels last.
-    """
+    """``y = scale * x + shift`` on (..., C): what fusion leaves of a norm that no neighbouring layer can take."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ from slab_det.norms.batch_norm import RepBN
 class PRepBN(OfflineNorm):
     """``gamma * LN(x) + (1 - gamma) * RepBN(x)``: LayerNorm that training turns into RepBN (SLAB, eq. 3).
 
-    :class:`slab_det.hooks.ProgressiveNormHook` lowers gamma: 1 is pure LayerNorm, 0 is pure RepBN, where the
-    LayerNorm costs nothing. Training and evaluation use the same mixture. Only at gamma = 0 is the norm an affine map
-    that can be folded. ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
+    :class:`slab_det.hooks.ProgressiveNormHook` lowers gamma from 1, pure LayerNorm, to 0, pure RepBN. Training and
+    evaluation use the same mixture. At gamma = 0 the LayerNorm costs nothing and the norm can be folded.
+    ``repbn.eval()`` alone freezes the statistics, as ``eval()`` does.
 
     :class:`RepBN` describes the other arguments.
 
@@ -36,7 +36,7 @@ class PRepBN(OfflineNorm):
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
         self.repbn = RepBN(num_features, eps, momentum, eta)
-        # Checkpoints hold the buffer. Forward reads the float, so that it never waits for the device.
+        # Checkpoints hold the buffer; forward reads the float, to wait for no device.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
 
@@ -64,28 +64,21 @@ class PRepBN(OfflineNorm):
         self.repbn.calibrating = value
 
     def forward(self, x: Tensor) -> Tensor:
-        # The same in training and evaluation: the RepBN decides whether it takes the statistics of the batch.
+        # In training and evaluation alike: the RepBN decides whether it takes the statistics of the batch.
         if self._gamma_value > 0.0:
-            return self.train_forward(x)
+            return self._train(x)
         if torch.is_grad_enabled():
             x = _KeepInGraph.apply(x, *self.ln.parameters())
         return self.repbn(x)
 
-    # Traced, each gamma would be a graph of its own.
-    @torch.compiler.disable
     def train_forward(self, x: Tensor) -> Tensor:
         """The mixture of eq. 3 at the current gamma."""
         self.check_channels(x)
-        gamma = self._gamma_value
         # LayerNorm first: the sum takes its memory layout, with which later layers are fast.
-        return torch.add(gamma * self.ln(x), self.repbn(x), alpha=1.0 - gamma)
+        return torch.add(self._gamma_value * self.ln(x), self.repbn(x), alpha=1.0 - self._gamma_value)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
-        """The RepBN's affine.
-
-        Raises:
-            ValueError: While gamma > 0: LayerNorm is no affine map of its input.
-        """
+        """The affine of the RepBN; ValueError while gamma > 0, because LayerNorm is not affine in its input."""
         if self._gamma_value > 0.0:
             raise ValueError(f'PRepBN at gamma = {self._gamma_value:g} still contains LayerNorm and is not affine')
         return self.repbn.inference_affine()
@@ -99,7 +92,7 @@ class PRepBN(OfflineNorm):
     def _apply(self, *args) -> PRepBN:
         self.read_numbers()
         super()._apply(*args)
-        # In float64 whatever the cast, so that a checkpoint holds the value that forward uses.
+        # Always float64, so that a checkpoint holds the value that forward uses.
         self._gamma = torch.full_like(self._gamma, self._gamma_value, dtype=torch.float64)
         return self
 
@@ -108,10 +101,9 @@ class PRepBN(OfflineNorm):
 
 
 class _KeepInGraph(torch.autograd.Function):
-    """Returns ``x``, and lets parameters take part in the backward pass that get no gradient.
+    """Returns ``x``, and makes ``parameters`` part of the backward pass, in which they get no gradient.
 
-    DistributedDataParallel waits for all parameters of the model. At gamma = 0 nothing calls the LayerNorm; here its
-    parameters are reached nevertheless, at no cost.
+    At gamma = 0 nothing reads the LayerNorm's parameters, and DistributedDataParallel waits for all of them.
     """
 
     @staticmethod

@@ -16,11 +16,10 @@ from slab_det.norms.base import OfflineNorm, at_least_float32, is_recomputing, r
 class QuadraticNorm(OfflineNorm):
     """``y = weight z + bias``, ``z = x / sqrt(s^ + eps)``: a norm without mean, s^ a moving average of mean x^2.
 
-    Means are per channel, over all tokens of all processes. The backward pass does not differentiate s^. Instead it
-    subtracts a moving average psi of ``gs = mean(g z)``, with ``g = weight dy``:
-    ``dx = (g - z psi) / sqrt(s^ + eps)``. A subclass says which averages; they are buffers, so that a run resumes
-    where it was. A NaN would stay in them forever: a channel whose mean x^2 or gs is not finite takes the running
-    average in its place.
+    Means are per channel, over the tokens of all processes. The backward pass does not differentiate s^. It subtracts
+    a moving average psi of ``gs = mean(g z)`` instead, with ``g = weight dy``: ``dx = (g - z psi) / sqrt(s^ + eps)``.
+    Subclasses choose the averages, which are buffers, so that a run resumes where it was. In a channel whose mean x^2
+    or gs is not finite, the running average takes its place: a NaN would stay in the averages forever.
 
     Activation checkpointing recomputes the last forward of a norm: call backward after each forward.
 
@@ -50,22 +49,22 @@ class QuadraticNorm(OfflineNorm):
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
         # The same as a number of Python, see read_numbers().
         self._iteration = 0
-        # 1 / sqrt(s^ + eps) and is_outlier of the last forward.
-        self._last: tuple[Tensor, Tensor | None] | None = None
+        # What smooth_square() returned in the last forward, which a recomputed forward uses again.
+        self.last_square: tuple[Tensor, Tensor | None] | None = None
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Takes mean x^2 of iteration t, (C,), into the forward averages: here exponential ones.
+        """Updates the averages of the forward pass by mean x^2 of iteration t, (C,); here exponential ones.
 
         Returns:
-            s^, (C,), and whether moving averages must not see this iteration: 0-d, or None where all see it.
+            s^, (C,), and whether the batch is an outlier, which moving averages leave out: 0-d, or None for no filter.
         """
         # The average begins with the warm-up, not after it: by then it has forgotten its initial value.
         self.running_var.lerp_(square, self.momentum)
-        return square if self.is_warming_up else self.running_var, None
+        return square if self._iteration <= self.warmup_iters else self.running_var, None
 
     @abstractmethod
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
-        """Takes gs of an iteration, (C,), into the backward averages.
+        """Updates the averages of the backward pass by gs of an iteration, (C,).
 
         Args:
             gradient: gs.
@@ -74,11 +73,6 @@ class QuadraticNorm(OfflineNorm):
         Returns:
             psi of this iteration, (C,).
         """
-
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether iteration t belongs to the warm-up."""
-        return self._iteration <= self.warmup_iters
 
     def read_numbers(self) -> None:
         self._iteration = read_number(self.iteration, self._iteration)
@@ -91,23 +85,6 @@ class QuadraticNorm(OfflineNorm):
         values = at_least_float32(x)
         square = _sum_over_tokens(values.square()) / x.shape[:-1].numel()
         return torch.addcmul(self.bias, values, self.weight * (square + self.eps).rsqrt()).to(x.dtype)
-
-    def next_inverse_root(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """1 / sqrt(s^ + eps) of the iteration with tokens ``x``, and ``is_outlier``.
-
-        A recomputed forward gets what the first one got.
-        """
-        if not is_recomputing():
-            self.iteration += 1
-            self._iteration += 1
-            square = _where_finite(_mean_over_processes(_sum_over_tokens(x * x), x), self.running_var)
-            smoothed, is_outlier = self.smooth_square(square)
-            self._last = (smoothed + self.eps).rsqrt(), is_outlier
-        return self._last
-
-    def next_psi(self, own: Tensor, is_outlier: Tensor | None, x: Tensor) -> Tensor:
-        """psi of an iteration, from the sum of ``g z`` over the tokens ``x`` of this process, (C,)."""
-        return self.smooth_gradient(_where_finite(_mean_over_processes(own, x), self.psi), is_outlier)
 
     @torch.no_grad()
     def reset_state(self) -> None:
@@ -139,7 +116,13 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, norm: QuadraticNorm) -> Tensor:
         # x^2 overflows float16 from 256 on.
         values = at_least_float32(x)
-        inverse_root, is_outlier = norm.next_inverse_root(values)
+        if not is_recomputing():
+            norm.iteration += 1
+            norm._iteration += 1
+            square = _mean_over_processes(_sum_over_tokens(values * values), x, norm.running_var)
+            norm.last_square = norm.smooth_square(square)
+        smoothed, is_outlier = norm.last_square
+        inverse_root = (smoothed + norm.eps).rsqrt()
         scale = weight * inverse_root
         ctx.norm = norm
         # Other forwards may come before the backward of this one.
@@ -152,15 +135,39 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
         x, weight, inverse_root, scale, is_outlier = ctx.saved_tensors
         grad = at_least_float32(grad)
         grad_weight = _sum_over_tokens(grad * x) * inverse_root
-        psi = ctx.norm.next_psi(weight * grad_weight, is_outlier, x)
+        gradient = _mean_over_processes(weight * grad_weight, x, ctx.norm.psi)
+        psi = ctx.norm.smooth_gradient(gradient, is_outlier)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad * scale).addcmul_(x, psi * inverse_root * inverse_root, value=-1).to(x.dtype)
         return grad_x, grad_weight.to(weight.dtype), _sum_over_tokens(grad).to(weight.dtype), None
 
 
+def _sum_over_tokens(x: Tensor) -> Tensor:
+    """(..., C) -> (C,), without the copy that flattening a transposed map would make."""
+    return x.sum_to_size(x.shape[-1])
+
+
+def _mean_over_processes(own: Tensor, x: Tensor, average: Tensor) -> Tensor:
+    """The mean over the tokens of all processes; where it is not finite, ``average``.
+
+    Args:
+        own: The sum over the tokens of this process, (C,).
+        x: The tokens of this process, (..., C).
+        average: The running average, (C,).
+    """
+    count = x.shape[:-1].numel()
+    if get_world_size() == 1:
+        mean = own / count
+    else:
+        total = torch.cat([own, own.new_full((1,), count)])
+        all_reduce(total)
+        mean = total[:-1] / total[-1]
+    return torch.where(mean.abs() <= torch.finfo(mean.dtype).max, mean, average)
+
+
 class _Window(nn.Module):
-    """A ring of the last M values of a vector, on the device. Before it is full it holds the values seen so far."""
+    """A ring of the last M values of a vector (C,), on the device; of fewer before it is full."""
 
     def __init__(self, window_size: int, num_features: int) -> None:
         super().__init__()
@@ -172,12 +179,8 @@ class _Window(nn.Module):
     def read_numbers(self) -> None:
         self._count = read_number(self.count, self._count)
 
-    @property
-    def is_full(self) -> bool:
-        return self._count >= len(self.values)
-
     def push(self, value: Tensor) -> Tensor:
-        """Puts ``value``, (C,), in the place of the oldest; returns the values in the window, (M, C) or fewer."""
+        """Puts ``value`` in the place of the oldest; returns the values in the window, (M, C) or fewer."""
         self.count += 1
         self._count += 1
         self.replace_latest(value)
@@ -191,20 +194,19 @@ class _Window(nn.Module):
 class UN(QuadraticNorm):
     """Divides by the geometric mean of the last M quadratic means, unless the window holds an outlier.
 
-    In iteration t, with s_t = mean x^2 over all tokens, per channel:
-    s^ is the geometric mean of the last M values of s, s_t included, and the running variance averages s^;
-    in the backward pass psi <- a psi + (1 - a) mean of the last M values of gs, a = 1 - momentum. The first means are
-    over fewer than M values. During the warm-up s^ = s_t, and the window fills. The geometric mean raises s to at least
-    eps / 1000, which changes nothing beside eps in the root.
+    In iteration t, with s_t = mean x^2 over all tokens, per channel: s^ is the geometric mean of the last M values of
+    s, s_t included, and the running variance averages s^; in the backward pass psi <- a psi + (1 - a) mean of the last
+    M values of gs, a = 1 - momentum. The first means are over fewer than M values. During the warm-up s^ = s_t, and the
+    window fills. In the geometric mean s is at least eps / 1000, which changes nothing beside eps in the root.
 
     Outlier filtration: where the arithmetic mean of the window exceeds the geometric one by more than M V in any
-    channel, the whole layer takes s^ = s_t and psi = gs_t for this iteration. The windows then get the running averages
-    from before the iteration in place of s_t and gs_t, and the running averages take s_t and gs_t. V is one number for
-    the layer: the unbiased variance of the square roots of all M C values in the window before s_t came. The filter
-    starts after the warm-up, when the window is full.
+    channel, the whole layer takes s^ = s_t and psi = gs_t for this iteration. The running averages take s_t and gs_t.
+    The windows get in their place the running averages from before the iteration. V is one number for the layer: the
+    unbiased variance of the square roots of all M C values in the window before s_t came. The filter starts after the
+    warm-up, when the window is full.
 
-    The released code differs from the paper's formulas, which hold here: its gradient has a factor r between batch and
-    running statistics, and its backward averages wait for the end of the warm-up too.
+    The released code differs from these formulas of the paper: its gradient has a factor r between batch and running
+    statistics, and its backward averages wait for the end of the warm-up too.
 
     :class:`QuadraticNorm` describes the other arguments.
 
@@ -234,11 +236,12 @@ class UN(QuadraticNorm):
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
         # With M = 1 both means are equal up to rounding.
-        filters = self.filter_outliers and self.window_size > 1 and self.squares.is_full and not self.is_warming_up
+        starts = max(self.warmup_iters, self.window_size)
+        filters = self.filter_outliers and self.window_size > 1 and self._iteration > starts
         spread = self.squares.values.sqrt().var() if filters else None
         window = self.squares.push(square)
         smoothed, is_outlier = square, None
-        if not self.is_warming_up:
+        if self._iteration > self.warmup_iters:
             # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
             smoothed = window.clamp(min=1e-3 * self.eps).log_().mean(0).exp_()
         if filters:
@@ -302,23 +305,3 @@ class PowerNorm(QuadraticNorm):
 
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
         return self.psi.lerp_(gradient, self.momentum)
-
-
-def _sum_over_tokens(x: Tensor) -> Tensor:
-    """(..., C) -> (C,), without the copy that flattening a transposed map would make."""
-    return x.sum_to_size(x.shape[-1])
-
-
-def _mean_over_processes(own: Tensor, x: Tensor) -> Tensor:
-    """The mean over the tokens of all processes, from the sum ``own`` over the tokens ``x`` of this one."""
-    count = x.shape[:-1].numel()
-    if get_world_size() == 1:
-        return own / count
-    total = torch.cat([own, own.new_full((1,), count)])
-    all_reduce(total)
-    return total[:-1] / total[-1]
-
-
-def _where_finite(value: Tensor, average: Tensor) -> Tensor:
-    """``value``, with ``average`` in place of NaN and infinity."""
-    return torch.where(value.abs() <= torch.finfo(value.dtype).max, value, average)

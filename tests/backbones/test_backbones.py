@@ -27,6 +27,7 @@ CSWIN = dict(
     pretrain_img_size=64,
     drop_path_rate=0.0,
 )
+VIT = dict(type='SLABViT', embed_dims=16, num_layers=2, num_heads=2, pretrain_img_size=64, norm_cfg=dict(type='PRepBN'))
 ALL = pytest.mark.parametrize('small', [SWIN, PVT, CSWIN], ids=['Swin', 'PVT', 'CSWin'])
 
 
@@ -87,6 +88,34 @@ def test_training_outputs_and_gradients_equal_mmdet(small, drop_path_rate):
         torch.testing.assert_close(parameter.grad, expected.get_parameter(name), rtol=1e-9, atol=1e-12, msg=name)
 
 
+PVT_SIZES, V2_SIZES = [(16, 24), (8, 12), (4, 6), (2, 3)], [(17, 25), (9, 13), (5, 7), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ('small', 'options', 'sizes'),
+    [
+        (PVT, dict(attention=('sla', 'focused', 'softmax', 'sla'), la_sr_ratios=(2, 1, 1, 1)), PVT_SIZES),
+        (PVT, dict(attention='focused', ffn_norm='pre_act', drop_rate=0.1), PVT_SIZES),
+        (PVT, dict(ffn_norm='post_act', norm_eval=True), PVT_SIZES),
+        (V2, dict(attention='sla', drop_rate=0.1), V2_SIZES),
+        (VIT, dict(), [(5, 7)]),
+        (VIT, dict(attention='sla'), [(5, 7)]),
+        (VIT, dict(attention='focused'), [(5, 7)]),
+        (VIT, dict(out_type='cls_token'), [()]),
+    ],
+    ids=str,
+)
+def test_any_size_trains(small, options, sizes):
+    model = build(small, **options, norm_cfg=dict(type='PRepBN', ln_eps=1e-6), drop_path_rate=0.2)
+    model.init_weights()
+    set_gamma(model, 0.5)
+    outs = model.train()(torch.randn(2, 3, 66, 97))
+    assert [out.shape[2:] for out in outs] == sizes
+    assert all(out.is_contiguous() for out in outs if out.ndim == 4)
+    sum(out.square().mean() for out in outs).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
 @pytest.mark.parametrize(('kind', 'theirs'), [('SLABSwin', SwinTransformer), ('SLABPVT', PyramidVisionTransformer)])
 def test_arguments_are_mmdets(kind, theirs):
     ours, reference = (inspect.signature(kind).parameters for kind in (MODELS.get(kind), theirs))
@@ -113,11 +142,9 @@ def test_wrong_arguments_are_named(small, options, message):
 @pytest.mark.parametrize(
     ('small', 'spelling'),
     [
-        (SWIN, dict(type='Pretrained')),
         (SWIN, 'pretrained'),
         # As mmengine takes it too.
         (SWIN, dict(type=PretrainedInit, map_location='cpu')),
-        (PVT, dict(type='Pretrained')),
         (PVT, 'pretrained'),
         (CSWIN, dict(type='Pretrained')),
     ],
@@ -160,12 +187,11 @@ def test_attention_dropout_drops_softmax_weights_only(small, word):
     assert same == (word != 'softmax')
 
 
-@pytest.mark.parametrize('norm, with_cp', [('PRepBN', True), ('UN', False)])
-def test_a_compiled_backbone_trains_to_the_same_weights_and_statistics(norm, with_cp):
+def test_a_compiled_backbone_trains_to_the_same_weights_and_statistics():
     """As mmengine's ``compile=True`` does; without a graph for every gamma."""
     torch._dynamo.reset()
     options = dict(depths=(1,), num_heads=(1,), strides=(4,), out_indices=(0,), drop_path_rate=0.0)
-    eager = build(SWIN, **options, norm_cfg=dict(type=norm), with_cp=with_cp).train()
+    eager = build(SWIN, **options, norm_cfg=dict(type='PRepBN'), with_cp=True).train()
     backbone, start = copy.deepcopy(eager), copy.deepcopy(eager.state_dict())
     # Traces and guards as every backend, and needs no C++ compiler.
     counter = CompileCounterWithBackend('aot_eager')

@@ -91,6 +91,16 @@ def test_missing_data_is_named_with_what_to_do(root: Path, what: str, argument: 
         check_data(config(root), splits=('val',))
 
 
+def test_an_evaluator_whose_annotations_are_missing_is_named(root: Path) -> None:
+    cfg = config(root)
+    cfg.val_evaluator = [cfg.val_evaluator, {'type': 'CocoMetric', 'ann_file': 'data/coco/nowhere.json'}]
+    check_data(cfg, splits=('train',))
+    with pytest.raises(
+        DataError, match=r'val evaluator: annotation file /.*/data/coco/nowhere\.json not found.*--data-root'
+    ):
+        check_data(cfg)
+
+
 def test_any_image_that_is_not_there_is_named(root: Path) -> None:
     write_annotations(root, 'val', images=[IMAGE, {**IMAGE, 'id': 2, 'file_name': 'gone.png'}])
     with pytest.raises(DataError, match=r'image .*val/gone\.png not found: correct data_prefix'):

@@ -2,27 +2,11 @@
 
 import pytest
 import torch
+from norm_formulas import C, copy_parameters, formula, make_norm, tokens
 from torch import nn
 
 from slab_det import set_gamma
 from slab_det.norms import PRepBN, RepBN, TokenBN
-
-C = 5
-NORMS = [TokenBN, RepBN, PRepBN]
-
-
-def make_norm(kind: type, gamma: float = 0.0, **kwargs) -> nn.Module:
-    norm = kind(C, **kwargs).double()
-    with torch.no_grad():
-        for name, tensor in norm.state_dict().items():
-            if not name.endswith('_gamma'):
-                tensor.copy_(torch.rand_like(tensor) + 0.5)
-    set_gamma(norm, gamma)
-    return norm
-
-
-def tokens(*shape: int, requires_grad: bool = False) -> torch.Tensor:
-    return (3 * torch.randn(*shape, C, dtype=torch.double) + 1).requires_grad_(requires_grad)
 
 
 def statistics_of(norm: nn.Module) -> list[torch.Tensor]:
@@ -53,13 +37,10 @@ def test_token_bn_is_batch_norm_over_all_tokens(training):
 @pytest.mark.parametrize('training', [True, False])
 def test_prepbn_and_its_gradients_are_those_of_eq_3(gamma, training):
     norm = make_norm(PRepBN, gamma, eps=1e-2, ln_eps=1e-3).train(training)
-    p = {name: value.detach().clone().requires_grad_() for name, value in norm.named_parameters()}
-    x = tokens(2, 7, requires_grad=True)
+    p, x = copy_parameters(norm), tokens(requires_grad=True)
     other = x.detach().clone().requires_grad_()
     mean, var = (other.mean((0, 1)), other.var((0, 1), unbiased=False)) if training else statistics_of(norm)
-    repbn = p['repbn.weight'] * (other - mean) / (var + 1e-2).sqrt() + p['repbn.bias'] + p['repbn.eta'] * other
-    ln = (other - other.mean(-1, keepdim=True)) / (other.var(-1, unbiased=False, keepdim=True) + 1e-3).sqrt()
-    expected = gamma * (ln * p['ln.weight'] + p['ln.bias']) + (1 - gamma) * repbn
+    expected = formula(norm, p, other, mean, var)
     y = norm(x)
     torch.testing.assert_close(y, expected)
     weight = torch.randn_like(x)
@@ -107,7 +88,7 @@ def test_set_gamma_counts_norms_and_checks_its_range():
             set_gamma(model, value)
 
 
-@pytest.mark.parametrize('kind', NORMS)
+@pytest.mark.parametrize('kind', [TokenBN, RepBN, PRepBN])
 def test_one_token_has_no_batch_statistics(kind):
     norm, x = make_norm(kind), torch.zeros(1, 1, C, dtype=torch.double)
     name = 'RepBN' if kind is PRepBN else kind.__name__

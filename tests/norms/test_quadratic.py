@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import differing
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from slab_det.norms import MABN, UN, PowerNorm
@@ -115,6 +116,25 @@ def test_recomputation_leaves_the_state(kind, reentrant):
         assert torch.equal(plain.weight.grad, recomputed.weight.grad)
     if kind is UN:
         assert 2 <= plain.num_filtered < 11, 'the filter must both pass and drop'
+
+
+def test_torch_compile_makes_no_graph_for_each_iteration():
+    """As mmengine's ``compile=True`` does: counters are numbers of Python, which a graph would hold."""
+
+    def run(norm, x):
+        return norm(x.sin()).cos()
+
+    torch._dynamo.reset()
+    eager, traced, graphs = make_norm(UN), make_norm(UN), []
+    # Traces and guards as every backend, and needs no C++ compiler.
+    counter = CompileCounterWithBackend('aot_eager')
+    compiled = torch.compile(run, backend=counter)
+    for t in range(1, 8):
+        for got, wanted in zip(step(traced, t, compiled), step(eager, t, run), strict=True):
+            torch.testing.assert_close(got, wanted)
+        assert traced.iteration == t
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[-1] > 0
 
 
 @pytest.mark.parametrize('kind', NORMS)

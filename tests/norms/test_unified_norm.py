@@ -10,47 +10,39 @@ C = 5
 
 
 class NumpyUN:
-    """Every value ever seen in lists, loops over channels. Iterations count from 1."""
+    """The formulas over lists of every value ever seen. Iterations count from 1."""
 
     def __init__(self, weight, bias, window_size, warmup_iters, filter_outliers, momentum=0.1, eps=1e-5):
         self.weight, self.bias = weight, bias
         self.window_size, self.warmup_iters, self.filter_outliers = window_size, warmup_iters, filter_outliers
         self.a, self.eps = 1 - momentum, eps
-        self.var = [1.0] * len(weight)
-        self.psi = [0.0] * len(weight)
+        self.var, self.psi = np.ones(C), np.zeros(C)
         self.squares, self.gradients, self.fired = [], [], []
 
     def forward(self, x):
-        t = len(self.squares) + 1
-        channels = range(x.shape[1])
-        s = [sum(x[:, c] ** 2) / len(x) for c in channels]
+        t, s = len(self.squares) + 1, (x**2).mean(0)
         before = self.squares[-self.window_size :]
-        window = [*self.squares, s][-self.window_size :]
-        arithmetic = [np.mean([row[c] for row in window]) for c in channels]
-        geometric = [np.prod([row[c] for row in window]) ** (1 / len(window)) for c in channels]
+        window = np.array([*self.squares, s][-self.window_size :])
+        geometric = window.prod(0) ** (1 / len(window))
         fired = False
         if self.filter_outliers and t > self.warmup_iters and len(before) == self.window_size > 1:
-            roots = np.array([value**0.5 for row in before for value in row])
-            spread = sum((roots - roots.mean()) ** 2) / (len(roots) - 1)
-            fired = any(arithmetic[c] - geometric[c] > self.window_size * spread for c in channels)
-        self.squares.append(list(self.var) if fired else s)
+            spread = np.sqrt(before).var(ddof=1)
+            fired = bool((window.mean(0) - geometric > self.window_size * spread).any())
+        self.squares.append(self.var if fired else s)
         self.fired.append(fired)
         s_hat = s if fired or t <= self.warmup_iters else geometric
-        self.var = [self.a * self.var[c] + (1 - self.a) * s_hat[c] for c in channels]
-        root = np.sqrt(np.array(s_hat) + self.eps)
+        self.var = self.a * self.var + (1 - self.a) * s_hat
+        root = np.sqrt(s_hat + self.eps)
         return self.weight * (x / root) + self.bias, (x / root, root, fired)
 
     def backward(self, dy, saved):
         z, root, fired = saved
-        channels = range(z.shape[1])
         g = self.weight * dy
-        gs = [sum(g[:, c] * z[:, c]) / len(z) for c in channels]
-        self.gradients.append(list(self.psi) if fired else gs)
-        window = self.gradients[-self.window_size :]
-        mean = gs if fired else [np.mean([row[c] for row in window]) for c in channels]
-        self.psi = [self.a * self.psi[c] + (1 - self.a) * mean[c] for c in channels]
-        psi = gs if fired else self.psi
-        return (g - z * np.array(psi)) / root, (dy * z).sum(0), dy.sum(0)
+        gs = (g * z).mean(0)
+        self.gradients.append(self.psi if fired else gs)
+        mean = gs if fired else np.mean(self.gradients[-self.window_size :], 0)
+        self.psi = self.a * self.psi + (1 - self.a) * mean
+        return (g - z * (gs if fired else self.psi)) / root, (dy * z).sum(0), dy.sum(0)
 
     def state(self):
         return dict(running_var=self.var, psi=self.psi, iteration=len(self.squares), num_filtered=sum(self.fired))

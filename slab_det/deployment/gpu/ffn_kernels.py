@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slab_det.backbones.blocks import FFN
+from slab_det.backbones.blocks import LinearFFN
 from slab_det.deployment.blocks import ffn_layers
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.gpu.kernels import triton
@@ -69,7 +69,7 @@ class FusedFFN(nn.Module):
         (B, L, C) -> (B, L, C).
     """
 
-    def __init__(self, ffn: FFN) -> None:
+    def __init__(self, ffn: LinearFFN) -> None:
         super().__init__()
         self.ffn = ffn
 
