@@ -122,7 +122,7 @@ class SLABSwin(Backbone):
         if strides[0] != patch_size:
             raise ValueError(f'patches must not overlap: strides[0]={strides[0]} differs from {patch_size=}')
         self.frozen_stages = frozen_stages
-        num_features = [embed_dims * 2**i for i in range(num_stages)]
+        self.num_features = [embed_dims * 2**i for i in range(num_stages)]
 
         patch_norm_cfg = norm_cfg if patch_norm else None
         self.patch_embed = PatchEmbed(
@@ -136,7 +136,7 @@ class SLABSwin(Backbone):
 
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         self.stages = ModuleList()
-        for i, channels in enumerate(num_features):
+        for i, channels in enumerate(self.num_features):
             blocks = []
             for depth in range(depths[i]):
                 rate = next(drop_path_rates)
@@ -157,7 +157,7 @@ class SLABSwin(Backbone):
                 downsample = PatchMerging(channels, 2 * channels, strides[i + 1], patch_norm_cfg)
             self.stages.append(SwinStage(blocks, downsample))
 
-        self.add_output_norms(out_norm_cfg, norm_cfg, num_features)
+        self.add_output_norms(out_norm_cfg, norm_cfg, self.num_features)
         # Here, before a distributed wrapper counts which parameters train.
         self.freeze()
 
