@@ -26,7 +26,6 @@ def absorb(
     images: Iterable,
     keep: int | str | Collection[str] | None = None,
     least: float = LEAST_AGREEMENT,
-    fold_outputs: bool = False,
     int8: bool = False,
     work_dir: str | Path | None = None,
     progress: bool = True,
@@ -58,7 +57,6 @@ def absorb(
             ones as bisection finds, up to a quarter of them. The best is taken where none agrees so well, and a quarter
             where the teacher finds nothing to agree on.
         least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
-        fold_outputs: See :func:`slab_det.fuse`.
         int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
             off x, so that weights do not amplify it. In float32 this costs some AP.
         work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
@@ -91,7 +89,7 @@ def absorb(
         evaluating(model),
         tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder,
     ):
-        plan = make_plan(model, images, Path(folder), fold_outputs, int8, ffn, norms=keep != 'all')
+        plan = make_plan(model, images, Path(folder), int8, ffn, norms=keep != 'all')
         compare = _compare_to(model, plan.images.held_out)
         make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
         if keep is None:

@@ -85,7 +85,6 @@ def make_plan(
     model: nn.Module,
     batches: Iterable,
     folder: Path,
-    fold_outputs: bool = False,
     int8: bool = False,
     ffn: float = 0.0,
     norms: bool = True,
@@ -118,7 +117,7 @@ def make_plan(
         else:
             reasons[name] = KEPT_BY_CHOICE * (not norms) or f'a forward calls it {count} times' * (count != 1)
     candidates = [layer_norms[name] for name, reason in reasons.items() if not reason]
-    fusions = {fusion.norm: fusion for fusion in plan_folds(model, fold_outputs, candidates)}
+    fusions = {fusion.norm: fusion for fusion in plan_folds(model, candidates)}
     reasons = {name: reason or fusions[name].reason for name, reason in reasons.items()}
     absorbed = [name for name, reason in reasons.items() if not reason]
     if not absorbed and not (ffn and any(writer.ffn for writer in writers)):

@@ -37,7 +37,7 @@ def check_statistics(model: nn.Module, checkpoint: str) -> None:
         )
 
 
-def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) -> nn.Module:
+def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
     In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
@@ -48,16 +48,13 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
         model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone can be folded
             only when the detector is given.
         inplace: Change ``model`` itself instead of a copy.
-        fold_outputs: Fold output norms also where ``extract_feat`` of the detector is not mmdet's. The caller promises
-            that it hands the outputs of the backbone to the neck and to nothing else; if the promise is wrong, the
-            fused detector computes something else, and :func:`slab_det.fusion.verify_fusion` may not see it.
 
     Raises:
         FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, hooks
             on a norm, or one norm in several places. The model is then unchanged.
     """
     check_fusible(model)
-    fusions = plan_folds(model, fold_outputs)
+    fusions = plan_folds(model)
     ffns = past_ffns(model)
     fused = apply_folds(model if inplace else copy_module(model), [*past_fusions(model), *fusions])
     fused.fusion_report.ffns.update(ffns)
@@ -75,12 +72,11 @@ def past_ffns(model: nn.Module) -> dict[str, int]:
     return dict(getattr(model, 'fusion_report', FusionReport([])).ffns)
 
 
-def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFusion]:
+def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[NormFusion]:
     """Decides what :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
 
     Args:
         model: A model for :func:`fuse`.
-        fold_outputs: See :func:`fuse`.
         absorbed: LayerNorms that :func:`slab_det.absorb` takes into the layers that read them, where they can.
     """
     folds, outputs = _collect_folds(model)
@@ -97,7 +93,7 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
             fold = folds.get(name, Fold(name))
             readers = fold.before
             if name in outputs:
-                readers = (find_output_reader(model, *outputs[name], fold_outputs), *readers)
+                readers = (find_output_reader(model, *outputs[name]), *readers)
             if not (readers or fold.after):
                 owner = type(model.get_submodule(name.rpartition('.')[0])).__name__
                 raise CannotFold(f'{owner} does not say which layer reads it; slab_det.fusion.register_folds can')

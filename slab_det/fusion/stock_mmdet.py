@@ -21,10 +21,8 @@ from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
 
 
-def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs: bool) -> str:
+def find_output_reader(model: nn.Module, backbone: str, level: int) -> str:
     """The part of the neck that reads output ``level`` of the backbone called ``backbone``, and is the only reader.
-
-    ``fold_outputs`` trusts an ``extract_feat`` that is not mmdet's, see :func:`slab_det.fuse`.
 
     Raises:
         CannotFold: If something else may read the output.
@@ -34,12 +32,8 @@ def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs
     if attribute != 'backbone' or not hasattr(detector, 'neck'):
         raise CannotFold('it is an output of the backbone, which no neck reads')
     kind = getattr(detector, 'student_class', type(detector))
-    is_known = getattr(kind, 'extract_feat', None) in EXTRACT_FEAT and 'extract_feat' not in vars(detector)
-    if not (is_known or fold_outputs):
-        raise CannotFold(
-            f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck; '
-            'if it does not, fuse with fold_outputs=True'
-        )
+    if getattr(kind, 'extract_feat', None) not in EXTRACT_FEAT or 'extract_feat' in vars(detector):
+        raise CannotFold(f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck')
     return f'{backbone.removesuffix("backbone")}neck[{level}]'
 
 
