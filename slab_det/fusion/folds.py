@@ -94,7 +94,7 @@ def register_folds(*kinds: type[nn.Module], **rules: Callable) -> None:
 def _import_rules(kind: type[nn.Module]) -> None:
     """Imports the rules for a library when they are needed: they import all of its models, which takes seconds."""
     library = kind.__module__.partition('.')[0]
-    if library in ('mmpretrain', 'timm', 'torch'):
+    if library in ('mmpretrain', 'timm'):
         import_module(f'slab_det.fusion.stock_{library}')
 
 

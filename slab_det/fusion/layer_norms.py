@@ -21,6 +21,6 @@ def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str | Non
     # These normalize the last dimension and do no more. Any other forward may permute or apply an activation.
     if type(norm).forward not in (nn.LayerNorm.forward, LayerNorm.forward, LayerNormFp32.forward):
         return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
-    if isinstance(owner, nn.TransformerEncoderLayer) and not owner.norm_first:
+    if isinstance(owner, nn.TransformerEncoderLayer):
         return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
     return None

@@ -241,23 +241,6 @@ def test_a_block_that_runs_twice_stays():
         assert torch.equal(one, other)
 
 
-class Tokens(nn.Conv2d):
-    def forward(self, x):
-        return super().forward(x).flatten(2).transpose(1, 2)
-
-
-@pytest.mark.parametrize('bias', [True, False])
-def test_a_transformer_of_torch_computes_the_same_where_its_fused_kernel_would_run(bias):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True, bias=bias)
-    model = nn.Sequential(Tokens(3, 8, 4, 4), layer).eval()
-    student = absorb(model, pictures(), keep=0, progress=False)
-    assert not layer_norms(student) and layer_norms(model)
-    (image,) = pictures(count=1)
-    expected = student(image)
-    with torch.no_grad():
-        torch.testing.assert_close(student(image), expected)
-
-
 def test_an_attention_of_mmdet_that_computes_in_another_way_is_named():
     model = SwinTransformer(embed_dims=8, depths=(1, 1), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1))
     model.eval()
