@@ -122,7 +122,10 @@ def make_plan(
     absorbed = [name for name, reason in reasons.items() if not reason]
     if not absorbed and not (ffn and any(writer.ffn for writer in writers)):
         why = '; '.join(dict.fromkeys(reasons.values())) or 'it has none'
-        raise ConversionError(f'the model has no LayerNorm that can be absorbed: {why}')
+        raise ConversionError(
+            f'the model has no LayerNorm that can be absorbed: {why}; give the LayerNorm detector that it was made of, '
+            'or ffn=0.75 to prune FFNs'
+        )
     writers = [writer for writer in writers if not _is_shared(model, writer.layer, calls)]
     blocks = _order_steps(model, calls, absorbed, writers)
     reads = find_reads(model, forward, blocks, image)
