@@ -88,14 +88,18 @@ def main(args: argparse.Namespace) -> None:
     if args.images is not None or cfg.get('train_dataloader'):
         schedule = Config.fromfile(find_folder('configs') / '_base_/schedules/tune_absorbed.py')
         tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, schedule, args.images)
-        on = 'the training set, with its labels' if args.images is None else args.images
+        on = args.images or 'the training set, with its labels'
         hint = f'\n\nTo train it a little more beside its teacher, on {on}: slab-det train {tune}'
 
-    report, models, latencies = student.absorption_report, dict(teacher=teacher, student=student), {}
+    report, models = student.absorption_report, dict(teacher=teacher, student=student)
+    rows = dict(
+        teacher=dict(num_kept=len(report.norms), agreement=None if report.agreement is None else 1.0),
+        student=dict(num_kept=len(report.kept), agreement=report.agreement),
+    )
     if args.rounds:
         print('Latency is measured now; --rounds 0 leaves it out.')
         sample = next(iter(images))
-        found = slab_det.measure_latency(
+        latencies = slab_det.measure_latency(
             models,
             size=tuple(sample['inputs'][0].shape[-2:]),
             rounds=args.rounds,
@@ -105,18 +109,11 @@ def main(args: argparse.Namespace) -> None:
             image=sample['data_samples'][0].get('img_path'),
             progress=True,
         )
-        latencies = {name: latency.to_dict() for name, latency in found.items()}
-    agreements = dict(teacher=None if report.agreement is None else 1.0, student=report.agreement)
-    rows = [
-        dict(
-            name=name,
-            num_kept=len(report.norms if name == 'teacher' else report.kept),
-            agreement=agreements[name],
-            latency=latencies.get(name),
-            ap=evaluate(model, cfg) if args.eval else None,
-        )
-        for name, model in models.items()
-    ]
+        for name, latency in latencies.items():
+            rows[name]['latency'] = latency.to_dict()
+    if args.eval:
+        for name, model in models.items():
+            rows[name]['ap'] = evaluate(model, cfg)
     if args.json is not None:
         values = dict(
             **report.to_dict(),
@@ -129,20 +126,19 @@ def main(args: argparse.Namespace) -> None:
     print(f'{report}\n\n{_format_rows(rows)}{hint}')
 
 
-def _format_rows(rows: list[dict]) -> str:
+def _format_rows(rows: dict[str, dict]) -> str:
     from slab_det.measure.latency import describe_scope, format_ratio
     from slab_det.measure.markdown import format_table
     from slab_det.measure.report import AP_KINDS, main_column
 
-    cells, latency = [], rows[0]['latency']
-    for row in rows:
+    lines, notes = [], ''
+    for name, row in rows.items():
         agreement = '–' if row['agreement'] is None else f'{row["agreement"]:.3f}'
-        cell = {'detector': row['name'], 'LayerNorms kept': str(row['num_kept']), 'agreement': agreement}
-        if latency:
-            cell['median ms'] = f'{row["latency"]["median_ms"]:.2f}'
-            cell['ratio (quartiles)'] = format_ratio(row['latency'])
-        for kind, values in (row['ap'] or {}).items():
-            cell[AP_KINDS[kind]] = f'{100 * values[main_column(kind)]:.1f}'
-        cells.append(cell)
-    table = format_table([*cells[0]], [[*cell.values()] for cell in cells])
-    return f'{table}\n\n{describe_scope(latency)}, {latency["rounds"]} rounds interleaved' if latency else table
+        line = {'detector': name, 'LayerNorms kept': str(row['num_kept']), 'agreement': agreement}
+        if latency := row.get('latency'):
+            line |= {'median ms': f'{latency["median_ms"]:.2f}', 'ratio (quartiles)': format_ratio(latency)}
+            notes = f'\n\n{describe_scope(latency)}, {latency["rounds"]} rounds interleaved'
+        for kind, values in row.get('ap', {}).items():
+            line[AP_KINDS[kind]] = f'{100 * values[main_column(kind)]:.1f}'
+        lines.append(line)
+    return format_table([*lines[0]], [[*line.values()] for line in lines]) + notes

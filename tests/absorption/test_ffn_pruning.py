@@ -2,7 +2,6 @@
 
 import copy
 
-import onnx
 import pytest
 import torch
 from conftest import PVT_V2, as_trained, differing, layer_norms, pictures, raw_outputs, relative_difference
@@ -14,7 +13,6 @@ from slab_det.absorption import absorb
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.deployment.cpu.blocks import TiledFFN
-from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
 from slab_det.fusion import save_fused
 from slab_det.fusion.ffn_pruning import find_ffn_layers
 
@@ -105,18 +103,6 @@ def test_without_norms_and_with_few_channels_it_is_written_rebuilt_and_deployed(
         deployed = slab_det.deploy(rebuilt)
         assert sum(isinstance(module, TiledFFN) for module in deployed.modules()) == len(ffns_of(student))
         assert relative_difference(deployed.extract_feat(image), student.extract_feat(image)) < 1e-4
-
-
-def test_it_is_exported_and_quantized(teacher, tmp_path):
-    student = absorb(teacher('SLABSwin'), pictures(5), keep=0, ffn=0.75, progress=False)
-    export_onnx(student, tmp_path / 'model.onnx', 'backbone')
-    images = random_images([(96, 128), (75, 131)])
-    check_parity(student, load_runtime(tmp_path / 'model.onnx', threads=1), images)
-    # A layer with a bias is one Gemm, which ONNX Runtime has an int8 kernel for.
-    names = [node.name for node in onnx.load(tmp_path / 'model.onnx').graph.node if node.op_type == 'Gemm']
-    assert sum('/ffn/' in name for name in names) == 10, names
-    quantized = quantize_onnx(tmp_path / 'model.onnx', tmp_path / 'int8.onnx', images)
-    assert {name for name in names if '/ffn/' in name} <= {*quantized}, quantized
 
 
 @pytest.mark.parametrize(

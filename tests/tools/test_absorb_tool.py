@@ -68,9 +68,8 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     held_out = Batches([*loader][4::5])
     held_out.dataset = loader.dataset
     value = agreement(*(detect(model, held_out) for model in (teacher, student)))
-    assert [row['agreement'] for row in report['rows']] == [1.0, pytest.approx(value, abs=1e-3)]
-    assert [row['ap'].keys() for row in report['rows']] == [{'bbox'}] * 2
-    assert all(row['latency']['rounds'] == 2 for row in report['rows'])
+    assert [row['agreement'] for row in report['rows'].values()] == [1.0, pytest.approx(value, abs=1e-3)]
+    assert all(row['ap'].keys() == {'bbox'} and row['latency']['rounds'] == 2 for row in report['rows'].values())
 
 
 def test_a_student_is_written_before_it_is_measured(detector: Path, call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,16 +147,13 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--images', 'nowhere'), 'nowhere is not a folder'),
         (('--images', 'data', '--pipeline', 'train'), 'needs the annotations'),
         (('--data-root', 'data', '--keep', 'backbone.norm9'), 'backbone.norm9'),
-        (('--data-root', 'data', '--num-images', 0), 'num_images=0'),
         (('--data-root', 'data', '--rounds', '-1'), 'from 0 on'),
         (('--data-root', 'data', '--keep', '-1'), 'a whole number from 0 on'),
-        (('--data-root', 'data', '--keep', '0.02'), 'keep: 0.02 '),
         (('--data-root', 'data', '--keep', 'backbone.norm0', '1'), 'keep: 1 '),
         (('--out', 'small.pth'), 'the checkpoint itself'),
         # Known before an hour of work; there are no images to begin with.
         (('--images', 'nowhere', '--out', 'small.py/fused.pth'), 'small.py/fused.pth: Not a directory'),
         (('--images', 'nowhere', '--json', 'small.py/report.json'), 'small.py/report.json: Not a directory'),
-        (('--images', 'nowhere', '--json', 'empty'), 'empty: Is a directory'),
     ],
 )
 def test_errors_are_one_line(arguments: tuple, message: str, detector: Path, call) -> None:
