@@ -44,9 +44,10 @@ class Images(NamedTuple):
     held_out: Batches
     digest: hashlib._Hash
 
-    def is_held_out(self, index: int) -> bool:
-        """Whether no fit sees batch ``index``."""
-        return index % HELD_OUT == HELD_OUT - 1
+
+def is_held_out(index: int) -> bool:
+    """Whether no fit sees the batch of this index."""
+    return index % HELD_OUT == HELD_OUT - 1
 
 
 def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
@@ -69,9 +70,9 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
         store.put(str(index), inputs)
         digest.update(to_bytes(inputs))
         count = index + 1
-        if count % HELD_OUT == 0:
+        if is_held_out(index):
             held_out.append(batch)
-        elif count < HELD_OUT:
+        elif index < HELD_OUT:
             first.append(batch)
     if not count:
         raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')

@@ -31,7 +31,8 @@ class Step(NamedTuple):
         target: Where the tensor is seen that the student has to meet: the output of the norm, or the stream behind the
             layer.
         ffn: Name of the FFN that has the layer, or ''.
-        finishes: Name of the module that no later step changes: the block, a branch of it such as an attention, or ''.
+        finishes: Name of the module that no later step changes, so that its output can be stored: the block, a branch
+            of it such as an attention, or ''.
     """
 
     name: str
@@ -98,16 +99,9 @@ def make_plan(
     image = images.store.get('0')
     steps = [Step(name, Probe(name, 'input'), Probe(name, 'output')) for name in layer_norms]
     calls = _trace(model, forward(model), image, [*steps, *writers])
-    reasons = {}
-    for name, norm in layer_norms.items():
-        count = calls.count(Probe(name, 'input'))
-        if not name.startswith(_prefix(model)):
-            # Nothing runs the heads.
-            reasons[name] = 'it is not in the backbone'
-        elif not (reason := reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0]))) and not norms:
-            reasons[name] = KEPT_BY_CHOICE
-        else:
-            reasons[name] = reason or f'a forward calls it {count} times' * (count != 1)
+    reasons = {name: _why_kept(model, name, norm, calls) for name, norm in layer_norms.items()}
+    if not norms:
+        reasons = {name: reason or KEPT_BY_CHOICE for name, reason in reasons.items()}
     candidates = [layer_norms[name] for name, reason in reasons.items() if not reason]
     fusions = {fusion.norm: fusion for fusion in plan_folds(model, candidates)}
     reasons = {name: reason or fusions[name].reason for name, reason in reasons.items()}
@@ -133,6 +127,16 @@ def make_plan(
 def _prefix(model: nn.Module) -> str:
     """What the names of norms and layers of the backbone start with."""
     return 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
+
+
+def _why_kept(model: nn.Module, name: str, norm: nn.LayerNorm, calls: list[Probe]) -> str:
+    """Why a LayerNorm has to stay, whatever layers read it; '' if it has not."""
+    if not name.startswith(_prefix(model)):
+        # Nothing runs the heads.
+        return 'it is not in the backbone'
+    count = calls.count(Probe(name, 'input'))
+    reason = reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0]))
+    return reason or ('' if count == 1 else f'a forward calls it {count} times')
 
 
 def _check_absorbable(model: nn.Module) -> None:
@@ -166,7 +170,7 @@ def _find_writers(model: nn.Module) -> list[Step]:
 
 
 def _find_block(model: nn.Module, name: str) -> str:
-    """The outermost module around a norm or layer of a backbone that says where norms go or what writes the stream.
+    """The outermost module around a norm or layer of a backbone that has rules for its norms or its writers.
 
     Convolutions of a neck are blocks of their own: none reads what another one writes.
     """

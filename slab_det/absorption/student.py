@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
 from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption
@@ -162,16 +163,17 @@ class Absorption:
         """Fits norms and layers of a block, in the order of the forward."""
         is_read = any(block in names for names in self.plan.reads.values())
         for step in self.plan.blocks[block]:
-            # No fit changes the teacher, which finishes in the run that the fit needs anyhow. So does a student whose
-            # output nothing reads: only its shape counts.
-            ends = step.finishes, '' if is_read or step.finishes != block else block
+            # What teacher and student finish in the runs of the fit, which saves runs behind it. No fit changes the
+            # teacher. The student finishes early where nothing reads its output: then only the shape counts.
+            early = step.finishes, '' if is_read or step.finishes != block else block
             if step.name in self.plan.fusions:
-                self._absorb_norm(block, step, ends)
+                self._absorb_norm(block, step, early)
             elif (hidden := self._count_hidden(step)) is not None or self._differs():
-                self._fit_writer(block, step, hidden, ends)
+                self._fit_writer(block, step, hidden, early)
             else:
-                ends = '', ''
-            walks = [walk for walk, end in zip((self.teacher, self.student), ends, strict=True) if end != step.finishes]
+                early = '', ''
+            both = zip((self.teacher, self.student), early, strict=True)
+            walks = [walk for walk, finished in both if finished != step.finishes]
             for batch in self.batches() if walks else ():
                 for walk in walks:
                     walk.run(batch, block, finish=step.finishes)
@@ -180,15 +182,15 @@ class Absorption:
         """Whether the student computes something else than the teacher, so that there is something to fit."""
         return bool(self.report.pruned) or any(norm.outcome == 'absorbed' for norm in self.report.norms)
 
-    def _absorb_norm(self, block: str, step: Step, ends: tuple[str, str]) -> None:
+    def _absorb_norm(self, block: str, step: Step, early: tuple[str, str]) -> None:
         name, fusion, own = step.name, self.plan.fusions[step.name], self.plan.own
         moments, own_moments = _pair(self.plan.int8), _pair()
         for batch in self.batches():
-            part = self.plan.images.is_held_out(batch)
-            source, target = self.teacher.run(batch, block, [step.source, step.target], ends[0])
+            part = is_held_out(batch)
+            source, target = self.teacher.run(batch, block, [step.source, step.target], early[0])
             if name not in own:
                 own_moments[part].add(source, target)
-            moments[part].add(*self.student.run(batch, block, [step.source], ends[1]), target)
+            moments[part].add(*self.student.run(batch, block, [step.source], early[1]), target)
             # The next forwards need the memory.
             del source, target
         _check_finite(name, *moments)
@@ -220,19 +222,19 @@ class Absorption:
             return None
         return hidden
 
-    def _fit_writer(self, block: str, step: Step, hidden: int | None, ends: tuple[str, str]) -> None:
+    def _fit_writer(self, block: str, step: Step, hidden: int | None, early: tuple[str, str]) -> None:
         """Fits a layer so that the student's stream meets the teacher's; with ``hidden``, to fewer hidden channels."""
         layer, moments = self.model.get_submodule(step.name), _pair(self.plan.int8)
         for batch in self.batches():
-            (target,) = self.teacher.run(batch, block, [step.target], ends[0])
-            source, stream = self.student.run(batch, block, [step.source, step.target], ends[1])
+            (target,) = self.teacher.run(batch, block, [step.target], early[0])
+            source, stream = self.student.run(batch, block, [step.source, step.target], early[1])
             if isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 if target.ndim == 4:
                     source, stream, target = _patches(layer, source, stream), _some_rows(stream), _some_rows(target)
                 else:
                     # A convolution in an FFN has kernel 1 and writes tokens.
                     source = source.flatten(2).transpose(1, 2)
-            moments[self.plan.images.is_held_out(batch)].add(source, target - stream)
+            moments[is_held_out(batch)].add(source, target - stream)
             del source, stream, target
         _check_finite(step.name, *moments)
         if hidden is None:

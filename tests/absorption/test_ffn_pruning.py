@@ -1,12 +1,10 @@
 """absorb with ffn: FFNs of every library lose the hidden channels that the others can replace."""
 
-import copy
-
 import pytest
 import torch
-from conftest import PVT_V2, as_trained, differing, layer_norms, pictures, raw_outputs, relative_difference
-from mmdet.registry import MODELS
+from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference
 from mmengine.config import Config
+from teachers import build_teacher
 
 import slab_det
 from slab_det.absorption import absorb
@@ -16,19 +14,6 @@ from slab_det.deployment.cpu.blocks import TiledFFN
 from slab_det.fusion import save_fused
 from slab_det.fusion.ffn_pruning import find_ffn_layers
 
-RELU = dict(type='ReLU')
-SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), act_cfg=RELU)
-PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratios=(2,) * 4, act_cfg=RELU)
-BACKBONES = {
-    'SLABSwin': dict(type='SLABSwin', **SWIN),
-    'BN+FFNBN': dict(type='SLABSwin', **SWIN, norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act'),
-    'FFN norm': dict(type='SLABSwin', **SWIN, ffn_norm='pre_act'),
-    'SwinTransformer': dict(type='SwinTransformer', **SWIN),
-    'SLABPVT': dict(type='SLABPVT', **PVT, pretrain_img_size=64),
-    'PyramidVisionTransformer': dict(type='PyramidVisionTransformer', **PVT, pretrain_img_size=64),
-    'PVTv2': dict(type='SLABPVT', **PVT, **PVT_V2),
-    'PyramidVisionTransformerV2': dict(type='PyramidVisionTransformerV2', **PVT),
-}
 TWINS = 'SLABSwin', 'SwinTransformer', 'SLABPVT', 'PyramidVisionTransformer'
 
 
@@ -43,23 +28,15 @@ def first_weight(model, name):
 
 
 @pytest.fixture
-def teacher(small_detector_cfg):
+def teacher():
     """A function: a Faster R-CNN in which every second hidden channel of an FFN is the one before it, twice."""
 
     def build(backbone):
-        cfg = small_detector_cfg('faster_rcnn', embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4))
-        cfg.backbone = copy.deepcopy(BACKBONES[backbone])
-        if 'num_layers' in cfg.backbone:
-            # A stage of PVT has the channels of a head times its heads.
-            cfg.neck.in_channels = [8, 16, 16, 32]
-        cfg.test_cfg.rcnn.max_per_img = 20
-        model = as_trained(MODELS.build(cfg))
-        model.cfg = cfg
-        if backbone in TWINS:
-            for ffn in ffns_of(model).values():
-                fc1, _, _ = find_ffn_layers(ffn)
-                fc1.weight.data[1::2] = 2 * fc1.weight.data[::2]
-                fc1.bias.data[1::2] = 2 * fc1.bias.data[::2]
+        model = build_teacher(backbone, 'faster_rcnn', act_cfg=dict(type='ReLU'))
+        for ffn in ffns_of(model).values() if backbone in TWINS else ():
+            fc1, _, _ = find_ffn_layers(ffn)
+            fc1.weight.data[1::2] = 2 * fc1.weight.data[::2]
+            fc1.bias.data[1::2] = 2 * fc1.bias.data[::2]
         return model
 
     return build
