@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
-from torch import Tensor, nn
+from torch import nn
 
 from slab_det.absorption.plan import make_plan
 from slab_det.absorption.report import AbsorptionReport
@@ -49,8 +49,9 @@ def absorb(
     Args:
         model: A detector or a backbone with LayerNorm: ours or mmdet's Swin, PVT or PVTv2, or any for which
             :func:`slab_det.fusion.register_folds` names the readers of the norms.
-        images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
-            kind that the detector will see. Read once, ``len(images)`` batches where that is known.
+        images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W) for a detector that needs neither
+            text nor frames; about a hundred images, of the kind that the detector will see. Read once,
+            ``len(images)`` batches where that is known.
         keep: Norms that stay LayerNorm: a whole number K, the K that are the least affine
             (:attr:`NormAbsorption.own`); their names, or one; 'none'; 'all'; or None, as few as it takes for an
             :func:`~slab_det.measure.agreement.agreement` with the teacher of ``LEAST_AGREEMENT`` on the held-out
@@ -124,15 +125,6 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], N
     try:
         reference = detect(teacher, images)
     except AgreementError:
-        return None
-    except Exception as error:
-        # A model that asks for text or frames does not predict on image tensors.
-        if not all(isinstance(batch, Tensor) for batch in images):
-            raise
-        MMLogger.get_current_instance().warning(
-            f'detections cannot be compared: {type(teacher).__name__} does not predict on image tensors '
-            f'({type(error).__name__}: {error}); give what its data loader yields'
-        )
         return None
 
     def compare(student: nn.Module) -> None:

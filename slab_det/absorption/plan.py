@@ -49,7 +49,7 @@ class AbsorptionPlan:
     Attributes:
         model: The teacher.
         images: See :class:`Images`.
-        folder: For temporary files.
+        folder: For finished blocks of students.
         int8: See :func:`slab_det.absorb`.
         ffn: See :func:`slab_det.absorb`.
         forward: Finds what runs a teacher or student on an image tensor, as far as the last block.
@@ -220,11 +220,10 @@ def _order_steps(
     for probe in (probe for probe in calls if calls.count(probe) == 1):
         for step in (step for place, step in places if place == probe):
             blocks.setdefault(_find_block(model, step.name), []).append(step)
-    for steps in blocks.values():
+    for block, steps in blocks.items():
         for index, step in enumerate(steps):
             if step in writers and _has_returned(model, step, steps[index + 1 :], calls):
                 steps[index] = step._replace(finishes=_find_branch(model, step.name))
-    for block, steps in [*blocks.items()][:-1]:
         steps[-1] = steps[-1]._replace(finishes=block)
     return blocks
 

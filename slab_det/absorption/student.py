@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import io
 import math
-import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import takewhile
@@ -18,7 +17,7 @@ from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
 from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption
-from slab_det.absorption.walk import TensorStore, Walk
+from slab_det.absorption.walk import Walk
 from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 from slab_det.fusion.folds import CannotFold, find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report, replace_module
@@ -54,13 +53,12 @@ def absorb_norms(
     if unknown := ', '.join(sorted({*names} - {*possible})):
         raise ConversionError(f'keep: {unknown} cannot be absorbed anyhow; these can: {", ".join(possible)}')
     model, blocks = _copy_teacher(plan), [*plan.blocks]
-    with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
-        absorption = Absorption(plan, model, {*names}, work_dir or plan.folder, Path(folder))
-        first = absorption.resume()
-        title = f'Absorption, {len(blocks) - first} of {len(blocks)} blocks'
-        for block in Progress(blocks[first:], title, disable=not progress or first == len(blocks)):
-            absorption.fit_block(block)
-            absorption.save(block)
+    absorption = Absorption(plan, model, {*names}, work_dir or plan.folder)
+    first = absorption.resume()
+    title = f'Absorption, {len(blocks) - first} of {len(blocks)} blocks'
+    for block in Progress(blocks[first:], title, disable=not progress or first == len(blocks)):
+        absorption.fit_block(block)
+        absorption.save(block)
     report, past = absorption.report, past_report(plan.model)
     kept = {norm.norm for norm in report.kept}
     fusions = [
@@ -94,19 +92,16 @@ class Absorption:
         model: The student, at its start.
         names: Norms that stay.
         work_dir: Gets the weights that each block changed.
-        folder: For what blocks return.
 
     Attributes:
         report: What was fitted so far.
         saved: The student's weights when it was last saved or loaded.
     """
 
-    def __init__(self, plan: AbsorptionPlan, model: nn.Module, names: set[str], work_dir: Path, folder: Path) -> None:
+    def __init__(self, plan: AbsorptionPlan, model: nn.Module, names: set[str], work_dir: Path) -> None:
         self.plan, self.model, self.names, self.work_dir = plan, model, names, work_dir
-        images = plan.images.store
-        store = TensorStore(folder, images.device, images.left)
         self.teacher, self.student = (
-            Walk(net, plan.forward(net), plan.reads, images, store, name)
+            Walk(net, plan.forward(net), plan.reads, plan.images.store, name)
             for name, net in (('teacher', plan.model), ('student', model))
         )
         self.report, self.saved = AbsorptionReport(), {}

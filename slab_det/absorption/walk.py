@@ -28,12 +28,14 @@ class TensorStore:
     Args:
         folder: For the files.
         device: Where tensors come from and go to.
-        left: How many bytes are still free, by device; by default half of the free memory of a GPU, and ``MEMORY``.
+
+    Attributes:
+        left: How many bytes are still free, by device: of half of the free memory of a GPU, and of ``MEMORY``.
     """
 
-    def __init__(self, folder: Path, device: torch.device, left: Mapping[torch.device, int] | None = None) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
         free = {device: torch.cuda.mem_get_info(device)[0] // 2} if device.type == 'cuda' else {}
-        self.left = dict(left or {**free, torch.device('cpu'): MEMORY})
+        self.left = {**free, torch.device('cpu'): MEMORY}
         self.folder, self.device = folder, device
         # The device and the value, or None and the file.
         self.values: dict[str, tuple[torch.device | None, object]] = {}
@@ -85,8 +87,7 @@ class Walk:
         forward: Runs the model on an image tensor, as far as the last block at least.
         reads: Names of the finished modules, and ``IMAGE``, that each block needs, by the names of the blocks in the
             order of their calls; see :func:`find_reads`.
-        images: Has the image tensor of each batch, (B, 3, H, W), by its index.
-        store: Gets outputs of each batch.
+        store: Has the image tensor of each batch, (B, 3, H, W), by its index, and gets outputs of modules.
         name: Tells walks with the same store apart.
     """
 
@@ -95,12 +96,10 @@ class Walk:
         model: nn.Module,
         forward: Callable[[Tensor], object],
         reads: Mapping[str, set[str]],
-        images: TensorStore,
         store: TensorStore,
         name: str = '',
     ) -> None:
-        self.model, self.forward, self.reads = model, forward, reads
-        self.images, self.store, self.name = images, store, name
+        self.model, self.forward, self.reads, self.store, self.name = model, forward, reads, store, name
         # For each batch, outputs of NaN by the names of finished modules: they stand for outputs that are not read.
         self.finished: dict[int, dict[str, object]] = defaultdict(dict)
 
@@ -122,7 +121,7 @@ class Walk:
             for name, output in finished.items()
         }
         if image is None or IMAGE in self.reads[block]:
-            image = self.images.get(str(batch))
+            image = self.store.get(str(batch))
         finished[IMAGE] = _filled_like(image)
 
         def see(value: object, probe: Probe) -> None:
