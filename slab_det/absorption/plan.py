@@ -109,7 +109,7 @@ def make_plan(
     if not steps and not (ffn and any(writer.ffn for writer in writers)):
         why = '; '.join(dict.fromkeys(reasons.values())) or 'it has none'
         raise ConversionError(
-            f'the model has no LayerNorm that can be absorbed: {why}; give the LayerNorm detector that it was made of, '
+            f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, '
             'or ffn=0.75 to prune FFNs'
         )
     writers = [writer for writer in writers if not _is_shared(model, writer.name, calls)]

@@ -119,9 +119,8 @@ def test_a_student_for_int8_bears_that_its_layers_read_rounded_values(teacher):
 
 
 def test_kept_norms_stay_and_the_others_go(teacher):
-    model = teacher()
-    worst = absorb(model, pictures(), keep=0, progress=False).absorption_report.rank()[:3]
-    student = absorb(model, pictures(), keep=3, progress=False)
+    student = absorb(teacher(), pictures(), keep=3, progress=False)
+    worst = student.absorption_report.rank()[:3]
     assert {*layer_norms(student)} == {*worst} == {fusion.norm for fusion in student.fusion_report.select('kept')}
 
 
@@ -139,8 +138,6 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     compared = f'agreement with the teacher on {len(found.scores)} detections in 1 held-out images: '
     assert len(found.scores) > 0 and compared in str(easy.absorption_report)
     assert not layer_norms(easy) and 0 <= easy.absorption_report.agreement <= 1
-    once = absorb(model, iter(images), progress=False)
-    assert once.absorption_report == easy.absorption_report, 'a loader that shuffles is read once'
     monkeypatch.setattr(module, 'LEAST_AGREEMENT', 1.1)
     impossible = absorb(model, images)
     assert impossible.absorption_report.agreement >= easy.absorption_report.agreement
@@ -275,7 +272,7 @@ def test_a_student_goes_on_from_another_that_kept_the_same_norms_so_far(teacher,
 
 def test_layers_that_two_blocks_share_are_not_fitted(teacher):
     def writers(model):
-        return {*absorb(model, pictures(), keep=0, progress=False).absorption_report.refits}
+        return {*absorb(model, pictures(2), keep=0, progress=False).absorption_report.refits}
 
     whole, model = teacher(), teacher()
     first, second = model.backbone.stages[0].blocks

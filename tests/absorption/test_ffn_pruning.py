@@ -117,7 +117,7 @@ def test_a_detector_without_norms_to_absorb_needs_a_share(teacher):
     ):
         with pytest.raises(ConversionError, match=message):
             absorb(model, pictures(5), **options, progress=False)
-    half, quarter = absorb(model, pictures(5), ffn=0.5, progress=False), None
+    half = absorb(model, pictures(5), ffn=0.5, progress=False)
     quarter = absorb(half, pictures(5), ffn=0.5, progress=False)
     assert [ffn.channels for ffn in quarter.absorption_report.pruned] == [
         ffn.hidden for ffn in half.absorption_report.pruned if ffn.hidden > 8

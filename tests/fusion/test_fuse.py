@@ -135,26 +135,6 @@ def test_verify_fusion_refuses_a_model_that_differs(build):
         verify_fusion(model, fused, [torch.randn(1, 3, 45, 70)])
 
 
-@pytest.mark.parametrize('backbone', [SWIN, STOCK_SWIN], ids=lambda backbone: backbone['type'])
-def test_padding_tokens_keep_the_unfused_bias(build, backbone):
-    """Without it, maps that are no multiple of the window differ, others do not."""
-    model = build(dict(backbone, window_size=7)).double()
-    fused = slab_det.fuse(model)
-    paddings = 0
-    for name, module in fused.named_modules():
-        if hasattr(module, 'padding_qkv'):
-            assert torch.equal(module.padding_qkv, model.get_submodule(name).qkv.bias), name
-            module.padding_qkv = None
-            paddings += 1
-    assert paddings == sum(len(stage.blocks) for stage in model.backbone.stages)
-    with torch.no_grad():
-        for side, same in ((224, True), (225, False)):
-            images = torch.randn(1, 3, side, side).double()
-            maps = zip(fused.extract_feat(images), model.extract_feat(images), strict=True)
-            difference = torch.stack([(one - other).abs().max() for one, other in maps]).max().item()
-            assert (difference < 1e-9) == same, (side, difference)
-
-
 BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
 
 
