@@ -13,12 +13,11 @@ KEPT_BY_CHOICE = 'kept by choice'
 
 @dataclass(frozen=True)
 class NormAbsorption:
-    """What became of one LayerNorm.
+    """What became of one LayerNorm; :class:`slab_det.fusion.NormFusion` says which layers took it.
 
     Attributes:
         norm: Its dotted name.
         outcome: 'absorbed' or 'kept'.
-        into: The layers that hold it now, separated by commas, or ''.
         reason: Why it was kept, or ''.
         own: Share of the norm's variance that the best affine map of the teacher's input leaves: how far this norm is
             from affine. Shares are of held-out batches, over tokens and channels; None where nothing was measured.
@@ -28,7 +27,6 @@ class NormAbsorption:
 
     norm: str
     outcome: Literal['absorbed', 'kept']
-    into: str = ''
     reason: str = ''
     own: float | None = None
     left: float | None = None

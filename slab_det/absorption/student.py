@@ -199,7 +199,7 @@ class Absorption:
             reason = f'no affine map holds {own[name]:.1%} of it'
             self.report.norms.append(NormAbsorption(name, 'kept', reason=reason, **shares))
         else:
-            self.report.norms.append(NormAbsorption(name, 'absorbed', fusion.into, **shares))
+            self.report.norms.append(NormAbsorption(name, 'absorbed', **shares))
             apply_fold(self.model, fusion)
             fold_affine(self.model, fusion, *fit)
 
