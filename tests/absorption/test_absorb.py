@@ -10,11 +10,9 @@ import pytest
 import torch
 from conftest import differing, layer_norms, make_affine, pictures, raw_outputs
 from mmengine.config import Config
-from mmengine.dataset import InfiniteSampler
 from mmengine.logging import MMLogger
 from teachers import BACKBONES, build_teacher
 from torch import nn
-from torch.utils.data import DataLoader
 
 import slab_det
 from slab_det.absorption import absorb, walk
@@ -171,14 +169,6 @@ def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count, tmp_path
     assert [index for index in range(count) if is_held_out(index)] == expected
     assert all(one is batches[i] for one, i in zip(images.held_out, expected or range(count), strict=True))
     assert (f'{count} batches: none is held out' in ''.join(capsys.readouterr())) == (count < 5)
-
-
-def test_an_endless_loader_is_read_once(tmp_path):
-    images = [image[0] for image in pictures(6)]
-    for change in (lambda loader: loader, iter):
-        loader = DataLoader(images, batch_size=2, sampler=InfiniteSampler(images, shuffle=False, seed=0))
-        found = read_images(nn.Linear(1, 1), change(loader), tmp_path)
-        assert found.count == len(found.held_out) == 3
 
 
 def test_the_teacher_stays_as_it_was(teacher):
