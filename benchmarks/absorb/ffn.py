@@ -5,9 +5,8 @@
 
 A row, one way with one seed, is measured once and added to benchmarks/results/ffn_STUDY.json. Corrupted images need
 `pip install imagecorruptions "setuptools<80"`.
-Rows "with A" are of an earlier form, ``A x + b + fc2(act(fc1 x))`` with a matrix A of C x C, which had no more AP at
-equal cost: a share s with A costs as much as s - 1/8 without. Its code also chose the channels of the rows "chosen
-beside A".
+Rows "with A" and "chosen beside A" are of an earlier form, ``A x + b + fc2(act(fc1 x))`` with a matrix A of C x C: a
+share s with A costs as much as s - 1/8 without.
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -15,6 +14,7 @@ import slab_det  # noqa: I001 (before mmdet: registers everything)
 import argparse
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -58,12 +58,12 @@ def rank_at_random(moments: CrossMoments) -> Tensor:
     return torch.randperm(len(moments.mean_x), generator=torch.Generator().manual_seed(0))
 
 
-def cut(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[Affine, float]:
+def cut(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> Affine:
     """The old weights of the channels that stay, with the mean of the others."""
     if not prior.any():
         # No FFN: a layer that writes the stream is fitted to it as always.
         return choose_fit(moments, held_out, prior)
-    return Affine(prior, moments.mean_y - prior @ moments.mean_x), 0.0
+    return Affine(prior, moments.mean_y - prior @ moments.mean_x)
 
 
 CONTROLS = {
@@ -82,24 +82,21 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
     teacher = build_detector(cfg, str(folder / 'fused.pth'))
     images = recalibration_dataloader(trained, args.num_images, 'test')
 
-    def prune(share: float) -> nn.Module:
-        return slab_det.absorb(teacher, images, ffn=share, work_dir=folder / 'pruned', progress=False)
+    def prune(share: float, **patches: Callable) -> nn.Module:
+        # A work_dir would go on from students without patches.
+        work_dir = None if patches else folder / 'pruned'
+        with mock.patch.multiple(student, **patches) if patches else nullcontext():
+            return slab_det.absorb(teacher, images, ffn=share, work_dir=work_dir, progress=False)
 
     def ap(model: nn.Module, corruption: str | None = None) -> dict:
         config = copy.deepcopy(cfg)
         if corruption:
             steps = config.val_dataloader.dataset.pipeline
             steps.insert(1, dict(type='mmdet.CorruptImage', name=corruption))
-        largest = []
-        with model.backbone.register_forward_hook(
-            lambda module, args, maps: largest.append(max(float(x.abs().max()) for x in maps))
-        ):
-            found = evaluate(model, config)[METRICS[args.study.partition('-')[0]]]['AP']
-        return dict(AP=found, largest=max(largest))
+        return dict(AP=evaluate(model, config)[METRICS[args.study.partition('-')[0]]]['AP'])
 
     def pruned(share: float, **patches: Callable) -> dict:
-        with mock.patch.multiple(student, **patches) if patches else mock.MagicMock():
-            model = slab_det.absorb(teacher, images, ffn=share, progress=False) if patches else prune(share)
+        model = prune(share, **patches)
         report = model.absorption_report
         return dict(**ap(model), agreement=report.agreement, hidden=[ffn.hidden for ffn in report.pruned])
 

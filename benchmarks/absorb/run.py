@@ -73,13 +73,12 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
     def ap(model: nn.Module) -> dict:
         return dict(AP=evaluate(model, cfg)[METRICS[args.dataset]]['AP'])
 
-    def absorbed(stem: str, keep: int | None, int8: bool = False) -> dict:
-        options = dict(keep=keep, int8=int8, work_dir=folder / 'absorbed', progress=False)
-        student = slab_det.absorb(teacher, images, **options)
+    def absorbed(**options: object) -> dict:
+        student = slab_det.absorb(teacher, images, work_dir=folder / 'absorbed', progress=False, **options)
         report = student.absorption_report
-        values = dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
-        save_fused(student, cfg, folder / f'{stem}.pth', teacher.dataset_meta)
-        return values
+        if options == dict(keep=0):
+            save_fused(student, cfg, fused, teacher.dataset_meta)
+        return dict(**ap(student), kept=[norm.norm for norm in report.kept], agreement=report.agreement)
 
     def tuned(name: str, *options: str, pictures: Path | None = None) -> dict:
         config = write_tune_config(cfg, fused_config, fused, checkpoint, Config.fromfile(TUNE), pictures)
@@ -97,14 +96,14 @@ def measure_seed(args: argparse.Namespace, results: Results, seed: int, folder: 
 
     ways = {
         'teacher': lambda: ap(teacher),
-        'all gone': lambda: absorbed('fused', 0),
-        'default': lambda: absorbed('default', None),
+        'all gone': lambda: absorbed(keep=0),
+        'default': absorbed,
         'control': control,
         'tuned': lambda: tuned('tuned'),
         'tuned without labels': lambda: tuned('tuned_without_labels', 'model.task_weight=0'),
         # As a user has it who gives the tool --images.
         'tuned on a folder': lambda: tuned('tuned_on_folder', pictures=Path(args.data_root, 'images/train')),
-        'for int8': lambda: absorbed('int8', 0, int8=True),
+        'for int8': lambda: absorbed(keep=0, int8=True),
     }
     for way in ('teacher', *args.ways):
         print(results.measure_once(dict(name=way, seed=seed), ways[way]), flush=True)

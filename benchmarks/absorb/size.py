@@ -2,8 +2,8 @@
 
     python -m benchmarks.absorb.size --threads 2
 
-Weights and images are random: neither changes what is computed. Every measurement is a process of its own. What is not
-asked for keeps its stored numbers.
+Weights and images are random: neither changes what is computed. Every measurement is a process of its own. Models that
+are not asked for keep their stored numbers.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
@@ -13,10 +13,8 @@ import multiprocessing
 import os
 import resource
 import tempfile
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -40,28 +38,6 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
 
 
-class FolderSize:
-    """The largest size of a folder while the context lasts, in MiB, read ten times a second."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.largest = folder, 0.0
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self.over.wait(0.1):
-            with suppress(FileNotFoundError):  # a file was removed meanwhile
-                self.largest = max(self.largest, sum(path.stat().st_size for path in self.folder.rglob('*')) / MIB)
-
-    def __enter__(self) -> 'FolderSize':
-        self.thread.start()
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.over.set()
-        self.thread.join()
-
-
 def measure(
     config: str, absorbs: bool, size: tuple[int, int], num_images: int, threads: int
 ) -> tuple[float, float, float]:
@@ -75,15 +51,21 @@ def measure(
     images = [torch.randn(1, 3, *size) for _ in range(num_images)]
     # Everything is stored in files: memory for it would come on top by a known amount.
     walk.MEMORY = 0
-    with tempfile.TemporaryDirectory() as folder, FolderSize(Path(folder)) as disk:
-        tempfile.tempdir = folder
+    put, disk = walk.TensorStore.put, [0.0]
+
+    def watched(store: walk.TensorStore, name: str, value: object) -> None:
+        put(store, name, value)
+        disk.append(sum(path.stat().st_size for path in Path(tempfile.tempdir).rglob('*.pt')) / MIB)
+
+    walk.TensorStore.put = watched
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
         idle, started = peak_mib(), time.perf_counter()
         if absorbs:
             slab_det.absorb(model, images, keep=0, progress=False)
         else:
             detect(model, images)
         seconds = time.perf_counter() - started
-    return seconds / num_images, peak_mib() - idle, disk.largest / num_images
+    return seconds / num_images, peak_mib() - idle, max(disk) / num_images
 
 
 def measure_quantity(name: str, quantity: str, args: argparse.Namespace) -> dict:
@@ -119,7 +101,6 @@ def table(results: Results) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('models', nargs='*', default=[*CONFIGS], help=f'of {", ".join(CONFIGS)} (default: all)')
-    parser.add_argument('--only', choices=VARIABLES, help='default: both')
     parser.add_argument('--size', type=int, nargs=2, default=(800, 1333), metavar=('H', 'W'))
     parser.add_argument('--num-images', type=int, default=5)
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
@@ -128,7 +109,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     results = Results(args.out, size=list(args.size), batch_size=1, dtype='float32', keep=0)
     for name in args.models:
-        for quantity in [args.only] if args.only else VARIABLES:
+        for quantity in VARIABLES:
             results.add(dict(name=name, quantity=quantity), measure_quantity(name, quantity, args))
     print(table(results))
 

@@ -1,6 +1,6 @@
 """Absorption: the LayerNorms of a trained detector go into its linear layers, without training and without labels."""
 
 from slab_det.absorption.absorb import absorb
-from slab_det.absorption.report import AbsorptionReport, NormAbsorption, Refit
+from slab_det.absorption.report import AbsorptionReport, NormAbsorption
 
-__all__ = ['AbsorptionReport', 'NormAbsorption', 'Refit', 'absorb']
+__all__ = ['AbsorptionReport', 'NormAbsorption', 'absorb']

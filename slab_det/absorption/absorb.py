@@ -1,4 +1,4 @@
-"""absorb: the LayerNorms of a trained detector go into its linear layers, without training and without labels."""
+"""absorb: takes the LayerNorms of a trained detector into its linear layers, without training and without labels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
-from torch import Tensor, nn
+from torch import nn
 
 from slab_det.absorption.plan import make_plan
+from slab_det.absorption.report import AbsorptionReport
 from slab_det.absorption.student import absorb_norms
 from slab_det.deployment import is_deployed
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
@@ -25,8 +26,6 @@ def absorb(
     model: nn.Module,
     images: Iterable,
     keep: int | str | Collection[str] | None = None,
-    least: float = LEAST_AGREEMENT,
-    fold_outputs: bool = False,
     int8: bool = False,
     work_dir: str | Path | None = None,
     progress: bool = True,
@@ -44,24 +43,23 @@ def absorb(
     in the same way, so that the student's stream meets the teacher's. At the end the 3x3 convolutions of an FPN are
     fitted to the teacher's levels. The ridges r are chosen on every fifth batch, which no fit sees.
 
-    The result has no norm where one was absorbed: it is fused already. ``absorption_report`` says what each norm left,
-    ``fusion_report`` where it went.
+    A norm that was absorbed is gone: the student is fused already. ``absorption_report`` says how much of each norm no
+    affine map could hold, ``fusion_report`` which layers took it.
 
     Args:
         model: A detector or a backbone with LayerNorm: ours or mmdet's Swin, PVT or PVTv2, or any for which
             :func:`slab_det.fusion.register_folds` names the readers of the norms.
-        images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W); about a hundred images, of the
-            kind that the detector will see. Read once, ``len(images)`` batches where that is known.
+        images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W) for a detector that needs neither
+            text nor frames; about a hundred images, of the kind that the detector will see. Read once,
+            ``len(images)`` batches where that is known.
         keep: Norms that stay LayerNorm: a whole number K, the K that are the least affine
             (:attr:`NormAbsorption.own`); their names, or one; 'none'; 'all'; or None, as few as it takes for an
-            agreement with the teacher of ``least`` on the held-out images: none, or else as many of the least affine
-            ones as bisection finds, up to a quarter of them. The best is taken where none agrees so well, and a quarter
-            where the teacher finds nothing to agree on.
-        least: See ``keep``; a detector's :func:`slab_det.measure.agreement.agreement`. A lower one is warned of.
-        fold_outputs: See :func:`slab_det.fuse`.
+            :func:`~slab_det.measure.agreement.agreement` with the teacher of ``LEAST_AGREEMENT`` on the held-out
+            images: none, or else as many of the least affine ones as bisection finds, up to a quarter of them. The best
+            is taken where none agrees so well, and a quarter where the teacher finds nothing to agree on.
         int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
             off x, so that weights do not amplify it. In float32 this costs some AP.
-        work_dir: A folder for what is finished; a later call with the same arguments and images goes on from there.
+        work_dir: A folder for finished blocks; a later call with the same arguments and images goes on from there.
         progress: Show a progress bar.
         ffn: Share of the hidden channels that each FFN loses, from 0, none, to below 1: the channels that cost least
             once the second layer is fitted again to the others. At least 8 stay, and multiples of 8. With
@@ -91,7 +89,7 @@ def absorb(
         evaluating(model),
         tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder,
     ):
-        plan = make_plan(model, images, Path(folder), fold_outputs, int8, ffn, norms=keep != 'all')
+        plan = make_plan(model, images, Path(folder), int8, ffn, norms=keep != 'all')
         compare = _compare_to(model, plan.images.held_out)
         make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
         if keep is None:
@@ -99,14 +97,14 @@ def absorb(
                 raise ConversionError(
                     'keep=None compares detections, and the model finds none; give a number, keep=0 to keep no norm'
                 )
-            student = absorb_until_agreement(make, compare, least, progress)
+            student = absorb_until_agreement(make, compare, progress)
         else:
             if isinstance(keep, Integral):
                 keep = make().absorption_report.rank()[:keep] if keep else ()
             student = make(() if keep == 'all' else keep)
             if compare is not None:
                 compare(student)
-    _warn(student, least)
+    _warn(student.absorption_report)
     return student
 
 
@@ -119,8 +117,8 @@ def _check_keep(keep: object) -> int | Collection[str] | None:
     raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms, 'none' or 'all'")
 
 
-def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], float | None] | None:
-    """A function that measures and reports a student's agreement on ``images``; None if the teacher is no detector."""
+def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], None] | None:
+    """A function that measures a student's agreement for its report; None if the teacher predicts no detections."""
     # mmdet pastes masks only in float32.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
@@ -128,54 +126,41 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], f
         reference = detect(teacher, images)
     except AgreementError:
         return None
-    except Exception as error:
-        # A model that asks for text or frames does not predict on image tensors.
-        if not all(isinstance(batch, Tensor) for batch in images):
-            raise
-        MMLogger.get_current_instance().warning(
-            f'detections cannot be compared: {type(teacher).__name__} does not predict on image tensors '
-            f'({type(error).__name__}: {error}); give what its data loader yields'
-        )
-        return None
 
-    def compare(student: nn.Module) -> float | None:
+    def compare(student: nn.Module) -> None:
         report = student.absorption_report
         report.num_images, report.num_detections = len(reference), sum(len(found.scores) for found in reference)
         if report.num_detections:
             report.agreement = agreement(reference, detect(student, images))
-        return report.agreement
 
     return compare
 
 
 def absorb_until_agreement(
-    make: Callable[[Collection[str]], nn.Module],
-    compare: Callable[[nn.Module], float | None],
-    least: float,
-    progress: bool,
+    make: Callable[[Collection[str]], nn.Module], compare: Callable[[nn.Module], None], progress: bool
 ) -> nn.Module:
     """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two.
 
     Args:
         make: Makes a student that keeps the named norms.
-        compare: Measures and reports its agreement; None where it is undefined.
-        least: The agreement that is enough.
+        compare: Measures its agreement for its report.
         progress: Print what each student reaches.
     """
     ranked: list[str] = []
 
     def attempt(count: int) -> nn.Module:
         student = make(ranked[:count])
-        found = compare(student)
+        compare(student)
         if not ranked:
             ranked.extend(student.absorption_report.rank())
         if progress:
+            found = student.absorption_report.agreement
             value = 'undefined' if found is None else f'{found:.3f}'
             print(f'{count} of {len(ranked)} LayerNorms kept: agreement {value}')
         return student
 
     def agrees(student: nn.Module) -> bool:
-        return student.absorption_report.agreement >= least
+        return student.absorption_report.agreement >= LEAST_AGREEMENT
 
     best = attempt(0)
     low, high = 0, len(ranked) // 4
@@ -197,8 +182,8 @@ def absorb_until_agreement(
     return best
 
 
-def _warn(student: nn.Module, least: float) -> None:
-    report, warn = student.absorption_report, MMLogger.get_current_instance().warning
+def _warn(report: AbsorptionReport) -> None:
+    warn = MMLogger.get_current_instance().warning
     if report.ffns and not report.pruned:
         warn(f'no FFN was pruned: {report.ffns[0].reason}')
     if report.num_images and report.agreement is None:
@@ -206,10 +191,11 @@ def _warn(student: nn.Module, least: float) -> None:
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
             'kept, and nobody knows what the others cost; give images of its objects, or keep=K'
         )
-    elif report.agreement is not None and report.agreement < least:
+    elif report.agreement is not None and report.agreement < LEAST_AGREEMENT:
         warn(
-            f'agreement with the teacher is {report.agreement:.3f}, below {least:g}, with {len(report.kept)} '
-            f'LayerNorms kept: expect a loss of AP of about {100 * expected_loss(report.agreement):.1f}; '
+            f'agreement with the teacher is {report.agreement:.3f}, below {LEAST_AGREEMENT:g}, with '
+            f'{len(report.kept)} LayerNorms kept: expect a loss of AP of about '
+            f'{100 * expected_loss(report.agreement):.1f}; '
             f'{"take fewer hidden channels (a smaller ffn), " if report.pruned else ""}keep more norms (keep=K) '
             'or train towards the teacher (slab_det.conversion.write_tune_config)'
         )

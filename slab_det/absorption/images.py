@@ -1,11 +1,11 @@
-"""The images of an absorption."""
+"""Reads and stores the images of an absorption."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from mmengine.logging import MMLogger
@@ -29,8 +29,7 @@ class Batches(list):
     dataset: object = None
 
 
-@dataclass
-class Images:
+class Images(NamedTuple):
     """The images of an absorption.
 
     Attributes:
@@ -41,13 +40,14 @@ class Images:
     """
 
     store: TensorStore
-    count: int = 0
-    held_out: Batches = field(default_factory=Batches)
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    count: int
+    held_out: Batches
+    digest: hashlib._Hash
 
-    def is_held_out(self, index: int) -> bool:
-        """Whether no fit sees batch ``index``."""
-        return index % HELD_OUT == HELD_OUT - 1
+
+def is_held_out(index: int) -> bool:
+    """Whether no fit sees the batch of this index."""
+    return index % HELD_OUT == HELD_OUT - 1
 
 
 def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
@@ -56,32 +56,33 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
     Args:
         model: The teacher, which prepares them.
         batches: What a data loader yields, or image tensors (B, 3, H, W).
-        folder: For image tensors that find no place in memory.
+        folder: For image tensors that do not fit into memory.
 
     Raises:
         ConversionError: If there is no batch.
     """
-    images, first = Images(TensorStore(folder, next(model.parameters()).device)), []
-    images.held_out.dataset = getattr(batches, 'dataset', None)
+    store, digest, count = TensorStore(folder, next(model.parameters()).device), hashlib.sha256(), 0
+    first, held_out = [], Batches()
+    held_out.dataset = getattr(batches, 'dataset', None)
     prepare = prepare_inputs(model, batches)
     for index, batch in enumerate(one_pass(batches)):
         inputs = prepare(batch)[0]
-        images.store.put(str(index), inputs)
-        images.count += 1
-        images.digest.update(to_bytes(inputs))
-        if images.is_held_out(index):
-            images.held_out.append(batch)
+        store.put(str(index), inputs)
+        digest.update(to_bytes(inputs))
+        count = index + 1
+        if is_held_out(index):
+            held_out.append(batch)
         elif index < HELD_OUT:
             first.append(batch)
-    if not images.count:
+    if not count:
         raise ConversionError('there was no batch of images; check the dataset and its filter_cfg')
-    if not images.held_out:
-        images.held_out.extend(first)
+    if not held_out:
+        held_out.extend(first)
         MMLogger.get_current_instance().warning(
-            f'{len(first)} batches: none is held out, so agreement and what norms leave are measured on images '
+            f'{count} batches: none is held out, so agreement and what norms leave are measured on images '
             f'that were fitted; give at least {HELD_OUT} batches, smaller ones or more'
         )
-    return images
+    return Images(store, count, held_out, digest)
 
 
 def to_bytes(tensor: Tensor) -> bytes:

@@ -16,35 +16,29 @@ from slab_det.absorption.images import Images, read_images, to_bytes
 from slab_det.absorption.report import KEPT_BY_CHOICE
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
-from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds
-from slab_det.fusion.layer_norms import reason_to_keep
+from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.report import NormFusion
 from slab_det.norms import named_norms
 from slab_det.runtime.errors import ConversionError
 
 
-class Writer(NamedTuple):
-    """A layer that writes the residual stream.
+class Step(NamedTuple):
+    """A LayerNorm to absorb, or a layer that writes the residual stream to fit.
 
     Attributes:
-        layer: Its name.
-        stream: Where the new stream is seen.
-        source: Where the input of the layer is seen.
-        branch: Name of the child of its block that has the layer, such as an attention.
+        name: The norm or the layer.
+        source: Where its input is seen.
+        target: Where the tensor is seen that the student has to meet: the output of the norm, or the stream behind the
+            layer.
         ffn: Name of the FFN that has the layer, or ''.
+        finishes: Name of the module that no later step changes, so that its output can be stored: the block, a branch
+            of it such as an attention, or ''.
     """
 
-    layer: str
-    stream: Probe
+    name: str
     source: Probe
-    branch: str
+    target: Probe
     ffn: str = ''
-
-
-class Step(NamedTuple):
-    """A writer or the name of a LayerNorm to fit, and the block or branch that no later step changes, or ''."""
-
-    target: Writer | str
     finishes: str = ''
 
 
@@ -55,10 +49,10 @@ class AbsorptionPlan:
     Attributes:
         model: The teacher.
         images: See :class:`Images`.
-        folder: For temporary files.
+        folder: For finished blocks of students.
         int8: See :func:`slab_det.absorb`.
         ffn: See :func:`slab_det.absorb`.
-        runs_neck: Whether forwards go on to the neck, which has writers.
+        forward: Finds what runs a teacher or student on an image tensor, as far as the last block.
         fusions: Where each norm goes if it is absorbed, by its name.
         reasons: Why each LayerNorm has to stay, or '', by its name.
         blocks: The steps of each block in the order of the forward, by the name of the block.
@@ -72,7 +66,7 @@ class AbsorptionPlan:
     folder: Path
     int8: bool
     ffn: float
-    runs_neck: bool
+    forward: Callable[[nn.Module], Callable[[Tensor], object]]
     fusions: dict[str, NormFusion]
     reasons: dict[str, str]
     blocks: dict[str, list[Step]]
@@ -82,13 +76,7 @@ class AbsorptionPlan:
 
 
 def make_plan(
-    model: nn.Module,
-    batches: Iterable,
-    folder: Path,
-    fold_outputs: bool = False,
-    int8: bool = False,
-    ffn: float = 0.0,
-    norms: bool = True,
+    model: nn.Module, batches: Iterable, folder: Path, int8: bool = False, ffn: float = 0.0, norms: bool = True
 ) -> AbsorptionPlan:
     """Reads the images, and runs the model to see in which order it calls its norms and layers.
 
@@ -101,50 +89,54 @@ def make_plan(
     """
     images = read_images(model, batches, folder)
     _check_absorbable(model)
-    root, writers, image = _backbone_prefix(model), _find_writers(model), images.store.get('0')
+    writers, layer_norms = _find_writers(model), dict(named_norms(model, nn.LayerNorm))
     # A video detector has no extract_feat: nothing is known to run its neck.
-    runs_neck = hasattr(model, 'extract_feat') and any(not writer.layer.startswith(root) for writer in writers)
-    layer_norms = dict(named_norms(model, nn.LayerNorm))
-    forward = find_forward(model, runs_neck)
-    calls = _trace(model, forward, image, layer_norms, writers)
-    reasons = {}
-    for name, norm in layer_norms.items():
-        count = calls.count(Probe(name, 'input'))
-        if not name.startswith(root):
-            # Nothing runs the heads.
-            reasons[name] = 'it is not in the backbone'
-        elif reason := reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0])):
-            reasons[name] = reason
-        else:
-            reasons[name] = KEPT_BY_CHOICE * (not norms) or f'a forward calls it {count} times' * (count != 1)
+    has_neck = hasattr(model, 'extract_feat') and not all(step.name.startswith(_prefix(model)) for step in writers)
+
+    def forward(net: nn.Module) -> Callable[[Tensor], object]:
+        return net.extract_feat if has_neck else net.backbone if _prefix(net) else net
+
+    image = images.store.get('0')
+    steps = [Step(name, Probe(name, 'input'), Probe(name, 'output')) for name in layer_norms]
+    calls = _trace(model, forward(model), image, [*steps, *writers])
+    reasons = {name: _why_kept(model, name, norm, calls) for name, norm in layer_norms.items()}
+    if not norms:
+        reasons = {name: reason or KEPT_BY_CHOICE for name, reason in reasons.items()}
     candidates = [layer_norms[name] for name, reason in reasons.items() if not reason]
-    fusions = {fusion.norm: fusion for fusion in plan_folds(model, fold_outputs, candidates)}
+    fusions = {fusion.norm: fusion for fusion in plan_folds(model, candidates)}
     reasons = {name: reason or fusions[name].reason for name, reason in reasons.items()}
-    absorbed = [name for name, reason in reasons.items() if not reason]
-    if not absorbed and not (ffn and any(writer.ffn for writer in writers)):
+    steps = [step for step in steps if not reasons[step.name]]
+    if not steps and not (ffn and any(writer.ffn for writer in writers)):
         why = '; '.join(dict.fromkeys(reasons.values())) or 'it has none'
-        raise ConversionError(f'the model has no LayerNorm that can be absorbed: {why}')
-    writers = [writer for writer in writers if not _is_shared(model, writer.layer, calls)]
-    blocks = _order_steps(model, calls, absorbed, writers)
-    reads = find_reads(model, forward, blocks, image)
-    for block, steps in blocks.items():
-        reads[block] |= {step.finishes for step in steps} - {block}
+        raise ConversionError(
+            f'the model has no LayerNorm that can be absorbed: {why}; give a detector with LayerNorm, '
+            'or ffn=0.75 to prune FFNs'
+        )
+    writers = [writer for writer in writers if not _is_shared(model, writer.name, calls)]
+    blocks = _order_steps(model, calls, steps, writers)
+    reads = find_reads(model, forward(model), blocks, image)
+    for block, parts in blocks.items():
+        reads[block] |= {step.finishes for step in parts} - {block}
     digest = images.digest.copy()
     digest.update(repr((fusions, int8, ffn, blocks)).encode())
     for name, value in model.state_dict().items():
         digest.update(name.encode() + to_bytes(value))
-    return AbsorptionPlan(model, images, folder, int8, ffn, runs_neck, fusions, reasons, blocks, reads, digest)
+    return AbsorptionPlan(model, images, folder, int8, ffn, forward, fusions, reasons, blocks, reads, digest)
 
 
-def find_forward(model: nn.Module, runs_neck: bool) -> Callable[[Tensor], object]:
-    """What runs a teacher or student on an image tensor."""
-    if runs_neck:
-        return model.extract_feat
-    return model.backbone if _backbone_prefix(model) else model
-
-
-def _backbone_prefix(model: nn.Module) -> str:
+def _prefix(model: nn.Module) -> str:
+    """What the names of norms and layers of the backbone start with."""
     return 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
+
+
+def _why_kept(model: nn.Module, name: str, norm: nn.LayerNorm, calls: list[Probe]) -> str:
+    """Why a LayerNorm has to stay, whatever layers read it; '' if it has not."""
+    if not name.startswith(_prefix(model)):
+        # Nothing runs the heads.
+        return 'it is not in the backbone'
+    count = calls.count(Probe(name, 'input'))
+    reason = reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0]))
+    return reason or ('' if count == 1 else f'a forward calls it {count} times')
 
 
 def _check_absorbable(model: nn.Module) -> None:
@@ -159,8 +151,9 @@ def _check_absorbable(model: nn.Module) -> None:
                 raise ConversionError(f'{name}: {reason}; what its layers read cannot be seen') from reason
 
 
-def _find_writers(model: nn.Module) -> list[Writer]:
-    writers: dict[str, Writer] = {}
+def _find_writers(model: nn.Module) -> list[Step]:
+    """The layers that write the residual stream, and the convolutions of the neck."""
+    writers: dict[str, Step] = {}
     for prefix, module in model.named_modules():
         rule = find_rule(module, 'writes')
         # The rule of a block counts, not the rule of the FFN in it.
@@ -169,41 +162,40 @@ def _find_writers(model: nn.Module) -> list[Writer]:
         for write in rule():
             layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
             # A layer of its own stream, such as a convolution of an FPN, is fitted to its output.
-            seen = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
+            target = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
             source = Probe(source, 'output') if source else Probe(layer, 'input')
-            block = _find_block(model, layer)
-            branch = join_names(block, layer[len(block) :].strip('.').partition('.')[0]) or block
             ffns = [name for name in containers_of(layer) if find_rule(model.get_submodule(name), 'ffn_layers')]
-            writers[layer] = Writer(layer, seen, source, branch, *ffns[-1:])
+            writers[layer] = Step(layer, source, target, *ffns[-1:])
     return [*writers.values()]
 
 
 def _find_block(model: nn.Module, name: str) -> str:
-    """The outermost module around a norm or layer of a backbone that says where norms go or what writes the stream.
+    """The outermost module around a norm or layer of a backbone that has rules for its norms or its writers.
 
     Convolutions of a neck are blocks of their own: none reads what another one writes.
     """
-    for container in ['', *containers_of(name)] if name.startswith(_backbone_prefix(model)) else []:
+    for container in ['', *containers_of(name)] if name.startswith(_prefix(model)) else []:
         module = model.get_submodule(container)
         if not find_rule(module, 'output_folds') and (find_rule(module, 'folds') or find_rule(module, 'writes')):
             return container
     return name
 
 
-def _trace(
-    model: nn.Module,
-    forward: Callable[[Tensor], object],
-    image: Tensor,
-    norms: Iterable[str],
-    writers: Iterable[Writer],
-) -> list[Probe]:
-    """Inputs of norms and places of writers, in the order in which a forward comes to them."""
+def _find_branch(model: nn.Module, name: str) -> str:
+    """The child of its block that has a norm or layer, such as an attention; the block where it has no such child."""
+    block = _find_block(model, name)
+    return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
+
+
+def _trace(model: nn.Module, forward: Callable[[Tensor], object], image: Tensor, steps: Iterable[Step]) -> list[Probe]:
+    """The places of steps, in the order in which a forward comes to them."""
     calls: list[Probe] = []
-    probes = [Probe(name, 'input') for name in norms]
-    for writer in writers:
-        probes += [writer.source, writer.stream, Probe(writer.layer, 'output'), Probe(writer.branch, 'output')]
+    probes = {}
+    for step in steps:
+        branch = Probe(_find_branch(model, step.name), 'output')
+        probes |= dict.fromkeys([step.source, step.target, Probe(step.name, 'output'), branch])
     with ExitStack() as stack, torch.no_grad():
-        for probe in dict.fromkeys(probes):
+        for probe in probes:
             module = model.get_submodule(probe.module)
             stack.callback(register_probe(module, probe.side, lambda value, at=probe: calls.append(at)).remove)
         forward(image)
@@ -218,36 +210,31 @@ def _is_shared(model: nn.Module, layer: str, calls: list[Probe]) -> bool:
 
 
 def _order_steps(
-    model: nn.Module, calls: list[Probe], norms: Sequence[str], writers: Sequence[Writer]
+    model: nn.Module, calls: list[Probe], norms: Sequence[Step], writers: Sequence[Step]
 ) -> dict[str, list[Step]]:
-    """The steps of each block, in the order of the forward."""
-    targets: dict[str, list[Writer | str]] = {}
+    """The steps of each block, in the order of the forward: of norms by their input, of writers by their stream."""
+    blocks: dict[str, list[Step]] = {}
+    # The norm of a stream comes behind what writes it.
+    places = [*((step.target, step) for step in writers), *((step.source, step) for step in norms)]
     # A module that a forward calls twice has more than one stream.
     for probe in (probe for probe in calls if calls.count(probe) == 1):
-        # The norm of a stream comes behind what writes it.
-        for writer in (writer for writer in writers if writer.stream == probe):
-            targets.setdefault(_find_block(model, writer.layer), []).append(writer)
-        if probe.side == 'input' and probe.module in norms:
-            targets.setdefault(_find_block(model, probe.module), []).append(probe.module)
-    blocks = {}
-    for block, parts in targets.items():
-        steps = blocks[block] = []
-        for index, target in enumerate(parts, 1):
-            later = [part for part in parts[index:] if isinstance(part, Writer)]
-            is_final = isinstance(target, Writer) and _has_returned(model, target, later, calls)
-            steps.append(Step(target, target.branch if is_final else ''))
-    for block, steps in [*blocks.items()][:-1]:
-        steps[-1] = Step(steps[-1].target, block)
+        for step in (step for place, step in places if place == probe):
+            blocks.setdefault(_find_block(model, step.name), []).append(step)
+    for block, steps in blocks.items():
+        for index, step in enumerate(steps):
+            if step in writers and _has_returned(model, step, steps[index + 1 :], calls):
+                steps[index] = step._replace(finishes=_find_branch(model, step.name))
+        steps[-1] = steps[-1]._replace(finishes=block)
     return blocks
 
 
-def _has_returned(model: nn.Module, writer: Writer, later: Iterable[Writer], calls: list[Probe]) -> bool:
-    """Whether the branch of a writer has returned before its stream is seen and before later writers read their inputs.
+def _has_returned(model: nn.Module, writer: Step, later: Iterable[Step], calls: list[Probe]) -> bool:
+    """Whether the branch of a writer has returned before its stream is seen and before later steps read their inputs.
 
     Then the branch, such as an attention, need not run again for what follows; see :class:`slab_det.fusion.Write`.
     """
-    branch = Probe(writer.branch, 'output')
-    if writer.stream.side == 'output' or calls.count(branch) != 1 or find_hooks(model.get_submodule(branch.module)):
+    branch = Probe(_find_branch(model, writer.name), 'output')
+    if writer.target.side == 'output' or calls.count(branch) != 1 or find_hooks(model.get_submodule(branch.module)):
         return False
     before = calls[: calls.index(branch)]
-    return writer.stream not in before and not any(other.source in before for other in later)
+    return writer.target not in before and not any(step.source in before for step in later)

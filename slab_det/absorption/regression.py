@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from slab_det.recalibration.moments import Moments
 
 # Strengths of the pull towards the prior, in standardised coordinates. Weaker ones fit the images at hand better, with
 # weights of some hundred that cancel. On a few other images, and in bfloat16, they do not cancel and the maps explode.
@@ -40,14 +39,8 @@ class CrossMoments:
     """
 
     def __init__(self, int8: bool = False) -> None:
-        self.int8 = int8
-        self.count = 0
-        self.mean_x: Tensor | None = None
-        self.mean_y: Tensor | None = None
-        self.xx: Tensor | None = None
-        self.xy: Tensor | None = None
-        self.yy: Tensor | None = None
-        self.low = self.high = 0.0
+        self.int8, self.count, self.low, self.high = int8, 0, 0.0, 0.0
+        self.mean_x = self.mean_y = self.xx = self.xy = self.yy = None
 
     @property
     def rounding(self) -> float:
@@ -96,11 +89,10 @@ class CrossMoments:
 
     def about_zero(self) -> CrossMoments:
         """Sums of products about zero instead of the means: their fits have no shift."""
-        other = CrossMoments(self.int8)
-        other.low, other.high = self.low, self.high
+        other = copy(self)
         if self.count:
             x, y = self.mean_x, self.mean_y
-            other.count, other.mean_x, other.mean_y = self.count, torch.zeros_like(x), torch.zeros_like(y)
+            other.mean_x, other.mean_y = torch.zeros_like(x), torch.zeros_like(y)
             other.xx = self.xx + self.count * x.outer(x)
             other.xy = self.xy + self.count * x.outer(y)
             other.yy = self.yy + self.count * y.square()
@@ -115,11 +107,9 @@ class CrossMoments:
 
     def select(self, channels: Tensor) -> CrossMoments:
         """The same sums over some channels of x, by their indices."""
-        other = CrossMoments(self.int8)
-        other.count, other.low, other.high = self.count, self.low, self.high
+        other = copy(self)
         if self.count:
-            other.mean_x, other.mean_y, other.yy = self.mean_x[channels], self.mean_y, self.yy
-            other.xx, other.xy = self.xx[channels][:, channels], self.xy[channels]
+            other.mean_x, other.xx, other.xy = self.mean_x[channels], self.xx[channels][:, channels], self.xy[channels]
         return other
 
     def unexplained(self, fit: Affine) -> float:
@@ -138,10 +128,7 @@ class CrossMoments:
         return float(self.yy.sum() / self.count + self.mean_y.square().sum())
 
 
-M = TypeVar('M', CrossMoments, Moments)
-
-
-def measured_part(moments: M, held_out: M) -> M:
+def measured_part(moments: CrossMoments, held_out: CrossMoments) -> CrossMoments:
     """The tokens that say what a fit leaves: those held out, or all where there are none."""
     return held_out if held_out.count else moments
 
@@ -200,22 +187,22 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
         yield _with_shift(moments, (torch.cholesky_solve(target + pull[:, None] * start, factor) / sigma[:, None]).T)
 
 
-def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> tuple[Affine, float]:
-    """The fit of the strongest ridge before what ``held_out`` leaves exceeds ``SLACK`` times the least, and that ridge.
+def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> Affine:
+    """The fit of the strongest ridge before the share that it leaves of ``held_out`` exceeds ``SLACK`` times the least.
 
-    ``DEFAULT_RIDGE`` where nothing is held out.
+    The fit of ``DEFAULT_RIDGE`` where nothing is held out.
     """
     if held_out.count == 0:
-        return next(ridge_fits(moments, prior, (DEFAULT_RIDGE,))), DEFAULT_RIDGE
+        return next(ridge_fits(moments, prior, (DEFAULT_RIDGE,)))
     least = math.inf
     # From the weakest on: where what is left grows, every stronger one leaves more, and its factorisation is spared.
-    for ridge, fit in zip(RIDGES, ridge_fits(moments, prior), strict=True):
+    for fit in ridge_fits(moments, prior):
         share = held_out.unexplained(fit)
         least = min(least, share)
         # A share of nothing may be rounded below 0.
         if share - least > (SLACK - 1) * abs(least):
             break
-        chosen = fit, ridge
+        chosen = fit
     return chosen
 
 

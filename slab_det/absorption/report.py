@@ -1,4 +1,4 @@
-"""What became of the LayerNorms of a detector that absorbed them."""
+"""What became of the LayerNorms and FFNs of a detector that absorbed them."""
 
 from __future__ import annotations
 
@@ -13,48 +13,23 @@ KEPT_BY_CHOICE = 'kept by choice'
 
 @dataclass(frozen=True)
 class NormAbsorption:
-    """What became of one LayerNorm.
+    """What became of one LayerNorm; :class:`slab_det.fusion.NormFusion` says which layers took it.
 
     Attributes:
         norm: Its dotted name.
         outcome: 'absorbed' or 'kept'.
-        into: The layers that hold it now, separated by commas, or ''.
         reason: Why it was kept, or ''.
-        own: Share of the norm's variance that the best map of the teacher's input leaves: what of this norm is not
-            affine. Shares are of held-out batches, over tokens and channels; None where nothing was measured.
-        diagonal: Share that the best scale per channel leaves of the student's input, centred.
-        left: Share that the map that was folded leaves of the student's input; what is more than ``own`` comes from the
-            norms before.
-        ridge: Strength of the pull to the diagonal map.
+        own: Share of the norm's variance that the best affine map of the teacher's input leaves: how far this norm is
+            from affine. Shares are of held-out batches, over tokens and channels; None where nothing was measured.
+        left: Share that the folded map leaves of the student's input; what is more than ``own`` comes from the norms
+            before.
     """
 
     norm: str
     outcome: Literal['absorbed', 'kept']
-    into: str = ''
     reason: str = ''
     own: float | None = None
-    diagonal: float | None = None
     left: float | None = None
-    ridge: float | None = None
-
-
-@dataclass(frozen=True)
-class Refit:
-    """How far a layer's output was from the teacher's before and after the layer was fitted.
-
-    The output of a layer that writes the residual stream is the stream behind it.
-
-    Attributes:
-        layer: Its dotted name.
-        before: Mean squared distance over the variance of the teacher's output, on held-out batches.
-        after: The same with the fitted layer.
-        ridge: Strength of the pull to the old weights.
-    """
-
-    layer: str
-    before: float
-    after: float
-    ridge: float
 
 
 @dataclass(frozen=True)
@@ -66,18 +41,15 @@ class FFNAbsorption:
         channels: Hidden channels that it had; None where it was left alone.
         hidden: Hidden channels that are left.
         reason: Why it was left alone, or ''.
-        before: Distance of the stream behind it from the teacher's, before the FFN was pruned; see :class:`Refit`.
-        after: The same with the pruned FFN.
-        ridge: Strength of the pull to the old weights.
+        left: Share of the variance of what the FFN has to add to the stream that the pruned FFN misses, on held-out
+            batches.
     """
 
     ffn: str
     channels: int | None = None
     hidden: int | None = None
     reason: str = ''
-    before: float | None = None
-    after: float | None = None
-    ridge: float | None = None
+    left: float | None = None
 
 
 @dataclass
@@ -86,7 +58,9 @@ class AbsorptionReport:
 
     Attributes:
         norms: The LayerNorms, in the order of their calls; those that are never called last.
-        refits: The layers that write the residual stream, in the order of their calls, and the neck's convolutions.
+        refits: The layers that write the residual stream, in the order of their calls, and the neck's convolutions, by
+            name: mean squared distance of the stream behind the layer from the teacher's, over the same distance before
+            the layer was fitted, on held-out batches. 1 where the layer stayed as it was.
         ffns: The FFNs, in the order of their calls, where channels were to be pruned.
         agreement: With the teacher on held-out images; None where it finds nothing in them, or no detections can be
             compared.
@@ -95,7 +69,7 @@ class AbsorptionReport:
     """
 
     norms: list[NormAbsorption] = field(default_factory=list)
-    refits: list[Refit] = field(default_factory=list)
+    refits: dict[str, float] = field(default_factory=dict)
     ffns: list[FFNAbsorption] = field(default_factory=list)
     agreement: float | None = None
     num_images: int = 0
@@ -122,7 +96,7 @@ class AbsorptionReport:
     @classmethod
     def from_dict(cls, values: dict) -> AbsorptionReport:
         """The inverse of :meth:`to_dict`."""
-        kinds = dict(norms=NormAbsorption, refits=Refit, ffns=FFNAbsorption)
+        kinds = dict(norms=NormAbsorption, ffns=FFNAbsorption)
         return cls(**values | {name: [kind(**part) for part in values[name]] for name, kind in kinds.items()})
 
     def __str__(self) -> str:
@@ -142,15 +116,14 @@ class AbsorptionReport:
             worst = max(absorbed, key=lambda norm: norm.left)
             lines.append(
                 f'  left of their variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on average, most '
-                f'at {worst.norm}: {worst.left:.1%}, of which {worst.own:.1%} is its own '
-                f'(a scale per channel leaves {worst.diagonal:.1%})'
+                f'at {worst.norm}: {worst.left:.1%}, of which {worst.own:.1%} is its own'
             )
         if self.pruned:
-            worst = max(self.pruned, key=lambda ffn: ffn.after)
+            worst = max(self.pruned, key=lambda ffn: ffn.left)
             lines.append(
                 f'{len(self.pruned)} FFNs pruned, {sum(ffn.hidden for ffn in self.pruned)} of '
-                f'{sum(ffn.channels for ffn in self.pruned)} hidden channels left; the stream is farthest from the '
-                f"teacher's behind {worst.ffn}: {worst.after:.1%} of the stream's variance"
+                f'{sum(ffn.channels for ffn in self.pruned)} hidden channels left; most is missing at {worst.ffn}: '
+                f'{worst.left:.1%} of what it has to add'
             )
         lines += [f'  {ffn.ffn}: left alone, {ffn.reason}' for ffn in self.ffns if ffn.reason]
         return '\n'.join(lines)

@@ -1,4 +1,4 @@
-"""Runs a model block by block over many batches. What lies between blocks is stored in memory or in files."""
+"""Runs a model block by block over many batches, and stores what blocks return in memory or in files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from mmengine.utils import apply_to
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.tensors import tensors_in
@@ -28,12 +28,14 @@ class TensorStore:
     Args:
         folder: For the files.
         device: Where tensors come from and go to.
-        left: How many bytes are still free, by device; by default half of the free memory of a GPU, and ``MEMORY``.
+
+    Attributes:
+        left: How many bytes are still free, by device: of half of the free memory of a GPU, and of ``MEMORY``.
     """
 
-    def __init__(self, folder: Path, device: torch.device, left: Mapping[torch.device, int] | None = None) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
         free = {device: torch.cuda.mem_get_info(device)[0] // 2} if device.type == 'cuda' else {}
-        self.left = dict(left or {**free, torch.device('cpu'): MEMORY})
+        self.left = {**free, torch.device('cpu'): MEMORY}
         self.folder, self.device = folder, device
         # The device and the value, or None and the file.
         self.values: dict[str, tuple[torch.device | None, object]] = {}
@@ -85,8 +87,7 @@ class Walk:
         forward: Runs the model on an image tensor, as far as the last block at least.
         reads: Names of the finished modules, and ``IMAGE``, that each block needs, by the names of the blocks in the
             order of their calls; see :func:`find_reads`.
-        images: Has the image tensor of each batch, (B, 3, H, W), by its index.
-        store: Gets outputs of each batch.
+        store: Has the image tensor of each batch, (B, 3, H, W), by its index, and gets outputs of modules.
         name: Tells walks with the same store apart.
     """
 
@@ -95,13 +96,11 @@ class Walk:
         model: nn.Module,
         forward: Callable[[Tensor], object],
         reads: Mapping[str, set[str]],
-        images: TensorStore,
         store: TensorStore,
         name: str = '',
     ) -> None:
-        self.model, self.forward, self.reads = model, forward, reads
-        self.images, self.store, self.name = images, store, name
-        # For each batch, outputs of NaN by the names of finished modules: what stands for an output that is not read.
+        self.model, self.forward, self.reads, self.store, self.name = model, forward, reads, store, name
+        # For each batch, outputs of NaN by the names of finished modules: they stand for outputs that are not read.
         self.finished: dict[int, dict[str, object]] = defaultdict(dict)
 
     def run(self, batch: int, block: str, probes: Sequence[Probe] = (), finish: str = '') -> list[Tensor]:
@@ -114,13 +113,16 @@ class Walk:
             finish: The block or a module in it, which is finished with its output of this run.
         """
         found: dict[Probe, object] = {}
-        wanted = dict.fromkeys([*probes, *([Probe(finish, 'output')] if finish else [])])
+        wanted = {*probes, Probe(finish, 'output')} if finish else {*probes}
         finished = self.finished[batch]
-        given = {name: self._load(name, batch) if name in self.reads[block] else finished[name] for name in finished}
-        image = given.pop(IMAGE, None)
-        if image is None:
-            image = self.images.get(str(batch))
-            finished[IMAGE] = _filled_like(image)
+        image = finished.pop(IMAGE, None)
+        given = {
+            name: self.store.get(self._key(name, batch)) if name in self.reads[block] else output
+            for name, output in finished.items()
+        }
+        if image is None or IMAGE in self.reads[block]:
+            image = self.store.get(str(batch))
+        finished[IMAGE] = _filled_like(image)
 
         def see(value: object, probe: Probe) -> None:
             found.setdefault(probe, value)
@@ -144,14 +146,11 @@ class Walk:
     def _finish(self, name: str, batch: int, output: object, block: str) -> None:
         blocks = [*self.reads]
         read_later = set().union(*map(self.reads.get, blocks[blocks.index(block) + (name == block) :]))
-        self.finished[batch][name] = _map_tensors(output, _filled_like)
+        self.finished[batch][name] = tree_map_only(Tensor, _filled_like, output)
         if name in read_later:
             self.store.put(self._key(name, batch), output)
         for other in self.finished[batch].keys() - read_later:
             self.store.drop(self._key(other, batch))
-
-    def _load(self, name: str, batch: int) -> object:
-        return self.images.get(str(batch)) if name == IMAGE else self.store.get(self._key(name, batch))
 
     def _key(self, name: str, batch: int) -> str:
         return f'{self.name}{name}_{batch}'
@@ -166,37 +165,34 @@ def find_reads(
     that it depends on, as far as other blocks do not stand between.
     """
     reads: dict[str, set[str]] = {}
-    leaves = {IMAGE: [image[:1].clone().requires_grad_()]}
+    leaves = [(IMAGE, image[:1].clone().requires_grad_())]
 
     def enter(module: nn.Module, args: tuple, kwargs: dict, name: str) -> None:
         sums = [tensor.sum() for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        reads[name] = set()
-        for source, tensors in leaves.items():
-            if sums and tensors:
-                gradients = torch.autograd.grad(sums, tensors, retain_graph=True, allow_unused=True)
-                reads[name] |= {source} if any(gradient is not None for gradient in gradients) else set()
+        sources, tensors = zip(*leaves, strict=True)
+        gradients = torch.autograd.grad(sums, tensors, retain_graph=True, allow_unused=True) if sums else ()
+        reads[name] = {source for source, gradient in zip(sources, gradients, strict=False) if gradient is not None}
         # The graph of a whole block would take the memory of a training step.
         torch.set_grad_enabled(False)
 
     def leave(output: object, name: str) -> object:
-        leaves[name] = []
-
         def cut(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            leaves[name].append(_filled_like(tensor, 1.0).requires_grad_())
+            leaf = _filled_like(tensor, 1.0).requires_grad_()
+            leaves.append((name, leaf))
             # Autograd forbids writing into a leaf.
-            return leaves[name][-1].clone()
+            return leaf.clone()
 
         torch.set_grad_enabled(True)
-        return _map_tensors(output, cut)
+        return tree_map_only(Tensor, cut, output)
 
     with ExitStack() as stack, torch.enable_grad():
         for name in blocks:
             module = model.get_submodule(name)
             stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
             stack.callback(register_probe(module, 'output', partial(leave, name=name)).remove)
-        forward(leaves[IMAGE][0].clone())
+        forward(leaves[0][1].clone())
     return reads
 
 
@@ -225,8 +221,4 @@ def _filled_like(tensor: Tensor, value: float = torch.nan) -> Tensor:
 
 
 def _copy_to(value: object, device: torch.device) -> object:
-    return _map_tensors(value, lambda tensor: tensor.to(device, copy=True))
-
-
-def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    return apply_to(value, lambda part: isinstance(part, Tensor), change)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)

@@ -11,11 +11,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--out', required=True, metavar='FILE.pth', help='FILE_config.py is written beside it')
     size = dict(type=int, nargs=2, default=(203, 331), metavar=('H', 'W'))
     parser.add_argument('--size', **size, help='compare with the original on an image of this size (default 203 331)')
-    parser.add_argument(
-        '--fold-outputs',
-        action='store_true',
-        help='fold the output norms of a detector class of your own; only its neck may read its backbone',
-    )
 
 
 @command(add_arguments)
@@ -38,7 +33,7 @@ def main(args: argparse.Namespace) -> None:
             'without training, and slab-det convert replaces for a fine-tune'
         )
     check_statistics(model, args.checkpoint)
-    fused = slab_det.fuse(model, fold_outputs=args.fold_outputs)
+    fused = slab_det.fuse(model)
     if min(args.size) < 1:
         raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
     image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))

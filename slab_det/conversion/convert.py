@@ -12,8 +12,7 @@ from mmdet.registry import MODELS
 from torch import nn
 
 from slab_det.deployment import is_deployed
-from slab_det.fusion.fuse import replace_module
-from slab_det.fusion.layer_norms import reason_to_keep
+from slab_det.fusion.fuse import reason_to_keep, replace_module
 from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_norms
 from slab_det.runtime.errors import ConversionError
 

@@ -54,10 +54,17 @@ class Write(NamedTuple):
 
 
 _RULES: dict[type[nn.Module], dict[str, Callable]] = {}
-RULE_NAMES = {'folds', 'input_layers', 'output_folds', 'replace', 'writes', 'ffn_layers'}
 
 
-def register_folds(*kinds: type[nn.Module], **rules: Callable) -> None:
+def register_folds(
+    *kinds: type[nn.Module],
+    folds: Callable | None = None,
+    input_layers: Callable | None = None,
+    output_folds: Callable | None = None,
+    replace: Callable | None = None,
+    writes: Callable | None = None,
+    ffn_layers: Callable | None = None,
+) -> None:
     """Gives classes of another library the methods ``folds()``, ``input_layers()`` and the others below.
 
     A rule holds for modules of exactly such a class: a subclass may read a norm in another place. Each rule is a
@@ -80,21 +87,18 @@ def register_folds(*kinds: type[nn.Module], **rules: Callable) -> None:
         writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
         ffn_layers: Returns the names of the first layer, the activation and the second layer of an FFN, for
             :func:`slab_det.absorb`. Raises CannotFold if the FFN has more than these.
-
-    Raises:
-        TypeError: If a rule has another name.
     """
-    if unknown := rules.keys() - RULE_NAMES:
-        raise TypeError(f'no rules are called {sorted(unknown)}; choose from {sorted(RULE_NAMES)}')
+    rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds)
+    rules |= dict(replace=replace, writes=writes, ffn_layers=ffn_layers)
     for kind in kinds:
         _import_rules(kind)
-        _RULES.setdefault(kind, {}).update(rules)
+        _RULES.setdefault(kind, {}).update({name: rule for name, rule in rules.items() if rule})
 
 
 def _import_rules(kind: type[nn.Module]) -> None:
-    """Imports the rules for a library when they are needed: they import all of its models, which takes seconds."""
+    """Imports the rules for a library only when one of its modules is met: its models take seconds to import."""
     library = kind.__module__.partition('.')[0]
-    if library in ('mmpretrain', 'timm', 'torch'):
+    if library in ('mmpretrain', 'timm'):
         import_module(f'slab_det.fusion.stock_{library}')
 
 

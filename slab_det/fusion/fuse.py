@@ -37,7 +37,7 @@ def check_statistics(model: nn.Module, checkpoint: str) -> None:
         )
 
 
-def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) -> nn.Module:
+def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
     In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
@@ -48,39 +48,27 @@ def fuse(model: nn.Module, inplace: bool = False, fold_outputs: bool = False) ->
         model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone can be folded
             only when the detector is given.
         inplace: Change ``model`` itself instead of a copy.
-        fold_outputs: Fold output norms also where ``extract_feat`` of the detector is not mmdet's. The caller promises
-            that it hands the outputs of the backbone to the neck and to nothing else; if the promise is wrong, the
-            fused detector computes something else, and :func:`slab_det.fusion.verify_fusion` may not see it.
 
     Raises:
         FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, hooks
             on a norm, or one norm in several places. The model is then unchanged.
     """
     check_fusible(model)
-    fusions = plan_folds(model, fold_outputs)
-    ffns = past_ffns(model)
-    fused = apply_folds(model if inplace else copy_module(model), [*past_fusions(model), *fusions])
-    fused.fusion_report.ffns.update(ffns)
-    return fused
+    fusions = [*past_report(model).norms, *plan_folds(model)]
+    return apply_folds(model if inplace else copy_module(model), fusions)
 
 
-def past_fusions(model: nn.Module) -> list[NormFusion]:
-    """The entries of norms that an earlier fusion or absorption of ``model`` replaced."""
+def past_report(model: nn.Module) -> FusionReport:
+    """The norms that earlier fusions and absorptions of ``model`` replaced, and the FFNs that they pruned."""
     report = getattr(model, 'fusion_report', FusionReport([]))
-    return [fusion for fusion in report.norms if fusion.outcome != 'kept']
+    return FusionReport([fusion for fusion in report.norms if fusion.outcome != 'kept'], report.ffns)
 
 
-def past_ffns(model: nn.Module) -> dict[str, int]:
-    """Hidden channels of the FFNs of ``model`` that an absorption pruned, by their names."""
-    return dict(getattr(model, 'fusion_report', FusionReport([])).ffns)
-
-
-def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collection[nn.Module] = ()) -> list[NormFusion]:
+def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[NormFusion]:
     """Decides what :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
 
     Args:
         model: A model for :func:`fuse`.
-        fold_outputs: See :func:`fuse`.
         absorbed: LayerNorms that :func:`slab_det.absorb` takes into the layers that read them, where they can.
     """
     folds, outputs = _collect_folds(model)
@@ -97,7 +85,7 @@ def plan_folds(model: nn.Module, fold_outputs: bool = False, absorbed: Collectio
             fold = folds.get(name, Fold(name))
             readers = fold.before
             if name in outputs:
-                readers = (find_output_reader(model, *outputs[name], fold_outputs), *readers)
+                readers = (find_output_reader(model, *outputs[name]), *readers)
             if not (readers or fold.after):
                 owner = type(model.get_submodule(name.rpartition('.')[0])).__name__
                 raise CannotFold(f'{owner} does not say which layer reads it; slab_det.fusion.register_folds can')
@@ -119,25 +107,53 @@ def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
     Raises:
         FusionError: If ``model`` has other norms or layers than the model that the plan was made for.
     """
-    past = past_fusions(model)
+    past = past_report(model)
     try:
         for fusion in fusions:
-            if fusion not in past:
+            if fusion not in past.norms:
                 apply_fold(model, fusion)
     except (AttributeError, CannotFold) as error:
         raise FusionError(f'{fusion.norm}: the model is not the one whose folds these are: {error}') from error
     left = [name for name, _ in named_offline_norms(model)]
     if left:
         raise FusionError(f'{left[0]}: the model is not the one whose folds these are: none is for this norm')
-    model.fusion_report = FusionReport(fusions)
+    model.fusion_report = FusionReport(fusions, dict(past.ffns))
     return model
 
 
 def apply_fold(model: nn.Module, fusion: NormFusion) -> None:
     """Folds one norm as decided; the layers of an absorbed norm only get the form that holds an affine map."""
-    if fusion.outcome != 'kept':
-        norm = model.get_submodule(fusion.norm)
-        replace_module(model, fusion.norm, (_as_affine if fusion.outcome == 'affine' else _fold)(model, fusion, norm))
+    if fusion.outcome == 'kept':
+        return
+    norm, new = model.get_submodule(fusion.norm), nn.Identity().eval()
+    if fusion.outcome == 'affine':
+        new = _as_affine(model, norm)
+    elif fusion.outcome == 'folded':
+        fold_affine(model, fusion, *norm.double().inference_affine())
+    else:
+        # An identity: slab_det.absorb or a checkpoint brings the weights.
+        ones = torch.ones(norm.normalized_shape, device=next(model.parameters()).device)
+        fold_affine(model, fusion, ones, 0 * ones)
+    replace_module(model, fusion.norm, new)
+
+
+def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str:
+    """Why a LayerNorm of this name, an attribute of ``owner``, cannot be replaced; '' if it can."""
+    # Takes half a second.
+    from timm.layers import LayerNorm, LayerNormFp32
+
+    if not name:
+        return 'it is the whole model'
+    if hooks := find_hooks(norm):
+        return f'it has {hooks}'
+    if len(norm.normalized_shape) != 1:
+        return f'it normalizes over {len(norm.normalized_shape)} dimensions'
+    # These normalize the last dimension and do no more. Any other forward may permute or apply an activation.
+    if type(norm).forward not in (nn.LayerNorm.forward, LayerNorm.forward, LayerNormFp32.forward):
+        return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
+    if isinstance(owner, nn.TransformerEncoderLayer):
+        return f'the fused kernel of {type(owner).__name__} reads its weights and never calls it'
+    return ''
 
 
 def check_fusible(model: nn.Module) -> None:
@@ -147,16 +163,14 @@ def check_fusible(model: nn.Module) -> None:
     norms = list(named_offline_norms(model))
     if model.training or any(norm.training for _, norm in norms):
         raise FusionError(
-            'the model is in training mode, where norms use the statistics of each batch; '
-            'call model.eval() before slab_det.fuse'
+            'the model is in training mode, where norms use the statistics of each batch; call model.eval()'
         )
     mixed = {name: norm.gamma for name, norm in named_progressive_norms(model).items() if norm.gamma > 0}
     if mixed:
         name, gamma = next(iter(mixed.items()))
         raise FusionError(
             f'{len(mixed)} norms still contain LayerNorm, which cannot be folded ({name}: gamma = {gamma:g}); finish '
-            'the training (ProgressiveNormHook lowers gamma to 0), or call slab_det.set_gamma(model, 0) '
-            'and fine-tune if the model was trained for that'
+            'the training, in which ProgressiveNormHook lowers gamma to 0'
         )
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for name, norm in norms:
@@ -164,27 +178,24 @@ def check_fusible(model: nn.Module) -> None:
             raise FusionError(f'{name}: it stands in {places[norm]} places; give each place a norm of its own')
         if not all(values.isfinite().all() for values in norm.inference_affine()):
             raise FusionError(
-                f'{name}: its inference scale or shift is not finite; its statistics or weights '
-                'are damaged, take an earlier checkpoint or recalibrate'
+                f'{name}: its inference scale or shift is not finite; take an earlier checkpoint or recalibrate'
             )
         if any(map(find_hooks, norm.modules())):
-            raise FusionError(
-                f'{name}: it has hooks, which would be lost together with the norm; remove them before slab_det.fuse'
-            )
+            raise FusionError(f'{name}: it has hooks, which would be lost together with the norm; remove them first')
 
 
 def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[str, int]]]:
     """The fold of each norm, and for each output norm the backbone and the index of the output, by full names."""
     folds, outputs = {}, {}
     for prefix, module in model.named_modules():
-        for question in ('folds', 'output_folds'):
-            rule = find_rule(module, question)
+        for name in ('folds', 'output_folds'):
+            rule = find_rule(module, name)
             for level, values in enumerate(rule() if rule else ()):
                 norm, before, after = Fold(*values)
                 norm = join_names(prefix, norm)
                 before = (before,) if isinstance(before, str) else before
-                folds[norm] = Fold(norm, tuple(join_names(prefix, name) for name in before), join_names(prefix, after))
-                if question == 'output_folds':
+                folds[norm] = Fold(norm, tuple(join_names(prefix, each) for each in before), join_names(prefix, after))
+                if name == 'output_folds':
                     outputs[norm] = prefix, level
     return folds, outputs
 
@@ -221,18 +232,6 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Ma
         raise CannotFold(f'{target}: its weights are also {", ".join(others)}')
 
 
-def _fold(model: nn.Module, fusion: NormFusion, norm: nn.Module) -> nn.Identity:
-    """Folds a norm into its layers; returns the identity that takes its place."""
-    if fusion.outcome == 'absorbed':
-        # An identity: the layers get their form here, their weights from slab_det.absorb or a checkpoint.
-        norm = ChannelAffine(norm.normalized_shape[0]).to(next(model.parameters()).device)
-        affine = norm.scale, norm.shift
-    else:
-        affine = norm.double().inference_affine()
-    fold_affine(model, fusion, *affine)
-    return nn.Identity().eval()
-
-
 def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tensor) -> None:
     """Folds ``scale * x + shift`` into the layers that ``fusion`` names; see :mod:`slab_det.fusion.affine`."""
     for name, part in map(split_part, fusion.into.split(', ')):
@@ -241,8 +240,7 @@ def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tens
             continue
         # Padding tokens never passed the norm: they must keep the unfused bias.
         for container in sorted({*containers_of(name)} - {*containers_of(fusion.norm)}):
-            replace = find_rule(model.get_submodule(container), 'replace')
-            if replace is not None:
+            if replace := find_rule(model.get_submodule(container), 'replace'):
                 replace_module(model, container, replace())
             if hasattr(model.get_submodule(container), 'keep_padding'):
                 model.get_submodule(container).keep_padding()
@@ -250,7 +248,7 @@ def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tens
 
 
 @torch.no_grad()
-def _as_affine(model: nn.Module, fusion: NormFusion, norm: OfflineNorm) -> ChannelAffine:
+def _as_affine(model: nn.Module, norm: OfflineNorm) -> ChannelAffine:
     # Statistics may have a higher precision than the parameters.
     affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
     scale, shift = norm.double().inference_affine()
@@ -278,8 +276,4 @@ def containers_of(name: str) -> list[str]:
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Puts ``module`` into the place of this dotted name."""
     parent, _, attribute = name.rpartition('.')
-    owner = model.get_submodule(parent)
-    setattr(owner, attribute, module)
-    if isinstance(owner, nn.TransformerEncoderLayer):
-        # Its fused kernel would read the weights of the norms and never call them.
-        owner.activation_relu_or_gelu = 0
+    setattr(model.get_submodule(parent), attribute, module)

@@ -15,8 +15,7 @@ from torch import nn
 import slab_det
 from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.ffn_pruning import prune_ffn
-from slab_det.fusion.folds import CannotFold
-from slab_det.fusion.fuse import FusionError, apply_folds
+from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFusion
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
@@ -60,10 +59,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector.register_load_state_dict_pre_hook(check_state_dict)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
     for name, hidden in (ffns or {}).items():
-        try:
-            prune_ffn(detector.get_submodule(name), torch.arange(hidden))
-        except (AttributeError, CannotFold, IndexError) as error:
-            raise FusionError(f'{name}: the model is not the one whose FFNs these are: {error}') from error
+        prune_ffn(detector.get_submodule(name), torch.arange(hidden))
     detector.fusion_report.ffns.update(ffns or {})
     return detector
 

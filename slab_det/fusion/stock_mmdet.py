@@ -17,14 +17,12 @@ from torch import nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention, SoftmaxMapAttention, SoftmaxWindowAttention
 from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 
-# They hand the outputs of the backbone to the neck, and to nothing else.
+# These methods hand the outputs of the backbone to the neck, and to nothing else.
 EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
 
 
-def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs: bool) -> str:
+def find_output_reader(model: nn.Module, backbone: str, level: int) -> str:
     """The part of the neck that reads output ``level`` of the backbone called ``backbone``, and is the only reader.
-
-    ``fold_outputs`` trusts an ``extract_feat`` that is not mmdet's, see :func:`slab_det.fuse`.
 
     Raises:
         CannotFold: If something else may read the output.
@@ -34,12 +32,8 @@ def find_output_reader(model: nn.Module, backbone: str, level: int, fold_outputs
     if attribute != 'backbone' or not hasattr(detector, 'neck'):
         raise CannotFold('it is an output of the backbone, which no neck reads')
     kind = getattr(detector, 'student_class', type(detector))
-    is_known = getattr(kind, 'extract_feat', None) in EXTRACT_FEAT and 'extract_feat' not in vars(detector)
-    if not (is_known or fold_outputs):
-        raise CannotFold(
-            f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck; '
-            'if it does not, fuse with fold_outputs=True'
-        )
+    if getattr(kind, 'extract_feat', None) not in EXTRACT_FEAT or 'extract_feat' in vars(detector):
+        raise CannotFold(f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck')
     return f'{backbone.removesuffix("backbone")}neck[{level}]'
 
 
@@ -150,21 +144,21 @@ register_folds(
 register_folds(
     SwinBlock, PVTEncoderLayer, folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='ffn')]
 )
-register_folds(SwinBlock, writes=lambda block: [Write('attn.w_msa.proj', 'norm2'), Write('ffn.layers.1')])
-register_folds(
-    PVTEncoderLayer,
-    # The second layer stands before the last dropout.
-    writes=lambda block: [Write('attn.attn.out_proj', 'norm2'), Write(f'ffn.layers.{len(block.ffn.layers) - 2}')],
-)
 register_folds(FFN, input_layers=lambda ffn: ('layers.0.0',), ffn_layers=_ffn_layers)
 
 register_folds(SwinTransformer, output_folds=swin_output_folds)
+register_folds(SwinBlock, writes=lambda block: [Write('attn.w_msa.proj', 'norm2'), Write('ffn.layers.1')])
 register_folds(ShiftWindowMSA, input_layers=ShiftedWindowAttention.input_layers, replace=own_attention)
 register_folds(WindowMSA, input_layers=SoftmaxWindowAttention.input_layers)
 # The norm follows all padding of the map, so the padding passes it like any token.
 register_folds(PatchMerging, folds=lambda merging: [Fold('norm', before='reduction')])
 
 register_folds(PyramidVisionTransformer, PyramidVisionTransformerV2, folds=pvt_folds, output_folds=pvt_output_folds)
+register_folds(
+    PVTEncoderLayer,
+    # The second layer stands before the last dropout.
+    writes=lambda block: [Write('attn.attn.out_proj', 'norm2'), Write(f'ffn.layers.{len(block.ffn.layers) - 2}')],
+)
 register_folds(
     SpatialReductionAttention,
     folds=MapAttention.folds,

@@ -27,14 +27,12 @@ class FusionCheck:
         float64: Between fused and unfused, both in float64.
         float32: Between fused and unfused in their own dtype.
         float32_own: Between the unfused model in its own dtype and in float64.
-        num_inputs: Inputs that were compared.
         num_values: Values of all outputs that were compared.
     """
 
     float64: float
     float32: float
     float32_own: float
-    num_inputs: int
     num_values: int
 
 
@@ -86,7 +84,7 @@ def verify_fusion(
         num_values += sum(output.numel() for output in reference)
     if not num_values:
         raise FusionError('the models have no output, or there was no image: there was nothing to compare')
-    check = FusionCheck(*(max(column) for column in zip(*differences, strict=True)), len(differences), num_values)
+    check = FusionCheck(*(max(column) for column in zip(*differences, strict=True)), num_values)
     if not math.isfinite(check.float32 + check.float32_own):
         # Ten times infinity is no bound.
         raise FusionError(f'the outputs of the models are not finite: {check}; take an earlier checkpoint')

@@ -1,5 +1,6 @@
 """absorb: models of other libraries, whose rules name the readers of the norms and what writes the stream."""
 
+import copy
 import os
 from collections import Counter
 from typing import ClassVar
@@ -87,8 +88,8 @@ def test_any_model_whose_readers_are_named():
     register_folds(Twice, folds=lambda m: [('norm', ('up', 'gate'))])
     model = Plain().eval()
     student = absorb(model, pictures(10), keep=0, progress=False)
-    assert student.absorption_report.norms[0].into == 'up, gate'
-    assert isinstance(student.norm, nn.Identity) and student.absorption_report.refits[0].layer == 'down'
+    assert student.fusion_report.norms[0].into == 'up, gate'
+    assert isinstance(student.norm, nn.Identity) and [*student.absorption_report.refits] == ['down']
     with pytest.raises(ConversionError, match='a forward calls it 2 times'):
         absorb(Twice().eval(), pictures(10), keep=0, progress=False)
 
@@ -101,11 +102,13 @@ def test_a_writer_leaves_what_the_report_says(bias):
     model.down = nn.Linear(16, 8, bias=bias).double()
     images = [image.double() for image in pictures(10)]
     student = absorb(model, images, keep=0, progress=False)
+    not_fitted = copy.deepcopy(student)
+    not_fitted.down = model.down
     with torch.no_grad():
-        one, other = (torch.cat([m(image) for image in images[4::5]]).flatten(0, 1) for m in (model, student))
-    left = (one - other).square().sum() / (one - one.mean(0)).square().sum()
-    (writer,) = student.absorption_report.refits
-    assert writer.after == pytest.approx(float(left)) and writer.after < writer.before
+        nets = model, student, not_fitted
+        expected, one, other = (torch.cat([m(image) for image in images[4::5]]) for m in nets)
+    left = (one - expected).square().sum() / (other - expected).square().sum()
+    assert student.absorption_report.refits == dict(down=pytest.approx(float(left))) and left < 1
 
 
 class Mixer(nn.Module):
@@ -147,44 +150,28 @@ class Listed(Mixing):
         del self.mixer
 
 
-class Wrapped(nn.Module):
-    """The branch and what follows it stand in one module, whose rules stand with the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = Mixing()
-
-    def forward(self, x):
-        return self.body(x)
-
-
 @pytest.mark.parametrize('hooked', [False, True])
 def test_what_follows_an_attention_does_not_run_it_again(hooked):
     """A teacher's runs once for each batch, a student's twice; where no call can be left out comes the same."""
     states, calls = {}, {}
-    for kind, prefix, branch in ((Mixing, '', 'mixer'), (Listed, '', 'mixers.0'), (Wrapped, 'body.', 'mixer')):
-        folds = [
-            (f'{prefix}norm0', f'{prefix}{branch}.proj'),
-            (f'{prefix}norm', (f'{prefix}up', f'{prefix}gate')),
-        ]
-        writes = [(f'{prefix}{branch}.proj', f'{prefix}norm'), (f'{prefix}down',)]
+    for kind in (Mixing, Listed):
+        folds = [('norm0', f'{kind.branch}.proj'), ('norm', ('up', 'gate'))]
+        writes = [(f'{kind.branch}.proj', 'norm'), ('down',)]
         register_folds(kind, folds=lambda m, folds=folds: folds, writes=lambda m, writes=writes: writes)
         torch.manual_seed(0)
         model = kind().eval()
         if hooked:
-            model.get_submodule(prefix + branch).register_forward_hook(lambda module, args, output: 2 * output)
+            model.get_submodule(kind.branch).register_forward_hook(lambda module, args, output: 2 * output)
         Mixer.calls.clear()
         student = absorb(model, pictures(10), keep=0, progress=False)
-        refits = [refit.layer for refit in student.absorption_report.refits]
-        assert refits == [name for name, *_ in writes][hooked:]
-        calls[kind] = [Mixer.calls[id(m.get_submodule(prefix + branch))] for m in (model, student)]
+        assert [*student.absorption_report.refits] == [name for name, *_ in writes][hooked:]
+        calls[kind] = [Mixer.calls[id(m.get_submodule(kind.branch))] for m in (model, student)]
         states[kind] = [*student.state_dict().values()]
     if not hooked:
         # Two more of the teacher say in which order the steps come, and who reads whom.
         assert calls[Mixing] == [10 + 2, 20]
-        assert all(of_teacher > 20 < of_student for of_teacher, of_student in (calls[Listed], calls[Wrapped]))
-    for kind in (Listed, Wrapped):
-        torch.testing.assert_close(states[kind], states[Mixing], rtol=0, atol=0)
+        assert min(calls[Listed]) > 20
+    torch.testing.assert_close(states[Listed], states[Mixing], rtol=0, atol=0)
 
 
 class Forked(Plain):
@@ -202,8 +189,8 @@ class Forked(Plain):
 def test_a_layer_with_a_stream_of_its_own_is_fitted_with_its_block():
     register_folds(Forked, folds=lambda m: [('norm', ('up', 'gate'))], writes=lambda m: [('side', 'side')])
     model = nn.Sequential(nn.Identity(), Forked()).eval()
-    (refit,) = absorb(model, pictures(10), keep=0, progress=False).absorption_report.refits
-    assert refit.layer == '1.side' and refit.after < refit.before
+    report = absorb(model, pictures(10), keep=0, progress=False).absorption_report
+    assert [*report.refits] == ['1.side'] and report.refits['1.side'] < 1
 
 
 class Pooled(Plain):
@@ -239,23 +226,6 @@ def test_a_block_that_runs_twice_stays():
     assert layer_norms(student) == ['block.norm'] and not student.absorption_report.refits
     for one, other in zip(model.block.parameters(), student.block.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-class Tokens(nn.Conv2d):
-    def forward(self, x):
-        return super().forward(x).flatten(2).transpose(1, 2)
-
-
-@pytest.mark.parametrize('bias', [True, False])
-def test_a_transformer_of_torch_computes_the_same_where_its_fused_kernel_would_run(bias):
-    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True, bias=bias)
-    model = nn.Sequential(Tokens(3, 8, 4, 4), layer).eval()
-    student = absorb(model, pictures(), keep=0, progress=False)
-    assert not layer_norms(student) and layer_norms(model)
-    (image,) = pictures(count=1)
-    expected = student(image)
-    with torch.no_grad():
-        torch.testing.assert_close(student(image), expected)
 
 
 def test_an_attention_of_mmdet_that_computes_in_another_way_is_named():

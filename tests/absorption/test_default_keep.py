@@ -6,6 +6,7 @@ import pytest
 
 from slab_det.absorption import AbsorptionReport, NormAbsorption
 from slab_det.absorption.absorb import absorb_until_agreement
+from slab_det.measure.agreement import LEAST_AGREEMENT
 
 
 @pytest.mark.parametrize(
@@ -23,20 +24,20 @@ from slab_det.absorption.absorb import absorb_until_agreement
 )
 def test_bisection_finds_how_many_norms_of_a_quarter_it_takes(num_norms, enough, tried, kept):
     counts = []
-    make, compare = counting(num_norms, counts, lambda count: 0.9 + 0.001 * (count - enough))
-    assert (absorb_until_agreement(make, compare, least=0.9, progress=False).kept, counts) == (kept, tried)
+    make, compare = counting(num_norms, counts, lambda count: LEAST_AGREEMENT + 0.001 * (count - enough))
+    assert (absorb_until_agreement(make, compare, progress=False).kept, counts) == (kept, tried)
 
 
 @pytest.mark.parametrize(('num_norms', 'tried'), [(24, [0, 6]), (3, [0])])
 def test_a_quarter_is_kept_where_agreement_is_undefined(num_norms, tried):
     make, compare = counting(num_norms, counts := [], lambda count: None)
-    assert absorb_until_agreement(make, compare, least=0.9, progress=False).kept == tried[-1]
+    assert absorb_until_agreement(make, compare, progress=False).kept == tried[-1]
     assert counts == tried
 
 
 def test_none_is_kept_where_a_quarter_agrees_less():
     make, compare = counting(24, counts := [], lambda count: 0.8 - 0.001 * count)
-    assert absorb_until_agreement(make, compare, least=0.9, progress=False).kept == 0
+    assert absorb_until_agreement(make, compare, progress=False).kept == 0
     assert counts == [0, 6]
 
 
@@ -50,6 +51,5 @@ def counting(num_norms, counts, agreement):
 
     def compare(student):
         student.absorption_report.agreement = agreement(student.kept)
-        return student.absorption_report.agreement
 
     return make, compare

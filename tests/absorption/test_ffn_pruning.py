@@ -1,36 +1,19 @@
 """absorb with ffn: FFNs of every library lose the hidden channels that the others can replace."""
 
-import copy
-
-import onnx
 import pytest
 import torch
-from conftest import PVT_V2, as_trained, differing, layer_norms, pictures, raw_outputs, relative_difference
-from mmdet.registry import MODELS
+from conftest import differing, layer_norms, pictures, raw_outputs, relative_difference
 from mmengine.config import Config
+from teachers import build_teacher
 
 import slab_det
 from slab_det.absorption import absorb
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.deployment.cpu.blocks import TiledFFN
-from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
 from slab_det.fusion import save_fused
 from slab_det.fusion.ffn_pruning import find_ffn_layers
 
-RELU = dict(type='ReLU')
-SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), act_cfg=RELU)
-PVT = dict(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), mlp_ratios=(2,) * 4, act_cfg=RELU)
-BACKBONES = {
-    'SLABSwin': dict(type='SLABSwin', **SWIN),
-    'BN+FFNBN': dict(type='SLABSwin', **SWIN, norm_cfg=dict(type='TokenBN'), ffn_norm='pre_act'),
-    'FFN norm': dict(type='SLABSwin', **SWIN, ffn_norm='pre_act'),
-    'SwinTransformer': dict(type='SwinTransformer', **SWIN),
-    'SLABPVT': dict(type='SLABPVT', **PVT, pretrain_img_size=64),
-    'PyramidVisionTransformer': dict(type='PyramidVisionTransformer', **PVT, pretrain_img_size=64),
-    'PVTv2': dict(type='SLABPVT', **PVT, **PVT_V2),
-    'PyramidVisionTransformerV2': dict(type='PyramidVisionTransformerV2', **PVT),
-}
 TWINS = 'SLABSwin', 'SwinTransformer', 'SLABPVT', 'PyramidVisionTransformer'
 
 
@@ -45,23 +28,15 @@ def first_weight(model, name):
 
 
 @pytest.fixture
-def teacher(small_detector_cfg):
+def teacher():
     """A function: a Faster R-CNN in which every second hidden channel of an FFN is the one before it, twice."""
 
     def build(backbone):
-        cfg = small_detector_cfg('faster_rcnn', embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4))
-        cfg.backbone = copy.deepcopy(BACKBONES[backbone])
-        if 'num_layers' in cfg.backbone:
-            # A stage of PVT has the channels of a head times its heads.
-            cfg.neck.in_channels = [8, 16, 16, 32]
-        cfg.test_cfg.rcnn.max_per_img = 20
-        model = as_trained(MODELS.build(cfg))
-        model.cfg = cfg
-        if backbone in TWINS:
-            for ffn in ffns_of(model).values():
-                fc1, _, _ = find_ffn_layers(ffn)
-                fc1.weight.data[1::2] = 2 * fc1.weight.data[::2]
-                fc1.bias.data[1::2] = 2 * fc1.bias.data[::2]
+        model = build_teacher(backbone, 'faster_rcnn', act_cfg=dict(type='ReLU'))
+        for ffn in ffns_of(model).values() if backbone in TWINS else ():
+            fc1, _, _ = find_ffn_layers(ffn)
+            fc1.weight.data[1::2] = 2 * fc1.weight.data[::2]
+            fc1.bias.data[1::2] = 2 * fc1.bias.data[::2]
         return model
 
     return build
@@ -107,18 +82,6 @@ def test_without_norms_and_with_few_channels_it_is_written_rebuilt_and_deployed(
         assert relative_difference(deployed.extract_feat(image), student.extract_feat(image)) < 1e-4
 
 
-def test_it_is_exported_and_quantized(teacher, tmp_path):
-    student = absorb(teacher('SLABSwin'), pictures(5), keep=0, ffn=0.75, progress=False)
-    export_onnx(student, tmp_path / 'model.onnx', 'backbone')
-    images = random_images([(96, 128), (75, 131)])
-    check_parity(student, load_runtime(tmp_path / 'model.onnx', threads=1), images)
-    # A layer with a bias is one Gemm, which ONNX Runtime has an int8 kernel for.
-    names = [node.name for node in onnx.load(tmp_path / 'model.onnx').graph.node if node.op_type == 'Gemm']
-    assert sum('/ffn/' in name for name in names) == 10, names
-    quantized = quantize_onnx(tmp_path / 'model.onnx', tmp_path / 'int8.onnx', images)
-    assert {name for name in names if '/ffn/' in name} <= {*quantized}, quantized
-
-
 @pytest.mark.parametrize(
     ('backbone', 'keep', 'reason'),
     [
@@ -154,7 +117,7 @@ def test_a_detector_without_norms_to_absorb_needs_a_share(teacher):
     ):
         with pytest.raises(ConversionError, match=message):
             absorb(model, pictures(5), **options, progress=False)
-    half, quarter = absorb(model, pictures(5), ffn=0.5, progress=False), None
+    half = absorb(model, pictures(5), ffn=0.5, progress=False)
     quarter = absorb(half, pictures(5), ffn=0.5, progress=False)
     assert [ffn.channels for ffn in quarter.absorption_report.pruned] == [
         ffn.hidden for ffn in half.absorption_report.pruned if ffn.hidden > 8

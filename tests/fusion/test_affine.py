@@ -95,8 +95,6 @@ def computed_linear():
         (nn.Conv2d(6, 4, 3, padding=1), 'input', '', 'padding=0'),
         (nn.Conv2d(6, 4, 1, groups=2), 'input', '', 'groups=1'),
         (OtherConv2d(6, 4, 1), 'input', '', 'OtherConv2d'),
-        (OtherConv2d(6, 4, 1), 'output', '', 'OtherConv2d'),
-        (nn.Identity(), 'input', '', 'Identity'),
         (nn.Linear(6, 18), 'input', 'q', 'a part of a Linear'),
         (nn.MultiheadAttention(6, 2), 'input', '', 'only into packed inputs q, k, v'),
         (nn.MultiheadAttention(6, 2), 'output', '', 'only into packed inputs'),

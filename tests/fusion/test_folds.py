@@ -53,11 +53,6 @@ def test_a_module_outside_the_package_says_where_its_norm_goes(kind, outcome):
     assert relative_difference([fused(x)], [block(x)]) <= 1e-9
 
 
-def test_a_rule_of_an_unknown_name_is_refused():
-    with pytest.raises(TypeError, match=r"no rules are called \['fold'\]"):
-        register_folds(ForeignBlock, fold=lambda block: [Fold('norm', before='fc')])
-
-
 def test_a_saved_config_stores_the_folds_and_asks_no_rule(tmp_path, small_detector, small_detector_cfg):
     fused = slab_det.fuse(small_detector())
     cfg = small_detector_cfg()

@@ -1,0 +1,34 @@
+"""Small trained detectors whose LayerNorms and FFNs tests absorb."""
+
+import copy
+
+from conftest import PVT_V2, as_trained, build_detector_cfg
+from mmdet.registry import MODELS
+
+SWIN = dict(embed_dims=8, depths=(2, 1, 1, 1), num_heads=(1, 2, 2, 4), norm_cfg=dict(type='LN'))
+PVT = dict(SWIN, num_layers=(1, 1, 1, 1), mlp_ratios=(2, 2, 2, 2))
+del PVT['depths']
+BACKBONES = {
+    'SLABSwin': dict(SWIN, type='SLABSwin'),
+    'SLA': dict(SWIN, type='SLABSwin', attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(10, 6, 7, 7)),
+    'FFN norm': dict(SWIN, type='SLABSwin', ffn_norm='pre_act'),
+    'FFN norm behind': dict(SWIN, type='SLABSwin', ffn_norm='post_act'),
+    'BN+FFNBN': dict(SWIN, type='SLABSwin', ffn_norm='pre_act', norm_cfg=dict(type='TokenBN')),
+    'SwinTransformer': dict(SWIN, type='SwinTransformer'),
+    'SLABPVT': dict(PVT, type='SLABPVT', pretrain_img_size=64),
+    'PVTv2': dict(PVT, type='SLABPVT', **PVT_V2),
+    'PyramidVisionTransformer': dict(PVT, type='PyramidVisionTransformer', pretrain_img_size=64),
+    'PyramidVisionTransformerV2': dict(PVT, type='PyramidVisionTransformerV2'),
+}
+
+
+def build_teacher(backbone='SLABSwin', detector='mask_rcnn', **options):
+    """A detector with one of BACKBONES and random weights; its config is its attribute cfg."""
+    cfg = build_detector_cfg(detector, **SWIN)
+    cfg.backbone = copy.deepcopy(BACKBONES[backbone] | options)
+    # A stage of PVT has the channels of a head times its heads.
+    cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
+    cfg.test_cfg.rcnn.max_per_img = 20
+    model = as_trained(MODELS.build(cfg))
+    model.cfg = cfg
+    return model
