@@ -3,15 +3,16 @@
 import copy
 from pathlib import Path
 
-from mmdet.registry import DATASETS, MODELS
+from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
-from slab_det.checkpoints import LoadReport, check_detector_checkpoint, load_pretrained
+from slab_det.checkpoints.load import check_complete, check_detector_checkpoint, load_pretrained
+from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config
-from slab_det.runtime.errors import CheckpointError, config_errors, name_some
+from slab_det.runtime.errors import config_errors
 from slab_det.runtime.scope import enter_scope
 
 
@@ -25,7 +26,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
     Returns:
         The detector, with its config as ``cfg``. With a checkpoint it has ``dataset_meta``: class names and palette of
-        the checkpoint, or else the class names of the training set, or None.
+        the checkpoint, or None.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -50,21 +51,8 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     meta = loaded.get('meta') or {}
     # mmdet 2 wrote class names and palette in capitals, directly into meta.
     found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
-    model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else _training_classes(model, cfg))
+    model.dataset_meta = meta.get('dataset_meta') or found or None
     return model
-
-
-def _training_classes(model: nn.Module, cfg: Config) -> dict | None:
-    """The class names of a config's training set, if they are as many as the heads of ``model`` have."""
-    dataset = (cfg.get('train_dataloader') or {}).get('dataset') or {}
-    while inner := dataset.get('dataset') or (dataset.get('datasets') or [None])[0]:
-        dataset = inner
-    kind = DATASETS.get(dataset['type']) if isinstance(dataset.get('type'), str) else dataset.get('type')
-    metainfo = {**getattr(kind, 'METAINFO', {}), **(dataset.get('metainfo') or {})}
-    classes = metainfo.get('classes')
-    # An RPN has one.
-    counts = [n for m in model.modules() if isinstance(n := getattr(m, 'num_classes', None), int)]
-    return dict(classes=tuple(classes)) if classes and counts and len(classes) == max(counts) else None
 
 
 def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
@@ -85,11 +73,6 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
     with config_errors(cfg.filename or 'config'):
         backbone = MODELS.build(detector_config(cfg.model).backbone)
     report = load_pretrained(backbone, source)
-    if report.missing_unexpected:
-        raise CheckpointError(
-            f'{source} has nothing for {len(report.missing_unexpected)} weights of {type(backbone).__name__} '
-            f'({name_some(report.missing_unexpected)}), and random ones are not written; give the config '
-            'that the weights belong to'
-        )
+    check_complete(report)
     save_checkpoint(dict(state_dict=backbone.state_dict()), str(out))
     return report

@@ -62,33 +62,32 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
     for name, norm in named_norms(model, OfflineNorm, nn.LayerNorm):
         prefix = f'{name}.'
         given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
-        if not given:
-            continue
-        values, reason = _fit_norm(name, given, norm)
-        if reason:
-            missing = norm.state_dict().keys() - values.keys()
-            report.missing_expected.update({prefix + key: reason for key in missing})
-            taken = {weight.key for weight in values.values()}
-            report.unused_expected.update({w.key: reason for w in given.values() if w.key not in taken})
+        values = given
+        if given and not _is_of_same_kind(given, norm):
+            values, reason = _convert(name, given, norm)
+            missing, taken = norm.state_dict().keys() - values.keys(), {weight.key for weight in values.values()}
+            report.missing.update({prefix + key: reason for key in missing})
+            report.unused.update({weight.key: reason for weight in given.values() if weight.key not in taken})
         if '_gamma' in values:
             report.gammas[name] = float(values['_gamma'].value)
         fitted.update({prefix + key: weight for key, weight in values.items()})
     return fitted
 
 
-def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
-    """Returns the weights that ``norm`` loads, and the reason why others of the norm or of the file are left out."""
+def _is_of_same_kind(given: Weights, norm: nn.Module) -> bool:
+    """Whether ``norm`` can load the weights as they are; the keys decide, so that norms of a user's own load too."""
     targets = norm.state_dict()
-    if isinstance(norm, nn.LayerNorm) and given.keys() <= targets.keys():
-        return given, ''
-    # A norm from outside this package may name its weights as it likes.
-    is_same = given.keys() == targets.keys()
-    if isinstance(norm, QuadraticNorm):
-        # The window has a size of its own.
-        is_same = is_same and all(given[key].value.shape == value.shape for key, value in targets.items())
-    if is_same:
-        return given, ''
-    kind = held = _kind(name, given)
+    if isinstance(norm, nn.LayerNorm):
+        return given.keys() <= targets.keys()
+    if given.keys() != targets.keys():
+        return False
+    # The buffers of a quadratic norm also depend on its window.
+    return not isinstance(norm, QuadraticNorm) or all(given[key].value.shape == targets[key].shape for key in targets)
+
+
+def _convert(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
+    """Returns the weights that ``norm`` loads, and the reason why other keys of both are left out."""
+    kind = held = _find_kind(name, given)
     if kind == QUADRATIC and isinstance(norm, QuadraticNorm):
         return {key: given[key] for key in QUADRATIC_KEYS}, 'averages of another training'
     if kind == 'PRepBN' and isinstance(norm, TokenBN):
@@ -106,16 +105,15 @@ def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]
             + suited.get(kind, f"dict(type='{kind}')")
         )
     prefix, implied = fit
-    # The report names added values by the key of the norm's first weight.
-    key = next(iter(given.values())).key
     fitted = {prefix + part: weight for part, weight in given.items()}
+    first = next(iter(given.values()))
     for part, value in implied.items():
         change = f'{part.removeprefix("repbn.").strip("_")} {value:g} for {held}'
-        fitted[part] = Weight(torch.full_like(targets[part], value), key, change)
+        fitted[part] = Weight(torch.full_like(norm.state_dict()[part], value), first.key, change)
     return fitted, f'the checkpoint holds {held}' + (': train before fusing' if kind == 'LayerNorm' else '')
 
 
-def _kind(name: str, given: Weights) -> str:
+def _find_kind(name: str, given: Weights) -> str:
     """The kind of norm that a checkpoint holds; CheckpointError if it is no whole norm of a known kind."""
     keys = {key for key in given if not key.endswith('num_batches_tracked')}
     for kind, expected in KEYS_OF_KIND.items():
@@ -132,8 +130,13 @@ def _kind(name: str, given: Weights) -> str:
 
 def is_fused(model: nn.Module) -> bool:
     """Whether :func:`slab_det.fuse` removed norms of this model, now or when its checkpoint was written."""
+    return bool(_folded_norms(model))
+
+
+def _folded_norms(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the keys that the norms had which fusion removed from ``model``."""
     report = getattr(model, 'fusion_report', None)
-    return report is not None and any(norm.outcome != 'kept' for norm in report.norms)
+    return tuple(f'{fusion.norm}.' for fusion in report.norms if fusion.outcome != 'kept') if report else ()
 
 
 def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> None:
@@ -142,29 +145,26 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
     Args:
         keys: The names of the checkpoint's weights, in the model's layout.
         model: The detector or backbone that they are for.
-        prefix: ``backbone.`` for a detector: only its backbone tells, as heads may have norms that are never fused.
+        prefix: ``backbone.`` for a detector: only its backbone is looked at, as norms of heads are never fused.
 
     Raises:
         CheckpointError: If only one of them is fused, or if the checkpoint has norms that were folded in the model.
     """
     targets = model.state_dict().keys()
-    if is_fused(model):
-        gone = tuple(f'{fusion.norm}.' for fusion in model.fusion_report.norms if fusion.outcome != 'kept')
-        found = [key for key in keys if key.startswith(gone) and key not in targets]
-        if found:
+    if folded := _folded_norms(model):
+        if found := [key for key in keys if key.startswith(folded) and key not in targets]:
             raise CheckpointError(
                 f'the checkpoint is not fused as the model is (it has {name_some(found)}); use the config it was '
                 'trained with, or fuse it with slab-det fuse'
             )
         return
-    known = named_norms(model, OfflineNorm, nn.LayerNorm)
-    norms = tuple(f'{norm}.' for norm, _ in known if norm.startswith(prefix))
+    norms = tuple(f'{name}.' for name, _ in named_norms(model, OfflineNorm, nn.LayerNorm) if name.startswith(prefix))
     # A norm that cannot be folded becomes a ChannelAffine, whose scale and shift are no weights of a norm.
     norm_keys = [key for key in keys if key in targets or not key.endswith(('.scale', '.shift'))]
     lacking = [norm for norm in norms if not any(key.startswith(norm) for key in norm_keys)]
     others = {key for key in targets if key.startswith(prefix) and not key.startswith(norms)}
-    others = {key for key in others if not key.endswith('.relative_position_index')}
-    if 2 * len(lacking) > len(norms) and others <= set(keys):
+    # A checkpoint that lacks other weights too is incomplete, but not fused.
+    if 2 * len(lacking) > len(norms) and all(key in keys or key.endswith('position_index') for key in others):
         raise CheckpointError(
             'the checkpoint is fused: it has no norms, the model still has them; use the fused config that was written '
             'beside it, or the unfused checkpoint'

@@ -79,7 +79,7 @@ def test_released_layouts_load_with_nothing_unexpected(name, layout, model, conf
     assert report.complete, str(report)
     assert report.format == layout
     assert set(report.gammas.values()) == gammas
-    assert set(report.matched) | set(report.missing_expected) == set(backbone.state_dict()), 'every key is reported'
+    assert set(report.matched) | set(report.missing) == set(backbone.state_dict()), 'every key is reported'
     for key, norm in backbone.named_modules():
         if isinstance(norm, PRepBN):
             # Output norms are new where the checkpoint is a classifier's, and begin as LayerNorm.
@@ -242,7 +242,7 @@ def test_features_equal_the_official_forward(kind, version):
     model = with_official_eps(small_pvt(kind, version))
     report = load_pretrained(model, state)
     assert report.complete and report.format == 'official_pvt', str(report)
-    assert set(report.matched) | set(report.missing_expected) == set(model.state_dict()), str(report)
+    assert set(report.matched) | set(report.missing) == set(model.state_dict()), str(report)
     blocks = 2 * sum(DEPTHS)
     assert f'linear to 1x1 convolution ({blocks})' in str(report) and f'q and kv packed ({blocks})' in str(report)
     assert ("class token's position dropped (1)" in str(report)) == (version == 1)
@@ -287,7 +287,7 @@ def test_vit_features_are_those_of_timm():
     ours = SLABViT(**SMALL_VIT).double().eval()
     for weights in (state, state | {'cls_token': token, 'pos_embed': table}):
         report = load_pretrained(ours, weights)
-        assert report.complete and ('cls_token' in report.unused_expected) == ('cls_token' in weights), str(report)
+        assert report.complete and ('cls_token' in report.unused) == ('cls_token' in weights), str(report)
         expected = theirs.forward_intermediates(image, indices=1, norm=True, intermediates_only=True)
         assert relative_difference(ours(image), expected) < 1e-10
 
@@ -303,7 +303,7 @@ def test_slab_deit_equals_the_official_forward(remaining):
     model = SLABViT(**SMALL_VIT, norm_cfg=PVT_PREPBN, attention='sla').double().eval()
     report = load_pretrained(model, {'model': state})
     assert report.complete and report.format == 'slab_official', str(report)
-    assert report.unused_expected['cls_token'] == 'class token'
+    assert report.unused['cls_token'] == 'class token'
     image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     assert relative_difference(model(image), [slab_deit_map(state, image, heads=2)]) < 1e-10
 

@@ -66,9 +66,9 @@ def test_other_quadratic_norms_give_what_inference_needs(source, target, options
     fresh = copy_state(target)
     report = load_pretrained(target, copy_state(source))
     assert report.complete, str(report)
-    assert norm_keys(report.unused_expected) == norm_keys(source.state_dict()) - COMMON
-    assert norm_keys(report.missing_expected) == norm_keys(fresh) - COMMON
-    assert set(report.missing_expected.values()) <= {'averages of another training', 'computed from the window'}
+    assert norm_keys(report.unused) == norm_keys(source.state_dict()) - COMMON
+    assert norm_keys(report.missing) == norm_keys(fresh) - COMMON
+    assert set(report.missing.values()) <= {'averages of another training', 'computed from the window'}
     for key, value in target.norm0.state_dict().items():
         expected = source.norm0.state_dict()[key] if key in COMMON else fresh[f'norm0.{key}']
         assert torch.equal(value, expected), key
@@ -92,7 +92,7 @@ def test_the_layout_of_the_released_norm_is_taken_too():
         state.update({f'{prefix}ema_gz': torch.ones(8), f'{prefix}iters': torch.tensor([5])})
     report = load_pretrained(build('UN'), state)
     assert report.complete, str(report)
-    assert {'norm0.ema_gz', 'norm0.iters'} <= report.unused_expected.keys()
+    assert {'norm0.ema_gz', 'norm0.iters'} <= report.unused.keys()
 
 
 @pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', *QUADRATIC])

@@ -12,7 +12,6 @@ from mmengine.hooks import EMAHook
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.conversion import ConversionError, convert_detector, finetune_config, write_tune_config
-from slab_det.data import SyntheticShapes
 from slab_det.fusion import FusionError
 from slab_det.norms import PRepBN
 
@@ -70,8 +69,6 @@ CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
     [
         (dict(CLASSES=CLASSES, PALETTE=PALETTE), dict(classes=CLASSES, palette=PALETTE)),
         (dict(dataset_meta=dict(classes=CLASSES, palette=PALETTE)), dict(classes=CLASSES, palette=PALETTE)),
-        # Those of its training set.
-        ({}, dict(classes=SyntheticShapes.METAINFO['classes'])),
     ],
 )
 def test_class_names_of_every_mmdet_survive(small_run_cfg, schedule, tmp_path, meta, expected):
