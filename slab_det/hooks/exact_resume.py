@@ -9,24 +9,21 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader
 
-from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.random_state import random_state, set_random_state
 
 
 @HOOKS.register_module()
 class ExactResumeHook(Hook):
-    """Saves random states and accumulated gradients in checkpoints, and restores them on ``--resume``.
+    """Saves the state of all random generators in checkpoints, and restores it on ``--resume``.
 
-    mmengine saves neither, and starts the generators of random numbers anew, from which RoI sampling, drop-path and
-    augmentation draw. With this hook and ``num_workers=0``, in one process on a CPU, an interrupted and resumed run
-    equals the uninterrupted one to the last bit. Workers of data loaders and processes other than the first go on with
-    other random numbers. The order of images goes on, also without a seed in the config. Validation leaves the
-    generators as it found them, because mmengine leaves out a validation that was due where a run is resumed.
+    mmengine starts the generators anew, from which RoI sampling, drop-path and augmentation draw. With this hook and
+    ``num_workers=0``, in one process on a CPU, an interrupted and resumed run equals the uninterrupted one to the last
+    bit. Workers of data loaders and processes other than the first go on with other random numbers. The order of images
+    goes on, also without a seed in the config. Validation leaves the generators as it found them, because mmengine
+    leaves out a validation that was due where a run is resumed.
 
-    A checkpoint between two updates of gradient accumulation also holds the gradients summed so far, and is larger by
-    the size of the weights. With several processes all get the gradients of the main one. Resumed with another
-    ``accumulative_counts``, they are dropped.
+    Gradients are not saved: with ``accumulative_counts`` a run is exact if every checkpoint follows an update.
 
     If processes would start at different iterations, because only some of them see the checkpoint, all stop.
     """
@@ -35,28 +32,18 @@ class ExactResumeHook(Hook):
     priority = 'LOW'
 
     def __init__(self) -> None:
-        self._random: dict | None = None
-        self._gradients: dict | None = None
+        self._resumed: dict | None = None
         self._before_val: dict | None = None
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         seeds = [sampler.seed for sampler in _seeded_samplers(runner.train_dataloader)]
         checkpoint['random_state'] = {**random_state(), 'sampler_seed': seeds}
-        if _accumulative_counts(runner) and not runner.optim_wrapper.should_update():
-            parameters = unwrap(runner.model).named_parameters()
-            checkpoint['accumulated_gradients'] = dict(
-                counts=_accumulative_counts(runner),
-                gradients={name: value.grad.detach().cpu() for name, value in parameters if value.grad is not None},
-            )
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        if not runner._resume:
-            return
-        self._gradients = checkpoint.get('accumulated_gradients')
-        self._random = checkpoint.get('random_state')
-        if self._random is not None:
+        self._resumed = checkpoint.get('random_state') if runner._resume else None
+        if self._resumed is not None:
             samplers = _seeded_samplers(runner.train_dataloader)
-            for sampler, seed in zip(samplers, self._random['sampler_seed'], strict=False):
+            for sampler, seed in zip(samplers, self._resumed['sampler_seed'], strict=False):
                 sampler.seed = seed
 
     def before_train(self, runner: Runner) -> None:
@@ -71,13 +58,8 @@ class ExactResumeHook(Hook):
         seed = runner.seed + runner.iter * get_world_size() + get_rank()
         runner.train_dataloader.generator = torch.Generator().manual_seed(seed)
         # The checkpoint has the state of the main process, and the others must not draw the same numbers.
-        if self._random is not None and get_rank() == 0:
-            set_random_state(self._random)
-        if self._gradients is not None and self._gradients['counts'] == _accumulative_counts(runner):
-            for name, parameter in unwrap(runner.model).named_parameters():
-                if name in self._gradients['gradients']:
-                    parameter.grad = self._gradients['gradients'][name].to(parameter)
-        self._random = self._gradients = None
+        if self._resumed is not None and get_rank() == 0:
+            set_random_state(self._resumed)
 
     def before_val(self, runner: Runner) -> None:
         self._before_val = random_state()
@@ -91,8 +73,3 @@ class ExactResumeHook(Hook):
 def _seeded_samplers(loader: DataLoader) -> list:
     samplers = (loader.sampler, getattr(loader.batch_sampler, 'sampler', None))
     return [sampler for sampler in samplers if hasattr(sampler, 'seed')]
-
-
-def _accumulative_counts(runner: Runner) -> int | None:
-    """Iterations per update; None for the several optimizers of an OptimWrapperDict."""
-    return getattr(runner.optim_wrapper, '_accumulative_counts', None)

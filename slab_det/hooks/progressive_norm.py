@@ -75,35 +75,27 @@ class ProgressiveNormHook(Hook):
             self._num_iters = round(self.total * (runner.max_iters if self.unit == 'fraction' else 1))
         if self._gamma_start is None:
             self._gamma_start = {name: norm.gamma for name, norm in self._norms.items()}
-        elif set(self._gamma_start) != set(self._norms):
-            raise SlabDetError(
-                'the checkpoint to resume from was trained with other PRepBN layers than this config has; resume with '
-                'the config in its work_dir'
-            )
-        self._check_frozen(runner)
+        self._check_frozen()
         self._set_gamma(runner.iter)
         runner.logger.info(
             f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after {self._num_iters} of '
             f'{runner.max_iters} iterations; now gamma = {self._largest_gamma():g}'
         )
 
-    def _check_frozen(self, runner: Runner) -> None:
+    def _check_frozen(self) -> None:
         """Raises SlabDetError if gamma would hand over to the RepBN of a frozen norm, which has no statistics."""
-        # mmdet's MeanTeacherHook gives a frozen teacher the statistics of its student, if asked to.
-        has_teacher = any(getattr(hook, 'skip_buffers', True) is False for hook in runner.hooks)
         frozen = [
             name
             for name, norm in self._norms.items()
             if norm.gamma > 0
             and not norm.statistics_loaded
             and not any(parameter.requires_grad for parameter in norm.parameters())
-            and not (has_teacher and name.startswith('teacher.'))
         ]
         if frozen:
             raise SlabDetError(
                 f'{len(frozen)} frozen norms are still LayerNorm ({frozen[0]}, ...): lowering gamma would replace them '
                 'by a RepBN that never trained. Set frozen_stages=-1, or start from a checkpoint whose decay was '
-                'finished. The teacher of MeanTeacherHook needs its skip_buffer=False'
+                'finished'
             )
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: dict | None = None) -> None:

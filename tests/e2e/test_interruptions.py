@@ -30,11 +30,10 @@ def cfg(small_run_cfg: Callable[..., Config]) -> Config:
     cfg.train_dataloader.dataset.pipeline.insert(
         2, dict(type='RandomChoiceResize', scales=[(40, 40), (70, 90), (96, 120)], keep_ratio=False)
     )
-    # The checkpoint after two iterations holds accumulated gradients.
-    cfg.optim_wrapper.accumulative_counts = 3
+    # Every checkpoint, after two iterations, follows an update.
+    cfg.optim_wrapper.accumulative_counts = 2
     cfg.train_cfg.val_interval = 4
     cfg.default_hooks.checkpoint.max_keep_ckpts = 1
-    cfg.custom_hooks[1].tol = 0.0
     cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
     return cfg
 

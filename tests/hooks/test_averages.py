@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import SMALL_SWIN
-from mmdet.engine.hooks import MeanTeacherHook
 from mmdet.registry import MODELS
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
@@ -11,8 +10,6 @@ from regression import train
 from torch import nn
 
 from slab_det.hooks import ExactResumeHook, NormStateHook, ProgressiveNormHook
-from slab_det.norms import named_progressive_norms
-from slab_det.runtime.errors import SlabDetError
 
 NUM_ITERS = 6
 MOMENTUM = 0.25
@@ -29,15 +26,6 @@ class Features(BaseModel):
         maps = self.backbone(nn.functional.interpolate(x[:, None].expand(-1, 3, -1, -1), size=(64, 64)))
         loss = sum((output - target.mean()).square().mean() for output in maps)
         return dict(loss=loss) if mode == 'loss' else [loss]
-
-
-class MeanTeacher(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.student, self.teacher = Features(), Features().requires_grad_(False)
-
-    def forward(self, *args, **kwargs):
-        return self.student(*args, **kwargs)
 
 
 def copy_state(model):
@@ -62,13 +50,6 @@ class Watch(Hook):
         self.validated[runner.iter] = copy_state(runner.model)
 
 
-def run(tmp_path, average, model, **options):
-    watch = Watch()
-    ours = [ProgressiveNormHook(), NormStateHook(), ExactResumeHook()]
-    runner = train(tmp_path, [average, *ours, watch], model, max_iters=NUM_ITERS, **options)
-    return runner, watch
-
-
 def assert_equals(state, expected, keys):
     """Both in mmdet's order of channels, as state dicts have them."""
     keys = [key for key in keys if state[key].is_floating_point() and not key.endswith('_gamma')]
@@ -88,7 +69,9 @@ def assert_equals(state, expected, keys):
     ids=str,
 )
 def test_validated_and_saved_weights_are_the_average_of_the_trained_ones(tmp_path, options):
-    runner, watch = run(tmp_path, EMAHook(**options), Features, val=True)
+    watch = Watch()
+    hooks = [EMAHook(**options), ProgressiveNormHook(), NormStateHook(), ExactResumeHook(), watch]
+    runner = train(tmp_path, hooks, Features, max_iters=NUM_ITERS, val=True)
     begin, mean = options.get('begin_iter', 0), None
     keys = watch.start.keys() if options.get('update_buffers') else dict(runner.model.named_parameters()).keys()
     assert list(watch.validated) == [2, 4, 6]
@@ -106,23 +89,3 @@ def test_validated_and_saved_weights_are_the_average_of_the_trained_ones(tmp_pat
             assert_equals(watch.validated[iteration], mean, keys)
     # Nothing of it leaks into the training.
     assert any(not torch.allclose(mean[key], watch.trained[-1][key]) for key in keys)
-
-
-def test_a_mean_teacher_is_the_average_of_its_student(tmp_path):
-    runner, watch = run(tmp_path, MeanTeacherHook(momentum=MOMENTUM, skip_buffer=False), MeanTeacher)
-
-    def part(state, name):
-        return {key.removeprefix(f'{name}.'): value for key, value in state.items() if key.startswith(f'{name}.')}
-
-    # The teacher begins as its student.
-    mean = part(watch.start, 'student')
-    for trained in watch.trained:
-        mean = {key: value + MOMENTUM * (part(trained, 'student')[key] - value) for key, value in mean.items()}
-    assert_equals(part(runner.model.state_dict(), 'teacher'), mean, mean.keys())
-    norms = named_progressive_norms(runner.model)
-    assert norms and {(norm.gamma, norm._gamma.item()) for norm in norms.values()} == {(0.0, 0.0)}
-
-
-def test_a_mean_teacher_whose_statistics_nobody_averages_is_refused(tmp_path):
-    with pytest.raises(SlabDetError, match=r'teacher\.backbone.*MeanTeacherHook needs its skip_buffer=False'):
-        run(tmp_path, MeanTeacherHook(momentum=MOMENTUM), MeanTeacher)
