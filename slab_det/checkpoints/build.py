@@ -3,7 +3,7 @@
 import copy
 from pathlib import Path
 
-from mmdet.registry import MODELS
+from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from slab_det.checkpoints.load import check_complete, check_detector_checkpoint, load_pretrained
 from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.config import detector_config
+from slab_det.runtime.config import detector_config, walk_datasets
 from slab_det.runtime.errors import config_errors
 from slab_det.runtime.scope import enter_scope
 
@@ -26,7 +26,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
     Returns:
         The detector, with its config as ``cfg``. With a checkpoint it has ``dataset_meta``: class names and palette of
-        the checkpoint, or None.
+        the checkpoint, or else the class names of the training set, or None.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -51,8 +51,20 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     meta = loaded.get('meta') or {}
     # mmdet 2 wrote class names and palette in capitals, directly into meta.
     found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
-    model.dataset_meta = meta.get('dataset_meta') or found or None
+    model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else _training_classes(model, cfg))
     return model
+
+
+def _training_classes(model: nn.Module, cfg: Config) -> dict | None:
+    """The class names of a config's training set, if they are as many as the heads of ``model`` have."""
+    if not cfg.get('train_dataloader'):
+        return None
+    *_, dataset = walk_datasets(cfg.train_dataloader.dataset)
+    kind = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
+    classes = {**getattr(kind, 'METAINFO', {}), **(dataset.get('metainfo') or {})}.get('classes')
+    # An RPN has one.
+    counts = [n for m in model.modules() if isinstance(n := getattr(m, 'num_classes', None), int)]
+    return dict(classes=tuple(classes)) if classes and counts and len(classes) == max(counts) else None
 
 
 def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:

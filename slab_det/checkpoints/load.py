@@ -166,18 +166,10 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
-    """Converts weights to those that ``model`` can load, checks them, and adds every key to ``report``.
+    """Converts weights, of a backbone in any layout or of a detector, to those that ``model`` loads, by its names.
 
-    Args:
-        weights: Weights of a backbone in any known layout, or of a detector whose backbone is.
-        model: The backbone or detector they are for; left as it is.
-        report: Names the file, and is filled.
-
-    Returns:
-        The weights by their names in the model, without those that the model computes itself.
-
-    Raises:
-        CheckpointError: As :func:`load_pretrained`.
+    Every key is added to ``report``. Weights that the model computes itself are left out. Raises CheckpointError as
+    :func:`load_pretrained`.
     """
     targets = model.state_dict()
     prefix = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''

@@ -5,13 +5,12 @@
 | same | same | all of it |
 | LayerNorm | PRepBN | its LayerNorm branch, gamma 1 |
 | RepBN or BatchNorm | PRepBN | its RepBN branch (eta = 0 for BatchNorm), gamma 0 |
-| PRepBN at gamma 0 | RepBN | the RepBN branch |
 | BatchNorm | RepBN | eta = 0 |
 | LayerNorm | TokenBN, RepBN, UN, MABN, PowerNorm | weight and bias to start training; no statistics |
 | UN, MABN, PowerNorm | another of them, or another window | weight, bias and running_var; averages begin anew |
 
 Everything else is an error. A LayerNorm cannot hold statistics. UN, MABN and PowerNorm subtract no mean, and their
-running_var is the mean of x^2. A PRepBN at gamma > 0 is partly LayerNorm. A TokenBN has no eta.
+running_var is the mean of x^2. A TokenBN has no eta.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ KEYS_OF_KIND = {
     'RepBN': _BATCH_NORM | {'eta'},
     'PRepBN': {'_gamma', *(f'ln.{key}' for key in _AFFINE), *(f'repbn.{key}' for key in (*_BATCH_NORM, 'eta'))},
 }
-# What UN, MABN and PowerNorm need at inference. Their averages differ, and the authors' code has buffers of its own.
-QUADRATIC = 'UN, MABN or PowerNorm'
+# What UN, MABN and PowerNorm need at inference; they differ in the averages that they train with.
 QUADRATIC_KEYS = _AFFINE | {'running_var'}
 # (norm of the checkpoint, norm of the model): prefix of the weights' names in the model, and values that follow.
 FITS = {
@@ -60,13 +58,13 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
     """
     fitted = dict(weights)
     for name, norm in named_norms(model, OfflineNorm, nn.LayerNorm):
-        prefix = f'{name}.'
+        prefix, targets = f'{name}.', norm.state_dict()
         given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
         values = given
-        if given and not _is_of_same_kind(given, norm):
+        if given and not _is_same(given, norm):
             values, reason = _convert(name, given, norm)
-            missing, taken = norm.state_dict().keys() - values.keys(), {weight.key for weight in values.values()}
-            report.missing.update({prefix + key: reason for key in missing})
+            report.missing.update({prefix + key: reason for key in targets if key not in values})
+            taken = {weight.key for weight in values.values()}
             report.unused.update({weight.key: reason for weight in given.values() if weight.key not in taken})
         if '_gamma' in values:
             report.gammas[name] = float(values['_gamma'].value)
@@ -74,58 +72,44 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
     return fitted
 
 
-def _is_of_same_kind(given: Weights, norm: nn.Module) -> bool:
-    """Whether ``norm`` can load the weights as they are; the keys decide, so that norms of a user's own load too."""
+def _is_same(given: Weights, norm: nn.Module) -> bool:
+    """Whether ``norm`` can load the weights as they are; keys decide, so that a user's own norms load too."""
     targets = norm.state_dict()
     if isinstance(norm, nn.LayerNorm):
         return given.keys() <= targets.keys()
-    if given.keys() != targets.keys():
-        return False
     # The buffers of a quadratic norm also depend on its window.
-    return not isinstance(norm, QuadraticNorm) or all(given[key].value.shape == targets[key].shape for key in targets)
+    any_shape = not isinstance(norm, QuadraticNorm)
+    return given.keys() == targets.keys() and (
+        any_shape or all(given[k].value.shape == targets[k].shape for k in given)
+    )
 
 
 def _convert(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
     """Returns the weights that ``norm`` loads, and the reason why other keys of both are left out."""
-    kind = held = _find_kind(name, given)
-    if kind == QUADRATIC and isinstance(norm, QuadraticNorm):
+    keys = {key for key in given if not key.endswith('num_batches_tracked')}
+    if isinstance(norm, QuadraticNorm) and keys >= QUADRATIC_KEYS and 'running_mean' not in keys:
         return {key: given[key] for key in QUADRATIC_KEYS}, 'averages of another training'
-    if kind == 'PRepBN' and isinstance(norm, TokenBN):
-        gamma = float(given['_gamma'].value)
-        held = f'PRepBN at gamma {gamma:g}'
-        if gamma == 0:
-            kind = 'RepBN'
-            given = {key.removeprefix('repbn.'): weight for key, weight in given.items() if key.startswith('repbn.')}
+    kind = next((kind for kind, expected in KEYS_OF_KIND.items() if keys == expected), None)
+    if kind is None:
+        raise CheckpointError(
+            f'{name}: the checkpoint holds {", ".join(weight.key for weight in given.values())}, which make neither '
+            f'the {type(norm).__name__} of the model nor a whole {", ".join(KEYS_OF_KIND)}; give a whole checkpoint, '
+            'buffers included, or set norm_cfg of the backbone to the norm that it was trained with'
+        )
     fit = next((FITS[kind, base] for base in type(norm).__mro__ if (kind, base) in FITS), None)
     if fit is None:
-        suited = {'BatchNorm': "dict(type='TokenBN')", QUADRATIC: f'the {QUADRATIC} it was trained with'}
+        suited = 'TokenBN' if kind == 'BatchNorm' else kind
         raise CheckpointError(
-            f'{name}: the checkpoint holds a {held}, the model a {type(norm).__name__}, which cannot take it; set '
-            'norm_cfg (and out_norm_cfg for output norms) of the backbone to '
-            + suited.get(kind, f"dict(type='{kind}')")
+            f'{name}: the checkpoint holds a {kind}, the model a {type(norm).__name__}, which cannot take it; set '
+            f"norm_cfg (and out_norm_cfg for output norms) of the backbone to dict(type='{suited}')"
         )
     prefix, implied = fit
     fitted = {prefix + part: weight for part, weight in given.items()}
     first = next(iter(given.values()))
     for part, value in implied.items():
-        change = f'{part.removeprefix("repbn.").strip("_")} {value:g} for {held}'
+        change = f'{part.removeprefix("repbn.").strip("_")} {value:g} for {kind}'
         fitted[part] = Weight(torch.full_like(norm.state_dict()[part], value), first.key, change)
-    return fitted, f'the checkpoint holds {held}' + (': train before fusing' if kind == 'LayerNorm' else '')
-
-
-def _find_kind(name: str, given: Weights) -> str:
-    """The kind of norm that a checkpoint holds; CheckpointError if it is no whole norm of a known kind."""
-    keys = {key for key in given if not key.endswith('num_batches_tracked')}
-    for kind, expected in KEYS_OF_KIND.items():
-        if keys == expected:
-            return kind
-    if given.keys() >= QUADRATIC_KEYS and not given.keys() & {'running_mean', 'num_batches_tracked', 'eta'}:
-        return QUADRATIC
-    raise CheckpointError(
-        f'{name}: the checkpoint holds {", ".join(weight.key for weight in given.values())}, which make none of '
-        f'{", ".join(KEYS_OF_KIND)}, {QUADRATIC}: a part is missing, or the norm is not known here; give a whole '
-        'checkpoint, buffers included, with one of these norms'
-    )
+    return fitted, f'the checkpoint holds {kind}' + (': train before fusing' if kind == 'LayerNorm' else '')
 
 
 def is_fused(model: nn.Module) -> bool:

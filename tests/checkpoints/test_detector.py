@@ -147,9 +147,7 @@ def resize(key):
         ('fused', 'unfused', lambda state: state, 'is not fused as the model is'),
         ('unfused', 'fused', lambda state: state, 'is fused: it has no norms, the model still has them'),
         ('fused', 'fused', lose('neck.fpn_convs.'), 'weights of the model are missing: neck.fpn_convs.0.conv.weight'),
-        ('fused', 'fused', lose('roi_head.'), 'weights of the model are missing: roi_head.bbox_head'),
         ('fused', 'fused', lose('backbone.stages.3.'), 'weights of the model are missing: backbone.stages.3'),
-        ('fused', 'fused', resize('neck.fpn_convs.0.conv.bias'), r'neck.fpn_convs.0.conv.bias \(11,\)'),
         ('fused', 'fused', resize('backbone.stages.0.blocks.0.attn.w_msa.qkv.bias'), r'qkv.bias \(11,\)'),
     ],
 )

@@ -24,13 +24,13 @@ from slab_det.norms import PRepBN
 from slab_det.runtime.errors import CheckpointError
 
 DATA = Path(__file__).parents[1] / 'data'
-LN, PREPBN, REPBN = dict(type='LN'), dict(type='PRepBN'), dict(type='RepBN')
+LN, PREPBN = dict(type='LN'), dict(type='PRepBN')
 PVT_PREPBN = dict(type='PRepBN', ln_eps=1e-6)
 SLAB = dict(attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7))
 SLAB_CSWIN = dict(
     depths=(2, 4, 18, 1), attention=('sla', 'sla', 'softmax', 'softmax'), stripe_widths=(None, None, 7, None)
 )
-TINY, LARGER = dict(num_layers=(2, 2, 2, 2)), dict(num_layers=(3, 4, 6, 3))
+TINY = dict(num_layers=(2, 2, 2, 2))
 COUNTERS = ('.warm', '.iter', '.total_step')
 
 with gzip.open(DATA / 'checkpoint_manifests.json.gz') as file:
@@ -53,24 +53,18 @@ def released_state(name: str) -> dict[str, Tensor]:
         ('slab_swin_tiny', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN, **SLAB), {0.0}),
         ('swin_tiny_prepbn', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN), {0.0}),
         ('swin_tiny_prepbn', 'slab_official', SwinTransformer, dict(norm_cfg=PREPBN), {0.0}),
-        ('swin_tiny_prepbn', 'slab_official', SLABSwin, dict(norm_cfg=REPBN), set()),
         ('swin_tiny_prepbn_wrapped', 'slab_official', SLABSwin, dict(norm_cfg=PREPBN), {0.0}),
-        ('swin_tiny_prepbn_wrapped', 'slab_official', SLABSwin, dict(norm_cfg=REPBN), set()),
-        ('microsoft_swin_tiny', 'microsoft_swin', SLABSwin, dict(norm_cfg=LN), set()),
         ('microsoft_swin_tiny', 'microsoft_swin', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
         ('timm_swin_tiny_patch4_window7_224', 'timm_swin', SLABSwin, dict(norm_cfg=LN), set()),
         ('mmdet_swin_tiny', 'native', SLABSwin, dict(norm_cfg=PREPBN), {1.0}),
         ('official_pvt_tiny', 'official_pvt', SLABPVT, TINY, set()),
-        ('official_pvt_small', 'official_pvt', SLABPVT, LARGER, set()),
         ('timm_pvt_v2_b1', 'timm_pvt_v2', SLABPVT, TINY | PVT_V2, set()),
         ('mmdet_pvt_tiny', 'native', SLABPVT, TINY, set()),
         ('mmdet_pvt_v2_b1', 'native', SLABPVT, TINY | PVT_V2, set()),
         ('slab_pvt_tiny', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
-        ('slab_pvt_small', 'slab_official', SLABPVT, dict(LARGER, norm_cfg=PVT_PREPBN, attention='sla'), {0.0}),
         ('slab_cswin_tiny', 'slab_official', SLABCSwin, dict(norm_cfg=PREPBN, **SLAB_CSWIN), {0.0}),
         ('pvt_tiny_prepbn_like', 'slab_official', SLABPVT, dict(TINY, norm_cfg=PVT_PREPBN), {0.0}),
         ('deit_tiny_prepbn', 'slab_official', SLABViT, dict(norm_cfg=PVT_PREPBN, out_type='cls_token'), {0.0}),
-        ('deit_tiny_prepbn', 'slab_official', SLABViT, dict(norm_cfg=REPBN), set()),
     ],
 )
 def test_released_layouts_load_with_nothing_unexpected(name, layout, model, config, gammas):
@@ -124,7 +118,6 @@ def test_a_running_decay_keeps_its_gamma():
     backbone = SLABSwin(norm_cfg=PREPBN)
     assert set(load_pretrained(backbone, state).gammas.values()) == {0.25}
     assert backbone.stages[0].blocks[0].norm1.gamma == 0.25
-    refuse(SLABSwin(norm_cfg=REPBN), state, r'gamma 0\.25.*norm_cfg')
     lost = {key: value for key, value in state.items() if not key.endswith('.total_step')}
     refuse(backbone, lost, r'norm\d?\.total_step is missing.*iter 75000')
 
@@ -251,7 +244,7 @@ def test_features_equal_the_official_forward(kind, version):
         assert relative_difference(model(image), official_features(state, image)) < 1e-10, size
 
 
-@pytest.mark.parametrize('remaining', [0, 10, 40, None])
+@pytest.mark.parametrize('remaining', [0, 10, None])
 def test_slab_pvt_equals_the_official_forward(remaining):
     state = slab_state(remaining)
     model = small_pvt(norm_cfg=PVT_PREPBN, attention='sla')
@@ -292,7 +285,7 @@ def test_vit_features_are_those_of_timm():
         assert relative_difference(ours(image), expected) < 1e-10
 
 
-@pytest.mark.parametrize('remaining', [0, 10, None])
+@pytest.mark.parametrize('remaining', [0, None])
 def test_slab_deit_equals_the_official_forward(remaining):
     original = timm_vit(class_token=False, global_pool='avg').state_dict()
     for block in ('blocks.0', 'blocks.1'):
