@@ -52,7 +52,7 @@ class Distillation:
     def __call__(
         self, student: nn.Module, features: Sequence[Tensor], images: Tensor, samples: list[DetDataSample]
     ) -> dict[str, Tensor]:
-        """Computes the weighted losses, and ``feature_error``: loss_features without weight and gradient.
+        """Computes the weighted losses.
 
         Args:
             student: A detector with the heads of the teacher.
@@ -63,8 +63,7 @@ class Distillation:
         teacher = self.teacher
         with torch.no_grad():
             targets = teacher.extract_feat(images)
-        error = mean_relative_error(features, targets)
-        losses = dict(loss_features=FEATURE_WEIGHT * error, feature_error=error.detach())
+        losses = dict(loss_features=FEATURE_WEIGHT * mean_relative_error(features, targets))
         if name := _find_dense_head(teacher):
             with torch.no_grad():
                 wanted = getattr(teacher, name)(targets)

@@ -62,7 +62,13 @@ def convert_detector(
     others = [name for name, _ in model.named_children() if name != 'backbone']
     report = convert_norms(model, inplace=True, skip=others).conversion_report
     eps, *more_eps = {norm.ln.eps for norm in named_progressive_norms(model).values()}
-    new_cfg = finetune_config(cfg, schedule, dict(type='PRepBN', ln_eps=eps), out)
+    values = to_values(cfg)
+    drop_pretrained(values['model'])
+    backbone = values['model']['backbone']
+    backbone['norm_cfg'] = dict(type='PRepBN', ln_eps=eps)
+    if backbone.get('out_norm_cfg'):
+        backbone['out_norm_cfg'] = 'same'
+    new_cfg = _with_schedule(values, schedule, out)
     rebuilt = MODELS.build(copy.deepcopy(new_cfg.model))
     if more_eps or rebuilt.state_dict().keys() != model.state_dict().keys():
         raise ConversionError(
@@ -74,21 +80,6 @@ def convert_detector(
         # DetInferencer fails where the key is there and None.
         meta['dataset_meta'] = model.dataset_meta
     return *save_with_config(dict(meta=meta, state_dict=model.state_dict()), new_cfg, out), report
-
-
-def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: Path) -> Config:
-    """Returns the config that trains ``checkpoint`` with norms of ``norm_cfg``, see :func:`convert_detector`.
-
-    ``SCHEDULE_KEYS`` come from ``schedule``, everything else from ``cfg``. Custom hooks of ``cfg`` stay, except for
-    ``REPLACED_HOOKS``. Checkpoints, logs and the sampler count epochs or iterations as the training does.
-    """
-    values = to_values(cfg)
-    drop_pretrained(values['model'])
-    backbone = values['model']['backbone']
-    backbone['norm_cfg'] = norm_cfg
-    if backbone.get('out_norm_cfg'):
-        backbone['out_norm_cfg'] = 'same'
-    return _with_schedule(values, schedule, checkpoint)
 
 
 def write_tune_config(
@@ -168,7 +159,11 @@ def _absolute(checkpoint: str | Path) -> str:
 
 
 def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
-    """The config of ``values``, edited in place, with the ``SCHEDULE_KEYS`` of ``schedule``; loads ``checkpoint``."""
+    """Returns a config that trains ``checkpoint`` by ``schedule``; ``values`` is the rest of it, and is edited.
+
+    Custom hooks of ``values`` stay, except for ``REPLACED_HOOKS``. Checkpoints, logs and the sampler count epochs or
+    iterations as the training does.
+    """
     hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in REPLACED_HOOKS]
     changes = schedule.to_dict()
     values.update({key: changes[key] for key in SCHEDULE_KEYS if key in changes})
