@@ -8,7 +8,7 @@ from mmengine.config import Config
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
-from slab_det.checkpoints.load import check_complete, check_detector_checkpoint, load_pretrained
+from slab_det.checkpoints.load import check_detector_checkpoint, load_pretrained
 from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, walk_datasets
@@ -46,7 +46,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     if checkpoint is None:
         return model
     loaded = read_checkpoint(checkpoint)
-    check_detector_checkpoint(model, loaded, checkpoint, complete=True)
+    check_detector_checkpoint(model, loaded, checkpoint).check_complete()
     load_state_dict(model, loaded['state_dict'])
     meta = loaded.get('meta') or {}
     # mmdet 2 wrote class names and palette in capitals, directly into meta.
@@ -85,6 +85,6 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
     with config_errors(cfg.filename or 'config'):
         backbone = MODELS.build(detector_config(cfg.model).backbone)
     report = load_pretrained(backbone, source)
-    check_complete(report)
+    report.check_complete()
     save_checkpoint(dict(state_dict=backbone.state_dict()), str(out))
     return report

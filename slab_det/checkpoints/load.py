@@ -74,7 +74,6 @@ def check_detector_checkpoint(
     model: nn.Module,
     checkpoint: dict,
     name: str = 'the checkpoint',
-    complete: bool = False,
     reinitialize: Sequence[str] = (),
 ) -> LoadReport:
     """Fits ``checkpoint``, in place, to ``model``, and logs the report; the caller loads the checkpoint.
@@ -84,13 +83,11 @@ def check_detector_checkpoint(
         checkpoint: The content of a file. Afterwards its ``state_dict`` fills the whole model, with the model's own
             values where the file has none. The report names these; mmengine, which loads it, does not.
         name: The file, for report and errors.
-        complete: Whether every weight of the model must be there, as for resuming and testing.
         reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
             another number of classes.
 
     Raises:
-        CheckpointError: If nothing matches, a shape does not fit, only one of both is fused, or, with ``complete``,
-            weights are missing.
+        CheckpointError: If nothing matches, a shape does not fit, or only one of both is fused.
     """
     dropped = tuple(reinitialize)
     state = find_state_dict(checkpoint, name)
@@ -98,8 +95,6 @@ def check_detector_checkpoint(
     weights = {key: Weight(value, key) for key, value in state.items() if key not in report.unused}
     values = fit_weights(weights, model, report)
     report.missing.update({key: 'reinitialized' for key in report.missing if key.startswith(dropped)})
-    if complete:
-        check_complete(report)
     log_report(report)
     if dropped or not has_shapes_of(model, checkpoint.get('state_dict', {})):
         checkpoint['state_dict'] = {**model.state_dict(), **values}
@@ -119,7 +114,7 @@ def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
         return
     report = LoadReport('the state dict')
     values = fit_weights({key: Weight(value, prefix + key) for key, value in given.items()}, model, report)
-    check_complete(report)
+    report.check_complete()
     converted = [key for key, value in values.items() if given.get(key) is not value]
     if converted:
         raise CheckpointError(
@@ -132,15 +127,6 @@ def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
 def has_shapes_of(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     """Whether ``state`` has the keys and shapes of the model's own state dict."""
     return {key: value.shape for key, value in state.items()} == {k: v.shape for k, v in model.state_dict().items()}
-
-
-def check_complete(report: LoadReport) -> None:
-    """Raises CheckpointError if weights are missing that should not be."""
-    if missing := report.missing_unexpected:
-        raise CheckpointError(
-            f'{report.source}: {len(missing)} weights of the model are missing: {name_some(missing)}; use the config '
-            'that the checkpoint was trained with'
-        )
 
 
 def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:

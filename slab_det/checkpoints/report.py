@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from slab_det.runtime.errors import name_some
+from slab_det.runtime.errors import CheckpointError, name_some
 
 
 @dataclass
@@ -44,6 +44,14 @@ class LoadReport:
     def complete(self) -> bool:
         """Whether nothing is missing or unused without a reason."""
         return not self.missing_unexpected and not self.unused_unexpected
+
+    def check_complete(self) -> None:
+        """Raises CheckpointError if weights of the model are missing without a reason, as testing and resuming need."""
+        if missing := self.missing_unexpected:
+            raise CheckpointError(
+                f'{self.source}: {len(missing)} weights of the model are missing: {name_some(missing)}; use the config '
+                'that the checkpoint was trained with'
+            )
 
     def __str__(self) -> str:
         gammas = sorted(Counter(self.gammas.values()).items())

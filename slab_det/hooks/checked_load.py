@@ -39,9 +39,9 @@ class CheckedLoadHook(Hook):
         is_training = isinstance(runner._train_loop, BaseLoop)
         starts = is_training and not runner._resume
         name = runner._load_from or 'the checkpoint'
-        report = check_detector_checkpoint(
-            model, checkpoint, name, complete=not starts, reinitialize=self.reinitialize if starts else ()
-        )
+        report = check_detector_checkpoint(model, checkpoint, name, self.reinitialize if starts else ())
+        if not starts:
+            report.check_complete()
         if runner._resume:
             _check_resumable(checkpoint, report, name)
 

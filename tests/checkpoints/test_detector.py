@@ -37,9 +37,11 @@ def checkpoint_of(model: nn.Module, prefix: str = '') -> dict:
     return dict(meta=dict(epoch=0, iter=0), message_hub={}, state_dict=state)
 
 
-def load(model: nn.Module, checkpoint: dict, **options) -> None:
+def load(model: nn.Module, checkpoint: dict, complete: bool = False, **options) -> None:
     """As a runner with CheckedLoadHook loads a checkpoint, and takes ``module.`` off the names."""
-    check_detector_checkpoint(model, checkpoint, **options)
+    report = check_detector_checkpoint(model, checkpoint, **options)
+    if complete:
+        report.check_complete()
     load_state_dict(model, {key.removeprefix('module.'): value for key, value in checkpoint['state_dict'].items()})
 
 
