@@ -1,7 +1,6 @@
 """Time and peak memory of training steps with PRepBN and UN over those with LayerNorm, interleaved in one process.
 
     python -m benchmarks.training_cost --threads 2
-    python -m benchmarks.training_cost --device cuda --size 800 1333
 
 The models are the backbones Swin-T and PVT-T, forward, backward and AdamW; the rows differ in the norm alone. Whole
 Mask R-CNNs with Swin-T are in `python -m benchmarks.gpu`.
@@ -10,18 +9,16 @@ Mask R-CNNs with Swin-T are in `python -m benchmarks.gpu`.
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
 
 import argparse
-import time
 from collections.abc import Callable
 from itertools import accumulate
+from statistics import median
+from timeit import timeit
 
-import numpy as np
 import torch
 from mmdet.registry import MODELS
-from mmdet.structures import DetDataSample
-from mmdet.structures.mask import BitmapMasks
+from mmdet.testing import demo_mm_inputs
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,8 +32,8 @@ BACKBONES = {
     'Swin-T': dict(type='SLABSwin'),
     'PVT-T': dict(type='SLABPVT', num_layers=[2, 2, 2, 2]),
 }
-CONFIG = 'mask_rcnn_swin_t.py'
 LAYER_NORMS = {'SLABSwin': dict(type='LN'), 'SLABPVT': dict(type='LN', eps=1e-6)}
+BATCH, SIZE = 2, (320, 416)
 
 
 class Step:
@@ -58,13 +55,6 @@ class Step:
         self.optimizer.step()
         if self.device.type == 'cuda':
             torch.cuda.synchronize(self.device)
-
-
-def seconds(step: Step) -> float:
-    """Wall time of one step in seconds."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def peak_bytes(step: Step) -> int:
@@ -96,35 +86,23 @@ def backbone_steps(backbone: dict, images: Tensor) -> dict[str, Step]:
 
 
 def detector_steps(size: tuple[int, int], batch_size: int, device: str) -> dict[str, Step]:
-    """A step of a whole Mask R-CNN with Swin-T, with each norm, on images of random pixels with seven objects each."""
-    generator = np.random.default_rng(0)
-    images = torch.randn(batch_size, 3, *size, device=device)
-    samples = [_random_sample(size, generator).to(device) for _ in images]
+    """A step of a whole Mask R-CNN with Swin-T, with each norm, on images of random pixels.
+
+    Each image has seven random objects, the mean of COCO.
+    """
+    batch = demo_mm_inputs(batch_size, [[3, *size]] * batch_size, num_items=[7] * batch_size, with_mask=True)
 
     def step(norm_cfg: dict, gamma: float = 0.0) -> Step:
-        cfg = Config.fromfile(ROOT / 'configs' / CONFIG)
+        cfg = Config.fromfile(ROOT / 'configs/mask_rcnn_swin_t.py')
         cfg.merge_from_dict({'model.backbone': dict(init_cfg=None, drop_path_rate=0.0)})
         cfg.model.backbone.norm_cfg = norm_cfg
         torch.manual_seed(0)
         model = build_detector(cfg).to(device)
         set_gamma(model, gamma)
-        return Step(model, lambda model: model.parse_losses(model.loss(images, samples))[0])
+        inputs = model.data_preprocessor(batch, True)
+        return Step(model, lambda model: model.parse_losses(model(**inputs, mode='loss'))[0])
 
     return _with_each_norm(step, dict(type='LN'))
-
-
-def _random_sample(size: tuple[int, int], generator: np.random.Generator, objects: int = 7) -> DetDataSample:
-    """Random objects of an image for training; COCO has seven objects in an image."""
-    shape = dict(img_shape=size, pad_shape=size, batch_input_shape=size, ori_shape=size, scale_factor=(1.0, 1.0))
-    corner = generator.random((objects, 2)) * 0.6
-    extent = 0.05 + generator.random((objects, 2)) * 0.35
-    boxes = np.concatenate([corner, corner + extent], 1) * [*size[::-1], *size[::-1]]
-    masks = np.zeros((objects, *size), np.uint8)
-    for mask, (left, top, right, bottom) in zip(masks, boxes.astype(int), strict=True):
-        mask[top:bottom, left:right] = 1
-    found = InstanceData(bboxes=torch.tensor(boxes, dtype=torch.float32), masks=BitmapMasks(masks, *size))
-    found.labels = torch.arange(objects)
-    return DetDataSample(metainfo=shape, gt_instances=found)
 
 
 def _with_each_norm(step: Callable[..., Step], layer_norm: dict) -> dict[str, Step]:
@@ -146,14 +124,14 @@ def measure(rows: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
         # Each round begins with another row: in a fixed order each row would always follow the same one.
         first = i % len(rows)
         for name in [*list(rows)[first:], *list(rows)[:first]]:
-            times[name].append(seconds(rows[name]))
+            times[name].append(timeit(rows[name], number=1))
     memory = {name: peak_bytes(step) for name, step in rows.items()}
     base = next(iter(rows))
     return {
         name: dict(
-            median_ms=1e3 * torch.tensor(times[name]).median().item(),
+            median_ms=1e3 * median(times[name]),
             # The median of the ratios within a round: a slow minute of the machine is in both.
-            time_ratio=torch.tensor([t / b for t, b in zip(times[name], times[base], strict=True)]).median().item(),
+            time_ratio=median(t / b for t, b in zip(times[name], times[base], strict=True)),
             peak_mib=memory[name] / 2**20,
             memory_ratio=memory[name] / memory[base],
         )
@@ -163,19 +141,16 @@ def measure(rows: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--size', type=int, nargs=2, default=(320, 416), metavar=('H', 'W'))
-    parser.add_argument('--batch-size', type=int, default=2)
     parser.add_argument('--rounds', type=int, default=12)
     parser.add_argument('--threads', type=int, default=torch.get_num_threads())
-    parser.add_argument('--device', default='cpu')
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     init_default_scope('mmdet')
-    images = torch.randn(args.batch_size, 3, *args.size, device=args.device)
-    path = FOLDER / f'training_cost_{args.device.replace(":", "")}.json'
-    timed = 'forward, backward and AdamW of the backbone'
+    images = torch.randn(BATCH, 3, *SIZE)
+    path = FOLDER / 'training_cost_cpu.json'
     path.unlink(missing_ok=True)
-    results = Results(path, args.device, **vars(args) | dict(dtype='float32', timed=timed))
+    timed = 'forward, backward and AdamW of the backbone'
+    results = Results(path, 'cpu', **vars(args), size=SIZE, batch_size=BATCH, dtype='float32', timed=timed)
     for model, backbone in BACKBONES.items():
         for name, values in measure(backbone_steps(backbone, images), args.rounds).items():
             results.add(dict(model=model, name=name), values)

@@ -8,10 +8,11 @@ from mmengine.config import Config
 from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
-from slab_det.checkpoints import LoadReport, check_detector_checkpoint, load_pretrained
+from slab_det.checkpoints.load import check_detector_checkpoint, load_pretrained
+from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime import read_checkpoint
-from slab_det.runtime.config import detector_config
-from slab_det.runtime.errors import CheckpointError, config_errors, name_some
+from slab_det.runtime.config import detector_config, walk_datasets
+from slab_det.runtime.errors import config_errors
 from slab_det.runtime.scope import enter_scope
 
 
@@ -45,7 +46,7 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     if checkpoint is None:
         return model
     loaded = read_checkpoint(checkpoint)
-    check_detector_checkpoint(model, loaded, checkpoint, complete=True)
+    check_detector_checkpoint(model, loaded, checkpoint).check_complete()
     load_state_dict(model, loaded['state_dict'])
     meta = loaded.get('meta') or {}
     # mmdet 2 wrote class names and palette in capitals, directly into meta.
@@ -56,12 +57,11 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
 def _training_classes(model: nn.Module, cfg: Config) -> dict | None:
     """The class names of a config's training set, if they are as many as the heads of ``model`` have."""
-    dataset = (cfg.get('train_dataloader') or {}).get('dataset') or {}
-    while inner := dataset.get('dataset') or (dataset.get('datasets') or [None])[0]:
-        dataset = inner
-    kind = DATASETS.get(dataset['type']) if isinstance(dataset.get('type'), str) else dataset.get('type')
-    metainfo = {**getattr(kind, 'METAINFO', {}), **(dataset.get('metainfo') or {})}
-    classes = metainfo.get('classes')
+    if not cfg.get('train_dataloader'):
+        return None
+    *_, dataset = walk_datasets(cfg.train_dataloader.dataset)
+    kind = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
+    classes = {**getattr(kind, 'METAINFO', {}), **(dataset.get('metainfo') or {})}.get('classes')
     # An RPN has one.
     counts = [n for m in model.modules() if isinstance(n := getattr(m, 'num_classes', None), int)]
     return dict(classes=tuple(classes)) if classes and counts and len(classes) == max(counts) else None
@@ -85,11 +85,6 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
     with config_errors(cfg.filename or 'config'):
         backbone = MODELS.build(detector_config(cfg.model).backbone)
     report = load_pretrained(backbone, source)
-    if report.missing_unexpected:
-        raise CheckpointError(
-            f'{source} has nothing for {len(report.missing_unexpected)} weights of {type(backbone).__name__} '
-            f'({name_some(report.missing_unexpected)}), and random ones are not written; give the config '
-            'that the weights belong to'
-        )
+    report.check_complete()
     save_checkpoint(dict(state_dict=backbone.state_dict()), str(out))
     return report

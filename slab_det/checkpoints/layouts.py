@@ -90,7 +90,7 @@ def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
     """Finds the layout of a checkpoint with these keys for a model with the keys ``targets``, or raises."""
     keys, targets = set(keys), set(targets)
     found = next((layout for layout in LAYOUTS if layout.matches(keys)), None)
-    # A part of a model, or a native layout of another architecture; a few common keys may be a coincidence.
+    # A part of a model, or another architecture in the native layout. Few common keys may be a coincidence.
     if found is None and 2 * len(keys & targets) > min(len(keys), len(targets)):
         return LAYOUTS[-1]
     if found is None:

@@ -16,20 +16,21 @@ from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError, name_some
 
-EXPECTED_MISSING = (
-    (r'(^|\.)relative_position_index$', 'computed from the window'),
-    (r'\.num_batches_tracked$', 'bookkeeping'),
-)
-EXPECTED_UNUSED = (
-    *EXPECTED_MISSING,
-    (r'(^|\.)relative_coords_table$|\.attn_mask$|\.(warm|iter|total_step)$', 'bookkeeping'),
-    (r'^head\.', 'classification head'),
-    (r'^norm\.', 'final norm of the classifier'),
-    (r'^cls_token$', 'class token'),
-    (r'\.unread_scale$', 'not read by the released code'),
-)
+# Patterns of keys that may be missing or unused, and why.
+EXPECTED_MISSING = {
+    r'(^|\.)relative_position_index$': 'computed from the window',
+    r'\.num_batches_tracked$': 'bookkeeping',
+}
+EXPECTED_UNUSED = {
+    **EXPECTED_MISSING,
+    r'(^|\.)relative_coords_table$|\.attn_mask$|\.(warm|iter|total_step)$': 'bookkeeping',
+    r'^head\.': 'classification head',
+    r'^norm\.': 'final norm of the classifier',
+    r'^cls_token$': 'class token',
+    r'\.unread_scale$': 'not read by the released code',
+}
 # A classifier has one norm at its end; only a detector has one after each stage.
-OUTPUT_NORM = (r'^(norm\d+|layers\.\d+\.2)\.', 'output norm, new in detection')
+OUTPUT_NORM = {r'^(norm\d+|layers\.\d+\.2)\.': 'output norm, new in detection'}
 
 
 def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Mapping, prefix: str = '') -> LoadReport:
@@ -62,8 +63,7 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
                 'prefix or leave it out'
             )
         wanted = ''
-    report = LoadReport(name)
-    report.unused_expected = {key: 'not of the backbone' for key in state if not key.startswith(wanted)}
+    report = LoadReport(name, unused={key: 'not of the backbone' for key in state if not key.startswith(wanted)})
     weights = {key[len(wanted) :]: Weight(value, key) for key, value in state.items() if key.startswith(wanted)}
     backbone.load_state_dict({**backbone.state_dict(), **fit_weights(weights, backbone, report)})
     log_report(report)
@@ -74,33 +74,27 @@ def check_detector_checkpoint(
     model: nn.Module,
     checkpoint: dict,
     name: str = 'the checkpoint',
-    complete: bool = False,
     reinitialize: Sequence[str] = (),
 ) -> LoadReport:
-    """Fits ``checkpoint``, in place, to ``model``, and logs the report; whoever calls it loads the checkpoint.
+    """Fits ``checkpoint``, in place, to ``model``, and logs the report; the caller loads the checkpoint.
 
     Args:
         model: A detector; nothing is loaded into it here.
         checkpoint: The content of a file. Afterwards its ``state_dict`` fills the whole model, with the model's own
             values where the file has none. The report names these; mmengine, which loads it, does not.
         name: The file, for report and errors.
-        complete: Whether every weight of the model must be there, as for resuming and testing.
         reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
             another number of classes.
 
     Raises:
-        CheckpointError: If nothing matches, a shape does not fit, only one of both is fused, or, with ``complete``,
-            weights are missing.
+        CheckpointError: If nothing matches, a shape does not fit, or only one of both is fused.
     """
-    report, dropped = LoadReport(name), tuple(reinitialize)
+    dropped = tuple(reinitialize)
     state = find_state_dict(checkpoint, name)
-    weights = {key: Weight(value, key) for key, value in state.items() if not key.startswith(dropped)}
-    report.unused_expected = {key: 'reinitialized' for key in state if key not in weights}
+    report = LoadReport(name, unused={key: 'reinitialized' for key in state if key.startswith(dropped)})
+    weights = {key: Weight(value, key) for key, value in state.items() if key not in report.unused}
     values = fit_weights(weights, model, report)
-    report.missing_expected |= {key: 'reinitialized' for key in report.missing_unexpected if key.startswith(dropped)}
-    report.missing_unexpected = [key for key in report.missing_unexpected if not key.startswith(dropped)]
-    if complete:
-        check_complete(report)
+    report.missing.update({key: 'reinitialized' for key in report.missing if key.startswith(dropped)})
     log_report(report)
     if dropped or not has_shapes_of(model, checkpoint.get('state_dict', {})):
         checkpoint['state_dict'] = {**model.state_dict(), **values}
@@ -110,7 +104,7 @@ def check_detector_checkpoint(
 def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
     """Refuses weights that are not all of the model's, or that must be converted; a pre-hook of ``load_state_dict``.
 
-    The loader itself reports surplus weights. No weight at all under ``prefix`` is no error.
+    PyTorch reports surplus weights. A state dict without any weight under ``prefix`` is accepted.
 
     Raises:
         CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing or in another form.
@@ -120,7 +114,7 @@ def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
         return
     report = LoadReport('the state dict')
     values = fit_weights({key: Weight(value, prefix + key) for key, value in given.items()}, model, report)
-    check_complete(report)
+    report.check_complete()
     converted = [key for key, value in values.items() if given.get(key) is not value]
     if converted:
         raise CheckpointError(
@@ -135,19 +129,13 @@ def has_shapes_of(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     return {key: value.shape for key, value in state.items()} == {k: v.shape for k, v in model.state_dict().items()}
 
 
-def check_complete(report: LoadReport) -> None:
-    """Raises CheckpointError if weights are missing that should not be."""
-    if report.missing_unexpected:
-        raise CheckpointError(
-            f'{report.source}: {len(report.missing_unexpected)} weights of the model are missing: '
-            f'{name_some(report.missing_unexpected)}; use the config that the checkpoint was trained with'
-        )
-
-
 def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     """Finds the tensors of a checkpoint, and removes ``module.`` from the beginning of their names.
 
-    Weights stand under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top; elsewhere CheckpointError.
+    The tensors stand under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
+
+    Raises:
+        CheckpointError: If there are none.
     """
     state = checkpoint
     for wrapper in ('state_dict', 'state_dict_ema', 'model'):
@@ -164,75 +152,65 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
-    """Converts weights to those that ``model`` can load, checks them, and adds every key to ``report``.
+    """Converts weights, of a backbone in any layout or of a detector, to those that ``model`` loads, by its names.
 
-    Args:
-        weights: Weights of a backbone in any known layout, or of a detector whose backbone is.
-        model: The backbone or detector they are for; left as it is.
-        report: Names the file, and is filled.
-
-    Returns:
-        The weights by their names in the model, without those that the model computes itself.
-
-    Raises:
-        CheckpointError: As :func:`load_pretrained`.
+    Every key is added to ``report``. Weights that the model computes itself are left out. Raises CheckpointError as
+    :func:`load_pretrained`.
     """
+    targets = model.state_dict()
+    prefix = 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
     try:
-        return _fit(weights, model, report)
+        given = _convert(weights, model, prefix, report)
     except CheckpointError as error:
         raise CheckpointError(f'{report.source}: {error}') from error
-
-
-def _fit(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
-    targets = model.state_dict()
-    is_detector = isinstance(getattr(model, 'backbone', None), nn.Module)
-    prefix = 'backbone.' if is_detector else ''
-    inner = {key[len(prefix) :]: weight for key, weight in weights.items() if key.startswith(prefix)}
-    given = {key: weight for key, weight in weights.items() if not key.startswith(prefix)}
-    report.format = 'native'
-    if inner:
-        layout = find_layout(inner, [key[len(prefix) :] for key in targets if key.startswith(prefix)])
-        report.format = layout.name
-        given.update({prefix + key: weight for key, weight in layout.to_native(inner).items()})
-    check_fused(given, model, prefix)
-    given = resize_tables(fit_norms(given, model, report), model)
-
     # The model computes the index from its window, which may be another than the checkpoint's.
     filled = {key: w for key, w in given.items() if key in targets and not key.endswith('relative_position_index')}
-    if not filled:
-        alone = "; a backbone's own weights belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
-        raise nothing_matched(weights, targets, alone if is_detector else '')
     misfits = [
         f'{weight.key} {tuple(weight.value.shape)} -> {key} {tuple(targets[key].shape)}'
         for key, weight in filled.items()
         if weight.value.shape != targets[key].shape
     ]
     if misfits:
-        remedy = ', or name what should start anew in CheckedLoadHook(reinitialize=[...])' if is_detector else ''
+        remedy = ', or name what should start anew in CheckedLoadHook(reinitialize=[...])' if prefix else ''
         raise CheckpointError(
-            f'{len(misfits)} shapes do not fit (checkpoint -> model): {name_some(misfits)}; make the config agree with '
-            f'the checkpoint{remedy}'
+            f'{report.source}: {len(misfits)} shapes do not fit (checkpoint -> model): {name_some(misfits)}; make the '
+            f'config agree with the checkpoint{remedy}'
         )
-    unused = {weight.key: key.removeprefix(prefix) for key, weight in given.items() if key not in filled}
-    accounted = filled.keys() | report.missing_expected.keys()
-    missing = {key: key.removeprefix(prefix) for key in targets if key not in accounted}
-    is_classifier = any(key.startswith(('head.', 'norm.')) for key in (*inner, *report.unused_expected))
-    rules = (*EXPECTED_MISSING, OUTPUT_NORM) if is_classifier else EXPECTED_MISSING
     report.matched = list(filled)
     report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
-    report.unused_unexpected = _sort_out(unused, EXPECTED_UNUSED, report.unused_expected)
-    report.missing_unexpected = _sort_out(missing, rules, report.missing_expected)
+    # Where only the backbone was asked for, a classifier's head is among the unused weights already.
+    is_classifier = any(key.startswith((f'{prefix}head.', f'{prefix}norm.')) for key in (*weights, *report.unused))
+    rules = EXPECTED_MISSING | OUTPUT_NORM if is_classifier else EXPECTED_MISSING
+    for key in targets:
+        if key not in filled and key not in report.missing:
+            report.missing[key] = _reason(key.removeprefix(prefix), rules)
+    for key, weight in given.items():
+        if key not in filled:
+            report.unused[weight.key] = _reason(key.removeprefix(prefix), EXPECTED_UNUSED)
     return {key: weight.value for key, weight in filled.items()}
 
 
-def _sort_out(names: dict[str, str], rules: tuple[tuple[str, str], ...], expected: dict[str, str]) -> list[str]:
-    """Adds the keys that a rule explains to ``expected``, with the reason, and returns the other keys."""
-    reasons = {
-        key: next((reason for pattern, reason in rules if re.search(pattern, name)), None)
-        for key, name in names.items()
-    }
-    expected.update({key: reason for key, reason in reasons.items() if reason})
-    return [key for key, reason in reasons.items() if reason is None]
+def _convert(weights: Weights, model: nn.Module, prefix: str, report: LoadReport) -> Weights:
+    """Gives weights the layout, norms and position tables of ``model``, whose backbone has the keys ``prefix...``."""
+    targets = model.state_dict().keys()
+    backbone = {key[len(prefix) :]: weight for key, weight in weights.items() if key.startswith(prefix)}
+    given = {key: weight for key, weight in weights.items() if not key.startswith(prefix)}
+    report.format = 'native'
+    if backbone:
+        layout = find_layout(backbone, [key[len(prefix) :] for key in targets if key.startswith(prefix)])
+        report.format = layout.name
+        given.update({prefix + key: weight for key, weight in layout.to_native(backbone).items()})
+    check_fused(given, model, prefix)
+    given = resize_tables(fit_norms(given, model, report), model)
+    if not given.keys() & targets:
+        alone = "; a backbone's own weights belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
+        raise nothing_matched(weights, targets, alone if prefix else '')
+    return given
+
+
+def _reason(key: str, rules: Mapping[str, str]) -> str:
+    """The reason of the first pattern that is found in ``key``; '' if none is."""
+    return next((reason for pattern, reason in rules.items() if re.search(pattern, key)), '')
 
 
 def log_report(report: LoadReport) -> None:

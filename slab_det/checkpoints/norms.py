@@ -5,13 +5,12 @@
 | same | same | all of it |
 | LayerNorm | PRepBN | its LayerNorm branch, gamma 1 |
 | RepBN or BatchNorm | PRepBN | its RepBN branch (eta = 0 for BatchNorm), gamma 0 |
-| PRepBN at gamma 0 | RepBN | the RepBN branch |
 | BatchNorm | RepBN | eta = 0 |
 | LayerNorm | TokenBN, RepBN, UN, MABN, PowerNorm | weight and bias to start training; no statistics |
 | UN, MABN, PowerNorm | another of them, or another window | weight, bias and running_var; averages begin anew |
 
 Everything else is an error. A LayerNorm cannot hold statistics. UN, MABN and PowerNorm subtract no mean, and their
-running_var is the mean of x^2. A PRepBN at gamma > 0 is partly LayerNorm. A TokenBN has no eta.
+running_var is the mean of x^2. A TokenBN has no eta.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ KEYS_OF_KIND = {
     'RepBN': _BATCH_NORM | {'eta'},
     'PRepBN': {'_gamma', *(f'ln.{key}' for key in _AFFINE), *(f'repbn.{key}' for key in (*_BATCH_NORM, 'eta'))},
 }
-# What UN, MABN and PowerNorm need at inference. Their averages differ, and the authors' code has buffers of its own.
-QUADRATIC = 'UN, MABN or PowerNorm'
+# What UN, MABN and PowerNorm need at inference; they differ in the averages that they train with.
 QUADRATIC_KEYS = _AFFINE | {'running_var'}
 # (norm of the checkpoint, norm of the model): prefix of the weights' names in the model, and values that follow.
 FITS = {
@@ -60,80 +58,69 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
     """
     fitted = dict(weights)
     for name, norm in named_norms(model, OfflineNorm, nn.LayerNorm):
-        prefix = f'{name}.'
+        prefix, targets = f'{name}.', norm.state_dict()
         given = {key[len(prefix) :]: fitted.pop(key) for key in weights if key.startswith(prefix)}
-        if not given:
-            continue
-        values, reason = _fit_norm(name, given, norm)
-        if reason:
-            missing = norm.state_dict().keys() - values.keys()
-            report.missing_expected.update({prefix + key: reason for key in missing})
+        values = given
+        if given and not _is_same(given, norm):
+            values, reason = _convert(name, given, norm)
+            report.missing.update({prefix + key: reason for key in targets if key not in values})
             taken = {weight.key for weight in values.values()}
-            report.unused_expected.update({w.key: reason for w in given.values() if w.key not in taken})
+            report.unused.update({weight.key: reason for weight in given.values() if weight.key not in taken})
         if '_gamma' in values:
             report.gammas[name] = float(values['_gamma'].value)
         fitted.update({prefix + key: weight for key, weight in values.items()})
     return fitted
 
 
-def _fit_norm(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
-    """Returns the weights that ``norm`` loads, and the reason why others of the norm or of the file are left out."""
+def _is_same(given: Weights, norm: nn.Module) -> bool:
+    """Whether ``norm`` can load the weights as they are; keys decide, so that a user's own norms load too."""
     targets = norm.state_dict()
-    if isinstance(norm, nn.LayerNorm) and given.keys() <= targets.keys():
-        return given, ''
-    # A norm from outside this package may name its weights as it likes.
-    is_same = given.keys() == targets.keys()
-    if isinstance(norm, QuadraticNorm):
-        # The window has a size of its own.
-        is_same = is_same and all(given[key].value.shape == value.shape for key, value in targets.items())
-    if is_same:
-        return given, ''
-    kind = held = _kind(name, given)
-    if kind == QUADRATIC and isinstance(norm, QuadraticNorm):
+    if isinstance(norm, nn.LayerNorm):
+        return given.keys() <= targets.keys()
+    # The buffers of a quadratic norm also depend on its window.
+    any_shape = not isinstance(norm, QuadraticNorm)
+    return given.keys() == targets.keys() and (
+        any_shape or all(given[k].value.shape == targets[k].shape for k in given)
+    )
+
+
+def _convert(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
+    """Returns the weights that ``norm`` loads, and the reason why other keys of both are left out."""
+    keys = {key for key in given if not key.endswith('num_batches_tracked')}
+    if isinstance(norm, QuadraticNorm) and keys >= QUADRATIC_KEYS and 'running_mean' not in keys:
         return {key: given[key] for key in QUADRATIC_KEYS}, 'averages of another training'
-    if kind == 'PRepBN' and isinstance(norm, TokenBN):
-        gamma = float(given['_gamma'].value)
-        held = f'PRepBN at gamma {gamma:g}'
-        if gamma == 0:
-            kind = 'RepBN'
-            given = {key.removeprefix('repbn.'): weight for key, weight in given.items() if key.startswith('repbn.')}
+    kind = next((kind for kind, expected in KEYS_OF_KIND.items() if keys == expected), None)
+    if kind is None:
+        raise CheckpointError(
+            f'{name}: the checkpoint holds {", ".join(weight.key for weight in given.values())}, which make neither '
+            f'the {type(norm).__name__} of the model nor a whole {", ".join(KEYS_OF_KIND)}; give a whole checkpoint, '
+            'buffers included, or set norm_cfg of the backbone to the norm that it was trained with'
+        )
     fit = next((FITS[kind, base] for base in type(norm).__mro__ if (kind, base) in FITS), None)
     if fit is None:
-        suited = {'BatchNorm': "dict(type='TokenBN')", QUADRATIC: f'the {QUADRATIC} it was trained with'}
+        suited = 'TokenBN' if kind == 'BatchNorm' else kind
         raise CheckpointError(
-            f'{name}: the checkpoint holds a {held}, the model a {type(norm).__name__}, which cannot take it; set '
-            'norm_cfg (and out_norm_cfg for output norms) of the backbone to '
-            + suited.get(kind, f"dict(type='{kind}')")
+            f'{name}: the checkpoint holds a {kind}, the model a {type(norm).__name__}, which cannot take it; set '
+            f"norm_cfg (and out_norm_cfg for output norms) of the backbone to dict(type='{suited}')"
         )
     prefix, implied = fit
-    # The report names added values by the key of the norm's first weight.
-    key = next(iter(given.values())).key
     fitted = {prefix + part: weight for part, weight in given.items()}
+    first = next(iter(given.values()))
     for part, value in implied.items():
-        change = f'{part.removeprefix("repbn.").strip("_")} {value:g} for {held}'
-        fitted[part] = Weight(torch.full_like(targets[part], value), key, change)
-    return fitted, f'the checkpoint holds {held}' + (': train before fusing' if kind == 'LayerNorm' else '')
-
-
-def _kind(name: str, given: Weights) -> str:
-    """The kind of norm that a checkpoint holds; CheckpointError if it is no whole norm of a known kind."""
-    keys = {key for key in given if not key.endswith('num_batches_tracked')}
-    for kind, expected in KEYS_OF_KIND.items():
-        if keys == expected:
-            return kind
-    if given.keys() >= QUADRATIC_KEYS and not given.keys() & {'running_mean', 'num_batches_tracked', 'eta'}:
-        return QUADRATIC
-    raise CheckpointError(
-        f'{name}: the checkpoint holds {", ".join(weight.key for weight in given.values())}, which make none of '
-        f'{", ".join(KEYS_OF_KIND)}, {QUADRATIC}: a part is missing, or the norm is not known here; give a whole '
-        'checkpoint, buffers included, with one of these norms'
-    )
+        change = f'{part.removeprefix("repbn.").strip("_")} {value:g} for {kind}'
+        fitted[part] = Weight(torch.full_like(norm.state_dict()[part], value), first.key, change)
+    return fitted, f'the checkpoint holds {kind}' + (': train before fusing' if kind == 'LayerNorm' else '')
 
 
 def is_fused(model: nn.Module) -> bool:
     """Whether :func:`slab_det.fuse` removed norms of this model, now or when its checkpoint was written."""
+    return bool(_folded_norms(model))
+
+
+def _folded_norms(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the keys that the norms had which fusion removed from ``model``."""
     report = getattr(model, 'fusion_report', None)
-    return report is not None and any(norm.outcome != 'kept' for norm in report.norms)
+    return tuple(f'{fusion.norm}.' for fusion in report.norms if fusion.outcome != 'kept') if report else ()
 
 
 def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> None:
@@ -142,29 +129,26 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
     Args:
         keys: The names of the checkpoint's weights, in the model's layout.
         model: The detector or backbone that they are for.
-        prefix: ``backbone.`` for a detector: only its backbone tells, as heads may have norms that are never fused.
+        prefix: ``backbone.`` for a detector: only its backbone is looked at, as norms of heads are never fused.
 
     Raises:
         CheckpointError: If only one of them is fused, or if the checkpoint has norms that were folded in the model.
     """
     targets = model.state_dict().keys()
-    if is_fused(model):
-        gone = tuple(f'{fusion.norm}.' for fusion in model.fusion_report.norms if fusion.outcome != 'kept')
-        found = [key for key in keys if key.startswith(gone) and key not in targets]
-        if found:
+    if folded := _folded_norms(model):
+        if found := [key for key in keys if key.startswith(folded) and key not in targets]:
             raise CheckpointError(
                 f'the checkpoint is not fused as the model is (it has {name_some(found)}); use the config it was '
                 'trained with, or fuse it with slab-det fuse'
             )
         return
-    known = named_norms(model, OfflineNorm, nn.LayerNorm)
-    norms = tuple(f'{norm}.' for norm, _ in known if norm.startswith(prefix))
+    norms = tuple(f'{name}.' for name, _ in named_norms(model, OfflineNorm, nn.LayerNorm) if name.startswith(prefix))
     # A norm that cannot be folded becomes a ChannelAffine, whose scale and shift are no weights of a norm.
     norm_keys = [key for key in keys if key in targets or not key.endswith(('.scale', '.shift'))]
     lacking = [norm for norm in norms if not any(key.startswith(norm) for key in norm_keys)]
     others = {key for key in targets if key.startswith(prefix) and not key.startswith(norms)}
-    others = {key for key in others if not key.endswith('.relative_position_index')}
-    if 2 * len(lacking) > len(norms) and others <= set(keys):
+    # A checkpoint that lacks other weights too is incomplete, but not fused.
+    if 2 * len(lacking) > len(norms) and all(key in keys or key.endswith('position_index') for key in others):
         raise CheckpointError(
             'the checkpoint is fused: it has no norms, the model still has them; use the fused config that was written '
             'beside it, or the unfused checkpoint'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from slab_det.runtime.errors import name_some
+from slab_det.runtime.errors import CheckpointError, name_some
 
 
 @dataclass
@@ -13,47 +13,59 @@ class LoadReport:
     """What happened to every key of the model and of the checkpoint.
 
     Attributes:
-        source: The file, or a word for what was given instead.
-        format: The layout that was found.
+        source: Name of the file, or 'state dict'.
+        format: Name of the checkpoint's layout.
         matched: Keys of the model that were filled.
-        converted: Matched keys whose values were changed on the way, and how.
-        missing_expected: Keys of the model that the checkpoint need not hold, and why.
-        missing_unexpected: Keys of the model that keep their initial values although they should not.
-        unused_expected: Keys of the checkpoint that the model has no use for, and why.
-        unused_unexpected: Keys of the checkpoint that should have had a place in the model.
-        gammas: gamma of every PRepBN that the checkpoint decides.
+        converted: Matched keys whose values were changed, and how.
+        missing: Keys of the model that were not filled, and why; '' where the checkpoint should have them.
+        unused: Keys of the checkpoint that were not loaded, and why; '' where the model should have them.
+        gammas: gamma of every PRepBN that the checkpoint fills.
     """
 
     source: str
     format: str = ''
     matched: list[str] = field(default_factory=list)
     converted: dict[str, str] = field(default_factory=dict)
-    missing_expected: dict[str, str] = field(default_factory=dict)
-    missing_unexpected: list[str] = field(default_factory=list)
-    unused_expected: dict[str, str] = field(default_factory=dict)
-    unused_unexpected: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
     gammas: dict[str, float] = field(default_factory=dict)
 
     @property
+    def missing_unexpected(self) -> list[str]:
+        """Keys that are missing without a reason: the model keeps its initial values."""
+        return [key for key, reason in self.missing.items() if not reason]
+
+    @property
+    def unused_unexpected(self) -> list[str]:
+        """Keys that are unused without a reason: the checkpoint may belong to another model."""
+        return [key for key, reason in self.unused.items() if not reason]
+
+    @property
     def complete(self) -> bool:
-        """Whether nothing is missing or unused that should not be."""
+        """Whether nothing is missing or unused without a reason."""
         return not self.missing_unexpected and not self.unused_unexpected
 
+    def check_complete(self) -> None:
+        """Raises CheckpointError if weights of the model are missing without a reason, as testing and resuming need."""
+        if missing := self.missing_unexpected:
+            raise CheckpointError(
+                f'{self.source}: {len(missing)} weights of the model are missing: {name_some(missing)}; use the config '
+                'that the checkpoint was trained with'
+            )
+
     def __str__(self) -> str:
+        gammas = sorted(Counter(self.gammas.values()).items())
         rows = {
             'matched': str(len(self.matched)),
-            '  converted': _count_reasons(self.converted),
-            'missing, expected': _count_reasons(self.missing_expected),
-            'missing': f'{len(self.missing_unexpected)} {name_some(self.missing_unexpected)}',
-            'unused, expected': _count_reasons(self.unused_expected),
-            'unused': f'{len(self.unused_unexpected)} {name_some(self.unused_unexpected)}',
+            'converted': _count_reasons(self.converted),
+            'missing': _count_reasons(self.missing),
+            'unused': _count_reasons(self.unused),
+            'gamma': ', '.join(f'{gamma:g} in {count} norms' for gamma, count in gammas) or 'none',
         }
-        if self.gammas:
-            counts = sorted(Counter(self.gammas.values()).items())
-            rows['gamma'] = ', '.join(f'{gamma:g} in {count} norms' for gamma, count in counts)
-        return '\n'.join([f'{self.source} ({self.format})', *(f'  {name:<18} {text}' for name, text in rows.items())])
+        return '\n'.join([f'{self.source} ({self.format})', *(f'  {name:<10} {text}' for name, text in rows.items())])
 
 
 def _count_reasons(reasons: dict[str, str]) -> str:
-    counts = Counter(reasons.values()).items()
-    return f'{len(reasons)} ' + ', '.join(f'{reason} ({count})' for reason, count in counts)
+    counts = [f'{reason} ({count})' for reason, count in Counter(reasons.values()).items() if reason]
+    unexpected = name_some(key for key, reason in reasons.items() if not reason)
+    return ', '.join([str(len(reasons)), *counts, *([f'unexpected: {unexpected}'] if unexpected else [])])

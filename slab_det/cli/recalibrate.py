@@ -13,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--pipeline',
         choices=('train', 'test'),
-        help="images as in training or inference (default: as in the config's RecalibrateFuseHook, or else train)",
+        default='train',
+        help='images as training saw them or as inference sees them (default %(default)s)',
     )
     parser.add_argument('--max-passes', type=int, metavar='N', help='passes (default: until nothing changes)')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
@@ -33,19 +34,17 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints.build import build_detector
     from slab_det.cli.config import check_out, read_config, read_images
-    from slab_det.recalibration import configured_pipeline
     from slab_det.runtime.run_folder import check_writable
 
     check_out(args.out, args.checkpoint)
     check_writable(args.json)
     cfg = read_config(args.config, data_root=args.data_root)
     model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
-    pipeline = args.pipeline or configured_pipeline(cfg)
-    images = read_images(cfg, args.num_images, pipeline)
+    images = read_images(cfg, args.num_images, args.pipeline)
     report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
     # DetInferencer understands a missing dataset_meta, but not None.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
-        put_text(json.dumps(dict(**report.to_dict(), pipeline=pipeline), indent=1) + '\n', args.json)
-    print(f'{report}, on images as in pipeline {pipeline!r}\nWritten to {args.out}')
+        put_text(json.dumps(dict(**report.to_dict(), pipeline=args.pipeline), indent=1) + '\n', args.json)
+    print(f'{report}, on images as in pipeline {args.pipeline!r}\nWritten to {args.out}')

@@ -2,5 +2,5 @@
 
 from slab_det.conversion.convert import ConversionReport, convert_norms
 from slab_det.conversion.distill import DistilledDetector
-from slab_det.conversion.finetune import convert_detector, finetune_config, write_tune_config
+from slab_det.conversion.finetune import convert_detector, write_tune_config
 from slab_det.runtime.errors import ConversionError

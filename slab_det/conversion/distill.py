@@ -6,10 +6,9 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from mmcv.cnn.bricks import DropPath
 from mmdet.models.dense_heads import RPNHead
 from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
-from mmdet.models.roi_heads import CascadeRoIHead, StandardRoIHead
+from mmdet.models.roi_heads import StandardRoIHead
 from mmdet.models.utils import reweight_loss_dict
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
@@ -37,11 +36,10 @@ class Distillation:
 
     - ``loss_features``: the feature maps that ``extract_feat`` returns.
     - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.
-    - ``loss_roi``: logits and deltas of the RoI head on the teacher's proposals, and masks on 100 of them in all. A
-      cascade is compared stage by stage on these proposals, without its masks.
+    - ``loss_roi``: logits and deltas of a StandardRoIHead on the teacher's proposals, and masks on 100 of them in all.
 
-    Other kinds of detectors, such as DETR, are compared by their feature maps alone. Heads of the student run in eval
-    mode, because some compute something else in training mode.
+    Other heads, such as a cascade's or DETR's, are not compared. Heads of the student run in eval mode, because some
+    compute something else in training mode.
 
     Args:
         teacher: A detector; it is set to eval mode and gets no gradient.
@@ -54,7 +52,7 @@ class Distillation:
     def __call__(
         self, student: nn.Module, features: Sequence[Tensor], images: Tensor, samples: list[DetDataSample]
     ) -> dict[str, Tensor]:
-        """Computes the weighted losses, and ``feature_error``: loss_features without weight and gradient.
+        """Computes the weighted losses.
 
         Args:
             student: A detector with the heads of the teacher.
@@ -62,23 +60,23 @@ class Distillation:
             images: (B, 3, H, W), as the data preprocessor returns them.
             samples: One for each image, with its shapes; labels are not read.
         """
+        teacher = self.teacher
         with torch.no_grad():
-            targets = self.teacher.extract_feat(images)
-        error = mean_relative_error(features, targets)
-        losses = dict(loss_features=FEATURE_WEIGHT * error, feature_error=error.detach())
-        if name := _dense_head(self.teacher):
+            targets = teacher.extract_feat(images)
+        losses = dict(loss_features=FEATURE_WEIGHT * mean_relative_error(features, targets))
+        if name := _find_dense_head(teacher):
             with torch.no_grad():
-                wanted = getattr(self.teacher, name)(targets)
+                wanted = getattr(teacher, name)(targets)
             head = getattr(student, name)
             with evaluating(head):
                 losses['loss_dense'] = mean_relative_error(head(features), wanted)
-        if name == 'rpn_head' and isinstance(getattr(self.teacher, 'roi_head', None), StandardRoIHead | CascadeRoIHead):
+        if name == 'rpn_head' and isinstance(getattr(teacher, 'roi_head', None), StandardRoIHead):
             with torch.no_grad():
                 metas = [sample.metainfo for sample in samples]
-                proposals = self.teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
+                proposals = teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
                 # The first have the highest scores. All of them would cost more than the rest of both detectors.
                 proposals = [found[:NUM_PROPOSALS] for found in proposals]
-                wanted = _roi_outputs(self.teacher.roi_head, targets, proposals)
+                wanted = _roi_outputs(teacher.roi_head, targets, proposals)
             with evaluating(student.roi_head):
                 outputs = _roi_outputs(student.roi_head, features, proposals)
             losses['loss_roi'] = mean_relative_error(outputs, wanted)
@@ -125,20 +123,17 @@ def DistilledDetector(  # noqa: N802 (a config's type)
     Raises:
         CheckpointError: If the teacher's checkpoint is missing or does not fit.
     """
-    # Takes half a second.
-    from timm.layers import DropPath as TimmDropPath
-
     detector = MODELS.build(copy.deepcopy(student))
     scope = DefaultScope.get_current_instance()
     teacher_cfg = dict(model=copy.deepcopy(teacher), default_scope=scope.scope_name if scope else 'mmdet')
     reference = build_detector(Config(teacher_cfg), teacher_checkpoint).requires_grad_(False)
     for module in detector.modules():
-        if isinstance(module, (DropPath, TimmDropPath)):
+        # mmcv and timm have a class each, both with this attribute.
+        if hasattr(module, 'drop_prob'):
             module.drop_prob = 0.0
     kind = type(detector)
     detector.__class__ = type(f'Distilled{kind.__name__}', (_Distilled, kind), dict(student_class=kind))
-    detector.distillation = Distillation(reference)
-    detector.task_weight, detector.student_features = task_weight, None
+    detector.distillation, detector.task_weight = Distillation(reference), task_weight
     return detector
 
 
@@ -146,19 +141,17 @@ class _Distilled:
     """Methods that :func:`DistilledDetector` puts before the student's own."""
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list[DetDataSample]) -> dict:
-        self.student_features = self.extract_feat(batch_inputs)
-        try:
-            losses = self.distillation(self, self.student_features, batch_inputs, batch_data_samples)
-            if self.task_weight > 0:
+        features = self.extract_feat(batch_inputs)
+        losses = self.distillation(self, features, batch_inputs, batch_data_samples)
+        if self.task_weight > 0:
+            # The student's own loss would compute the same feature maps again.
+            self.extract_feat = lambda *_: features
+            try:
                 task = super().loss(batch_inputs, batch_data_samples)
-                losses.update(reweight_loss_dict(task, self.task_weight))
-        finally:
-            self.student_features = None
+            finally:
+                del self.extract_feat
+            losses.update(reweight_loss_dict(task, self.task_weight))
         return losses
-
-    def extract_feat(self, *args: Tensor) -> Sequence[Tensor]:
-        # Within loss() the maps are computed already.
-        return super().extract_feat(*args) if self.student_features is None else self.student_features
 
     def _apply(self, *args: object, **kwargs: object) -> nn.Module:
         # to(), cuda(), half() and the like.
@@ -166,20 +159,15 @@ class _Distilled:
         return super()._apply(*args, **kwargs)
 
 
-def _dense_head(model: nn.Module) -> str | None:
+def _find_dense_head(model: nn.Module) -> str | None:
     """The name of the head whose forward takes all feature maps; None where there is none."""
     if isinstance(getattr(model, 'rpn_head', None), RPNHead):
         return 'rpn_head'
     return 'bbox_head' if isinstance(getattr(model, 'bbox_head', None), BaseDenseHead) else None
 
 
-def _roi_outputs(head: nn.Module, features: Sequence[Tensor], proposals: list[InstanceData]) -> list:
-    rois = bbox2roi([found.bboxes for found in proposals])
-    if isinstance(head, CascadeRoIHead):
-        # The head's own forward refines the boxes: teacher and student would get different ones.
-        stages = [head._bbox_forward(stage, features, rois) for stage in range(head.num_stages)]
-        return [(stage['cls_score'], stage['bbox_pred']) for stage in stages]
-    boxes = head._bbox_forward(features, rois)
+def _roi_outputs(head: StandardRoIHead, features: Sequence[Tensor], proposals: list[InstanceData]) -> list[Tensor]:
+    boxes = head._bbox_forward(features, bbox2roi([found.bboxes for found in proposals]))
     outputs = [boxes['cls_score'], boxes['bbox_pred']]
     if head.with_mask:
         # The head's own forward would take the first hundred boxes of the first image.

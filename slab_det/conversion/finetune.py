@@ -26,10 +26,11 @@ DEFAULT_HOOKS = dict(
     exact_resume=dict(type='ExactResumeHook'),
     norm_state=dict(type='NormStateHook'),
 )
-# The keys that a schedule decides. Every other key stays as in the detector's config.
+# What a written config takes from the schedule. Everything else stays as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
-# An absorbed detector has no norm for the first two; an average hardly moves in so short a training.
-NO_TUNE_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
+# Custom hooks of the detector's config that do not stay: the first two are for the norms that it had, and the average
+# of EMAHook hardly moves in so short a training.
+REPLACED_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
 
 
 def convert_detector(
@@ -52,15 +53,22 @@ def convert_detector(
         CheckpointError: If the checkpoint does not fit.
     """
     out = Path(out)
-    if (kind := type_name(cfg.model.type)) in ('FusedDetector', 'DistilledDetector'):
+    if detector_config(cfg.model) is not cfg.model:
         raise ConversionError(
-            f'{cfg.filename}: a {kind} cannot be converted; give config and checkpoint of the LayerNorm detector'
+            f'{cfg.filename}: a {type_name(cfg.model.type)} cannot be converted; give config and checkpoint of the '
+            'LayerNorm detector'
         )
     model = build_detector(cfg, checkpoint)
     others = [name for name, _ in model.named_children() if name != 'backbone']
     report = convert_norms(model, inplace=True, skip=others).conversion_report
     eps, *more_eps = {norm.ln.eps for norm in named_progressive_norms(model).values()}
-    new_cfg = finetune_config(cfg, schedule, dict(type='PRepBN', ln_eps=eps), out)
+    values = to_values(cfg)
+    drop_pretrained(values['model'])
+    backbone = values['model']['backbone']
+    backbone['norm_cfg'] = dict(type='PRepBN', ln_eps=eps)
+    if backbone.get('out_norm_cfg'):
+        backbone['out_norm_cfg'] = 'same'
+    new_cfg = _with_schedule(values, schedule, out)
     rebuilt = MODELS.build(copy.deepcopy(new_cfg.model))
     if more_eps or rebuilt.state_dict().keys() != model.state_dict().keys():
         raise ConversionError(
@@ -72,22 +80,6 @@ def convert_detector(
         # DetInferencer fails where the key is there and None.
         meta['dataset_meta'] = model.dataset_meta
     return *save_with_config(dict(meta=meta, state_dict=model.state_dict()), new_cfg, out), report
-
-
-def finetune_config(cfg: Config, schedule: Config, norm_cfg: dict, checkpoint: Path) -> Config:
-    """The config that trains ``checkpoint`` with norms of ``norm_cfg``; the arguments are as in convert_detector.
-
-    ``SCHEDULE_KEYS`` come from ``schedule``, everything else from ``cfg``. Custom hooks of ``cfg`` stay unless
-    ``schedule`` brings one of their type. Checkpoints, logs and the sampler count epochs or iterations as ``schedule``
-    does.
-    """
-    values = to_values(cfg)
-    drop_pretrained(values['model'])
-    backbone = values['model']['backbone']
-    backbone['norm_cfg'] = norm_cfg
-    if backbone.get('out_norm_cfg'):
-        backbone['out_norm_cfg'] = 'same'
-    return _with_schedule(values, schedule, checkpoint)
 
 
 def write_tune_config(
@@ -109,7 +101,7 @@ def write_tune_config(
         fused_checkpoint: The weights of the absorbed detector, ending in .pth.
         teacher_checkpoint: The teacher's weights.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/tune_absorbed.py.
-        images: A folder of images to train on instead, without labels and without validation, as inference sees them.
+        images: A folder of images to train on instead, as inference sees them, without labels, validation and test.
 
     Returns:
         The path of the written config.
@@ -131,39 +123,34 @@ def write_tune_config(
         teacher=teacher,
         teacher_checkpoint=_absolute(teacher_checkpoint),
     )
-    hooks = values.get('custom_hooks') or []
-    values['custom_hooks'] = [hook for hook in hooks if type_name(hook['type']) not in NO_TUNE_HOOKS]
     if images is not None:
         dataset = dict(type='mmdet.ImageFolder', folder=_absolute(images), pipeline=inference_steps(cfg))
         dataset_meta = read_checkpoint(fused_checkpoint)['meta'].get('dataset_meta')
         if isinstance(dataset_meta, dict) and dataset_meta.get('classes'):
             # Only the classes: other entries, such as OpenImages' matrix, cannot be written to a config.
             dataset['metainfo'] = dict(classes=tuple(dataset_meta['classes']))
-        _train_on_pictures(values, dataset, _counts_epochs(schedule.get('train_cfg') or values.get('train_cfg')))
+        _train_on_pictures(values, dataset)
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
     put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
     return path
 
 
-def _train_on_pictures(values: dict, dataset: dict, by_epoch: bool) -> None:
+def _train_on_pictures(values: dict, dataset: dict) -> None:
     """Makes a dataset without labels the training set of a config, in place, and removes all that reads labels."""
     values['train_dataloader'] = dict(
         batch_size=4,
         num_workers=2,
         persistent_workers=True,
-        sampler=dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True),
+        sampler=dict(type='InfiniteSampler', shuffle=True),
         dataset=dataset,
     )
     values['model']['task_weight'] = 0.0
     preprocessor = detector_config(values['model']).get('data_preprocessor') or {}
     for key in ('batch_augments', 'pad_mask', 'pad_seg'):
         preprocessor.pop(key, None)
-    # Heads that are not compared, such as the masks of a cascade, get no gradient.
+    # Heads that are not compared, such as those of a cascade, get no gradient.
     values.update(custom_hooks=[], find_unused_parameters=True)
-    for split in ('val', 'test'):
-        parts = [f'{split}_{part}' for part in ('cfg', 'dataloader', 'evaluator')]
-        if split == 'val' or not all(values.get(part) for part in parts):
-            values.update(dict.fromkeys(parts))
+    values.update({f'{split}_{part}': None for split in ('val', 'test') for part in ('cfg', 'dataloader', 'evaluator')})
 
 
 def _absolute(checkpoint: str | Path) -> str:
@@ -172,45 +159,34 @@ def _absolute(checkpoint: str | Path) -> str:
 
 
 def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
-    """The config of ``values``, edited in place, with the ``SCHEDULE_KEYS`` of ``schedule``; loads ``checkpoint``."""
+    """Returns a config that trains ``checkpoint`` by ``schedule``; ``values`` is the rest of it, and is edited.
+
+    Custom hooks of ``values`` stay, except for ``REPLACED_HOOKS``. Checkpoints, logs and the sampler count epochs or
+    iterations as the training does.
+    """
+    hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in REPLACED_HOOKS]
     changes = schedule.to_dict()
-    hooks = changes.get('custom_hooks') or []
-    brought = {type_name(hook['type']) for hook in hooks}
-    own_hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in brought]
-    values.update(
-        {key: value for key, value in changes.items() if key in SCHEDULE_KEYS}, custom_hooks=own_hooks + hooks
-    )
-    values['default_hooks'] = {**DEFAULT_HOOKS, **(values.get('default_hooks') or {})}
-    by_epoch = _counts_epochs(values.get('train_cfg'))
-    if 'train_cfg' in changes:
-        _count_as_training(values, by_epoch)
-    import_slab_det(values)
-    values.update(load_from=_absolute(checkpoint), resume=False)
-    values.pop('work_dir', None)
-    return Config(values)
-
-
-def _counts_epochs(train_cfg: dict | None) -> bool:
-    """Whether a training loop counts epochs; False if it counts iterations."""
-    found = {'max_epochs', 'max_iters'} & (train_cfg or {}).keys()
-    if not found:
+    values.update({key: changes[key] for key in SCHEDULE_KEYS if key in changes})
+    values['custom_hooks'] = hooks + (changes.get('custom_hooks') or [])
+    train_cfg = values.get('train_cfg') or {}
+    by_epoch = 'max_epochs' in train_cfg
+    if not by_epoch and 'max_iters' not in train_cfg:
         raise ConversionError(
             'neither the schedule nor the config of the detector has a train_cfg with max_epochs or max_iters; give a '
             'schedule that has one, such as configs/_base_/schedules/finetune_prepbn.py'
         )
-    return 'max_epochs' in found
-
-
-def _count_as_training(values: dict, by_epoch: bool) -> None:
-    """Makes checkpoints, logs and the sampler of a config, in place, count as its training loop does."""
+    values['default_hooks'] = {**DEFAULT_HOOKS, **(values.get('default_hooks') or {})}
     saving = values['default_hooks'].setdefault('checkpoint', dict(type='CheckpointHook'))
     # An interruption costs a third of the run at most.
-    saving.update(by_epoch=by_epoch, interval=1 if by_epoch else math.ceil(values['train_cfg']['max_iters'] / 3))
+    saving.update(by_epoch=by_epoch, interval=1 if by_epoch else math.ceil(train_cfg['max_iters'] / 3))
     saving.pop('save_begin', None)
     values['log_processor'] = {'type': 'LogProcessor', **(values.get('log_processor') or {}), 'by_epoch': by_epoch}
     # An epoch of InfiniteSampler never ends. With DefaultSampler, a loop of iterations starts its workers every epoch.
-    old, new = ('InfiniteSampler', 'DefaultSampler') if by_epoch else ('DefaultSampler', 'InfiniteSampler')
+    samplers = ('DefaultSampler', 'InfiniteSampler')
     sampler = (values.get('train_dataloader') or {}).get('sampler')
-    if sampler and type_name(sampler['type']) == old:
-        sampler['type'] = new
-        sampler.pop('round_up', None)
+    if sampler and type_name(sampler['type']) in samplers:
+        values['train_dataloader']['sampler'] = dict(type=samplers[not by_epoch], shuffle=sampler.get('shuffle', True))
+    import_slab_det(values)
+    values.update(load_from=_absolute(checkpoint), resume=False)
+    values.pop('work_dir', None)
+    return Config(values)

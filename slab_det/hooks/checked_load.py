@@ -39,9 +39,9 @@ class CheckedLoadHook(Hook):
         is_training = isinstance(runner._train_loop, BaseLoop)
         starts = is_training and not runner._resume
         name = runner._load_from or 'the checkpoint'
-        report = check_detector_checkpoint(
-            model, checkpoint, name, complete=not starts, reinitialize=self.reinitialize if starts else ()
-        )
+        report = check_detector_checkpoint(model, checkpoint, name, self.reinitialize if starts else ())
+        if not starts:
+            report.check_complete()
         if runner._resume:
             _check_resumable(checkpoint, report, name)
 
@@ -53,9 +53,9 @@ def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
             f'{name} cannot be resumed from: it holds weights, but not the state of a training. '
             'Resume from iter_N.pth or epoch_N.pth, or start a new training with --cfg-options load_from=FILE'
         )
-    computed = {reason for _, reason in EXPECTED_MISSING}
-    missing = {key: reason for key, reason in report.missing_expected.items() if reason not in computed}
-    changed = {**report.converted, **missing, **dict.fromkeys(report.unused_unexpected, 'not in this model')}
+    # What a model of the same config may lack or leave unused is computed or bookkeeping.
+    others = {key: reason for key, reason in report.missing.items() if reason not in EXPECTED_MISSING.values()}
+    changed = {**report.converted, **others, **dict.fromkeys(report.unused_unexpected, 'not in this model')}
     if changed:
         key, reason = next(iter(changed.items()))
         raise CheckpointError(

@@ -25,14 +25,12 @@ class NormStateHook(Hook):
     """
 
     def __init__(self) -> None:
-        self._resumed = False
-        # Names of norms whose statistics this run began before it was interrupted.
-        self._live: list[str] = []
+        # What the checkpoint says that this run is resumed from; None for a new run.
+        self._resumed: dict | None = None
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # Not in before_train: --resume without a checkpoint to resume from is a new run.
-        self._resumed = runner._resume
-        self._live = checkpoint.get('slab_det', {}).get('live', []) if self._resumed else []
+        self._resumed = checkpoint.get('slab_det', {}) if runner._resume else None
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         live = [name for name, norm in named_offline_norms(unwrap(runner.model)) if not norm.statistics_loaded]
@@ -40,24 +38,21 @@ class NormStateHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         model = unwrap(runner.model)
-        for name in self._live:
-            model.get_submodule(name).statistics_loaded = False
-        for module in model.modules():
-            if isinstance(module, QuadraticNorm) and not self._resumed:
+        for module in model.modules() if self._resumed is None else ():
+            if isinstance(module, QuadraticNorm):
                 module.reset_state()
+        for name in (self._resumed or {}).get('live', []):
+            model.get_submodule(name).statistics_loaded = False
         mixed = [name for name, norm in named_progressive_norms(model).items() if norm.gamma > 0]
         offline = [name for name, _ in named_offline_norms(model)]
-        for hook, norms, consequence in (
+        later = 'are not fused when the run ends; slab-det recalibrate and fuse do it later'
+        for hook, names, consequence in (
             (ProgressiveNormHook, mixed, 'stay LayerNorm (gamma > 0) and cannot be fused'),
-            (
-                RecalibrateFuseHook,
-                offline,
-                'are not fused when the run ends; slab-det recalibrate and fuse do it later',
-            ),
+            (RecalibrateFuseHook, offline, later),
         ):
-            if norms and not any(isinstance(other, hook) for other in runner.hooks):
+            if names and not any(isinstance(other, hook) for other in runner.hooks):
                 runner.logger.warning(
-                    f'this run has no {hook.__name__}, so {len(norms)} norms ({norms[0]} for one) {consequence}. '
+                    f'this run has no {hook.__name__}, so {len(names)} norms ({names[0]} for one) {consequence}. '
                     'custom_hooks of a config replaces the list of its _base_: name that hook again, as '
                     'configs/_base_/prepbn.py does'
                 )

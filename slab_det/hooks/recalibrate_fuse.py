@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.norms import named_progressive_norms
-from slab_det.recalibration import PIPELINES, RecalibrationReport, recalibrate, recalibration_dataloader
+from slab_det.recalibration import PIPELINES, recalibrate, recalibration_dataloader
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
 from slab_det.runtime.progress import Progress
@@ -43,13 +43,12 @@ class RecalibrateFuseHook(Hook):
     Args:
         num_images: Training images to recalibrate on.
         max_passes: See :func:`slab_det.recalibrate`.
-        tol: See :func:`slab_det.recalibrate`.
         recalibrate: False leaves the running statistics alone, for weights that were trained with frozen ones.
         pipeline: 'train' for these images as training saw them, 'test' for them as inference sees them; see
             :func:`slab_det.recalibration.recalibration_dataloader`.
 
     Raises:
-        ValueError: If a count is below 1, ``tol`` is negative or the pipeline unknown.
+        ValueError: If a count is below 1 or the pipeline unknown.
     """
 
     # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
@@ -59,20 +58,16 @@ class RecalibrateFuseHook(Hook):
         self,
         num_images: int = 500,
         max_passes: int | None = None,
-        tol: float = 0.01,
         recalibrate: bool = True,
         pipeline: str = 'train',
     ) -> None:
         # A wrong argument is refused now, not after the last epoch.
-        if num_images < 1 or (max_passes is not None and max_passes < 1) or tol < 0:
-            raise ValueError(
-                f'num_images={num_images} and max_passes={max_passes} must be at least 1, tol={tol} at least 0'
-            )
+        if num_images < 1 or (max_passes is not None and max_passes < 1):
+            raise ValueError(f'num_images={num_images} and max_passes={max_passes} must be at least 1')
         if pipeline not in PIPELINES:
             raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
         self.num_images = num_images
         self.max_passes = max_passes
-        self.tol = tol
         self.recalibrate = recalibrate
         self.pipeline = pipeline
 
@@ -88,76 +83,26 @@ class RecalibrateFuseHook(Hook):
             with raise_on_all_ranks():
                 images = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
             path, checkpoint = run_on_main(last_checkpoint, runner) or (None, None)
-            model = build_trained(runner, checkpoint)
+            model = build_detector(runner.cfg).to(next(runner.model.parameters()).device)
+            # Only the main process has read the checkpoint.
+            model.load_state_dict(broadcast_from_main(checkpoint and checkpoint['state_dict']))
             recalibration = None
             if self.recalibrate:
-                recalibration = self._recalibrate(runner, model, images)
+                report = recalibrate(model, images, max_passes=self.max_passes)
+                runner.logger.log(logging.INFO if report.converged else logging.WARNING, str(report))
+                recalibration = dict(report.to_dict(), pipeline=self.pipeline)
                 run_on_main(save_weights, model, checkpoint, path)
+                # With EMAHook the runner's model has other weights than the last checkpoint.
+                if not any(isinstance(hook, EMAHook) for hook in runner.hooks):
+                    unwrap(runner.model).load_state_dict(model.state_dict())
             metrics = validate(runner, model)
-            run_on_main(self._save_fused, runner, model, images, path, metrics, recalibration)
+            run_on_main(write_fused, runner, model, images, path, metrics, recalibration)
         except Exception:
             runner.logger.error(
                 'RecalibrateFuseHook failed, see below. The training is over and its last checkpoint is whole: once '
                 'the cause is removed, the same command with --resume recalibrates and fuses'
             )
             raise
-
-    def _recalibrate(self, runner: Runner, model: BaseModel, images: DataLoader) -> RecalibrationReport:
-        report = recalibrate(model, images, max_passes=self.max_passes, tol=self.tol)
-        runner.logger.log(logging.INFO if report.converged else logging.WARNING, str(report))
-        # With EMAHook the runner's model has other weights than the last checkpoint.
-        if not any(isinstance(hook, EMAHook) for hook in runner.hooks):
-            unwrap(runner.model).load_state_dict(model.state_dict())
-        return report
-
-    def _save_fused(
-        self,
-        runner: Runner,
-        model: BaseModel,
-        images: DataLoader,
-        path: Path,
-        metrics: dict,
-        recalibration: RecalibrationReport | None,
-    ) -> None:
-        """Fuses ``model``, whose checkpoint is ``path``, compares both, and writes the fused one and a report."""
-        # Hooks are registered without mmdet's models, which take a second to import.
-        from slab_det.fusion import fuse, save_fused, verify_fusion
-        from slab_det.measure.environment import describe_environment
-        from slab_det.measure.report import ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report
-
-        fused = fuse(model)
-        inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
-        difference = verify_fusion(model, fused, inputs)
-        runner.logger.info(
-            f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: '
-            f'{difference.float64:.1e} in float64, {difference.float32:.1e} in float32'
-        )
-        meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
-        fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
-        runner.logger.info(f'Fused model: {fused_config} with {fused_path}')
-        batch_size = runner.cfg.train_dataloader.batch_size * get_world_size()
-        shared = dict(
-            **describe_model(runner.cfg.model),
-            recalibration=recalibration and dict(recalibration.to_dict(), pipeline=self.pipeline),
-            training=dict(seed=runner.seed, iterations=runner.iter, batch_size=batch_size),
-            environment=describe_environment(next(model.parameters()).device),
-        )
-        unfused_entry = ReportEntry(
-            **shared,
-            variant='unfused',
-            config=str(runner.cfg.filename),
-            checkpoint=str(path),
-            dataset=runner.val_loop and describe_dataset(runner.val_loop.dataloader.dataset),
-            ap=ap_from_metrics(metrics) or None,
-        )
-        fused_entry = ReportEntry(
-            **shared,
-            variant='fused',
-            config=str(fused_config),
-            checkpoint=str(fused_path),
-            fusion={**fused.fusion_report.to_dict(), 'difference': asdict(difference)},
-        )
-        write_report(Path(runner.work_dir) / 'report.json', [unfused_entry, fused_entry])
 
 
 def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
@@ -173,13 +118,6 @@ def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
     path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
     runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False, meta=dict(epoch=runner.epoch, iter=runner.iter))
     return path, read_checkpoint(path)
-
-
-def build_trained(runner: Runner, checkpoint: dict | None) -> BaseModel:
-    """The detector of the config with the weights of the last checkpoint, which only the main process has read."""
-    model = build_detector(runner.cfg).to(next(runner.model.parameters()).device)
-    model.load_state_dict(broadcast_from_main(checkpoint and checkpoint['state_dict']))
-    return model
 
 
 def save_weights(model: BaseModel, checkpoint: dict, path: Path) -> None:
@@ -207,3 +145,46 @@ def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
     runner.visualizer.add_scalars({f'recalibrated/{name}': value for name, value in metrics.items()}, step=runner.iter)
     runner.logger.info('Recalibrated: ' + '  '.join(f'{name}: {value:.4f}' for name, value in metrics.items()))
     return metrics
+
+
+def write_fused(
+    runner: Runner, model: BaseModel, images: DataLoader, path: Path, metrics: dict, recalibration: dict | None
+) -> None:
+    """Fuses ``model``, whose checkpoint is ``path``, compares both, and writes the fused one and ``report.json``."""
+    # Hooks are registered without mmdet's models, which take a second to import.
+    from slab_det.fusion import fuse, save_fused, verify_fusion
+    from slab_det.measure.environment import describe_environment
+    from slab_det.measure.report import ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report
+
+    fused = fuse(model)
+    inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
+    difference = verify_fusion(model, fused, inputs)
+    meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
+    fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
+    runner.logger.info(
+        f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: {difference.float64:.1e} in '
+        f'float64, {difference.float32:.1e} in float32\nFused model: {fused_config} with {fused_path}'
+    )
+    batch_size = runner.cfg.train_dataloader.batch_size * get_world_size()
+    shared = dict(
+        **describe_model(runner.cfg.model),
+        recalibration=recalibration,
+        training=dict(seed=runner.seed, iterations=runner.iter, batch_size=batch_size),
+        environment=describe_environment(next(model.parameters()).device),
+    )
+    unfused_entry = ReportEntry(
+        **shared,
+        variant='unfused',
+        config=str(runner.cfg.filename),
+        checkpoint=str(path),
+        dataset=runner.val_loop and describe_dataset(runner.val_loop.dataloader.dataset),
+        ap=ap_from_metrics(metrics) or None,
+    )
+    fused_entry = ReportEntry(
+        **shared,
+        variant='fused',
+        config=str(fused_config),
+        checkpoint=str(fused_path),
+        fusion={**fused.fusion_report.to_dict(), 'difference': asdict(difference)},
+    )
+    write_report(Path(runner.work_dir) / 'report.json', [unfused_entry, fused_entry])

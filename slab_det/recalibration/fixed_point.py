@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import RecalibrationError, collect_moments, one_pass
@@ -74,10 +73,10 @@ def recalibrate(
 
     Args:
         model: A detector or a backbone.
-        batches: A data loader or image tensors (B, 3, H, W), the same in every pass. A pass reads ``len(batches)`` of
-            them, or all where the length is unknown. Batches of a loader are prepared as ``test_step`` does; where the
-            data preprocessor pads to a fixed size in training (``BatchFixedSizePad``), they are padded too, unless the
-            loader's dataset has ``test_mode``.
+        batches: A data loader, or image tensors (B, 3, H, W) that can be read more than once. Of a loader, every pass
+            reads the same epoch. Its batches are prepared as ``test_step`` does; where the data preprocessor pads to a
+            fixed size in training (``BatchFixedSizePad``), they are padded too, unless the loader's dataset has
+            ``test_mode``.
         max_passes: Passes over ``batches``, at least 1; None for as many as it takes.
         tol: Stops when no mean moved by more than this many sigmas and no log variance by more than this.
         progress: Show a progress bar.
@@ -98,14 +97,12 @@ def recalibrate(
         )
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
-    if isinstance(batches, DataLoader):
-        # Once for all passes: they must see the same images.
-        batches = one_pass(batches)
     if max_passes is None:
         # The last pass finds that nothing changed. A norm that is called twice may need more than one pass.
         max_passes = max(len(norms) + 1, 8)
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
+    batches = one_pass(batches)
     report = RecalibrationReport(len(norms), 0, tol)
     # Norms that normalise with the statistics of each batch.
     by_batch = list(norms)
@@ -118,13 +115,13 @@ def recalibrate(
             if index == 0:
                 by_batch = []
                 continue
-            drifts = {name: largest_change(norm, previous[name]) for name, norm in norms.items()}
-            report.residuals.append(max(drifts.values()))
+            changes = {name: largest_change(norm, previous[name]) for name, norm in norms.items()}
+            report.residuals.append(max(changes.values()))
             report.converged = not by_batch and report.residuals[-1] <= tol
             if report.converged:
                 break
             # The first index + 1 norms in the order of calls are final.
-            by_batch = [name for name in order[index + 1 :] if drifts[name] > JUMP]
+            by_batch = [name for name in order[index + 1 :] if changes[name] > JUMP]
     except BaseException:
         for name, norm in norms.items():
             norm.set_statistics(*before[name])
@@ -145,13 +142,12 @@ def _run_pass(
             norm.calibrating = False
     # In the order of calls: the first norm that is not finite is the cause of the next ones.
     for name, part in moments.items():
-        device = norms[name].statistics()[0].device
-        norms[name].set_statistics(part.mean.to(device), part.var.to(device))
+        mean, var = norms[name].statistics()
+        norms[name].set_statistics(part.mean.to(mean.device), part.var.to(mean.device))
         # Moments are float64, and may be finite where the buffers of a norm are not.
         if not all(values.isfinite().all() for values in norms[name].statistics()):
             raise RecalibrationError(
-                f'{name}: mean or variance is NaN or beyond {norms[name].statistics()[1].dtype}; lower the learning '
-                'rate or check the inputs'
+                f'{name}: mean or variance is NaN or beyond {var.dtype}; lower the learning rate or check the inputs'
             )
     return list(moments), num_batches
 

@@ -36,8 +36,6 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"pipeline='{pipeline}' must be one of {', '.join(PIPELINES)}")
-    if num_images < 1:
-        raise DataError(f'num_images={num_images}: at least one training image is needed')
     if not cfg.get('train_dataloader'):
         raise DataError(
             'training images are needed, and the config has no train_dataloader; give the one that the detector was '
@@ -90,20 +88,23 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
     # Imports mmdet's datasets, which takes seconds.
     from slab_det.data import ImageFolder
 
-    if num_images < 1:
-        raise DataError(f'num_images={num_images}: at least one image is needed')
     enter_scope(cfg)
     images = RepeatableImages(ImageFolder(folder, inference_steps(cfg)), num_images, test_mode=True)
     return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
 
 
 class RepeatableImages(Dataset):
-    """Items evenly spaced over a dataset, with the same random augmentation whenever they are read.
+    """Images evenly spaced over a dataset, with the same random augmentation whenever they are read.
 
-    ``test_mode`` tells :func:`slab_det.recalibrate` that the items are as inference sees them.
+    Args:
+        dataset: A dataset for training or testing.
+        num_images: The number of images; all of a smaller dataset.
+        test_mode: Whether the images are as inference sees them; :func:`slab_det.recalibrate` then pads none.
     """
 
     def __init__(self, dataset: Dataset, num_images: int, test_mode: bool) -> None:
+        if num_images < 1:
+            raise DataError(f'num_images={num_images}: at least one image is needed')
         step = max(len(dataset) / num_images, 1.0)
         self.indices = [int(i * step) for i in range(min(num_images, len(dataset)))]
         self.dataset, self.test_mode = dataset, test_mode
@@ -118,9 +119,3 @@ class RepeatableImages(Dataset):
     def get_data_info(self, index: int) -> dict:
         """The annotations, which batch samplers ask for."""
         return self.dataset.get_data_info(self.indices[index])
-
-
-def configured_pipeline(cfg: Config) -> str:
-    """The ``pipeline`` of the RecalibrateFuseHook in ``cfg``; 'train' where the config has none."""
-    hooks = [hook for hook in cfg.get('custom_hooks') or () if type_name(hook['type']) == 'RecalibrateFuseHook']
-    return hooks[0].get('pipeline', 'train') if hooks else 'train'

@@ -1,17 +1,16 @@
-"""Mean and variance of what modules of a model read, over batches and processes."""
+"""Collects mean and variance of what modules of a model read, over batches and processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from operator import length_hint
 
 import torch
 from mmdet.structures import DetDataSample
 from mmengine.dist import all_gather_object, is_main_process
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
@@ -27,8 +26,8 @@ class Moments:
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean: Tensor | None = None
-        self.scatter: Tensor | None = None
+        self.mean: Tensor | float = 0.0
+        self.scatter: Tensor | float = 0.0
 
     def add(self, values: Tensor) -> None:
         """Adds tokens, (..., C)."""
@@ -42,9 +41,6 @@ class Moments:
     def merge(self, other: Moments) -> None:
         """Adds the tokens of ``other`` by the formula of Chan, Golub and LeVeque (1979)."""
         if other.count == 0:
-            return
-        if self.count == 0:
-            self.count, self.mean, self.scatter = other.count, other.mean, other.scatter
             return
         count = self.count + other.count
         distance = other.mean - self.mean
@@ -76,7 +72,9 @@ def collect_moments(
         RecalibrationError: If there is no batch, or a module was never reached.
         RankError: On all other ranks, if one cannot go on.
     """
-    forward = _prepare_forward(model, modules, batches)
+    prepare = prepare_inputs(model, batches)
+    # Heads run only where they have norms too.
+    has_norms_in_heads = not all(name.startswith(('backbone.', 'neck.')) for name in modules)
     moments: dict[str, Moments] = {}
     num_batches_here = 0
     with raise_on_all_ranks(), torch.no_grad(), evaluating(model), ExitStack() as stack:
@@ -87,9 +85,12 @@ def collect_moments(
 
             stack.callback(module.register_forward_hook(add).remove)
         shown = title and is_main_process()
-        total = length_hint(batches) or None
-        for batch in stack.enter_context(Progress(one_pass(batches), title, total, disable=not shown)):
-            forward(batch)
+        for batch in stack.enter_context(Progress(batches, title, disable=not shown)):
+            inputs, samples = prepare(batch)
+            if has_norms_in_heads and not isinstance(batch, Tensor):
+                model(inputs, samples, mode='predict')
+            else:
+                getattr(model, 'extract_feat', model)(inputs)
             num_batches_here += 1
     for part in moments.values():
         if part.count:
@@ -111,25 +112,20 @@ def collect_moments(
 
 
 def one_pass(batches: Iterable) -> Iterable:
-    """The first ``len(batches)`` batches, or all where the length is unknown.
+    """Returns the batches of one epoch of a loader, in an order that is drawn now and the same whenever they are read.
 
-    The loader of a config that counts iterations never ends, and its sampler goes on from where the last iterator
-    stopped. What is returned for a loader can be read again, with the same images.
+    The loader of a config that counts iterations never ends, and others shuffle anew. Anything but a DataLoader is
+    returned as it is.
     """
-    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-        if batches.batch_sampler is None:
-            order = dict(batch_size=None, sampler=[*islice(batches.sampler, len(batches))])
-        else:
-            order = dict(batch_sampler=[*islice(batches.batch_sampler, len(batches))])
-        return DataLoader(
-            batches.dataset,
-            **order,
-            num_workers=batches.num_workers,
-            collate_fn=batches.collate_fn,
-            worker_init_fn=batches.worker_init_fn,
-        )
-    length = length_hint(batches, -1)
-    return batches if length < 0 else islice(batches, length)
+    if not isinstance(batches, DataLoader):
+        return batches
+    return DataLoader(
+        batches.dataset,
+        batch_sampler=[*islice(batches.batch_sampler, len(batches))],
+        num_workers=batches.num_workers,
+        collate_fn=batches.collate_fn,
+        worker_init_fn=batches.worker_init_fn,
+    )
 
 
 @contextmanager
@@ -170,17 +166,3 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
         return inputs, samples
 
     return prepare
-
-
-def _prepare_forward(model: nn.Module, names: Iterable[str], batches: Iterable) -> Callable[[object], object]:
-    """Returns a function that runs ``model`` on a batch, only as far as the named modules need."""
-    before_heads = all(name.startswith(('backbone.', 'neck.')) for name in names)
-    prepare = prepare_inputs(model, batches)
-
-    def forward(batch: object) -> object:
-        inputs, samples = prepare(batch)
-        if not (isinstance(batch, Tensor) or before_heads):
-            return model(inputs, samples, mode='predict')
-        return model.extract_feat(inputs) if hasattr(model, 'extract_feat') else model(inputs)
-
-    return forward

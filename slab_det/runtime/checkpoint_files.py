@@ -64,21 +64,21 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
     # A requirement of timm.
     from safetensors.torch import load_file
 
-    with checkpoint_errors(path):
+    with safe_reading(path):
         return load_file(path)
 
 
-def load_from_http(filename: str, map_location: Any = None, model_dir: str | None = None, progress: bool = True) -> Any:
-    """Downloads a checkpoint once, into torch's cache or ``model_dir``; raises as :func:`read_checkpoint`.
+def load_from_http(filename: str, map_location: Any = None) -> Any:
+    """Downloads a checkpoint once, into torch's cache; raises as :func:`read_checkpoint`.
 
     All processes of a run call it.
     """
 
     def load() -> Any:
         try:
-            with torch.serialization.safe_globals(CHECKPOINT_GLOBALS), checkpoint_errors(filename):
+            with safe_reading(filename):
                 return torch.hub.load_state_dict_from_url(  # noqa: TID251 (weights_only=True)
-                    filename, model_dir, map_location=map_location, progress=progress, weights_only=True
+                    filename, map_location=map_location, weights_only=True
                 )
         except URLError as error:
             raise CheckpointError(
@@ -93,13 +93,11 @@ def load_from_http(filename: str, map_location: Any = None, model_dir: str | Non
 
 
 def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.Tensor]:
-    """Returns the state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`.
-
-    timm downloads it once, into its own cache.
-    """
+    """Returns the state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`."""
     import timm
 
     name = filename.removeprefix(TIMM)
+    # Others, such as hf-hub:, may be anybody's.
     if not timm.models.is_model_pretrained(name):
         raise CheckpointError(
             f'{filename}: timm has no pretrained weights of this name; python -c "import timm; '
@@ -117,15 +115,16 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
 
 def read_torch_file(file: Any, map_location: Any = None) -> Any:
     """Reads a file as ``torch.load`` does, with the allow-list of this module; raises as :func:`read_checkpoint`."""
-    with torch.serialization.safe_globals(CHECKPOINT_GLOBALS), checkpoint_errors(file):
+    with safe_reading(file):
         return torch.load(file, map_location=map_location, weights_only=True)  # noqa: TID251
 
 
 @contextmanager
-def checkpoint_errors(file: Any) -> Iterator[None]:
-    """Turns an error of reading a damaged or unsafe checkpoint into a CheckpointError."""
+def safe_reading(file: Any) -> Iterator[None]:
+    """Allows the objects in ``CHECKPOINT_GLOBALS``; damaged or unsafe contents of ``file`` become a CheckpointError."""
     try:
-        yield
+        with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
+            yield
     except (MemoryError, torch.cuda.OutOfMemoryError, URLError, PermissionError):
         raise
     except Exception as error:
@@ -148,7 +147,7 @@ def known_method(owner: type, name: str) -> Callable:
     return getattr(owner, name)
 
 
-# Checkpoints hold pickled methods of the HistoryBuffers in the message hub, and of OneCycle schedulers.
+# Checkpoints hold pickled methods of the message hub's HistoryBuffers, and of OneCycle schedulers.
 METHOD_OWNERS = (HistoryBuffer, OneCycleParamScheduler)
 NUMPY_CORE = np._core.multiarray if hasattr(np, '_core') else np.core.multiarray
 DTYPE_CODES = '?' + np.typecodes['AllInteger'] + np.typecodes['Float'] + 'SU'

@@ -57,7 +57,7 @@ def test_a_prefix_chooses_among_several_backbones(tmp_path, prefix, way):
         target.init_weights()
     else:
         report = load_pretrained(target, path, prefix=prefix)
-        assert report.complete and len(report.unused_expected) > len(other)
+        assert report.complete and len(report.unused) > len(other)
     assert not differing(target, wanted)
     load_pretrained(target, path)
     assert not differing(target, other)
@@ -84,7 +84,6 @@ def norm_key(state: dict) -> str:
 BAD = {
     'numbers': (lambda state: {'epoch': 3, 'lr': 0.1}, 'no weights.*epoch, lr'),
     'no dict': (lambda state: [1, 2], 'no weights.*list'),
-    'a tensor': (lambda state: torch.ones(2), 'no weights.*Tensor'),
     'zero matches': (lambda state: {'encoder.weight': torch.ones(2)}, 'nothing matches'),
     'one name in common': (
         lambda state: {norm_key(state): torch.ones(8), 'foo.bar': torch.ones(1)},
@@ -97,19 +96,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(
-    'build',
-    [
-        lambda **options: SLABSwin(**SMALL, **options),
-        lambda **options: SLABPVT(embed_dims=8, num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), **options),
-    ],
-    ids=['swin', 'pvt'],
-)
 @pytest.mark.parametrize('kind', BAD)
-def test_bad_content_is_refused_in_one_line_and_nothing_is_loaded(tmp_path, build, kind):
+def test_bad_content_is_refused_in_one_line_and_nothing_is_loaded(tmp_path, kind):
     content, expected = BAD[kind]
     path = tmp_path / 'weights.pth'
-    model = build(init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+    model = SLABPVT(
+        embed_dims=8,
+        num_layers=(1, 1, 1, 1),
+        num_heads=(1, 2, 2, 4),
+        init_cfg=dict(type='Pretrained', checkpoint=str(path)),
+    )
     before = {key: value.clone() for key, value in model.state_dict().items()}
     torch.save(content(before), path)
     with pytest.raises(CheckpointError, match=expected) as error:

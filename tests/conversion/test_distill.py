@@ -54,12 +54,7 @@ def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teach
         ]
         losses = Distillation(teacher)(student, s, images, samples)
     assert len(roi[0]) == 3
-    expected = dict(
-        loss_features=5 * relative(s, t),
-        loss_dense=relative(*dense),
-        loss_roi=relative(*roi),
-        feature_error=relative(s, t),
-    )
+    expected = dict(loss_features=5 * relative(s, t), loss_dense=relative(*dense), loss_roi=relative(*roi))
     torch.testing.assert_close(losses, expected)
 
 
@@ -150,7 +145,7 @@ def test_without_a_task_loss_no_labels_are_read(absorbed):
     model = MODELS.build(dict(cfg.model, task_weight=0.0)).train()
     images = torch.randn(1, 3, 64, 64)
     losses = model(images, describe_images(images), mode='loss')
-    assert losses.keys() == {'loss_features', 'loss_dense', 'loss_roi', 'feature_error'}
+    assert losses.keys() == {'loss_features', 'loss_dense', 'loss_roi'}
     assert sum(losses.values()).requires_grad
     # Drop-path of 0.5 would be drawn anew.
     torch.testing.assert_close(model(images, describe_images(images), mode='loss'), losses)

@@ -34,7 +34,6 @@ def cfg(small_run_cfg: Callable[..., Config]) -> Config:
     cfg.optim_wrapper.accumulative_counts = 3
     cfg.train_cfg.val_interval = 4
     cfg.default_hooks.checkpoint.max_keep_ckpts = 1
-    cfg.custom_hooks[1].tol = 0.0
     cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.2))
     return cfg
 

@@ -71,7 +71,7 @@ def test_iteration_t_runs_with_gamma_of_t_and_the_end_stores_gamma_of_T(tmp_path
         assert saved.item() == pytest.approx(expected(t), abs=1e-12)
 
 
-@pytest.mark.parametrize('stop_after', [1, 4, 9])
+@pytest.mark.parametrize('stop_after', [1, 9])
 def test_resumed_run_equals_the_uninterrupted_one(whole, tmp_path, stop_after):
     run(tmp_path, stop_after=stop_after)
     resumed, recorder = run(tmp_path, resume=True)

@@ -12,7 +12,7 @@ from mmengine.config import Config
 
 import slab_det
 from slab_det.data import generate, set_data_root
-from slab_det.recalibration import configured_pipeline, image_folder_dataloader, recalibration_dataloader
+from slab_det.recalibration import image_folder_dataloader, recalibration_dataloader
 from slab_det.runtime.errors import DataError
 
 
@@ -112,9 +112,3 @@ def test_a_folder_without_pictures_or_with_broken_ones_is_named(cfg, tmp_path):
     (tmp_path / 'empty/broken.jpg').write_bytes(b'no JPEG')
     with pytest.raises(DataError, match=r'broken\.jpg cannot be read'):
         images_of(image_folder_dataloader(cfg, tmp_path / 'empty', 4))
-
-
-def test_the_pipeline_of_a_config_is_that_of_its_hook(cfg):
-    assert configured_pipeline(cfg) == configured_pipeline(Config()) == 'train'
-    cfg.custom_hooks[1].pipeline = 'test'
-    assert configured_pipeline(cfg) == 'test'

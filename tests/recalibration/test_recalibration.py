@@ -1,7 +1,6 @@
 """Recalibration finds the statistics that inference sees; on several processes: tests/distributed."""
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -153,20 +152,6 @@ def test_values_that_are_not_finite_stop_it_with_the_layers_name_and_keep_the_ol
         recalibrate(model, [batch.float() for batch in build_batches()])
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
-
-
-class Endless(list):
-    """Batches over and over, as the loader of a config that counts iterations gives them."""
-
-    def __iter__(self):
-        return itertools.cycle(super().__iter__())
-
-
-def test_a_pass_over_an_endless_loader_ends():
-    one, other, images = build_backbone(), build_backbone(), build_batches()
-    assert recalibrate(one, Endless(images), max_passes=2).num_batches == 3
-    recalibrate(other, images, max_passes=2)
-    assert not differing(one, other.state_dict())
 
 
 @pytest.mark.parametrize('endless', [True, False])
