@@ -14,7 +14,6 @@ import resource
 import runpy
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,7 +97,7 @@ def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
 
 
 class HalfWindowMSA(WindowMSA):
-    """An attention of mmdet that computes something else."""
+    """mmdet's attention, halved: a subclass that computes something else."""
 
     def forward(self, x, mask=None):
         return super().forward(x, mask) / 2
@@ -114,7 +113,8 @@ class RunsCode:
         return self.call[0], self.call[1:]
 
 
-def layer_norms(model):
+def layer_norms(model: nn.Module) -> list[str]:
+    """The names of the LayerNorms of a model."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
 
 
@@ -248,24 +248,15 @@ class StopAfter(Hook):
             raise KeyboardInterrupt
 
 
-@dataclass
-class Outcome:
-    """What a command line leaves behind."""
-
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Outcome]:
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable:
     """Runs a tool as ``python tools/<tool> …`` would, in an empty folder, without paying for a new interpreter.
 
-    It must leave with the exit code ``code``.
+    It must leave with the exit code ``code``. The result has what it printed, ``out`` and ``err``.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(tool: str, *arguments: object, code: int = 0) -> Outcome:
+    def run(tool: str, *arguments: object, code: int = 0):
         monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
         # A new process would have none yet: that of the last call writes to a stream that is closed, or draws for it.
         for kind in (MMLogger, Visualizer, *Visualizer.__subclasses__()):
@@ -274,10 +265,10 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         try:
             runpy.run_path(str(CONFIGS.parent / 'tools' / tool), run_name='__main__')
         except SystemExit as stop:
-            found = stop.code
-        outcome = Outcome(int(found or 0), *capsys.readouterr())
-        assert outcome.code == code, f'{tool} {arguments}: {outcome.code}\n{outcome.out[-3000:]}\n{outcome.err[-3000:]}'
-        return outcome
+            found = stop.code or 0
+        printed = capsys.readouterr()
+        assert found == code, f'{tool} {arguments}: {found}\n{printed.out[-3000:]}\n{printed.err[-3000:]}'
+        return printed
 
     return run
 
@@ -300,7 +291,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def as_trained(model: nn.Module, seed: int = 0) -> nn.Module:
-    """A model as a finished training leaves it: filled by :func:`randomize`, in eval mode, at gamma 0."""
+    """Makes a model as a finished training leaves it: filled by :func:`randomize`, in eval mode, at gamma 0."""
     slab_det.set_gamma(randomize(model, seed), 0.0)
     # mmdet's Swin returns None.
     model.eval()
