@@ -3,7 +3,7 @@
     python -m benchmarks.int8 bccd --data-root data/bccd --detector LayerNorm CONFIG CHECKPOINT \\
         --detector absorbed work_dirs/absorb/fused_config.py work_dirs/absorb/fused.pth
 
-They are calibrated on 100 training images. Rows are added to benchmarks/results/int8.json.
+The int8 models are calibrated on 100 training images. Rows are added to benchmarks/results/int8.json.
 """
 
 import slab_det  # noqa: F401, I001 (before mmdet: registers everything)
@@ -54,9 +54,8 @@ def main() -> None:
     parser.add_argument('--data-root', required=True, metavar='DIR')
     parser.add_argument('--detector', nargs=3, action='append', metavar=('NAME', 'CONFIG', 'CHECKPOINT'), required=True)
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/int8'))
-    parser.add_argument('--out', type=Path, default=FOLDER / 'int8.json')
     args = parser.parse_args()
-    results = Results(args.out)
+    results = Results(FOLDER / 'int8.json')
     cfg = read_config(str(ROOT / CONFIGS[args.dataset]))
     set_data_root(cfg, args.data_root)
     dataset = cfg.val_dataloader.dataset

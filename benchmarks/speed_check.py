@@ -7,7 +7,6 @@ Ratios are compared where device, threads, size and dtype are the same; for anyt
 """
 
 import argparse
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,11 +68,9 @@ def show(ratio: Mapping | None) -> str:
 
 
 def commit() -> str:
-    """The commit of this tree, with '-dirty' where files were changed since."""
+    """The commit of this tree, with '-dirty' if files were changed since."""
     command = ['git', 'describe', '--always', '--dirty', '--exclude', '*']
-    if shutil.which('git') is None:
-        return 'unknown'
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or 'unknown'
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

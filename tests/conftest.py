@@ -14,7 +14,6 @@ import resource
 import runpy
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,13 +71,13 @@ slab_det.runtime.install()
 # Each `mmdet::` in a config reads all of mmdet's hundred metafiles, only to find out that it is none of theirs.
 mmengine.config.utils.load = cache(mmengine.config.utils.load)
 
-# A run formats its config five times, and again with each checkpoint: a third of the time of tests that train.
+# A run formats its config five times, and once more for each checkpoint: a third of the time of a test that trains.
 yapf_api.FormatCode = lambda text, **_: (text, True)
 
-# It also asks compilers for their versions.
+# A run also asks compilers for their versions.
 mmengine.runner.runner.collect_env = cache(mmengine.runner.runner.collect_env)
 
-# Each dataset has all garbage collected when it is built: a tenth of that time.
+# Building a dataset collects all garbage of the process: a tenth of that time.
 mmengine.dataset.base_dataset.gc = SimpleNamespace(collect=lambda: 0)
 
 
@@ -98,14 +97,14 @@ def small_mmdet_cfg(name: str, backbone: dict, **neck) -> Config:
 
 
 class HalfWindowMSA(WindowMSA):
-    """An attention of mmdet that computes something else."""
+    """mmdet's attention, halved: a subclass that computes something else."""
 
     def forward(self, x, mask=None):
         return super().forward(x, mask) / 2
 
 
 class RunsCode:
-    """What a malicious checkpoint holds."""
+    """Calls a function when it is unpickled, as a malicious checkpoint does."""
 
     def __init__(self, *call):
         self.call = call
@@ -114,7 +113,8 @@ class RunsCode:
         return self.call[0], self.call[1:]
 
 
-def layer_norms(model):
+def layer_norms(model: nn.Module) -> list[str]:
+    """The names of the LayerNorms of a model."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
 
 
@@ -128,7 +128,7 @@ def make_affine(model):
 
 
 def on_a_full_disk(write: Callable[[], object]) -> str:
-    """What a command line prints when no file may be larger than 4 kB while ``write`` runs."""
+    """The message of a command line when no file may grow beyond 4 kB while ``write`` runs."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -141,14 +141,14 @@ def on_a_full_disk(write: Callable[[], object]) -> str:
 
 
 def pictures(count=6, size=(66, 70), seed=0):
-    """Coarse blobs: tokens differ within an image and between images."""
+    """Images of coarse blobs, whose tokens differ within an image and between images."""
     generator = torch.Generator().manual_seed(seed)
     noise = [torch.randn(1, 3, 9, 9, generator=generator) for _ in range(count)]
     return [nn.functional.interpolate(n, size=size, mode='bicubic') * (1 + i % 3) for i, n in enumerate(noise)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the files that take longest: workers get whole files, and the last one would work alone."""
+    """Runs the slowest files first: a worker of pytest-xdist takes whole files, and would run a slow last one alone."""
     items.sort(key=lambda item: item.path.parent.name not in ('e2e', 'export', 'tools'))
 
 
@@ -167,7 +167,7 @@ def build_detector_cfg(detector: str = 'mask_rcnn', **backbone) -> Config:
     model.backbone = backbone
     model.neck.in_channels = channels
     model.roi_head.bbox_head.num_classes = model.roi_head.mask_head.num_classes = 3
-    # Heads of regions take most of the time of so small an image.
+    # On so small an image, the heads that look at regions take most of the time.
     model.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
     model.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=50)
     model.train_cfg.rcnn.sampler.num = 32
@@ -219,7 +219,7 @@ def run_cfg_builder(folder: Path) -> Callable[..., Config]:
 
 @pytest.fixture
 def small_run_cfg(tmp_path, monkeypatch):
-    """See :func:`run_cfg_builder`; one test's."""
+    """See :func:`run_cfg_builder`; for the runs of one test."""
     monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path / 'cache'))
     return run_cfg_builder(tmp_path)
 
@@ -248,43 +248,34 @@ class StopAfter(Hook):
             raise KeyboardInterrupt
 
 
-@dataclass
-class Outcome:
-    """What a command line leaves behind."""
-
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Outcome]:
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable:
     """Runs a tool as ``python tools/<tool> …`` would, in an empty folder, without paying for a new interpreter.
 
-    It must leave with the exit code ``code``.
+    It must leave with the exit code ``code``. The result has what it printed, ``out`` and ``err``.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(tool: str, *arguments: object, code: int = 0) -> Outcome:
+    def run(tool: str, *arguments: object, code: int = 0):
         monkeypatch.setattr(sys, 'argv', [tool, *map(str, arguments)])
-        # A new process would have none yet: that of the last call writes to a stream that is closed, or draws for it.
+        # A new process has none yet; the logger and visualizer of the last call write to its closed stream and folder.
         for kind in (MMLogger, Visualizer, *Visualizer.__subclasses__()):
             monkeypatch.setattr(kind, '_instance_dict', {})
         found: object = 0
         try:
             runpy.run_path(str(CONFIGS.parent / 'tools' / tool), run_name='__main__')
         except SystemExit as stop:
-            found = stop.code
-        outcome = Outcome(int(found or 0), *capsys.readouterr())
-        assert outcome.code == code, f'{tool} {arguments}: {outcome.code}\n{outcome.out[-3000:]}\n{outcome.err[-3000:]}'
-        return outcome
+            found = stop.code or 0
+        printed = capsys.readouterr()
+        assert found == code, f'{tool} {arguments}: {found}\n{printed.out[-3000:]}\n{printed.err[-3000:]}'
+        return printed
 
     return run
 
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Fills parameters and statistics so that no two are alike and activations keep their size."""
+    """Fills parameters and statistics with different random values that keep the size of activations."""
     generator = torch.Generator().manual_seed(seed)
     state = model.state_dict()
     for name, tensor in state.items():
@@ -300,7 +291,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def as_trained(model: nn.Module, seed: int = 0) -> nn.Module:
-    """A model as a finished training leaves it: filled by :func:`randomize`, in eval mode, at gamma 0."""
+    """Makes a model as a finished training leaves it: filled by :func:`randomize`, in eval mode, at gamma 0."""
     slab_det.set_gamma(randomize(model, seed), 0.0)
     # mmdet's Swin returns None.
     model.eval()
@@ -308,14 +299,14 @@ def as_trained(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def differing(model: nn.Module | dict, other: nn.Module | dict) -> list[str]:
-    """The keys under which two state dicts, or those of two models, have other values."""
+    """The keys whose values differ between two state dicts, or between the state dicts of two models."""
     state, other = (x if isinstance(x, dict) else x.state_dict() for x in (model, other))
     assert state.keys() == other.keys()
     return [key for key, value in state.items() if not torch.equal(value, other[key])]
 
 
 def random_sizes(count: int, seed: int) -> list[list[int]]:
-    """Heights and widths of images, most of them no multiple of anything."""
+    """Heights and widths of images; few are multiples of a patch or a window."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(32, 150, (count, 2), generator=generator).tolist()
 

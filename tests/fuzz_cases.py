@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,29 +15,17 @@ FIRST_PATCHES = ((4, 4, 0), (7, 4, 3), (4, 4, 'corner'), (5, 4, 'same'), (2, 2, 
 NEXT_PATCHES = ((2, 2, 0), (3, 2, 1), (2, 2, 'corner'), (3, 2, 'same'))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One draw.
-
-    Attributes:
-        seed: What it was drawn from.
-        part: 'backbone', 'faster_rcnn' or 'mask_rcnn'.
-        backbone: The config of the backbone.
-        neck: Arguments of the FPN that differ from the small detector's.
-        size: (H, W) of the images.
-        batch: Images.
-        dtype: Of weights and images.
-        gamma: Share of LayerNorm in every PRepBN.
-    """
+class Case(NamedTuple):
+    """One draw."""
 
     seed: int
-    part: str
+    part: str  # 'backbone', 'faster_rcnn' or 'mask_rcnn'
     backbone: dict
-    neck: dict
-    size: tuple[int, int]
+    neck: dict  # what differs from the FPN of the small detector
+    size: tuple[int, int]  # (H, W) of the images
     batch: int
-    dtype: torch.dtype
-    gamma: float
+    dtype: torch.dtype  # of weights and images
+    gamma: float  # of every PRepBN
 
 
 def draw_case(seed: int) -> Case:

@@ -11,6 +11,8 @@ from slab_det.norms import PRepBN
 
 
 class Points(Dataset):
+    """Eight items of five random points each, and what the regression shall make of them."""
+
     def __len__(self):
         return 8
 
@@ -49,7 +51,6 @@ def train(
     batch_size=4,
     interval=1,
     val=False,
-    optim_wrapper='OptimWrapper',
     accumulate=1,
     seed=0,
     **options,
@@ -70,7 +71,7 @@ def train(
         str(work_dir),
         train_dataloader=dict(**loader, sampler=sampler),
         train_cfg=length,
-        optim_wrapper=dict(type=optim_wrapper, optimizer=dict(type='AdamW', lr=0.01), accumulative_counts=accumulate),
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=0.01), accumulative_counts=accumulate),
         val_dataloader=dict(**loader, sampler=dict(type='DefaultSampler', shuffle=False)) if val else None,
         val_cfg={} if val else None,
         val_evaluator=dump if val else None,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Outcome, RunsCode, randomize
+from conftest import RunsCode, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from torch import nn
@@ -75,7 +75,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
 
 
 @pytest.fixture
-def run(world: Path, call: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def run(world: Path, call: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """A function: what ``python tools/COMMAND`` leaves behind in that folder."""
     monkeypatch.chdir(world)
     shutil.rmtree('run', ignore_errors=True)

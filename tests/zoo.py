@@ -13,24 +13,19 @@ ON_INPUT = 'neck.fpn_convs.3 reads the same map'
 NO_NECK = 'which no neck reads'
 MAY_READ = 'may hand the outputs of the backbone to more than the neck'
 PADDED = 'only into a convolution with groups=1 and padding=0'
-# One config for each detector, neck and choice of outputs in mmdet 3.5.1, and what stays of its backbone, with a part
-# of the reason. FCOS of v3det is missing: its config names an option that no FPN of mmdet has.
+# One config for each detector and neck in mmdet 3.5.1, and the norms that stay in its backbone, with a part of the
+# reason. FCOS of v3det is missing: its config names an option that no FPN of mmdet has.
 ZOO = {
     'swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco': {},
     'swin/retinanet_swin-t-p4-w7_fpn_1x_coco': outputs(ON_INPUT, 3),
-    'v3det/faster_rcnn_swinb_fpn_8x4_sample1e-3_mstrain_v3det_2x': {},
     'v3det/cascade_rcnn_swinb_fpn_8x4_sample1e-3_mstrain_v3det_2x': {},
     'dyhead/atss_swin-l-p4-w12_fpn_dyhead_ms-2x_coco': {},
     'glip/glip_atss_swin-t_a_fpn_dyhead_pretrain_obj365': {},
-    'glip/glip_atss_swin-t_a_fpn_dyhead_16xb2_ms-2x_funtune_coco': {},
     'rtmdet/rtmdet_l_swin_b_4xb32-100e_coco': outputs('neck is a CSPNeXtPAFPN', 1, 2, 3),
-    'rtmdet/rtmdet_l_swin_b_p6_4xb16-100e_coco': outputs('neck is a CSPNeXtPAFPN', 1, 2, 3, 4),
     'v3det/deformable-detr-refine-twostage_swin_16xb2_sample1e-3_v3det_50e': outputs(MAY_READ, 1, 2, 3),
-    'v3det/dino-4scale_swin_16xb1_sample1e-3_v3det_36e': outputs(MAY_READ, 1, 2, 3),
     'dino/dino-5scale_swin-l_8xb2-12e_coco': outputs(MAY_READ, 0, 1, 2, 3),
     'ddq/ddq-detr-4scale_swinl_8xb2-30e_coco': outputs(MAY_READ, 1, 2, 3),
     'grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco': outputs(MAY_READ, 1, 2, 3),
-    'mm_grounding_dino/grounding_dino_swin-l_pretrain_all': outputs(MAY_READ, 0, 1, 2, 3),
     'mask2former/mask2former_swin-t-p4-w7-224_8xb2-lsj-50e_coco': outputs(NO_NECK, 0, 1, 2, 3),
     'mask2former_vis/mask2former_swin-l-p4-w12-384-in21k_8xb2-8e_youtubevis2021': outputs(NO_NECK, 0, 1, 2, 3),
     'maskformer/maskformer_swin-l-p4-w12_64xb1-ms-300e_coco': outputs(NO_NECK, 0, 1, 2, 3),
@@ -50,7 +45,7 @@ SMALL = dict(num_layers=1, num_cp=0, num_groups=4)
 
 @MODELS.register_module()
 class Wordless(nn.Module):
-    """In the place of BERT, which is downloaded when it is built; no feature map depends on it."""
+    """Replaces BERT, which is downloaded when it is built; no feature map depends on it."""
 
     def __init__(self):
         super().__init__()
@@ -76,6 +71,7 @@ def shrunk(cfg, channels):
 
 
 def zoo_cfg(name):
+    """The small form of one of mmdet's configs: a few channels, one or two blocks in each stage."""
     cfg = Config.fromstring(f"_base_ = ['mmdet::{name}.py']", '.py').model
     backbone = cfg.backbone
     if backbone.type == 'SwinTransformer':

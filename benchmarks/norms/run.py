@@ -123,41 +123,28 @@ def call(command: list[str]) -> None:
 
 
 def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> dict:
-    """Trains a run if it has not ended yet, and returns its AP.
+    """Trains a run in a folder, unless it is done, and returns its AP.
 
     Raises:
         subprocess.CalledProcessError: If the training fails.
     """
-    report, key = folder / 'report.json', f'coco/{study.metric}_mAP'
     if not (folder / 'done').exists():
-        run_tool(run_config(study, name, seed), folder, data_root)
+        config = folder / 'merged' / 'config.py'
+        config.parent.mkdir(parents=True, exist_ok=True)
+        run_config(study, name, seed).dump(config)
+        arguments = [str(config), '--work-dir', str(folder), '--data-root', data_root, '--resume']
+        call([sys.executable, 'tools/train.py', *arguments])
+        (folder / 'done').touch()
     logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
     # The keys of the recalibrated model only end like this one.
+    key = f'coco/{study.metric}_mAP'
     all_ap = ap_from_metrics([values for values in map(json.loads, logs.splitlines()) if key in values][-1])
     result = dict(AP=all_ap[study.metric]['AP'], all_ap=all_ap)
-    if report.exists():
-        entry = read_report(report)[0]
+    if (folder / 'report.json').exists():
+        entry = read_report(folder / 'report.json')[0]
         before = dict(AP_before_recalibration=result['AP'], recalibration=entry.recalibration)
         result = dict(AP=entry.ap[study.metric]['AP'], all_ap=entry.ap, **before)
     return result
-
-
-def run_tool(config: Config, folder: Path, data_root: str | Path) -> None:
-    """Starts or resumes a training in a folder."""
-    path = folder / 'merged' / 'config.py'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    config.dump(path)
-    arguments = [str(path), '--work-dir', str(folder), '--data-root', str(data_root), '--resume']
-    call([sys.executable, 'tools/train.py', *arguments])
-    (folder / 'done').touch()
-
-
-def add_result(file: Path, study: Study, name: str, seed: int, result: dict) -> None:
-    """Adds one run with one seed to the stored results."""
-    text = f'{study.setting}, {study.iterations} iterations of 4 images'
-    label, control = RUNS[name][0], RUNS['ln'][0]
-    identity = dict(name=label, seed=seed) | ({} if label == control else dict(control=control))
-    Results(file, text=text, metric=AP_KINDS[study.metric]).add(identity, result)
 
 
 def publish(study: str, page: Path, folder: Path) -> None:
@@ -180,20 +167,24 @@ def main() -> None:
     args = parser.parse_args()
     os.chdir(ROOT)
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
-    study, name_of_study, failed = STUDIES[args.study], args.study, []
+    study, title, failed = STUDIES[args.study], args.study, []
     if args.iterations:
-        study, name_of_study = replace(study, iterations=args.iterations), f'{args.study}-{args.iterations}'
+        study, title = replace(study, iterations=args.iterations), f'{args.study}-{args.iterations}'
+    text = f'{study.setting}, {study.iterations} iterations of 4 images'
+    results = Results(FOLDER / f'norms_{title}.json', text=text, metric=AP_KINDS[study.metric])
+    control = RUNS['ln'][0]
     for seed in [] if args.table_only else args.seeds:
         for name in args.only or RUNS:
-            folder = args.work_dir / name_of_study / name / f'seed{seed}'
+            folder = args.work_dir / title / name / f'seed{seed}'
             try:
                 result = train(study, name, seed, folder, args.data_root or f'data/{args.study.partition("-")[0]}')
             except subprocess.CalledProcessError:
                 # A run that fails does not stop the others.
                 failed.append(f'{name} seed {seed} failed: call again to go on, output above')
                 continue
-            add_result(FOLDER / f'norms_{name_of_study}.json', study, name, seed, result)
-    publish(name_of_study, PAGE, FOLDER)
+            label = RUNS[name][0]
+            results.add(dict(name=label, seed=seed) | ({} if label == control else dict(control=control)), result)
+    publish(title, PAGE, FOLDER)
     if failed:
         raise SystemExit('\n'.join(failed))
 

@@ -32,7 +32,7 @@ def study_table(rows: Sequence[dict], metric: str) -> str:
         ap, base, before = by_seed(rows, name), by_seed(rows, control), by_seed(rows, name, BEFORE)
         differences = [ap[seed] - base[seed] for seed in ap if seed in base]
         line = [name, ', '.join(f'{100 * value:.1f}' for value in ap.values()), spread(ap.values())]
-        line += [spread(differences, '{:+.1f}'), _interval(differences)]
+        line += [spread(differences, '{:+.1f}'), t_interval(differences)]
         lines.append([*line, *[spread(before.values())] * recalibrated])
     return format_table(titles, lines)
 
@@ -67,21 +67,16 @@ def replace_table(page: Path, mark: str, table: str) -> None:
     page.write_text(text)
 
 
-def t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the mean of paired differences d_1 ... d_n over seeds.
+def t_interval(differences: Sequence[float]) -> str:
+    """The 95 % confidence interval of the mean of paired differences d_1 ... d_n of AP over seeds, times 100.
 
     mean(d) -/+ t(0.975, n - 1) * std(d) / sqrt(n), with the sample standard deviation (n - 1 in its denominator).
     It takes the differences as normal and the seeds as the only source of noise: the validation images are always the
-    same. One interval in twenty excludes 0 by chance. None below 3 seeds, where it says nothing, and above 10.
+    same. One interval in twenty excludes 0 by chance. Below 3 seeds an interval says nothing; above 10 there are none.
     """
     quantile = T_QUANTILES.get(len(differences) - 1)
     if quantile is None:
-        return None
+        return NONE
     mean = statistics.mean(differences)
     half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
-    return mean - half, mean + half
-
-
-def _interval(differences: Sequence[float]) -> str:
-    bounds = t_interval(differences)
-    return '[{:+.1f}, {:+.1f}]'.format(*(100 * bound for bound in bounds)) if bounds else NONE
+    return f'[{100 * (mean - half):+.1f}, {100 * (mean + half):+.1f}]'

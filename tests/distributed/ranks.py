@@ -3,11 +3,11 @@
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
-import socket
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
 from regression import Regression, train
 from torch import nn
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.multiprocessing import start_processes
 from torch.utils.checkpoint import checkpoint
 
 import slab_det
@@ -131,11 +133,6 @@ def recalibrated_together(alone):
     }
 
 
-def download_fails():
-    # Port 9 of this machine: nothing listens there.
-    return message(slab_det.runtime.read_checkpoint, 'http://127.0.0.1:9/swin.pth')
-
-
 def recalibration_fails_on_one():
     model = backbone().eval()
     before = digest(model.state_dict())
@@ -205,15 +202,9 @@ def end_of_run(cfg):
     saved = (folder / 'iter_1.pth').read_bytes() if get_rank() == 0 else None
 
     def failed(rank, target, attribute, error):
-        def fail(*args):
-            raise error
-
-        original = getattr(target, attribute)
-        if get_rank() == rank:
-            setattr(target, attribute, fail)
-        found = message(hook.after_train, runner)
-        setattr(target, attribute, original)
-        return found
+        fails = mock.patch.object(target, attribute, side_effect=error)
+        with fails if get_rank() == rank else nullcontext():
+            return message(hook.after_train, runner)
 
     return {
         'data': failed(3, recalibrate_fuse, 'recalibration_dataloader', DataError('images/7.png is missing')),
@@ -226,12 +217,6 @@ def end_of_run(cfg):
 # Processes -------------------------------------------------------------------------------------------------------
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return str(listener.getsockname()[1])
-
-
 def launch():
     """Starts the process group with the default backend, nccl."""
     with warnings.catch_warnings(record=True) as caught:
@@ -241,28 +226,15 @@ def launch():
 
 
 def start(rank, world_size, port, function, *args):
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR='127.0.0.1',
-        MASTER_PORT=port,
-        CUDA_VISIBLE_DEVICES='',
-    )
+    addresses = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port, CUDA_VISIBLE_DEVICES='')
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), **addresses)
     function(*args)
 
 
 def in_processes(world_size, function, *args):
     """Calls a function in so many processes. They are forked: importing torch and mmdet takes seconds."""
-    fork, port = multiprocessing.get_context('fork'), free_port()
-    processes = [
-        fork.Process(target=start, args=(rank, world_size, port, function, *args)) for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert not any(process.exitcode for process in processes)
+    args = (world_size, str(get_free_port()), function, *args)
+    start_processes(start, args, world_size, start_method='fork')
 
 
 def run(folder, norms, statistics, cfg):
@@ -270,7 +242,8 @@ def run(folder, norms, statistics, cfg):
     found['norms'] = trained_together(norms)
     found['recalibration'] = recalibrated_together(statistics)
     found['failed recalibration'] = recalibration_fails_on_one()
-    found['failed download'] = download_fails()
+    # Nothing listens at port 9 of this machine.
+    found['failed download'] = message(slab_det.runtime.read_checkpoint, 'http://127.0.0.1:9/swin.pth')
     found['training'] = training(folder)
     found['end of run'] = end_of_run(cfg)
     (folder / f'{get_rank()}.json').write_text(json.dumps(found))
