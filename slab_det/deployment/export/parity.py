@@ -112,20 +112,30 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
 
 
 def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run, image: Tensor) -> ParityCheck:
-    found, compare, detections, shares = _outputs(graph, run, image), _compare_maps, None, [0.0]
+    found, compare = _outputs(graph, run, image), _compare_maps
+    detections, other_threshold = None, 0.0
     if isinstance(graph, DetectorGraph):
-        compare, detections, everything = _compare_detections, len(found[1]), _outputs(graph, run_all, image)
-        # Suppression keeps the same best detections, whatever the threshold.
+        compare, detections = _compare_detections, len(found[1])
+        # Suppression keeps the same best detections, whatever the threshold of scores.
+        everything = _outputs(graph, run_all, image)
         score_thr = graph.detector.roi_head.test_cfg.score_thr
-        shares.append(compare(found, _above(score_thr, everything), image)[1])
+        other_threshold = compare(found, _above(score_thr, everything), image)[1]
         score_thr = min([score_thr, *(0.999 * everything[1][:LEAST_DETECTIONS][-1:]).tolist()])
         found = _above(score_thr, everything)
-        graph.score_thr.fill_(score_thr), graph64.score_thr.fill_(score_thr)
+        for module in (graph, graph64):
+            module.score_thr.fill_(score_thr)
     reference = graph64(image.double())
     difference, unmatched, _ = compare(found, reference, image)
     own, own_unmatched, num_values = compare(graph(image), reference, image)
-    unmatched = max(unmatched, *shares)
-    return ParityCheck(tuple(image.shape[2:]), num_values, difference, own, unmatched, own_unmatched, detections)
+    return ParityCheck(
+        size=tuple(image.shape[2:]),
+        num_values=num_values,
+        difference=difference,
+        own=own,
+        unmatched=max(unmatched, other_threshold),
+        own_unmatched=own_unmatched,
+        detections=detections,
+    )
 
 
 def _outputs(graph: nn.Module, run: Run, image: Tensor) -> list[Tensor]:
