@@ -1,13 +1,16 @@
 """Detectors as ONNX files: export, comparison with PyTorch, int8 and runtimes. Needs the extra 'onnx'."""
 
-from slab_det.deployment.export.graph import build_graph, export_onnx
+from slab_det.deployment.export.graph import SCOPES, build_graph, export_onnx
 from slab_det.deployment.export.parity import ParityCheck, check_parity, random_images
 from slab_det.deployment.export.quantize import quantize_onnx
-from slab_det.deployment.export.runtime import ExportedDetector, load_runtime
+from slab_det.deployment.export.runtime import PRECISIONS, RUNTIMES, ExportedDetector, load_runtime
 from slab_det.deployment.masks import paste_masks
 from slab_det.runtime.errors import ExportError
 
 __all__ = [
+    'PRECISIONS',
+    'RUNTIMES',
+    'SCOPES',
     'ExportError',
     'ExportedDetector',
     'ParityCheck',
