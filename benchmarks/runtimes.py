@@ -88,33 +88,26 @@ class Form(NamedTuple):
 
     Attributes:
         runtime: 'torch', 'onnxruntime' or 'openvino'.
-        precision: Precision of most layers.
-        form: How the detector is prepared: '', 'deployed', 'compiled' or 'int8'.
+        kind: How the detector is prepared: '', 'deployed', 'compiled' or 'int8'.
+        precision: 'f32' or 'bf16', for most layers.
     """
 
     runtime: str
-    precision: str = 'float32'
-    form: str = ''
+    kind: str = ''
+    precision: str = 'f32'
 
 
 FORMS = {
     'eager': Form('torch'),
-    'deployed': Form('torch', form='deployed'),
-    'deployed, bfloat16': Form('torch', 'bfloat16', form='deployed'),
-    'torch.compile': Form('torch', form='compiled'),
+    'deployed': Form('torch', 'deployed'),
+    'deployed, bfloat16': Form('torch', 'deployed', 'bf16'),
+    'torch.compile': Form('torch', 'compiled'),
     'ONNX Runtime': Form('onnxruntime'),
-    'ONNX Runtime, int8': Form('onnxruntime', form='int8'),
+    'ONNX Runtime, int8': Form('onnxruntime', 'int8'),
     'OpenVINO': Form('openvino'),
-    'OpenVINO, bfloat16': Form('openvino', 'bfloat16'),
-    'OpenVINO, int8': Form('openvino', form='int8'),
+    'OpenVINO, bfloat16': Form('openvino', '', 'bf16'),
+    'OpenVINO, int8': Form('openvino', 'int8'),
 }
-# Names of the precisions in the runtimes.
-PRECISIONS = {'float32': 'f32', 'bfloat16': 'bf16'}
-
-
-def runs_as(name: str, form: str) -> bool:
-    """Whether a row runs in a form: mmdet's PVT does not compile."""
-    return not (name == PVT[0] and FORMS[form].form == 'compiled')
 
 
 def build(row: Row) -> nn.Module:
@@ -122,41 +115,37 @@ def build(row: Row) -> nn.Module:
     config = ROOT / 'configs' / f'{row.config}.py'
     if row.kept is None:
         return build_untrained(config, {'type': row.type} if row.type else {})
-    model = build_untrained(config, {})
-    images = [torch.randn(1, 3, 64, 64)]
-    everything = slab_det.absorb(model, images, keep=0, progress=False)
-    if not row.kept:
-        return everything
+    absorb = partial(slab_det.absorb, build_untrained(config, {}), [torch.randn(1, 3, 64, 64)], progress=False)
+    everything = absorb(keep=0)
     names = [norm.norm for norm in everything.absorption_report.norms][: row.kept]
-    return slab_det.absorb(model, images, keep=names, progress=False)
+    return absorb(keep=names) if names else everything
 
 
-def torch_call(model: nn.Module, scope: str, form: Form, content: bytes) -> Call:
-    """A call in PyTorch, from the bytes of an image file to boxes and masks, or of the backbone alone."""
-    if form.form == 'deployed':
-        model = slab_det.deploy(model, getattr(torch, form.precision))
-    elif form.form == 'compiled':
-        model = copy.deepcopy(model)
-        for part in (model.backbone, model.neck, model.rpn_head):
-            part.forward = torch.compile(part.forward, dynamic=False, options={'freezing': True})
-    if scope == 'backbone':
-        inputs = model.data_preprocessor(dict(inputs=[ImagePipeline(STEPS)(content)['inputs']]), False)['inputs']
-        return lambda: model.backbone(inputs)
-    return partial(ServedDetector(model, STEPS), content)
+def make_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:
+    """A call from the bytes of an image file to boxes and masks, or of the backbone alone.
 
-
-def runtime_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:
-    """As :func:`torch_call`, in another runtime. The exported file is written if it does not exist."""
+    The exported ``file`` is written if another runtime needs it and it does not exist.
+    """
+    pixels = ImagePipeline(STEPS)(content)['inputs']
+    if form.runtime == 'torch':
+        if form.kind == 'deployed':
+            model = slab_det.deploy(model, torch.bfloat16 if form.precision == 'bf16' else None)
+        elif form.kind == 'compiled':
+            model = copy.deepcopy(model)
+            for part in (model.backbone, model.neck, model.rpn_head):
+                part.forward = torch.compile(part.forward, dynamic=False, options={'freezing': True})
+        if scope == 'backbone':
+            return partial(model.backbone, model.data_preprocessor(dict(inputs=[pixels]), False)['inputs'])
+        return partial(ServedDetector(model, STEPS), content)
     if not file.exists():
         export_onnx(model, file, scope)
-    if form.form == 'int8':
+    if form.kind == 'int8':
         file, plain = file.with_suffix('.int8.onnx'), file
         if not file.exists():
             quantize_onnx(plain, file, random_images([CALIBRATION_SIZE]))
-    options = dict(runtime=form.runtime, threads=threads, precision=PRECISIONS[form.precision])
+    options = dict(runtime=form.runtime, threads=threads, precision=form.precision)
     if scope == 'backbone':
-        pixels = ImagePipeline(STEPS)(content)['inputs'][None].float().numpy()
-        return partial(load_runtime(file, **options).run, pixels)
+        return partial(load_runtime(file, **options).run, pixels[None].float().numpy())
     return partial(ServedDetector(ExportedDetector(str(file), **options), STEPS), content)
 
 
@@ -187,16 +176,13 @@ def measure_column(
     height, width = map(int, size.split('x'))
     pixels = random_images([(height, width)])[0][0].transpose(1, 2, 0).astype('uint8')
     content = cv2.imencode('.jpg', pixels)[1].tobytes()
-    calls: dict[str, Call] = {}
+
+    def call(name: str, form: str) -> Call:
+        return make_call(models[name], scope, FORMS[form], content, folder / f'{name}.onnx', args.threads)
+
     beside = [ROWS[name].layer_norm for name in names]
-    for name in dict.fromkeys([*beside, *names]):
-        if FORMS[form].runtime != 'torch':
-            file = folder / f'{name}.onnx'
-            calls[name] = runtime_call(models[name], scope, FORMS[form], content, file, args.threads)
-        else:
-            calls[name] = torch_call(models[name], scope, FORMS[form], content)
-    stock = {f'{name}, eager': torch_call(models[name], scope, FORMS['eager'], content)
-             for name in {ROWS[name].stock for name in calls}}  # fmt: skip
+    calls = {name: call(name, form) for name in dict.fromkeys([*beside, *names])}
+    stock = {f'{name}, eager': call(name, 'eager') for name in {ROWS[name].stock for name in calls}}
     times = measure(calls | stock, args.rounds, f'{form}, {scope}')
 
     def ratio(name: str, base: str) -> float:
@@ -213,30 +199,33 @@ def measure_column(
     }
 
 
+def by_name_and_form(rows: Sequence[dict]) -> tuple[dict[tuple[str, str], dict], list[str]]:
+    """The rows by name and form, and the forms in the order of ``FORMS``."""
+    forms = {row['form'] for row in rows}
+    return {(row['name'], row['form']): row for row in rows}, [form for form in FORMS if form in forms]
+
+
 def table(rows: Sequence[dict]) -> str:
     """The rows of one size and scope, with a column for each form.
 
     Every ratio is to mmdet's eager mode; mmdet's detector and ours with LayerNorm have milliseconds too.
     """
-    measured = {(row['name'], row['form']): row for row in rows}
-    forms = [form for form in FORMS if form in {row['form'] for row in rows}]
+    measured, forms = by_name_and_form(rows)
     lines = []
     for name, row in ROWS.items():
         cells = [measured.get((name, form)) for form in forms]
+        ratios = [cell and f'{cell["to_mmdet"]:.2f}' for cell in cells]
         if name in (row.stock, row.layer_norm):
-            shown = [cell and f'{cell["median_ms"]:.0f} ({cell["to_mmdet"]:.2f})' for cell in cells]
-        else:
-            shown = [cell and f'{cell["to_mmdet"]:.2f}' for cell in cells]
+            ratios = [cell and f'{cell["median_ms"]:.0f} ({ratio})' for cell, ratio in zip(cells, ratios, strict=True)]
         if any(cells):
-            lines.append([name, *(cell or '–' for cell in shown)])
+            lines.append([name, *(cell or '–' for cell in ratios)])
     return format_table(('', *forms), lines)
 
 
 @styled
 def draw(rows: Sequence[dict], path: Path) -> None:
     """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, over mmdet's eager mode."""
-    measured = {(row['name'], row['form']): row for row in rows}
-    forms = [form for form in FORMS if form in {row['form'] for row in rows}]
+    measured, forms = by_name_and_form(rows)
     models = {
         SWIN[1]: ('0.6', 'with LayerNorm'),
         'Swin-T, absorbed, none kept': (INK, 'without norms'),
@@ -285,7 +274,9 @@ def main() -> None:
                 for form in args.forms:
                     column = dict(size=size, scope=scope, form=form)
                     known = {row['name'] for row in results.select(**column)}
-                    missing = [name for name in args.rows if name not in known and runs_as(name, form)]
+                    if form == 'torch.compile':
+                        known.add(PVT[0])  # mmdet's PVT does not compile
+                    missing = [name for name in args.rows if name not in known]
                     if missing:
                         measured = measure_column(models, missing, scope, form, size, Path(folder), args)
                         for name, values in measured.items():

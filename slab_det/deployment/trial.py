@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
-from mmengine.utils import apply_to
 from torch import Tensor, nn
 
+from slab_det.fusion.verify import FLOAT32_FACTOR, extract_features, relative_difference
 from slab_det.norms import copy_module
 from slab_det.runtime.errors import DeploymentError
+from slab_det.runtime.tensors import tensors_in
 
 # Sides that halve six times, as some necks ask for; a hundredth of the pixels of a COCO image.
 SIZE = (64, 128)
-# Number of proposals and of objects: RoI heads take most of the time of so small an image.
-NUM_BOXES = 20
+# Values of a test_cfg during the trial.
+FEW_OBJECTS = dict(score_thr=0.0, max_per_img=20)
 # Largest DeploymentCheck.difference. float32 has about 1e-6, bfloat16 0.01, behind a hundred untrained layers up to
 # 0.4: the bound of half precision refuses nonsense and says nothing about AP.
 BOUND, HALF_BOUND = 0.01, 0.5
@@ -32,8 +28,7 @@ class DeploymentCheck:
     """How far a deployed model is from the model that it was made of, on an image of noise.
 
     Attributes:
-        difference: Root mean square of the difference over the root mean square of the reference, in the worst output.
-            Outputs are the feature maps of a backbone, or what the heads of a detector return.
+        difference: Largest difference of the feature maps, relative to the largest value of a map.
         num_values: How many values were compared.
     """
 
@@ -43,24 +38,27 @@ class DeploymentCheck:
 
 @torch.no_grad()
 def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | None) -> DeploymentCheck | None:
-    """Compares what two models compute from one image; None where ``model`` itself cannot run on it.
+    """Compares the feature maps of two models for one image, and runs the heads of both.
 
     Args:
         model: The model as it was given.
         deployed: Its deployed form.
         dtype: The half precision of ``deployed``, or None.
 
+    Returns:
+        The comparison; None where ``model`` itself does not run on the image.
+
     Raises:
-        DeploymentError: If ``deployed`` does not run, or returns other tensors, values that are not finite, or values
-            that differ by more than rounding.
+        DeploymentError: If ``deployed`` does not run, has feature maps that differ by more than rounding, or has heads
+            whose outputs are not finite.
     """
     kind, form = type(model).__name__, f'in {dtype}' if dtype else 'in its deployed form'
     remedy = 'deploy it in float32' if dtype else 'use the model as it is'
-    proposals: list = []
     check = None
-    for mode in ('tensor', 'predict') if hasattr(model, 'data_preprocessor') else ('tensor',):
+    modes = ('features', 'tensor', 'predict') if hasattr(model, 'data_preprocessor') else ('features',)
+    for mode in modes:
         try:
-            reference = _run(model, mode, proposals)
+            reference = _run(model, mode)
         except Exception as error:  # the model asks for text, frames or other channels
             MMLogger.get_current_instance().warning(
                 f'slab_det.deploy could not try {kind}, which does not run on an image of {SIZE[0]}x{SIZE[1]} itself '
@@ -68,87 +66,51 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
             )
             continue
         try:
-            found = _run(deployed, mode, proposals)
+            found = _run(deployed, mode)
         except Exception as error:
             raise DeploymentError(f'{kind} does not run {form} ({_one_line(error)}); {remedy}') from error
-        if mode == 'tensor':
-            check = _compare(found, reference)
-            bound = HALF_BOUND if dtype else BOUND
-            if not (check.difference <= bound or check.difference <= _rounding(model, dtype, reference, proposals)):
-                raise DeploymentError(f'{kind} computes something else {form}: {check}; {remedy}')
+        if mode == 'features':
+            check = DeploymentCheck(relative_difference(found, reference), sum(x.numel() for x in reference))
+            is_same = check.difference <= (HALF_BOUND if dtype else BOUND)
+            is_same = is_same or check.difference <= _rounding(model, dtype, reference)
+        else:
+            # By rounding, the heads see other boxes.
+            is_same = _are_finite(found) or not _are_finite(reference)
+        if not is_same:
+            raise DeploymentError(f'{kind} computes something else {form}: {check}; {remedy}')
     return check
 
 
-def _run(model: nn.Module, mode: str, proposals: list) -> list[Tensor]:
-    """The feature maps of a backbone for the image, or in mode 'tensor' what the heads of a detector return."""
+def _run(model: nn.Module, mode: str) -> list[Tensor]:
+    """The feature maps of a detector or backbone; or the tensors that a detector returns in one of mmdet's modes."""
     generator = torch.Generator().manual_seed(0)
+    if mode == 'features':
+        return extract_features(model, torch.randn(1, 3, *SIZE, generator=generator).to(next(model.parameters())))
     image = torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8)
-    if hasattr(model, 'data_preprocessor'):
-        metainfo = dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, img_path='')
-        data = model.data_preprocessor(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]), False)
-        with _few_boxes(model, proposals):
-            values = model(**data, mode=mode)
-    else:
-        values = model((image[None].to(next(model.parameters())) - 128) / 64)
-    outputs = []
-    apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), outputs.append)
-    return outputs
-
-
-@contextmanager
-def _few_boxes(model: nn.Module, proposals: list) -> Iterator[None]:
-    """Makes a detector find ``NUM_BOXES`` objects, whatever their scores, from the same proposals in all runs.
-
-    By rounding, two models find different proposals, and then have different outputs.
-
-    Args:
-        model: The detector.
-        proposals: The proposals of the first run, which adds them.
-    """
+    metainfo = dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, img_path='')
+    data = model.data_preprocessor(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]), False)
     cfgs = [getattr(module, 'test_cfg', None) for module in model.modules()]
-    cfgs = [cfg for cfg in cfgs if isinstance(cfg, dict) and 'score_thr' in cfg]
+    cfgs = [cfg for cfg in cfgs if isinstance(cfg, dict)]
     before = [dict(cfg) for cfg in cfgs]
-    rpn_head = getattr(model, 'rpn_head', None)
-
-    def predict_fixed(*args: Any, **options: Any) -> list:
-        found = type(rpn_head).predict(rpn_head, *args, **options)
-        proposals.extend(found[len(proposals) :])
-        return copy.deepcopy([boxes[:NUM_BOXES] for boxes in proposals])
-
     try:
         for cfg in cfgs:
-            cfg.update(score_thr=0.0, max_per_img=NUM_BOXES)
-        if rpn_head is not None:
-            rpn_head.predict = predict_fixed
-        yield
+            # Some heads run only where an object is found, and each proposal and object costs time.
+            cfg.update({name: value for name, value in FEW_OBJECTS.items() if name in cfg})
+        return tensors_in(model(**data, mode=mode))
     finally:
         for cfg, values in zip(cfgs, before, strict=True):
             cfg.clear()
             cfg.update(values)
-        if rpn_head is not None:
-            del rpn_head.predict
 
 
-def _compare(outputs: list[Tensor], references: list[Tensor]) -> DeploymentCheck:
-    if [x.shape for x in outputs] != [x.shape for x in references]:
-        return DeploymentCheck(math.inf, 0)
-    largest, num_values = 0.0, 0
-    for output, reference in zip(outputs, references, strict=True):
-        # Masked logits are infinite in both.
-        finite = reference.isfinite()
-        output, reference = output[finite].double(), reference[finite].double()
-        if output.numel():
-            scale = reference.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-            difference = (output - reference).square().mean().sqrt() / scale
-            largest = max(largest, difference.nan_to_num(math.inf).item())
-            num_values += output.numel()
-    return DeploymentCheck(largest if num_values else math.inf, num_values)
+def _are_finite(outputs: list[Tensor]) -> bool:
+    return all(output.isfinite().all() for output in outputs)
 
 
-def _rounding(model: nn.Module, dtype: torch.dtype | None, reference: list[Tensor], proposals: list) -> float:
-    """Ten times the part of the difference that rounding explains: untrained deep models without norms amplify it."""
-    own = _compare(reference, _run(copy_module(model).double(), 'tensor', proposals)).difference
-    return 10 * own * torch.finfo(dtype or torch.float32).eps / torch.finfo(torch.float32).eps
+def _rounding(model: nn.Module, dtype: torch.dtype | None, reference: list[Tensor]) -> float:
+    """Ten times the difference that rounding explains: untrained deep models without norms amplify it."""
+    own = relative_difference(reference, _run(copy_module(model).double(), 'features'))
+    return FLOAT32_FACTOR * own * torch.finfo(dtype or torch.float32).eps / torch.finfo(torch.float32).eps
 
 
 def _one_line(error: Exception) -> str:

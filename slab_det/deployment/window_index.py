@@ -46,16 +46,12 @@ class WindowIndex(Windows):
     def merge(self, windows: Tensor) -> Tensor:
         # The weights fix both sizes; int() keeps an exported graph from computing them.
         groups, channels = int(windows.shape[1]), int(windows.shape[3])
-        window, slot = self.places()
-        place = (window[:, None] * groups + torch.arange(groups, device=windows.device)) * self._num_slots
-        rows = _gather_rows(windows.reshape(-1, channels), place + slot[:, None])
-        return rows.reshape(1, -1, groups * channels)
-
-    def places(self) -> tuple[Tensor, Tensor]:
-        """The window of each token, and its slot in this window, (H * W,) each."""
         rows, columns = self._rows, self._columns
-        window = rows.window[:, None] * columns.num_windows + columns.window
-        return window.reshape(-1), (rows.place[:, None] * self.window_size + columns.place).reshape(-1)
+        window = (rows.window[:, None] * columns.num_windows + columns.window).reshape(-1)
+        slot = (rows.place[:, None] * self.window_size + columns.place).reshape(-1)
+        place = (window[:, None] * groups + torch.arange(groups, device=windows.device)) * self._num_slots
+        merged = _gather_rows(windows.reshape(-1, channels), place + slot[:, None])
+        return merged.reshape(1, -1, groups * channels)
 
     def regions(self) -> Tensor | None:
         """The region of the shifted map that each slot came from, (nW, N); None without a shift."""

@@ -51,8 +51,7 @@ def random_logits(count: int, seed: int = 0) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize('band', [7, 500, masks.BAND])
-@pytest.mark.parametrize('threshold', [0.2, 0.5])
+@pytest.mark.parametrize(('band', 'threshold'), [(7, 0.2), (500, 0.5), (masks.BAND, 0.5)])
 @pytest.mark.parametrize('kind', BOXES)
 def test_masks_are_those_of_mmdet_and_pycocotools(kind, threshold, band, monkeypatch):
     monkeypatch.setattr(masks, 'BAND', band)
@@ -124,8 +123,9 @@ def test_agreement_reads_both_forms(detector):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('rescale', [True, False])
-@pytest.mark.parametrize('name', ['mask', 'cascade', 'class-agnostic'])
+@pytest.mark.parametrize(
+    ('name', 'rescale'), [('mask', True), ('mask', False), ('cascade', True), ('class-agnostic', True)]
+)
 def test_deployed_detectors_encode_what_they_would_paste(name, rescale, detector):
     if name == 'cascade':
         backbone = SMALL_SWIN | dict(norm_cfg=dict(type='LN'))

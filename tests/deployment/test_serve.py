@@ -27,7 +27,6 @@ from mmengine.runner import Runner
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.deployment import ImageListError, ServedDetector
-from slab_det.deployment.cpu import tiles
 from slab_det.deployment.export import export_onnx
 from slab_det.deployment.export.runtime import import_extra
 from slab_det.fusion import FusionError, save_fused
@@ -143,24 +142,6 @@ def test_encoded_masks_are_those_at_full_size_and_mmdets_evaluator_takes_them(ru
         results.append((tmp_path / f'{name}.segm.json').read_text())
     assert metrics[0] == metrics[1] and 'coco/segm_mAP' in metrics[0]
     assert results[0] == results[1] and len(json.loads(results[0])) > 20
-
-
-def test_what_is_kept_for_a_size_is_made_once(served, monkeypatch):
-    detector = served('torch')
-    detector(IMAGES[0])
-    # A new size would call this.
-    monkeypatch.setattr(tiles, 'WindowIndex', None)
-    assert len(detector([IMAGES[3], IMAGES[0]])) == 2
-
-
-@pytest.mark.parametrize('runtime', RUNTIMES)
-def test_images_that_no_training_had_are_refused_everywhere(runtime, served, tmp_path):
-    for image, message in (
-        (IMAGES[0] / 255, 'values from 0.0.* to 0.9.*multiply 0 to 1 by 255'),
-        (tmp_path / 'nowhere.jpg', 'nowhere.jpg cannot be read .*No such file'),
-    ):
-        with pytest.raises(DataError, match=message):
-            served(runtime)(image)
 
 
 def test_a_list_is_run_to_its_end_and_then_names_each_image_that_was_refused(served):

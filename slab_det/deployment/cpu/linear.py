@@ -59,6 +59,6 @@ class DeployedLinear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def deployed_linear(layer: nn.Module, kind: type[DeployedLinear] = DeployedLinear) -> DeployedLinear | None:
-    """A plain linear layer as one of ``kind``; None for every other layer."""
-    return kind(layer) if is_plain_linear(layer) else None
+def deployed_linear(layer: nn.Module) -> DeployedLinear | None:
+    """The deployed form of a plain linear layer; None for every other layer."""
+    return DeployedLinear(layer) if is_plain_linear(layer) else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
 from mmdet.models.backbones.swin import ShiftWindowMSA
@@ -13,8 +11,8 @@ from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
-from slab_det.deployment.blocks import replace_layers
-from slab_det.deployment.cpu.linear import DeployedLinear, deployed_linear
+from slab_det.deployment.blocks import is_plain_linear, replace_layers
+from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import CannotFold
@@ -34,23 +32,9 @@ class RowsLinear(DeployedLinear):
         return F.linear(x.reshape(-1, self.weight.shape[1]), self.weight, self.bias)[None]
 
 
-rows_linear = partial(deployed_linear, kind=RowsLinear)
-
-
-class RowsPatchEmbed(PatchEmbed):
-    """mmdet's patch embedding with a reshape after the transpose from maps to tokens.
-
-    Without norms, ONNX Runtime moves the transpose behind every sum of the residual stream, and transposes each addend
-    instead: 1 % of the time of Swin-T. It moves no transpose behind a reshape.
-
-    Shape:
-        (1, C_in, H, W) -> (1, L, C) and the (h, w) of the map, in patches, L = h * w.
-    """
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        x = self.projection(self.adap_padding(x) if self.adap_padding else x)
-        tokens = x.permute(0, 2, 3, 1).reshape(1, -1, self.embed_dims)
-        return tokens if self.norm is None else self.norm(tokens), x.shape[2:]
+def _rows_linear(layer: nn.Module) -> RowsLinear | None:
+    """A plain linear layer on the rows of one image; None for every other layer."""
+    return RowsLinear(layer) if is_plain_linear(layer) else None
 
 
 def make_size_free(model: nn.Module) -> None:
@@ -61,8 +45,6 @@ def make_size_free(model: nn.Module) -> None:
     """
     replace_layers(model, _export_form)
     for module in list(model.modules()):
-        if type(module) is PatchEmbed:
-            module.__class__ = RowsPatchEmbed
         if isinstance(module, PatchEmbed) and module.adap_padding is not None:
             stride = module.projection.stride
             if module.adap_padding.padding != 'corner' or module.projection.kernel_size != stride:
@@ -74,9 +56,9 @@ def make_size_free(model: nn.Module) -> None:
             # Other layers of an attention may read windows, which are more than the rows of one image.
             for name in ('qkv', 'proj'):
                 layer = getattr(module.w_msa, name)
-                setattr(module.w_msa, name, rows_linear(layer) or layer)
+                setattr(module.w_msa, name, _rows_linear(layer) or layer)
         if isinstance(module, PatchMerging | FFN | LinearFFN):
-            replace_layers(module, rows_linear)
+            replace_layers(module, _rows_linear)
 
 
 def _export_form(layer: nn.Module) -> nn.Module | None:

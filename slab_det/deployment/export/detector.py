@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from slab_det.deployment import detection
 from slab_det.deployment.detection import EMPTY, Boxes, flat
 from slab_det.deployment.supported import check_two_stage, find_part
 
-# The maps of the first stage, one of each kind on each level.
-KINDS = ('feature', 'objectness', 'delta')
-
 
 class BackboneGraph(nn.Module):
     """Preprocessing and backbone of a detector, after :func:`make_size_free`.
@@ -36,17 +32,7 @@ class BackboneGraph(nn.Module):
         self.detector = detector
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        values = self.run(image)
-        return tuple(values[name] for name in self.output_names())
-
-    def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Computes the outputs, and the inner values that the parity check compares, by name.
-
-        Args:
-            image: (1, 3, H, W), 0 to 255.
-            given: Values, by name, that later steps read instead of computed ones, and perhaps a ``score_thr``.
-        """
-        return dict(zip(self.output_names(), self.detector.backbone(self._preprocess(image)), strict=True))
+        return tuple(self.detector.backbone(self._preprocess(image)))
 
     def _preprocess(self, image: Tensor) -> Tensor:
         """Computes what the data_preprocessor does in testing; each side becomes the next multiple of its divisor."""
@@ -82,36 +68,29 @@ class DetectorGraph(BackboneGraph):
         check_two_stage(detector)
         self.register_buffer('score_thr', torch.tensor(float(detector.roi_head.test_cfg.score_thr)))
 
-    def run(self, image: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """See :meth:`BackboneGraph.run`."""
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        rpn_head, roi_head, boxes = self.detector.rpn_head, self.detector.roi_head, DynamicBoxes()
         # The tracer makes constants of the numbers in image.shape.
         limits = torch._shape_as_tensor(image)[[3, 2, 3, 2]].to(image.dtype)
-        rpn_head, roi_head, boxes = self.detector.rpn_head, self.detector.roi_head, DynamicBoxes()
         features = self.detector.extract_feat(self._preprocess(image))
-        maps = zip(KINDS, (features, *rpn_head(features)), strict=True)
-        values = {f'{kind}{i}': level for kind, levels in maps for i, level in enumerate(levels)}
-        known = ChainMap(given or {}, values, dict(score_thr=self.score_thr))
-        features, logits, deltas = ([known[name] for name in values if name.startswith(kind)] for kind in KINDS)
+        logits, deltas = rpn_head(features)
         levels, deltas = [flat(x, 1).flatten() for x in logits], torch.cat([flat(x, 4) for x in deltas])
         priors = boxes.priors(rpn_head, logits)
-        values['proposals'], _ = detection.propose(boxes, rpn_head, levels, deltas, priors, limits)
-        proposals = known['proposals'], torch.ones_like(known['proposals'][:, 0])
-        regions, order = boxes.pool(roi_head.bbox_roi_extractor, features, *proposals)
-        values['class_logits'], values['box_deltas'] = roi_head.bbox_head(regions)
-        outputs = known['class_logits'], known['box_deltas'], [x[order] for x in proposals]
-        found = detection.detect_regions(
-            boxes, roi_head.bbox_head, roi_head.test_cfg, *outputs, limits, None, known['score_thr']
+        proposals, scores = detection.propose(boxes, rpn_head, levels, deltas, priors, limits)
+        regions, order = boxes.pool(roi_head.bbox_roi_extractor, features, proposals, scores)
+        outputs = roi_head.bbox_head(regions)
+        proposals = proposals[order], scores[order]
+        corners, scores, labels, _ = detection.detect_regions(
+            boxes, roi_head.bbox_head, roi_head.test_cfg, *outputs, proposals, limits, None, self.score_thr
         )
-        values.update(zip(('boxes', 'scores', 'labels'), found[:3], strict=True))
-        if self.detector.with_mask:
-            regions, order = boxes.pool(roi_head.mask_roi_extractor, features, known['boxes'], known['scores'])
-            values['class_masks'] = roi_head.mask_head(regions)
-            row = torch.arange(order.shape[0])
-            # The mask of each detection's class.
-            label = torch.zeros_like(order) if roi_head.mask_head.class_agnostic else known['labels'][order]
-            logits = known['class_masks'][row, label]
-            values['mask_logits'] = logits[torch.zeros_like(order).scatter(0, order, row)]
-        return values
+        if not self.detector.with_mask:
+            return corners, scores, labels
+        regions, order = boxes.pool(roi_head.mask_roi_extractor, features, corners, scores)
+        row = torch.arange(order.shape[0])
+        # The mask of each detection's class.
+        label = torch.zeros_like(order) if roi_head.mask_head.class_agnostic else labels[order]
+        logits = roi_head.mask_head(regions)[row, label]
+        return corners, scores, labels, logits[torch.zeros_like(order).scatter(0, order, row)]
 
     def output_names(self) -> list[str]:
         return ['boxes', 'scores', 'labels'] + ['mask_logits'] * self.detector.with_mask

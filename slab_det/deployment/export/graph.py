@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,10 +24,7 @@ from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import whole_file
 
-SCOPES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    'backbone': BackboneGraph,
-    'detector': DetectorGraph,
-}
+SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 # The RoiAlign of ONNX knows half pixels from opset 16 on, and ONNX Runtime has no kernel for the one of opset 22.
 OPSET = 17
 # Small, because tracing runs the model, and no multiple of a window or a stride.
@@ -56,7 +53,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     Args:
         detector: A two-stage detector in eval mode. Its offline norms are fused.
         path: The file, ending in .onnx.
-        scope: One of ``SCOPES``.
+        scope: 'backbone' or 'detector'.
 
     Raises:
         ExportError: If the detector, or a part of it, has no export form, or has weights that are not finite.
@@ -68,19 +65,18 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     onnx = import_extra('onnx')
     graph = build_graph(detector, scope).float()
     image, buffer = torch.rand(1, 3, *TRACED_SIZE) * 255, io.BytesIO()
-    names = list(graph.run(image))
     try:
         with _traced_sizes():
             # torch.export takes minutes for a Swin-T, the tracer seconds: to torch.export each size is a formula, which
             # every operator simplifies again. The parity check finds sizes that the tracer took for constants.
             torch.onnx.export(
-                _EveryValue(graph),
+                graph,
                 (image,),
                 buffer,
                 dynamo=False,
                 opset_version=OPSET,
                 input_names=['image'],
-                output_names=names,
+                output_names=graph.output_names(),
                 dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
             )
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
@@ -88,14 +84,9 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
         reason = str(error).strip().partition('\n')[0].partition('. ')[0].rstrip('.')
         raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
     model = onnx.load_from_string(buffer.getvalue())
-    # Inner values were traced as outputs, so that they keep the names by which the parity check reads them.
-    outputs = [output for output in model.graph.output if output.name in graph.output_names()]
-    for output in outputs:
-        if output.name == 'boxes':
-            # Behind a reshape the tracer loses the number of coordinates.
-            output.type.tensor_type.shape.dim[1].dim_value = 4
-    del model.graph.output[:]
-    model.graph.output.extend(outputs)
+    if scope == 'detector':
+        # Behind a reshape the tracer loses the number of coordinates.
+        model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
     metadata = dict(
         version=slab_det.__version__,
         scope=scope,
@@ -108,17 +99,6 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     onnx.checker.check_model(model)
     with whole_file(path) as name:
         name.write_bytes(model.SerializeToString())
-
-
-class _EveryValue(nn.Module):
-    """Returns all values of a graph that the parity check reads."""
-
-    def __init__(self, graph: BackboneGraph) -> None:
-        super().__init__()
-        self.graph = graph
-
-    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.graph.run(image).values())
 
 
 def _describe_input(detector: nn.Module) -> dict:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slab_det.deployment.export.detector import KINDS
+from slab_det.deployment.export.detector import DetectorGraph
 from slab_det.deployment.export.graph import build_graph
 from slab_det.deployment.export.runtime import Run, Runtime
 from slab_det.fusion.verify import FLOAT32_FACTOR, FLOAT64_BOUND, relative_difference
@@ -22,40 +21,37 @@ from slab_det.runtime.errors import ExportError
 SIZES = ((96, 160), (131, 203), (331, 97))
 # Images on which PyTorch in float32 is farther from float64 prove nothing.
 MOST_OWN = 0.01
-# Largest share of boxes without partner: rounding moves scores and overlaps across thresholds.
+# Largest share of detections without partner: rounding moves scores and overlaps across thresholds.
 UNMATCHED_SHARE = 0.02
-# Two boxes are the same if corners differ by less than this share of the image, and scores by less than this.
+# Two detections are the same if corners differ by less than this share of the image, and scores by less than this.
 NEAR = 1e-4
 # Number of detections that are compared on an image at least, whatever their scores.
-LEAST_DETECTIONS = 20
-DETECTIONS = ('boxes', 'scores', 'labels')
+LEAST_DETECTIONS = 100
 
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """How far a file is from its detector on one image; differences are relative to the largest value of an output.
+    """How far a file is from its detector on one image.
 
     Attributes:
         size: (H, W) of the image.
-        num_values: How many values of features, objectness, deltas, class and mask logits were compared.
-        output: The output in which the file differs most.
-        difference: Difference of the file from the detector in float64, in this output.
-        own: Difference of the detector in float32 from itself in float64.
-        num_boxes: How many proposals and detections were compared.
-        unmatched: Share of these boxes that the file does not have; one of less than 50 counts as one of 50.
-        own_unmatched: Share of these boxes that the detector in float32 does not have.
+        num_values: How many values of the outputs were compared.
+        difference: Largest difference of the file from the detector in float64, relative to the largest value of an
+            output.
+        own: The same difference of the detector in float32.
+        unmatched: Share of detections that are in the file's or the detector's results alone; fewer than 50 detections
+            count as 50. Values of the others are compared.
+        own_unmatched: The same share of the detector in float32.
         detections: How many detections the file has; None for the scope 'backbone'.
     """
 
     size: tuple[int, int]
     num_values: int
-    output: str
     difference: float
     own: float
-    num_boxes: int = 0
-    unmatched: float = 0.0
-    own_unmatched: float = 0.0
-    detections: int | None = None
+    unmatched: float
+    own_unmatched: float
+    detections: int | None
 
     @property
     def conclusive(self) -> bool:
@@ -72,10 +68,10 @@ class ParityCheck:
     def __str__(self) -> str:
         text = (
             f'{self.size[0]}x{self.size[1]}: largest relative difference of {self.num_values:,} values '
-            f'{self.difference:.1e} in {self.output} (PyTorch in float32: {self.own:.1e})'
+            f'{self.difference:.1e} (PyTorch in float32: {self.own:.1e})'
         )
         if self.detections is not None:
-            text += f'; {self.num_boxes} boxes, {self.unmatched:.1%} without partner; {self.detections} detections'
+            text += f'; {self.detections} detections, {self.unmatched:.1%} without partner'
         if not self.conclusive:
             text += f' (PyTorch in float32: {self.own_unmatched:.1%} without partner): this image proves nothing'
         return text
@@ -83,10 +79,10 @@ class ParityCheck:
 
 @torch.no_grad()
 def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndarray]) -> list[ParityCheck]:
-    """Compares an exported file with its detector, step by step.
+    """Compares the outputs of an exported file with the outputs of its detector.
 
-    Each step of the reference reads what the file computed in the steps before: otherwise rounding would choose other
-    boxes. Where fewer than ``LEAST_DETECTIONS`` pass the threshold of scores, file and reference get a lower one.
+    A detector finds little in noise. Where fewer than ``LEAST_DETECTIONS`` pass its threshold of scores, both are
+    compared at a lower threshold.
 
     Args:
         detector: The detector, in eval mode.
@@ -98,11 +94,9 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
             more than rounding, or no image is :attr:`~ParityCheck.conclusive`.
     """
     graph = build_graph(detector, runtime.metadata['scope']).float()
-    graph64, inspect, checks = copy.deepcopy(graph).double(), None, []
+    graph64, run_all, checks = copy.deepcopy(graph).double(), runtime.with_threshold(0.0), []
     for image in images:
-        tensor = torch.from_numpy(image)
-        inspect = inspect or runtime.inspect([*graph.run(tensor)])
-        check = _check_image(graph, graph64, runtime.run, inspect, tensor)
+        check = _check_image(graph, graph64, runtime.run, run_all, torch.from_numpy(image))
         if check.conclusive and not check.exact:
             raise ExportError(
                 f'the file does not compute what the detector does: {check}; do not use it, and please '
@@ -117,65 +111,69 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     return checks
 
 
-def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, inspect: Run, image: Tensor) -> ParityCheck:
-    outputs, thresholds, shares = _as_tensors(run(image.numpy())), {}, []
-    if outputs.keys() != {*graph.output_names()}:
-        raise ExportError(f'the file has the outputs {sorted(outputs)}, expected {sorted(graph.output_names())}')
-    if 'scores' in outputs:
-        # With the detector's threshold of scores, the file finds the same as with its own.
-        found = _as_tensors(inspect(image.numpy(), score_thr=graph.score_thr.numpy()))
-        shares.append(_unmatched_share(*(_rows(values, DETECTIONS, image) for values in (outputs, found))))
-        scores = found['class_logits'].softmax(-1)[:, :-1].flatten()
-        best = scores.topk(min(LEAST_DETECTIONS, len(scores))).values
-        thresholds = dict(score_thr=torch.cat([graph.score_thr[None], 0.999 * best]).min())
-    found = _as_tensors(inspect(image.numpy(), **{name: value.numpy() for name, value in thresholds.items()}))
-    own = graph.run(image, {**found, **thresholds})
-    double = {name: value.double() if value.is_floating_point() else value for name, value in found.items()}
-    reference = graph64.run(image.double(), {**double, **thresholds})
-    boxes = [group for group in (('proposals',), DETECTIONS) if group[0] in reference]
-    compared = [name for name in reference if name not in chain(*boxes)]
-    differences = []
-    # A single output may round little by chance: its bound is the largest rounding of its stage.
-    for is_first_stage in (True, False):
-        names = [name for name in compared if name.startswith(KINDS) == is_first_stage]
-        own_difference = relative_difference(*([values[name] for name in names] for values in (own, reference)))
-        for name in names:
-            difference = relative_difference([found[name]], [reference[name]])
-            differences.append((difference / (own_difference + FLOAT64_BOUND), name, difference, own_difference))
-    _, output, difference, own_difference = max(differences)
-    found_shares, own_shares = (
-        [_unmatched_share(*(_rows(x, group, image) for x in (values, reference))) for group in boxes]
-        for values in (found, own)
-    )
-    counts = [reference[name].numel() for name in compared]
+def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run, image: Tensor) -> ParityCheck:
+    found, compare = _outputs(graph, run, image), _compare_maps
+    detections, other_threshold = None, 0.0
+    if isinstance(graph, DetectorGraph):
+        compare, detections = _compare_detections, len(found[1])
+        # Suppression keeps the same best detections, whatever the threshold of scores.
+        everything = _outputs(graph, run_all, image)
+        score_thr = graph.detector.roi_head.test_cfg.score_thr
+        other_threshold = compare(found, _above(score_thr, everything), image)[1]
+        score_thr = min([score_thr, *(0.999 * everything[1][:LEAST_DETECTIONS][-1:]).tolist()])
+        found = _above(score_thr, everything)
+        for module in (graph, graph64):
+            module.score_thr.fill_(score_thr)
+    reference = graph64(image.double())
+    difference, unmatched, _ = compare(found, reference, image)
+    own, own_unmatched, num_values = compare(graph(image), reference, image)
     return ParityCheck(
         size=tuple(image.shape[2:]),
-        num_values=sum(counts) if all(counts) else 0,
-        output=output,
+        num_values=num_values,
         difference=difference,
-        own=own_difference,
-        num_boxes=sum(len(reference[group[0]]) for group in boxes),
-        unmatched=max([*shares, *found_shares], default=0.0),
-        own_unmatched=max(own_shares, default=0.0),
-        detections=len(outputs['scores']) if 'scores' in outputs else None,
+        own=own,
+        unmatched=max(unmatched, other_threshold),
+        own_unmatched=own_unmatched,
+        detections=detections,
     )
 
 
-def _as_tensors(values: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(value) for name, value in values.items()}
+def _outputs(graph: nn.Module, run: Run, image: Tensor) -> list[Tensor]:
+    """The outputs of the file, in the order of the graph."""
+    found, names = run(image.numpy()), graph.output_names()
+    if found.keys() != {*names}:
+        raise ExportError(f'the file has the outputs {sorted(found)}, expected {sorted(names)}')
+    return [torch.from_numpy(found[name]) for name in names]
 
 
-def _rows(values: Mapping[str, Tensor], names: Sequence[str], image: Tensor) -> Tensor:
-    """Boxes in shares of the image's larger side, perhaps with scores and labels, (n, 4) or (n, 6)."""
-    corners, *others = (values[name].double() for name in names)
-    return torch.cat([corners / max(image.shape), *(other[:, None] for other in others)], 1)
+def _above(score_thr: float, detections: Sequence[Tensor]) -> list[Tensor]:
+    return [values[detections[1] > score_thr] for values in detections]
 
 
-def _unmatched_share(first: Tensor, second: Tensor) -> float:
-    """Number of rows without a near row in the other set, over the size of the larger set, at least 50."""
-    near = torch.cdist(first, second, p=math.inf) <= NEAR
-    lonely = max((~near.any(dim)).sum().item() for dim in (0, 1))
-    return max(lonely, abs(len(first) - len(second))) / max(len(first), len(second), 1 / UNMATCHED_SHARE)
+def _compare_maps(first: Sequence[Tensor], second: Sequence[Tensor], image: Tensor) -> tuple[float, float, int]:
+    """As :func:`_compare_detections`, for feature maps."""
+    return relative_difference(first, second), 0.0, sum(x.numel() for x in second)
+
+
+def _compare_detections(first: Sequence[Tensor], second: Sequence[Tensor], image: Tensor) -> tuple[float, float, int]:
+    """Compares each detection with the nearest one of another run: boxes, scores, labels and perhaps mask logits.
+
+    Returns:
+        The largest relative difference of the values of pairs; the share of detections without partner, where fewer
+        than 50 detections count as 50; and the number of values that were compared.
+    """
+    rows = [
+        torch.cat([boxes.double() / max(image.shape), scores.double()[:, None], labels.double()[:, None]], 1)
+        for boxes, scores, labels, *_ in (first, second)
+    ]
+    distance = torch.cdist(*rows, p=math.inf)
+    near = distance <= NEAR
+    lonely = max(abs(len(rows[0]) - len(rows[1])), *((~near.any(dim)).sum().item() for dim in (0, 1)))
+    share = lonely / max(*map(len, rows), 1 / UNMATCHED_SHARE)
+    paired = near.any(1).nonzero()[:, 0]
+    partner = distance[paired].argmin(1) if len(paired) else paired
+    values = [x[paired] for x in first], [x[partner] for x in second]
+    return relative_difference(*values), share, sum(x.numel() for x in values[0])
 
 
 def random_images(sizes: Sequence[tuple[int, int]] = SIZES) -> list[np.ndarray]:

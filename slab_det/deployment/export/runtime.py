@@ -24,7 +24,7 @@ from slab_det.runtime.errors import ExportError
 
 METADATA_KEY = 'slab_det'
 PRECISIONS = ('f32', 'bf16')
-Run = Callable[..., dict[str, np.ndarray]]
+Run = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 def find_resize(steps: Sequence[dict]) -> dict | None:
@@ -54,7 +54,7 @@ def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Run
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(model, options, providers=['CPUExecutionProvider'])
     names = [output.name for output in session.get_outputs()]
-    return lambda image, **more: dict(zip(names, session.run(None, {'image': image, **more}), strict=True))
+    return lambda image: dict(zip(names, session.run(None, {'image': image}), strict=True))
 
 
 def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Run:
@@ -65,10 +65,10 @@ def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Run:
     request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
     lock = Lock()
 
-    def run(image: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
+    def run(image: np.ndarray) -> dict[str, np.ndarray]:
         # A request serves one thread at a time, and the next image overwrites its memory.
         with lock:
-            found = request.infer({'image': image, **more})
+            found = request.infer({'image': image})
             return {port.any_name: np.array(value) for port, value in found.items()}
 
     return run
@@ -85,13 +85,12 @@ class Runtime:
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
         run: Gives the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
-        inspect: Returns a ``run`` that also returns the inner values of these names. For the scope 'detector' it takes
-            the threshold of scores as an argument ``score_thr``.
+        with_threshold: Returns a ``run`` with another threshold of scores.
     """
 
     metadata: dict
     run: Run
-    inspect: Callable[[Sequence[str]], Run]
+    with_threshold: Callable[[float], Run]
 
 
 def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 0, precision: str = 'f32') -> Runtime:
@@ -126,20 +125,14 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     if text is None:
         raise ExportError(f'{path} was not written by slab-det export')
 
-    def inspect(names: Sequence[str]) -> Run:
+    def with_threshold(score_thr: float) -> Run:
         model = onnx.load(path)
-        known = {output.name for output in model.graph.output}
-        kind = onnx.TensorProto.FLOAT
-        describe = onnx.helper.make_tensor_value_info
-        model.graph.output.extend(describe(name, kind, None) for name in names if name not in known)
-        for tensor in [x for x in model.graph.initializer if x.name.endswith('score_thr')]:
-            for node in model.graph.node:
-                node.input[:] = ['score_thr' if name == tensor.name else name for name in node.input]
-            model.graph.initializer.remove(tensor)
-            model.graph.input.append(describe('score_thr', kind, []))
+        for tensor in model.graph.initializer:
+            if tensor.name.endswith('score_thr'):
+                tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(score_thr, np.float32), tensor.name))
         return RUNTIMES[runtime](model.SerializeToString(), threads, precision)
 
-    return Runtime(json.loads(text), RUNTIMES[runtime](str(path), threads, precision), inspect)
+    return Runtime(json.loads(text), RUNTIMES[runtime](str(path), threads, precision), with_threshold)
 
 
 @MODELS.register_module()

