@@ -4,7 +4,7 @@ Importing this package registers its norms, backbones, hooks, datasets and confi
 lacks. Nothing else of torch, mmengine, mmcv or mmdet changes. ``slab_det.runtime.install()``, which every command
 calls, patches mmengine.
 
-What needs mmdet's models or datasets is imported when it is first asked for: they take seconds.
+Functions and subpackages that need mmdet's models or datasets, which take seconds, are imported at their first use.
 """
 
 import sys
@@ -17,7 +17,7 @@ from slab_det.cli import is_command
 
 __version__ = '0.1.0'
 
-# The module of each function.
+# Public function: the module that defines it.
 _FUNCTIONS = {
     'absorb': 'absorption',
     'convert_norms': 'conversion',
@@ -37,7 +37,7 @@ __all__ = [*_FUNCTIONS]
 @cache
 def register() -> None:
     """Registers the classes of this package with mmengine and mmdet, and supplies the operators that mmcv lacks."""
-    # First: it checks that the packages that all others need are there.
+    # First, because slab_det.runtime checks the installation that the other imports need.
     from slab_det import runtime  # noqa: F401
 
     # isort: split
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """A function or a subpackage that is not imported yet."""
+    """Imports a public function or a subpackage at its first use."""
     if name in _FUNCTIONS:
         return getattr(import_module(f'{__name__}.{_FUNCTIONS[name]}'), name)
     if name in _SUBPACKAGES:

@@ -205,7 +205,7 @@ def test_ctrl_c_says_how_to_go_on(hook, place, done, run, monkeypatch):
     result = run('train.py small.py --work-dir stopped', code=130)
     assert 'Traceback' not in result.err
     message = (
-        rf'Interrupted after {done} of 4 iterations: the same command with --resume goes on from \S*/iter_{done}\.pth'
+        rf'Interrupted after {done} of 4 iterations: add --resume to the command to continue from \S*/iter_{done}\.pth'
     )
     assert re.fullmatch(message, result.err.splitlines()[-1]), result.err
 

@@ -30,7 +30,7 @@ def test_unsuitable_python_is_named(tmp_path):
     variables = {**os.environ, 'SLAB_DET_VENV': str(tmp_path / 'venv'), 'PYTHON': 'false'}
     result = subprocess.run([ROOT / 'tools/venv.sh'], env=variables, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, '')
-    assert 'false is not that' in result.stderr and '3.10 to 3.13' in result.stderr
+    assert 'false is not one' in result.stderr and '3.10 to 3.13' in result.stderr
 
 
 def locked() -> list[tuple[Requirement, int]]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# dist_test.sh CONFIG CHECKPOINT PROCESSES [arguments of test.py]: one process per GPU; without a GPU, on the CPU.
-# Several nodes: run it on each, with NNODES, NODE_RANK, MASTER_ADDR and, if 29500 is taken, PORT.
+# dist_test.sh CONFIG CHECKPOINT PROCESSES [arguments of test.py]: one process per GPU, or CPU processes without a GPU.
+# For several nodes, run it on each node with NNODES, NODE_RANK, MASTER_ADDR and, if 29500 is taken, PORT.
 set -euo pipefail
 usage='usage: dist_test.sh CONFIG CHECKPOINT PROCESSES [arguments of test.py]'
 config=${1:?$usage}

@@ -1,4 +1,4 @@
-"""Makes a table and pictures of report.json files: see slab_det/cli/report.py."""
+"""Merges report.json files into a table and a picture: see slab_det/cli/report.py."""
 
 from slab_det.cli.report import main
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that `make quickstart` and `make test` use, or finds it made, and prints its path.
+# Prints the path of the virtual environment for `make quickstart` and `make test`, and creates it if needed.
 #
 #   SLAB_DET_VENV   where it is (default: a folder below ~/.cache, one for each requirements/lock.txt and Python version)
-#   PYTHON          the interpreter to make it with (default: python3, or else the newest of 3.13 to 3.10)
+#   PYTHON          the interpreter that creates it (default: python3, or else the newest of 3.13 to 3.10)
 #
-# The path is the only line on stdout; everything else goes to stderr. Clones share environments, so they hold the
-# dependencies and not slab_det itself: an editable install points to one checkout, and would run the code of a clone
-# other than the one you stand in, or none at all after that clone is deleted.
+# The path is the only line on stdout; everything else goes to stderr. Clones share an environment, so it holds
+# the dependencies but not slab_det: an editable install would run the code of one clone in all other clones, and fail
+# after that clone is deleted.
 set -euo pipefail
 exec 3>&1 1>&2
 
 lock=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/requirements/lock.txt
 
-# Settings for other environments that would send packages elsewhere. The index and the like stay the user's, which is
-# why this is pip and not uv: uv does not read pip's configuration.
+# Unset variables that would install packages elsewhere. The user's pip configuration, such as the index, stays in use;
+# uv would not read it.
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -22,8 +22,8 @@ fail() {
     exit 1
 }
 
-# The name of the environment that an interpreter makes, or an error where it makes none: Debian has ensurepip, and with
-# it a working `python -m venv`, in a package of its own. The machine is in the name: clusters share home directories.
+# Prints the name of the environment for an interpreter, or fails if `python -m venv` would: Debian has ensurepip in a
+# separate package. The name contains the machine type, because clusters share home directories.
 name_environment() {
     "$1" - "$lock" 2>/dev/null <<'PY'
 import ensurepip, hashlib, platform, sys, venv
@@ -39,7 +39,7 @@ candidates=(python3 python3.13 python3.12 python3.11 python3.10)
 for python in "${candidates[@]}"; do
     key=$(name_environment "$python") && break
 done
-[[ -n $key ]] || fail "needs Python 3.10 to 3.13 with its venv module, and ${PYTHON:-python3} is not that." \
+[[ -n $key ]] || fail "needs Python 3.10 to 3.13 with its venv module, and ${PYTHON:-python3} is not one." \
     "Install one (on Debian and Ubuntu: apt install python3 python3-venv), or name it: PYTHON=/path/to/python3.12 make ..."
 
 venv=${SLAB_DET_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/slab_det/venv-$key}
@@ -47,27 +47,27 @@ mkdir -p "$(dirname "$venv")"
 venv=$(cd "$(dirname "$venv")" && pwd)/$(basename "$venv")
 state=$venv/.slab_det
 
-# One at a time. The lock belongs to this open file, so it ends with this process and with whatever it started: after a
-# kill, a pip that goes on alone is waited for. (Python, because not every system has the command flock.)
+# One set-up at a time. Child processes inherit the open file and keep the lock: if this script is killed, the next one
+# waits for its pip. (Python takes the lock, because not every system has the command flock.)
 exec 9>"$venv.lock"
 "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null || {
     echo 'Waiting for another set-up to finish ...'
-    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo 'No lock: do not run two set-ups at a time.'
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo 'Cannot lock: do not run two set-ups at a time.'
 }
 
-# Written last: what was half made is made again. The interpreter of an old environment may have gone.
+# The state file is written last, so an incomplete environment is created again, as is one whose interpreter is gone.
 if [[ $(cat "$state" 2>/dev/null) != "complete $key" ]] || ! "$venv/bin/python" -c '' 2>/dev/null; then
-    # Nothing is deleted that this script did not make.
+    # Do not delete a folder that this script did not create.
     if [[ ! -e $state && -n $(ls -A "$venv" 2>/dev/null) ]]; then
         fail "$venv exists and is not an environment of slab_det: choose another SLAB_DET_VENV."
     fi
     echo "Setting up $venv (a few minutes, about 6 GB with CUDA libraries) ..."
     "$python" -m venv --clear "$venv"
     echo building >"$state"
-    # The lock names every package, so none is looked for beside it.
+    # --no-deps: the lock file already contains every dependency.
     "$venv/bin/python" -m pip install --require-hashes --no-deps -r "$lock" || fail \
-        'pip cannot install the versions of requirements/lock.txt, see above. If their hashes do not match, the packages' \
-        'are not those that were tested: find out why.'
+        'pip cannot install the versions of requirements/lock.txt, see above. If a hash does not match, the package' \
+        'differs from the tested one: find out why.'
     echo "complete $key" >"$state"
 fi
 echo "$venv" >&3

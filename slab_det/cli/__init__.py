@@ -27,10 +27,10 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Runs the command that the first argument names, with the other arguments."""
+    """Runs the command named by the first argument, with the remaining arguments."""
     name, *arguments = sys.argv[1:] or ['--help']
     if name in ('-h', '--help'):
-        print('usage: slab-det COMMAND [arguments]; slab-det COMMAND --help lists them\n')
+        print('usage: slab-det COMMAND [arguments]; slab-det COMMAND --help lists the arguments\n')
         for name, module in COMMANDS.items():
             summary = import_module(f'slab_det.cli.{module}').__doc__.partition('.')[0]
             print(f'  {name:13}{" ".join(summary.split())}')
@@ -38,14 +38,14 @@ def main() -> None:
         sys.argv = [f'slab-det {name}', *arguments]
         import_module(f'slab_det.cli.{COMMANDS[name]}').main()
     else:
-        raise SystemExit(f'slab-det: no command {name}; slab-det --help lists them')
+        raise SystemExit(f'slab-det: no command {name}; slab-det --help lists the commands')
 
 
 def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callable[[Callable], Callable[[], None]]:
-    """Makes a command of a function that takes parsed arguments; the docstring of its module describes the command.
+    """Turns a function of the parsed arguments into a command, with the docstring of the module as ``--help`` text.
 
-    The command registers slab_det and installs its patches first. An expected error becomes ``error: …`` on stderr and
-    the exit code 1.
+    Before the function runs, slab_det registers its classes and patches mmengine. A SlabDetError or OSError becomes
+    ``error: …`` on stderr and the exit code 1.
     """
 
     def decorate(function: Callable[[argparse.Namespace], None]) -> Callable[[], None]:
@@ -66,7 +66,7 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
                 print(f'error: {describe_error(error)}', file=sys.stderr)
                 raise SystemExit(1) from error
             except KeyboardInterrupt:
-                # The exit code that shells give a program that Ctrl-C ended.
+                # 130 is the exit code of shells after Ctrl-C.
                 raise SystemExit(130) from None
 
         return main
@@ -75,13 +75,13 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
 
 
 def find_folder(name: str) -> Path:
-    """Returns ``configs`` or ``tools``: inside the package where it is installed, beside it in a checkout."""
+    """Returns the folder ``configs`` or ``tools``: inside an installed package, or beside the package in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / '.mim' / name
     return installed if installed.is_dir() else package.parent / name
 
 
 def is_command(program: str) -> bool:
-    """Returns whether ``sys.argv[0]`` is the command slab-det or one of the programs in tools/."""
+    """Returns whether ``program``, from ``sys.argv[0]``, is the command slab-det or a program in tools/."""
     path = Path(program).resolve()
     return path.name == 'slab-det' or (path.is_file() and path.parent == find_folder('tools').resolve())

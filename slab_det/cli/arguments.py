@@ -7,7 +7,7 @@ from slab_det.measure.scopes import DTYPES, SCOPES
 
 
 class ConfigOptions(argparse.Action):
-    """mmengine's ``--cfg-options``, with a usage error for words that are not KEY=VALUE."""
+    """Parses KEY=VALUE as mmengine's DictAction does, and reports other words as a usage error."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: list[str], *args: Any) -> None:
         from mmengine.config import DictAction
@@ -30,7 +30,7 @@ def add_runner_arguments(parser: argparse.ArgumentParser) -> None:
         help='override settings of the config; lists as key="[a,b]" or key=a,b, without spaces',
     )
     parser.add_argument('--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none', help='job launcher')
-    # torchrun sets LOCAL_RANK; torch.distributed.launch passes the flag, spelled either way.
+    # torch.distributed.launch passes one of these flags; torchrun sets LOCAL_RANK instead.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
 
 
@@ -38,7 +38,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
     """Adds the options of :func:`slab_det.measure_latency` except the device; ``size`` is the default of ``--size``."""
     group = parser.add_argument_group('latency')
     group.add_argument('--rounds', type=int, default=100, help='timed rounds (default %(default)s)')
-    group.add_argument('--warmup', type=int, default=20, help='rounds before them (default %(default)s)')
+    group.add_argument('--warmup', type=int, default=20, help='untimed rounds before these (default %(default)s)')
     group.add_argument(
         '--size',
         type=int,
@@ -47,10 +47,10 @@ def add_latency_arguments(parser: argparse.ArgumentParser, size: tuple[int, int]
         metavar=('H', 'W'),
         help=f'image size in pixels before padding (default: {size or "the size of the first test image"})',
     )
-    group.add_argument('--scope', choices=SCOPES, default='detector', help='(default %(default)s)')
-    group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16, bfloat16: autocast')
+    group.add_argument('--scope', choices=SCOPES, default='detector', help='timed part (default %(default)s)')
+    group.add_argument('--dtype', choices=DTYPES, default='float32', help='float16 and bfloat16 use autocast')
     group.add_argument('--threads', type=int, metavar='N', help="CPU threads (default: torch's)")
-    group.add_argument('--image', metavar='FILE', help='photograph to run on')
+    group.add_argument('--image', metavar='FILE', help='input image')
 
 
 def latency_options(args: argparse.Namespace) -> dict:

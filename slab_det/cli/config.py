@@ -1,4 +1,4 @@
-"""Reads the configs and images of a command, and checks the files that it will write."""
+"""Reads configs and images for the commands, and checks their output paths."""
 
 import argparse
 import os
@@ -18,21 +18,21 @@ def read_config(path: str, options: dict | None = None, data_root: str | None = 
     """Reads the config of a detector.
 
     Args:
-        path: A .py, .json or .yaml file, or one of an installed package, such as ``slab_det::slab/NAME.py``.
+        path: A .py, .json or .yaml file, or a config of an installed package, such as ``slab_det::slab/NAME.py``.
         options: The parsed ``--cfg-options``.
         data_root: See :func:`slab_det.data.set_data_root`.
 
     Raises:
-        ConfigError: If the file is not a config, or has no model.
+        ConfigError: If the file cannot be read as a config, or has no model.
         DataError: If ``data_root`` is not a folder.
     """
     if not path.endswith(('.py', '.json', '.yaml', '.yml')):
-        raise ConfigError(f'{path} is no config: its name does not end in .py, .json, .yaml or .yml')
+        raise ConfigError(f'{path} is not a config: its name does not end in .py, .json, .yaml or .yml')
     with config_errors(path):
         cfg = get_config(path) if '::' in path else Config.fromfile(path)
         cfg.merge_from_dict(options or {})
     if not isinstance(cfg.get('model'), dict) or 'type' not in cfg.model:
-        raise ConfigError(f'{path} is no config of a detector: it has no model=dict(type=...)')
+        raise ConfigError(f'{path} is not the config of a detector: it has no model=dict(type=...)')
     if data_root is not None:
         set_data_root(cfg, data_root)
     return cfg
@@ -63,7 +63,7 @@ def read_images(cfg: Config, num_images: int, pipeline: str = 'test', folder: st
 
 
 def check_report(path: str | Path | None) -> None:
-    """Raises an error, before the measurement, if a report cannot be added to; None stands for no report."""
+    """Raises an error, before a measurement, if the report at ``path`` cannot be updated; None means no report."""
     from slab_det.measure.report import read_report
 
     check_writable(path)
@@ -72,16 +72,16 @@ def check_report(path: str | Path | None) -> None:
 
 
 def check_out(out: str, checkpoint: str, config: str | None = None) -> None:
-    """Refuses to overwrite the checkpoint of a training or its config.
+    """Refuses an output path that would overwrite the input checkpoint or its config.
 
     Raises:
-        CheckpointError: If ``out`` is the checkpoint, or the new config beside it would be ``config``.
+        CheckpointError: If ``out`` is ``checkpoint``, or the config written beside ``out`` would overwrite ``config``.
         OSError: If ``out`` cannot be written.
     """
     path = Path(out)
     if path.resolve() == Path(checkpoint).resolve():
-        raise CheckpointError(f'{out} is the checkpoint itself; give another file')
+        raise CheckpointError(f'{out} is the input checkpoint; give another file')
     beside = [path.with_name(f'{path.stem}{suffix}.py').resolve() for suffix in ('_config', '_tune_config')]
     if config is not None and Path(config).resolve() in beside:
-        raise CheckpointError(f'{out} would put a new config in the place of {config}; give another file')
+        raise CheckpointError(f'the config written beside {out} would overwrite {config}; give another file')
     check_writable(out)

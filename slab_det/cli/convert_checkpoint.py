@@ -1,5 +1,5 @@
-"""Converts a LayerNorm detector to PRepBN, for a fine-tune that ends without norms. --to native converts pretrained
-weights of a backbone to mmdet's layout."""
+"""Converts a LayerNorm detector to PRepBN and writes a fine-tuning config. --to native converts pretrained weights of a
+backbone to mmdet's layout instead."""
 
 import argparse
 
@@ -9,9 +9,9 @@ SCHEDULE = find_folder('configs') / '_base_/schedules/finetune_prepbn.py'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('source', help='checkpoint of the detector; native: weights of a backbone, or timm://NAME')
+    parser.add_argument('source', help='prepbn: checkpoint of the detector; native: backbone weights or timm://NAME')
     parser.add_argument(
-        'destination', metavar='FILE.pth', help='prepbn: FILE_config.py for the fine-tune goes beside it'
+        'destination', metavar='FILE.pth', help='output; prepbn also writes FILE_config.py, for the fine-tune'
     )
     parser.add_argument(
         '--to',

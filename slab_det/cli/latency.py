@@ -1,4 +1,4 @@
-"""Measures the batch-1 latency of several configs, in turns, in one process."""
+"""Measures the batch-1 latency of the models of several configs, in alternating rounds in one process."""
 
 import argparse
 from dataclasses import replace
@@ -9,10 +9,10 @@ from slab_det.cli.arguments import ConfigOptions, add_latency_arguments, latency
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('configs', nargs='+', metavar='CONFIG', help='models to measure; ratios are to the first')
-    parser.add_argument('--checkpoint', nargs='+', metavar='FILE', help='one per config; "none": random weights')
+    parser.add_argument('configs', nargs='+', metavar='CONFIG', help='models to measure; ratios compare with the first')
+    parser.add_argument('--checkpoint', nargs='+', metavar='FILE', help='one per config, or "none" for random weights')
     parser.add_argument('--fuse', action='store_true', help='fuse every model; LayerNorms stay')
-    parser.add_argument('--deploy', action='store_true', help='measure what slab_det.deploy makes, in --dtype')
+    parser.add_argument('--deploy', action='store_true', help='measure the models after slab_det.deploy, in --dtype')
     parser.add_argument('--device', help='cpu, cuda or cuda:N (default: cuda where there is one)')
     parser.add_argument('--json', metavar='FILE', help='report to fill, which slab-det report reads')
     parser.add_argument('--cfg-options', nargs='+', action=ConfigOptions, metavar='KEY=VALUE')
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
 
     checkpoints = [None if name == 'none' else name for name in args.checkpoint or ['none'] * len(args.configs)]
     if len(checkpoints) != len(args.configs):
-        raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; write "none" for none')
+        raise SlabDetError(f'{len(args.configs)} configs but {len(checkpoints)} checkpoints; "none": random weights')
     pairs = list(zip(args.configs, checkpoints, strict=True))
     if len({*pairs}) < len(pairs):
         raise SlabDetError('a config is listed twice; leave one out')
@@ -44,12 +44,12 @@ def main(args: argparse.Namespace) -> None:
     models, entries = {}, []
     for config, checkpoint in pairs:
         cfg = read_config(config, args.cfg_options)
-        # Before deploy, which chooses convolutions by the device of their weights.
+        # Move the model first: slab_det.deploy chooses convolutions by the device of their weights.
         model = build_detector(cfg, checkpoint).to(device)
         if checkpoint is None:
             prepared = prepare_untrained(model)
-            heads = f'heads made to find {OBJECTS} objects' if prepared else 'heads that find anything or nothing'
-            print(f'{config}: no checkpoint, so random weights with gamma = 0 and {heads}')
+            heads = f'heads set to find {OBJECTS} objects' if prepared else 'heads that find any number of objects'
+            print(f'{config}: no checkpoint, so random weights, gamma = 0, {heads}')
         if args.fuse:
             model = slab_det.fuse(model, inplace=True)
         if args.deploy:
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
         form = f'{variant}, deployed' if args.deploy else variant
         name = f'{Path(config).stem} ({form})'
         if name in models:
-            # Every run has a fused_config.py.
+            # Every work directory has a fused_config.py.
             name = f'{config} with {checkpoint or "random weights"} ({form})'
         models[name] = model
         description = describe_model(cfg.model)

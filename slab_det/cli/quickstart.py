@@ -1,5 +1,5 @@
-"""Trains a LayerNorm detector and one with BN+FFNBN on generated images, takes norms and hidden channels out of both,
-and compares AP and latency. Needs no GPU and no download. Prints every command before it runs it."""
+"""Trains a LayerNorm and a BN+FFNBN detector on generated images, removes norms and hidden channels from both, and
+compares AP and latency. Needs no GPU and no download. Prints every command before running it."""
 
 import argparse
 import shlex
@@ -12,8 +12,8 @@ from slab_det.cli import command, find_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--work-dir', default='work_dirs/quickstart', help='(default %(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE', help='for both trainings')
+    parser.add_argument('--work-dir', default='work_dirs/quickstart', help='output folder (default %(default)s)')
+    parser.add_argument('--cfg-options', nargs='+', default=[], metavar='KEY=VALUE', help='set for both trainings')
 
 
 @command(add_arguments)
@@ -29,23 +29,23 @@ def main(args: argparse.Namespace) -> None:
 
     start = time.monotonic()
     work_dir = Path(args.work_dir)
-    twin = work_dir / 'layernorm'
-    # Config and checkpoint of each.
+    ln_dir = work_dir / 'layernorm'
+    # (config, checkpoint) of each detector.
     absorbed, fused, pruned = (
         (work_dir / f'{name}_config.py', work_dir / f'{name}.pth') for name in ('absorbed', 'fused', 'pruned')
     )
     options = ['--cfg-options', *args.cfg_options] if args.cfg_options else []
-    quickly = ('--ffn', 0.75, '--num-images', 40, '--rounds', 0)
+    quick_options = ('--ffn', 0.75, '--num-images', 40, '--rounds', 0)
 
-    call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', twin, *options)
-    trained = (twin / 'quickstart_mask_rcnn_swin.py', Path((twin / 'last_checkpoint').read_text().strip()))
-    call('absorb.py', *trained, '--out', absorbed[1], *quickly)
+    call('train.py', find_config('quickstart_mask_rcnn_swin.py'), '--work-dir', ln_dir, *options)
+    trained = (ln_dir / 'quickstart_mask_rcnn_swin.py', Path((ln_dir / 'last_checkpoint').read_text().strip()))
+    call('absorb.py', *trained, '--out', absorbed[1], *quick_options)
     call('train.py', find_config('quickstart_mask_rcnn_bn_ffnbn_swin.py'), '--work-dir', work_dir, *options)
     cfg = read_config(str(trained[0]))
     init_default_scope('mmdet')
-    # A fused config has no training set, and absorption needs no labels.
+    # The fused config has no training set, so absorption gets the folder of images.
     pictures = Path(DATASETS.build(cfg.train_dataloader.dataset).get_data_info(0)['img_path']).parent
-    call('absorb.py', *fused, '--out', pruned[1], '--keep', 'all', '--images', pictures, *quickly)
+    call('absorb.py', *fused, '--out', pruned[1], '--keep', 'all', '--images', pictures, *quick_options)
 
     dataset = DATASETS.build(cfg.val_dataloader.dataset)
     files = {'LayerNorm': trained, 'LayerNorm absorbed': absorbed, 'BN+FFNBN': fused, 'BN+FFNBN absorbed': pruned}
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def call(tool: str, *arguments: object) -> None:
-    """Runs a program of tools/ in its own process; if it fails, the quick start ends with its exit code."""
+    """Runs a program of tools/ in its own process, and exits with its exit code if it fails."""
     command = ['python', relative(find_folder('tools') / tool), *map(str, arguments)]
     print(f'\n$ {shlex.join(command)}', flush=True)
     done = subprocess.run([sys.executable, *command[1:]], check=False)
@@ -76,5 +76,5 @@ def relative(path: Path) -> str:
 
 
 def find_config(name: str) -> str:
-    """Returns the path of a config; an installed package has its configs in subfolders."""
+    """Returns the path of a config; an installed package keeps its configs in subfolders."""
     return relative(next(find_folder('configs').rglob(name)))

@@ -23,23 +23,23 @@ from slab_det.measure.latency import format_ratio
 from slab_det.measure.markdown import format_table
 from slab_det.measure.report import ReportEntry, describe_dataset, describe_model, latency_scope
 
-# (height, width) at which latency is measured: twice that of the images, so that the backbone takes most of the time.
+# (height, width) for latency: twice the size of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)
-NUM_DRAWN = 3  # images
+NUM_DRAWN = 3
 
 
 def measure(
     cfg: Config, dataset: BaseDataset, files: Mapping[str, tuple[Path, Path]]
 ) -> tuple[dict[str, nn.Module], list[ReportEntry]]:
-    """Measures AP and latency of each model, deployed, in turns in this process.
+    """Deploys each model in this process, evaluates AP, and times all models in alternating rounds.
 
     Args:
-        cfg: The config that the first model was trained with.
-        dataset: Its validation images.
-        files: Config and checkpoint of each model, by its name.
+        cfg: Training config of the first model.
+        dataset: Validation dataset of ``cfg``.
+        files: (config, checkpoint) of each model, by name.
 
     Returns:
-        The deployed models, and the entry of each.
+        The deployed models by name, and one report entry per model.
     """
     batch_size = cfg.train_dataloader.batch_size
     training = dict(seed=cfg.randomness.seed, iterations=cfg.train_cfg.max_iters, batch_size=batch_size)
@@ -64,10 +64,10 @@ def measure(
 
 
 def compare(entries: Sequence[ReportEntry]) -> str:
-    """Returns a Markdown table with one row per model, and below it what the numbers depend on.
+    """Returns a Markdown table with one row per model, and the measurement conditions below it.
 
     Args:
-        entries: What :func:`measure` returned, LayerNorm first.
+        entries: Entries from :func:`measure`, LayerNorm first.
     """
     first, rows = entries[0], []
     for entry in entries:
@@ -87,7 +87,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
     """Draws the first images with the true objects, and with the objects that each model finds (score 0.5 or more).
 
     Returns:
-        For each image the pictures, (H, W, 3) uint8 in RGB, by the name of the model, or 'truth'.
+        For each image a dict of drawings, (H, W, 3) uint8 in RGB, whose keys are 'truth' and the names of the models.
     """
     visualizer = DetLocalVisualizer()
     visualizer.dataset_meta = dataset.metainfo
@@ -95,7 +95,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
     for index in range(NUM_DRAWN):
         batch, panels = pseudo_collate([dataset[index]]), {}
         found = {name: model.test_step(batch)[0] for name, model in models.items()}
-        # Each of them has the true objects too.
+        # Every predicted sample also holds the true objects.
         for name, sample in {'truth': next(iter(found.values())), **found}.items():
             image, truth = mmcv.imread(sample.img_path, channel_order='rgb'), name == 'truth'
             visualizer.add_datasample(name, image, sample, draw_gt=truth, draw_pred=not truth, pred_score_thr=0.5)
@@ -106,7 +106,7 @@ def draw_objects(models: Mapping[str, nn.Module], dataset: BaseDataset) -> list[
 
 @styled
 def objects_figure(drawn: Sequence[Mapping[str, np.ndarray]]) -> Figure:
-    """Draws the pictures that :func:`draw_objects` returned, one row per image."""
+    """Arranges the drawings of :func:`draw_objects` in a figure, one row per image."""
     figure = Figure(figsize=(WIDTH, 1.25 * len(drawn)))
     for row, panels in zip(figure.subplots(len(drawn), len(drawn[0]), squeeze=False), drawn, strict=True):
         for axes, (name, pixels) in zip(row, panels.items(), strict=True):

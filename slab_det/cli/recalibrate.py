@@ -1,4 +1,4 @@
-"""Recalibrates a checkpoint: its norms get the statistics of training images. The checkpoint is not fused."""
+"""Re-estimates the norm statistics of a checkpoint on training images. The output is not fused."""
 
 import argparse
 
@@ -6,9 +6,9 @@ from slab_det.cli import command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('config', help='config that the detector was trained with')
-    parser.add_argument('checkpoint', help='one of its checkpoints, such as best_*.pth; gamma is not changed')
-    parser.add_argument('--out', required=True, metavar='FILE.pth', help='weights with the new statistics')
+    parser.add_argument('config', help='training config of the detector')
+    parser.add_argument('checkpoint', help='checkpoint of the detector, such as best_*.pth; gamma stays')
+    parser.add_argument('--out', required=True, metavar='FILE.pth', help='output checkpoint')
     parser.add_argument('--num-images', type=int, default=500, help='training images (default %(default)s)')
     parser.add_argument(
         '--pipeline',
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default='train',
         help='images as training saw them or as inference sees them (default %(default)s)',
     )
-    parser.add_argument('--max-passes', type=int, metavar='N', help='passes (default: until nothing changes)')
+    parser.add_argument('--max-passes', type=int, metavar='N', help='at most N passes (default: until convergence)')
     parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
     parser.add_argument('--json', metavar='FILE', help='write the report to FILE')
 
@@ -47,4 +47,4 @@ def main(args: argparse.Namespace) -> None:
     save_checkpoint(dict(meta=meta, state_dict=weights_to_cpu(model.state_dict())), args.out)
     if args.json is not None:
         put_text(json.dumps(dict(**report.to_dict(), pipeline=args.pipeline), indent=1) + '\n', args.json)
-    print(f'{report}, on images as in pipeline {args.pipeline!r}\nWritten to {args.out}')
+    print(f'{report}, on images of the {args.pipeline} pipeline\nWritten to {args.out}')

@@ -1,4 +1,4 @@
-"""Turns report.json files into one Markdown table and one picture, AP over latency."""
+"""Merges reports into one Markdown table and one picture of AP over latency."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from slab_det.cli import command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('reports', nargs='+', metavar='REPORT.json', help='later files win where they overlap')
+    parser.add_argument('reports', nargs='+', metavar='REPORT.json', help='reports; later files replace earlier values')
     parser.add_argument('--out', required=True, metavar='DIR', help='folder for table.md and ap_latency.svg')
 
 

@@ -1,4 +1,4 @@
-"""Builds and runs the runner of a test."""
+"""Tests a checkpoint with mmengine's Runner, optionally fused, deployed or with test-time augmentation."""
 
 import argparse
 
@@ -17,17 +17,17 @@ from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
 
 
 class ReadOnlyRunner(Runner):
-    """A runner that writes no config: the test of a checkpoint must not replace the config of its training."""
+    """A runner that writes no config, so that a test does not overwrite the training config in the work directory."""
 
     def dump_config(self) -> None:
         """Writes nothing."""
 
 
 def build_test_runner(cfg: Config) -> Runner:
-    """Builds the runner of a config with its test loop, so that errors in the config come before the test.
+    """Builds the runner and its test loop, so that errors in the config are raised before the test.
 
     Raises:
-        ConfigError: If the config has no test loop, or model, data or evaluator cannot be built.
+        ConfigError: If the config has no test loop, or its model, data or evaluator cannot be built.
     """
     with config_errors(cfg.filename):
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else ReadOnlyRunner.from_cfg(cfg)
@@ -37,25 +37,25 @@ def build_test_runner(cfg: Config) -> Runner:
 
 
 def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
-    """Tests ``args.checkpoint``, in the form that ``args`` asks for; returns the runner and its metrics.
+    """Tests ``args.checkpoint`` with the options of ``args``, and returns the runner and its metrics.
 
     Raises:
         ConfigError: See :func:`build_test_runner`.
-        SlabDetError: If the detector finds masks, and ``--tta`` is given.
+        SlabDetError: If ``--tta`` is given for a detector that predicts masks.
     """
-    # The config of a resumed run would resume again.
+    # The config that a resumed run wrote has resume=True.
     cfg.load_from, cfg.resume = args.checkpoint, False
     if args.show or args.show_dir:
         trigger_visualization_hook(cfg, args)
     if args.tta:
         enable_test_time_augmentation(cfg)
-    # The checkpoint has the averaged weights already. EMAHook would load the statistics of the training, or its copy of
-    # a model that is fused by now.
+    # The weights in the checkpoint are the averaged ones. EMAHook would replace them by its own copy, which is neither
+    # recalibrated nor fused.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_test_runner(cfg)
     model, dtype = unwrap(runner.model), getattr(torch, args.dtype)
     if args.tta and getattr(model, 'with_mask', False):
-        raise SlabDetError('--tta: mmdet merges boxes alone, and this detector finds masks; leave it out')
+        raise SlabDetError('--tta: mmdet merges boxes but not masks, and this detector predicts masks; leave out --tta')
     if args.fuse or args.deploy:
         runner.load_or_resume()
         model.eval()
@@ -71,7 +71,7 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
 
 
 def enable_test_time_augmentation(cfg: Config) -> None:
-    """Wraps model and test pipeline of a config for TTA, in place; without a tta_pipeline, images are flipped."""
+    """Sets up a config for test-time augmentation, in place; the default ``tta_pipeline`` flips images."""
     datasets = [dataset for dataset in walk_datasets(cfg.test_dataloader.dataset) if 'pipeline' in dataset]
     if 'tta_pipeline' not in cfg:
         *steps, pack = datasets[0].pipeline

@@ -1,4 +1,4 @@
-"""Evaluates a detector and fills report.json. Takes mmdet's arguments, --data-root, --fuse, --deploy and --latency."""
+"""Evaluates a detector and updates its report. Takes mmdet's arguments, --data-root, --fuse, --deploy and --latency."""
 
 import argparse
 from dataclasses import replace
@@ -10,7 +10,7 @@ from slab_det.cli.arguments import add_latency_arguments, add_runner_arguments, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config of the detector')
-    parser.add_argument('checkpoint', help='its weights')
+    parser.add_argument('checkpoint', help='checkpoint of the detector')
     add_runner_arguments(parser)
     parser.add_argument('--out', metavar='PKL', help='dump predictions to a pickle file')
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
@@ -18,15 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--wait-time', type=float, default=2, help='seconds that an image is shown')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
     parser.add_argument('--fuse', action='store_true', help='fuse the loaded model before testing it')
-    parser.add_argument('--deploy', action='store_true', help='test what slab_det.deploy makes of it, in --dtype')
-    parser.add_argument('--report', metavar='FILE', help='report to fill; default WORK_DIR/report.json')
+    parser.add_argument('--deploy', action='store_true', help='test the model after slab_det.deploy, in --dtype')
+    parser.add_argument('--report', metavar='FILE', help='report to update (default: WORK_DIR/report.json)')
     parser.add_argument('--latency', action='store_true', help='measure batch-1 latency after the test')
     add_latency_arguments(parser)
 
 
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
-    """Tests the detector of ``args``, measures its latency if asked to, and fills its report."""
+    """Tests the detector, measures its latency with ``--latency``, and updates its report."""
     from mmdet.utils import setup_cache_size_limit_of_dynamo
     from mmengine.dist import is_main_process
 
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
     setup_cache_size_limit_of_dynamo()
     cfg = config_from_arguments(args)
     if args.tta and (args.latency or args.fuse or args.deploy):
-        raise SlabDetError('--latency, --fuse and --deploy are for the plain detector; leave out --tta')
+        raise SlabDetError('--tta cannot be combined with --latency, --fuse or --deploy; leave out --tta')
     if cfg.get('default_scope') == 'mmpretrain' and (args.tta or args.show or args.show_dir):
         raise SlabDetError('--tta, --show and --show-dir are for detectors; leave them out')
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
         ap=report.ap_from_metrics(metrics) or None,
         environment=describe_environment(device),
     )
-    # AP took long, and the measurement of latency may fail.
+    # Save AP first: the latency measurement may fail.
     report.update_report(path, entry)
     if args.latency:
         options = latency_options(args)

@@ -8,12 +8,12 @@ from slab_det.cli.arguments import add_runner_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('config', help='config of the run')
+    parser.add_argument('config', help='training config')
     add_runner_arguments(parser)
     parser.add_argument('--amp', action='store_true', help='train with automatic mixed precision')
     parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate to the batch size')
-    latest = dict(nargs='?', const='auto', metavar='CHECKPOINT')
-    parser.add_argument('--resume', **latest, help='resume from a checkpoint, by default the latest in the work dir')
+    optional = dict(nargs='?', const='auto', metavar='CHECKPOINT')
+    parser.add_argument('--resume', **optional, help='resume from a checkpoint, by default the latest in the work dir')
 
 
 @command(add_arguments)
@@ -34,8 +34,8 @@ def main(args: argparse.Namespace) -> None:
     cfg = config_from_arguments(args)
     if not cfg.get('train_dataloader'):
         raise ConfigError(
-            f'{args.config} has no train_dataloader; for a fused detector train the config that it was fused from, and '
-            'fuse again'
+            f'{args.config} has no train_dataloader; if it is the config of a fused detector, train the unfused '
+            'config and fuse again'
         )
     if args.amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise SlabDetError(
                 f'--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size; leave the flag out, or set '
-                'auto_scale_lr = dict(base_batch_size=N), N the images per step that the learning rate is for'
+                'auto_scale_lr = dict(base_batch_size=N), where N is the batch size of the configured learning rate'
             )
         cfg.auto_scale_lr.enable = True
     if args.resume is not None:
@@ -53,17 +53,17 @@ def main(args: argparse.Namespace) -> None:
         if cfg.resume:
             cfg.load_from = checkpoint
         else:
-            # mmengine would start without the config's load_from.
+            # load_from stays: mmdet's --resume would clear it, and lose the pretrained weights.
             print(f'--resume: {cfg.work_dir} has no checkpoint yet, so this run starts from the beginning')
     check_data(cfg, ('train', 'val'))
-    # Building everything here names the config in errors of the config.
+    # Build everything here, so that errors name the config.
     with config_errors(cfg.filename):
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         for split, loop in (('train', runner.train_loop), ('val', runner.val_loop)):
             if loop is not None:
                 check_num_classes(runner.model, loop.dataloader.dataset, split)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-    # It reports missing hooks; only configs that start from configs/_base_/runtime.py have it.
+    # NormStateHook reports missing hooks; configs that do not inherit configs/_base_/runtime.py lack it.
     if not any(isinstance(hook, NormStateHook) for hook in runner.hooks):
         runner.register_hook(NormStateHook())
     try:
@@ -71,6 +71,6 @@ def main(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         if is_main_process():
             latest = find_latest_checkpoint(cfg.work_dir)
-            how = f'the same command with --resume goes on from {latest}' if latest else 'there is no checkpoint yet'
+            how = f'add --resume to the command to continue from {latest}' if latest else 'there is no checkpoint yet'
             print(f'Interrupted after {runner.iter} of {runner.max_iters} iterations: {how}', file=sys.stderr)
         raise

@@ -16,11 +16,10 @@ class ModelCost:
     """Cost of one forward pass at batch 1.
 
     Attributes:
-        multiply_adds: Multiply-adds of the matrix products, convolutions and attention that run. One is two
-            floating-point operations; the papers call it a FLOP. Elementwise work, norms and operators of other
-            libraries (NMS, RoIAlign) are not counted.
-        parameters: Numbers in parameters; a shared parameter counts once.
-        norms_left: Norm modules: LayerNorm, GroupNorm, RMSNorm, batch and instance norms, every
+        multiply_adds: Multiply-adds of matrix products, convolutions and attention; the papers call them FLOPs.
+            Elementwise operations, norms and operators of other libraries (NMS, RoIAlign) are not counted.
+        parameters: Number of parameters; a shared parameter counts once.
+        norms_left: Number of norm modules: LayerNorm, GroupNorm, RMSNorm, batch and instance norms, every
             :class:`~slab_det.norms.OfflineNorm`, and the ChannelAffine that fusion leaves where it cannot fold.
     """
 
@@ -30,11 +29,11 @@ class ModelCost:
 
 
 def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> ModelCost:
-    """Runs ``forward`` once and counts.
+    """Runs ``forward`` once, and counts its multiply-adds and the parameters and norms of ``parts``.
 
     Args:
         parts: The modules that run in ``forward``.
-        forward: The call to measure; its result is dropped.
+        forward: The call to measure; its result is ignored.
     """
     parts = nn.ModuleList(parts)
     return ModelCost(
@@ -46,7 +45,7 @@ def measure_cost(parts: Sequence[nn.Module], forward: Callable[[], object]) -> M
 
 
 def count_multiply_adds(forward: Callable[[], object]) -> int:
-    """Returns the multiply-adds of one call. torch.compile hides operators from the counter."""
+    """Returns the multiply-adds of one call, except those inside torch.compile, which the counter does not see."""
 
     def linear_flops(x: torch.Size, *others: object, out_shape: torch.Size, **options: object) -> int:
         return 2 * out_shape.numel() * x[-1]
@@ -54,11 +53,11 @@ def count_multiply_adds(forward: Callable[[], object]) -> int:
     def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *others: object, **options: object) -> int:
         return sdpa_flop_count(q, k, v)
 
-    # torch's counter lacks deployed linear layers and, before torch 2.15, attention on a CPU.
+    # FlopCounterMode has no formula for oneDNN linear layers and, before torch 2.15, for attention on a CPU.
     formulas = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
     if torch.backends.mkldnn.is_available():
         formulas[torch.ops.mkldnn._linear_pointwise] = linear_flops
-    # Inference mode hides the parts of composite operators from the counter.
+    # Under inference mode FlopCounterMode does not see the operators inside composite ones.
     with torch.inference_mode(False), torch.no_grad():
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             forward()

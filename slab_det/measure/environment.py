@@ -1,4 +1,4 @@
-"""Describes where a number was measured: versions, device and threads."""
+"""Describes the environment of a measurement: versions, device and threads."""
 
 import platform
 import re
@@ -24,12 +24,12 @@ def device_name(device: torch.device | str) -> str:
     fields = dict(re.findall(r'^(.+?)\s*: (.*?)\s*$', text, flags=re.MULTILINE))
     if 'model name' not in fields:
         return platform.processor() or platform.machine()
-    # In virtual machines every generation is named 'AMD EPYC'.
+    # Virtual machines name every EPYC generation 'AMD EPYC'; family and model tell them apart.
     return f'{fields["model name"]} (family {fields.get("cpu family")}, model {fields.get("model")})'
 
 
 def describe_environment(device: torch.device | str = 'cpu') -> dict:
-    """Returns the versions of the libraries, the device name, the threads and the TF32 switches."""
+    """Returns the versions of the libraries, the device name, the number of CPU threads and the TF32 settings."""
     libraries = (torch, torchvision, mmengine, mmcv, mmdet, slab_det)
     versions = {library.__name__: library.__version__ for library in libraries}
     return {

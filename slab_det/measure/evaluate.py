@@ -19,7 +19,7 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
 
     Args:
         model: A detector.
-        cfg: A config with both.
+        cfg: A config with ``val_dataloader`` and ``val_evaluator``.
 
     Returns:
         See :func:`slab_det.measure.report.ap_from_metrics`.

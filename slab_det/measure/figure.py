@@ -1,4 +1,4 @@
-"""Draws AP over latency (SLAB, Guo et al., ICML 2024, Figure 5), and styles every picture."""
+"""Draws AP over latency (SLAB, Guo et al., ICML 2024, Figure 5), and sets the style of all figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slab_det.runtime.errors import SlabDetError
 
 WIDTH = 7.2  # inches: the text width of A4
 INK = '#000000'
-# Okabe and Ito's colours that differ in grey as well, the darkest first.
+# The colours of Okabe and Ito that also differ in greyscale, darkest first.
 COLOURS = (INK, '#0072B2', '#D55E00', '#56B4E9')
 MARKS = cycler(marker=('o', 's', 'D', '^', 'v')) * cycler(color=COLOURS)
 # A decorator for every function that draws or writes a picture.
@@ -30,7 +30,7 @@ styled = rc_context(
         'axes.spines.top': False,
         'axes.titlesize': 8,
         'figure.constrained_layout.use': True,
-        'figure.dpi': 200,  # of a PNG, and of maps in an SVG
+        'figure.dpi': 200,  # for PNG, and for raster images inside SVG
         'figure.titlesize': 8,
         'font.size': 8,  # points; smaller text cannot be read in print
         'grid.color': '0.9',
@@ -53,11 +53,11 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     """Draws box and mask AP, or accuracy (times 100), over median latency.
 
-    Hollow markers are unfused, filled ones fused, and an arrow leads from one to the other. Entries that differ in
-    detector, data, training or the conditions of the latency cannot be compared; they get panels of their own.
+    Hollow markers are unfused models, filled markers are fused ones, and an arrow leads from unfused to fused. Entries
+    that differ in detector, data, training or latency conditions cannot be compared and get separate panels.
 
     Args:
-        entries: Rows of a report; rows without AP or latency are left out.
+        entries: Report entries; entries without AP or latency are left out.
 
     Raises:
         SlabDetError: If no entry has both AP and latency.
@@ -83,7 +83,7 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
 
 
 def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: Mapping[str, Mapping]) -> None:
-    """Draws one kind of AP over latency; ``looks`` has the marker and colour of each name."""
+    """Draws one kind of AP over latency; ``looks`` maps each name to its marker and colour."""
     places: dict[tuple[str, str], tuple[float, float]] = {}
     for entry in entries:
         place = (entry.latency['median_ms'], 100 * entry.ap[kind][main_column(kind)])
@@ -95,12 +95,12 @@ def _draw_panel(axes: Axes, entries: Sequence[ReportEntry], kind: str, looks: Ma
         if None not in ends:
             axes.annotate('', *ends, arrowprops={'arrowstyle': '->', 'shrinkA': 5, 'shrinkB': 5})
     times, ap = zip(*places.values(), strict=True)
-    # Narrower axes would magnify the difference of two runs to the size of the panel.
+    # Narrower axes would magnify the noise between two runs.
     axes.set(xlabel='ms', ylabel=AP_KINDS[kind], xlim=limits(times, 0.2 * max(times)), ylim=limits(ap, 4.0, 100))
 
 
 def limits(values: Sequence[float], min_span: float, most: float = np.inf) -> tuple[float, float]:
-    """Returns the range of an axis: the values with room around them, within 0 and ``most``."""
+    """Returns the range of an axis: the values with a margin, at least ``min_span`` long, within 0 and ``most``."""
     low, high = min(values), max(values)
     room = max(0.15 * (high - low), (min_span - (high - low)) / 2)
     return max(low - room, 0), min(high + room, most)

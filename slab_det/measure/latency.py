@@ -1,4 +1,4 @@
-"""Measures the batch-1 latency of models in turns, with everything that the numbers depend on."""
+"""Measures the batch-1 latency of models in alternating rounds, and records the conditions."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class LatencyResult:
         timed: The work inside the timed region, in words.
         size, warmup, rounds: Arguments of :func:`measure_latency`.
         image: File name of the input, or 'seeded noise'.
-        detections: Objects found in the last round; None without heads. Heads are cheap where they find nothing, so
-            compare detectors at equal counts.
+        detections: Objects found in the last round; None without heads. Heads take longer with more objects, so compare
+            detectors at equal counts.
         device: Name of the device.
-        dtype: The dtype that the model computes in, followed by ' autocast' where every round casts the weights.
-        threads: CPU threads of torch, and of image decoding and resizing.
+        dtype: The dtype of the computation, followed by ' autocast' if the weights are float32 and cast in every round.
+        threads: CPU threads of torch and OpenCV.
         kept_memory: Whether glibc keeps freed memory for the next allocation (docs/latency.md, Memory).
         median_ms, mean_ms, std_ms, p95_ms: Over the rounds; p95 is the 95th percentile.
-        ratio: The median, over the rounds, of the time over the first model's time in the same round.
-        ratio_quartiles: The first and the third quartile of these ratios.
-        cost: Multiply-adds, parameters and norms left in the same call; None if they were not counted.
+        ratio: The time divided by the first model's time in the same round; the median over the rounds.
+        ratio_quartiles: First and third quartile of this ratio over the rounds.
+        cost: Multiply-adds, parameters and norms in the timed scope; None if they were not counted.
         environment: See :func:`slab_det.measure.environment.describe_environment`.
     """
 
@@ -70,7 +70,7 @@ class LatencyResult:
     environment: dict
 
     def to_dict(self) -> dict:
-        """Returns the attributes in a dictionary that JSON can hold."""
+        """Returns the attributes as a dictionary for JSON."""
         return asdict(self)
 
 
@@ -89,30 +89,30 @@ def measure_latency(
 ) -> dict[str, LatencyResult]:
     """Times one image through every model, round by round, in this process.
 
-    Every round runs all models once, and every second round runs them in reverse order, so that clock speed, heat and
+    A round runs every model once, and every second round runs them in reverse order, so that clock speed, heat and
     other processes affect all models alike. The models stay on ``device`` afterwards, in eval mode.
 
     Args:
         models: Detectors by name; for scope 'backbone' also bare backbones.
         size: (height, width) to which the image is resized. The data_preprocessor of each model then normalises and
-            pads it as in testing; a model without one gets a multiple of 32.
+            pads the image; for a model without data_preprocessor, to a multiple of 32.
         rounds: Timed rounds.
-        warmup: Rounds before them, not timed.
+        warmup: Untimed rounds before the timed ones.
         scope: 'backbone', 'backbone+neck', 'detector' or 'end-to-end', see :data:`slab_det.measure.scopes.SCOPES`.
         device: 'cpu', 'cuda' or 'cuda:N'.
-        dtype: 'float32', 'float16' or 'bfloat16': autocast. Weights in half precision, and a model from
-            slab_det.deploy, keep their dtype.
-        threads: CPU threads of torch during the measurement; None leaves them.
+        dtype: 'float32', or 'float16' or 'bfloat16' for autocast. A model in half precision or from slab_det.deploy
+            ignores it and keeps its dtype.
+        threads: CPU threads of torch and OpenCV during the measurement; None takes torch's number.
         image: Path of an image; None takes noise from a fixed seed.
         progress: Draw a progress bar on stderr.
-        cost: Also count multiply-adds, parameters and norms, in one more call of every model.
+        cost: Count multiply-adds, parameters and norms too, in one extra call of every model.
 
     Returns:
         One result per name, in the order of ``models``.
 
     Raises:
-        SlabDetError: For an unknown scope or dtype, no rounds, a device that PyTorch does not see or that the model was
-            not deployed on, or an image that cannot be decoded.
+        SlabDetError: For an unknown scope or dtype, no rounds, a device that PyTorch does not see, a model that was
+            deployed on another device, or an image that cannot be decoded.
     """
     for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, DTYPES)):
         if value not in known:
@@ -170,7 +170,7 @@ def latency_table(results: Mapping[str, LatencyResult]) -> str:
     """Returns a Markdown table with ratios to the first model, and the conditions of the measurement below it.
 
     Args:
-        results: What one call of :func:`measure_latency` returned.
+        results: The results of one call of :func:`measure_latency`.
     """
     first, rows = next(iter(results.values())), []
     for name, result in results.items():
@@ -198,13 +198,13 @@ def latency_table(results: Mapping[str, LatencyResult]) -> str:
 
 
 def format_ratio(latency: Mapping) -> str:
-    """Returns the ratio and the quartiles in a ``LatencyResult.to_dict()``, such as '0.82 (0.80 to 0.85)'."""
+    """Formats the ratio and its quartiles from ``LatencyResult.to_dict()``, such as '0.82 (0.80 to 0.85)'."""
     low, high = latency['ratio_quartiles']
     return f'{latency["ratio"]:.2f} ({low:.2f} to {high:.2f})'
 
 
 def describe_scope(latency: Mapping) -> str:
-    """Returns the conditions in a ``LatencyResult.to_dict()`` as one line."""
+    """Formats the conditions from ``LatencyResult.to_dict()`` as one line."""
     height, width = latency['size']
     threads = latency['threads']
     memory = 'freed memory kept' if latency.get('kept_memory') else ''
@@ -214,24 +214,24 @@ def describe_scope(latency: Mapping) -> str:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Returns the device of a name.
+    """Returns the torch device with this name.
 
     Raises:
-        SlabDetError: If PyTorch does not see it.
+        SlabDetError: If PyTorch does not see the device.
     """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SlabDetError(
-            f'device {str(name)!r} is not there: torch {torch.__version__} sees the CPU and '
+            f'device {str(name)!r} is not available: torch {torch.__version__} sees the CPU and '
             f'{torch.cuda.device_count()} CUDA devices; use --device cpu'
         ) from error
     return device
 
 
 class _TimedModel:
-    """A model with one image; a call is one round. The arguments are those of :func:`measure_latency`."""
+    """A model with its input image; each call is one round. Arguments as in :func:`measure_latency`."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _TimedModel:
         # mmdet's Swin returns None from eval().
         model.eval()
         self.weights_dtype = weights[0].dtype if weights else torch.float32
-        # A deployed model casts inside; weights in half precision compute in their own dtype.
+        # A deployed model casts its inputs itself; half-precision weights need no autocast.
         has_dtype = is_deployed(model) or self.weights_dtype != torch.float32
         self.dtype = self.weights_dtype if has_dtype else dtype
         self.autocast = self.weights_dtype != self.dtype
@@ -286,20 +286,20 @@ class _TimedModel:
         pixels = mmcv.imresize(pixels, (width, height))
         data = {
             'inputs': [torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))],
-            # Classifiers make their own samples.
+            # mmpretrain's classifiers create their own data samples.
             'data_samples': [DetDataSample(metainfo=metainfo)] if isinstance(self.model, BaseDetector) else None,
         }
         data = self.preprocess(data, training=False)
         self.inputs, self.samples = data['inputs'].to(self.weights_dtype), data['data_samples']
 
     def parts(self) -> list[nn.Module]:
-        """Returns the modules that a round runs."""
+        """Returns the modules of the scope."""
         found = [getattr(self.model, name, None) for name in self.scope.split('+')]
         return [part for part in found if part is not None] or [self.model]
 
 
 def _time(model: _TimedModel) -> float:
-    """Returns the wall time of one round in milliseconds, until the device has finished."""
+    """Returns the wall time of one round in milliseconds, including the work that CUDA runs asynchronously."""
     wait = partial(torch.cuda.synchronize, model.device) if model.device.type == 'cuda' else lambda: None
     wait()
     start = time.perf_counter()
@@ -309,7 +309,7 @@ def _time(model: _TimedModel) -> float:
 
 
 def _read_image(path: str | None, size: tuple[int, int]) -> bytes:
-    """Returns the bytes of an image file; without a path, a JPEG of noise, which is the same in every run."""
+    """Returns the bytes of an image file, or of a JPEG with seeded noise if ``path`` is None."""
     if path is None:
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (*size, 3), dtype=torch.uint8, generator=generator).numpy()

@@ -1,4 +1,4 @@
-"""Reads and writes report.json, which holds the measurements of detectors, and shows it as a Markdown table."""
+"""Reads and writes report.json, the measurements of detectors, and formats them as a Markdown table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = 1
 AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy'}
 # Columns of Table 3 of the SLAB paper, with the suffixes of mmdet's CocoMetric.
 AP_SUFFIXES = {'AP': '', 'AP50': '_50', 'AP75': '_75', 'APs': '_s', 'APm': '_m', 'APl': '_l'}
-# The runner's metric for each column of a kind, the main column first. Classifiers of mmpretrain have an accuracy.
+# Kind: {column: metric name of mmdet or, for accuracy, of mmpretrain}, the main column first.
 METRICS = {
     **{kind: {name: f'{kind}_mAP{suffix}' for name, suffix in AP_SUFFIXES.items()} for kind in ('bbox', 'segm')},
     'accuracy': {'top1': 'top1', 'top5': 'top5'},
@@ -33,16 +33,16 @@ class ReportEntry:
     Attributes:
         name: Row label, with width and depths where the config gives them, for example 'SLAB-Swin-96x2262'.
         variant: 'unfused' or 'fused'.
-        norm: Type of the norms it was trained with, for example 'PRepBN'.
+        norm: Type of the norms during training, for example 'PRepBN'.
         attention: 'softmax', 'sla' or 'focused', or one per stage joined by '/'.
         detector: Type of the detector, for example 'MaskRCNN'.
         config: Path of the config.
-        checkpoint: Path of the weights; None where they were random.
-        dataset: ``ann_file`` and number of ``images`` of the AP.
+        checkpoint: Path of the weights; None for random weights.
+        dataset: ``ann_file`` and number of ``images`` that AP was measured on.
         ap: See :func:`ap_from_metrics`.
         latency: ``LatencyResult.to_dict()``.
         recalibration: Passes, residual and images of the recalibration.
-        fusion: The outcome of each norm, and the largest difference to the unfused outputs.
+        fusion: How each norm was fused, and the largest difference between fused and unfused outputs.
         training: ``seed``, ``iterations`` and ``batch_size``.
         environment: See :func:`slab_det.measure.environment.describe_environment`.
     """
@@ -67,7 +67,7 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
     """Reads ``name``, ``norm``, ``attention`` and ``detector`` from a model config, fused or not."""
     model_cfg = detector_config(model_cfg)
     backbone = model_cfg['backbone']
-    # A ConvertedModel holds its backbone, with the norms, in ``model``.
+    # The ``model`` of a ConvertedModel is the backbone with the norms.
     backbone = {**backbone, **backbone.get('model', {})}
     stages = backbone.get('attention', 'softmax')
     kinds = [stages] if isinstance(stages, str) else list(stages)
@@ -82,49 +82,49 @@ def describe_model(model_cfg: Mapping) -> dict[str, str]:
 
 
 def form_suffix(deployed: bool, dtype: str) -> str:
-    """Returns the suffix for the name of a deployed or lower-precision model, which has an entry of its own."""
+    """Returns the suffix that gives a deployed or lower-precision model its own name, and so its own entry."""
     return '-deployed' * deployed + f'-{dtype}' * (dtype != 'float32')
 
 
 def describe_dataset(dataset: object) -> dict:
-    """Reads ``ann_file``, or the folder of classes, and the number of ``images`` from a dataset, also in a wrapper."""
+    """Returns ``ann_file`` (or the folder of a classification dataset) and ``images``, the length with wrappers."""
     images = len(dataset)
     while hasattr(dataset, 'datasets') or hasattr(dataset, 'dataset'):
         dataset = dataset.datasets[0] if hasattr(dataset, 'datasets') else dataset.dataset
-    # Classifiers may read folders, which each library names differently.
+    # Classification datasets may have a folder instead, under a key of data_prefix that differs between libraries.
     ann_file = getattr(dataset, 'ann_file', '') or next(iter(getattr(dataset, 'data_prefix', {}).values()), '')
     return {'ann_file': str(ann_file), 'images': images}
 
 
 def ap_from_metrics(metrics: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Picks AP and accuracy out of the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
+    """Extracts AP and accuracy from the runner's metrics, such as ``{'coco/bbox_mAP_50': 0.66}``.
 
     Returns:
-        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}, 'accuracy': {…}}``, in [0, 1]. COCO's -1, for sizes without
-        objects, becomes None, and kinds without any object are left out.
+        ``{'bbox': {'AP': …, 'AP50': …}, 'segm': {…}, 'accuracy': {…}}``, in [0, 1]. An AP of -1, which COCO gives to
+        object sizes without ground truth, becomes None. Kinds whose main AP is -1 are left out.
     """
     by_name, found = {key.rpartition('/')[2]: value for key, value in metrics.items()}, {}
     for kind, columns in METRICS.items():
         values = {column: by_name.get(name, -1) for column, name in columns.items()}
         if values[main_column(kind)] >= 0:
             # mmpretrain logs per cent.
-            one = 100 if kind == 'accuracy' else 1
-            found[kind] = {column: float(value) / one if value >= 0 else None for column, value in values.items()}
+            maximum = 100 if kind == 'accuracy' else 1
+            found[kind] = {column: float(value) / maximum if value >= 0 else None for column, value in values.items()}
     if metrics and not found:
         MMLogger.get_current_instance().warning(
-            f'no AP of COCO and no accuracy of mmpretrain among the metrics {", ".join(metrics)}: give a CocoMetric, '
+            f'no COCO AP and no mmpretrain accuracy among the metrics {", ".join(metrics)}: give a CocoMetric, '
             'so that reports and tables show AP'
         )
     return found
 
 
 def measured_kinds(entries: Iterable[ReportEntry]) -> list[str]:
-    """Returns the kinds that any of the entries has, in the order of their columns."""
+    """Returns the AP kinds that at least one entry has, in the order of ``AP_KINDS``."""
     return [kind for kind in AP_KINDS if any(kind in (entry.ap or ()) for entry in entries)]
 
 
 def main_column(kind: str) -> str:
-    """Returns the column that represents a kind where there is room for one: AP or top1."""
+    """Returns the main column of an AP kind: 'AP' or 'top1'."""
     return next(iter(METRICS[kind]))
 
 
@@ -141,7 +141,7 @@ def read_report(path: str | Path) -> list[ReportEntry]:
             raise ValueError(f'schema {content["schema"]}, expected {SCHEMA}')
         return [ReportEntry(**entry) for entry in content['entries']]
     except (ValueError, KeyError, TypeError) as error:
-        raise SlabDetError(f'{path} is no report.json of slab_det: {error!r}; measure again') from error
+        raise SlabDetError(f'{path} is not a report.json of slab_det: {error!r}; measure again') from error
 
 
 def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
@@ -151,13 +151,13 @@ def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
 
 
 def update_report(path: str | Path, *entries: ReportEntry) -> None:
-    """Merges entries into a report.json, which need not exist."""
+    """Merges entries into a report.json; creates the file if it does not exist."""
     old = read_report(path) if Path(path).exists() else []
     write_report(path, merge_entries([*old, *entries]))
 
 
 def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
-    """Returns one entry for each form of a detector, in order of appearance; later entries win field by field."""
+    """Merges entries with the same name, detector, variant and checkpoint; later values replace earlier ones."""
     merged: dict[tuple, ReportEntry] = {}
     for entry in entries:
         key = (entry.name, entry.detector, entry.variant, Path(entry.checkpoint or entry.config).resolve())
@@ -167,13 +167,13 @@ def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:
 
 
 def markdown_table(entries: Sequence[ReportEntry]) -> str:
-    """Returns a table in the columns of SLAB's Table 3, AP times 100.
+    """Returns a Markdown table with the columns of SLAB's Table 3, AP times 100.
 
-    Numbers with the same mark have the same conditions (device, dtype, threads, size, … or data and training), which
-    stand below the table.
+    Numbers with the same mark were measured under the same conditions (device, dtype, threads, size, … or data and
+    training). The conditions are listed below the table.
     """
     kinds = measured_kinds(entries)
-    # Detectors have the columns of Table 3, measured or not.
+    # Detectors always have the columns of Table 3.
     kinds = kinds if 'accuracy' in kinds else ['bbox', 'segm']
     conditions: list[str] = []
 
@@ -214,7 +214,7 @@ def ap_scope(entry: ReportEntry) -> str:
     """Returns the data and training that two APs must share to be compared, as one line."""
     dataset = entry.dataset or {}
     ann_file = Path(dataset.get('ann_file') or 'unknown data')
-    # Many datasets name the file instances_val.json: the folder tells them apart.
+    # Many datasets have an instances_val.json; its folder tells them apart.
     text = '/'.join(part for part in ann_file.parts[-3:] if part != 'annotations')
     text += f' ({dataset["images"]} images)' if 'images' in dataset else ''
     if entry.training:
@@ -229,7 +229,7 @@ def _row_label(backbone: Mapping, kinds: Sequence[str], norm: str) -> str:
     depths = backbone.get('depths', backbone.get('num_layers', ''))
     depths = ''.join(map(str, depths)) if isinstance(depths, Sequence) else str(depths)
     size = 'x'.join(filter(None, (str(backbone.get('embed_dims', '')), depths)))
-    # The papers call TokenBN BN.
+    # TokenBN is BN in the papers.
     norm = 'BN' if norm == 'TokenBN' else norm
     norms = [] if norm == 'LN' else [norm]
     if 'focused' in kinds:

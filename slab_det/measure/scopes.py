@@ -1,6 +1,6 @@
-"""Scopes and dtypes of a latency. Imports nothing, so that ``--help`` can list them without importing torch."""
+"""Scopes and dtypes of latency measurements. Imports nothing, so that ``--help`` lists them without importing torch."""
 
-# The work inside the timed region of each scope.
+# Scope: the work inside the timed region.
 SCOPES = {
     'backbone': 'backbone forward on a normalised, padded image',
     'backbone+neck': 'backbone and neck forward on a normalised, padded image',

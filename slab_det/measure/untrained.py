@@ -1,4 +1,4 @@
-"""Prepares detectors with random weights for timing: statistics that fit, and heads with the same work in each."""
+"""Prepares detectors with random weights for timing, so that they take as long as trained ones."""
 
 import torch
 from mmdet.models.dense_heads import RPNHead
@@ -8,16 +8,16 @@ from torch import nn
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.recalibration.fixed_point import recalibrate
 
-# Chosen, not measured: COCO has seven objects in an image, and many more pass a score threshold of 0.05.
+# An estimate: a COCO image has seven objects on average, and more detections pass the score threshold of 0.05.
 OBJECTS = 32
 
 
 def prepare_untrained(model: nn.Module) -> bool:
-    """Changes a detector with random weights, in place, so that it takes the time of a trained one.
+    """Changes a detector with random weights, in place, so that it takes as long as a trained one.
 
-    Norms get gamma = 0, as after training, and statistics of noise; with the initial statistics activations grow from
-    block to block. The work of heads depends on the objects that they find, which is chance with random weights. So
-    heads ignore the features: every proposal is an anchor, and the best ``OBJECTS`` proposals become objects.
+    Norms get gamma = 0, as after training, and statistics estimated on noise; with the initial statistics activations
+    grow from block to block. The time of heads depends on the number of objects, which is arbitrary with random
+    weights. So heads ignore the features: every proposal is an anchor, and the top ``OBJECTS`` become objects.
 
     Args:
         model: A detector in eval mode, unfused.
@@ -39,6 +39,6 @@ def prepare_untrained(model: nn.Module) -> bool:
     # The first class gets a score above every threshold.
     nn.init.constant_(box_head.fc_cls.bias[:1], 10.0)
     limit = roi_head.test_cfg.max_per_img
-    # -1 is no limit.
+    # max_per_img=-1 means no limit.
     roi_head.test_cfg.max_per_img = min(OBJECTS, limit) if limit > 0 else OBJECTS
     return True

@@ -1,13 +1,13 @@
-"""Errors, the operators that mmcv lacks, and patches of mmengine.
+"""Checks the installation, supplies operators that mmcv lacks, and patches mmengine.
 
-Importing this package checks the installation, supplies missing operators, and makes ``slab_det::`` a name that
-mmengine knows. Import it before ``mmdet.models``. Nothing else of torch, mmengine, mmcv or mmdet changes until
+Importing this package checks the installation, supplies missing operators, and lets mmengine resolve configs named
+``slab_det::...``. Import it before ``mmdet.models``. Nothing else of torch, mmengine, mmcv or mmdet changes until
 :func:`install` is called.
 """
 
 from slab_det.runtime.distributions import check_distributions
 
-# The next imports need the packages that the check looks for.
+# The imports below fail in obscure ways if distributions overwrite each other.
 check_distributions()
 
 from slab_det.runtime.checkpoint_files import install_safe_reading, read_checkpoint  # noqa: E402
@@ -21,13 +21,13 @@ register_scope()
 
 
 def install() -> None:
-    """Patches mmengine in this process. Every command calls it first; a script of your own should call it too.
+    """Patches mmengine in this process. Every command calls it first; your own scripts should too.
 
     | patch | without it |
     |---|---|
     | :func:`~slab_det.runtime.checkpoint_files.install_safe_reading` | a checkpoint can run code |
-    | :func:`~slab_det.runtime.run_folder.install_run_folder` | a killed run can leave no whole checkpoint |
-    | :func:`~slab_det.runtime.cpu.install_cpu_training` | torchrun needs GPUs |
+    | :func:`~slab_det.runtime.run_folder.install_run_folder` | a killed run can lose its only complete checkpoint |
+    | :func:`~slab_det.runtime.cpu.install_cpu_training` | distributed training needs GPUs |
 
     The linked functions name the code of mmengine that they replace. A second call changes nothing.
     """

@@ -14,9 +14,9 @@ def type_name(kind: str | Callable) -> str:
 
 
 def to_values(cfg: Config) -> dict:
-    """Copies a config to plain dictionaries, with bare names where mmcv and mmdet look operators up by name.
+    """Copies a config to plain dictionaries, with bare names for the types of ``nms`` and ``roi_layer``.
 
-    Python-style configs hold the operators themselves there, which mmengine would write as ``'mmcv.ops.nms'``.
+    mmcv and mmdet look them up by bare name, but mmengine would write a Python-style config's ``'mmcv.ops.nms'``.
     """
 
     def rename(value: object, key: str = '') -> object:
@@ -38,7 +38,7 @@ def walk_datasets(dataset: ConfigDict) -> Iterator[ConfigDict]:
 
 
 def detector_config(model: dict) -> dict:
-    """Returns the config of the detector inside a DistilledDetector or FusedDetector, or else ``model`` itself."""
+    """Returns the config of the detector inside any DistilledDetector and FusedDetector wrappers."""
     inside = {'DistilledDetector': 'student', 'FusedDetector': 'model'}
     while type_name(model['type']) in inside:
         model = model[inside[type_name(model['type'])]]
@@ -46,14 +46,14 @@ def detector_config(model: dict) -> dict:
 
 
 def drop_pretrained(model: dict) -> None:
-    """Removes the pretrained weights of a detector and its backbone from the config, in place."""
+    """Removes ``init_cfg`` and ``pretrained`` from a detector config and its backbone, in place."""
     for part in (model, model.get('backbone', {})):
         part.pop('init_cfg', None)
         part.pop('pretrained', None)
 
 
 def import_slab_det(cfg: dict) -> None:
-    """Adds slab_det to the ``custom_imports`` of a config, in place, so that mmdet finds our classes."""
+    """Adds slab_det to the ``custom_imports`` of a config, in place, so that mmdet finds slab_det's classes."""
     imports = cfg.get('custom_imports', {}).get('imports', [])
     imports = [imports] if isinstance(imports, str) else imports
     cfg['custom_imports'] = dict(imports=list(dict.fromkeys(['slab_det', *imports])), allow_failed_imports=False)

@@ -1,4 +1,4 @@
-"""Runs distributed training on a machine without accelerator, with gloo."""
+"""Lets mmengine train distributed on the CPU, with gloo."""
 
 import warnings
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def install_cpu_training() -> None:
-    """Lets ``--launcher pytorch`` use the CPU where there is no accelerator.
+    """Lets ``--launcher pytorch`` use the CPU if there is no accelerator.
 
     Patches mmengine's ``_init_dist_pytorch``, which sets a CUDA device, and ``Runner.wrap_model``, which passes
     ``device_ids``.
@@ -21,19 +21,19 @@ def install_cpu_training() -> None:
     if get_device() == 'cpu':
         mmengine.dist.utils._init_dist_pytorch = init_gloo
         MODEL_WRAPPERS.register_module('MMDistributedDataParallel', force=True, module=CpuDataParallel)
-        # The runner calls the class by name where the config names no wrapper.
+        # The runner uses this name, not the registry, if the config has no model_wrapper_cfg.
         mmengine.runner.runner.MMDistributedDataParallel = CpuDataParallel
 
 
 def init_gloo(backend: str, init_backend: str = 'torch', **kwargs: Any) -> None:
-    """Starts the process group with gloo, whatever ``backend`` and ``init_backend`` the config names."""
+    """Starts the process group with gloo; ``backend`` and ``init_backend`` of the config are ignored."""
     if backend != 'gloo':
-        warnings.warn(f'There is no GPU: this run uses the CPU, and gloo in place of {backend}.', stacklevel=2)
+        warnings.warn(f'There is no GPU: this run uses the CPU, with gloo instead of {backend}.', stacklevel=2)
     torch.distributed.init_process_group('gloo', **kwargs)
 
 
 class CpuDataParallel(MMDistributedDataParallel):
-    """mmengine's wrapper, without the ``device_ids`` that the runner always passes."""
+    """MMDistributedDataParallel that ignores ``device_ids``, which the runner always passes."""
 
     def __init__(self, module: nn.Module, device_ids: list[int] | None = None, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)

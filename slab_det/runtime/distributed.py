@@ -16,7 +16,7 @@ T = TypeVar('T')
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the model inside wrappers (distributed, test-time augmentation), or the model itself."""
+    """Returns the model without its wrappers for distributed training and test-time augmentation."""
     while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
         model = model.module
     return model
@@ -24,9 +24,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Makes an error in one process an error in all; otherwise the others would wait for it until a timeout.
+    """Raises an error of one process in all processes, which would otherwise wait for it until a timeout.
 
-    All processes enter the block, and nothing in it communicates.
+    All processes must enter the block, and the block must not communicate.
 
     Raises:
         RankError: If another process raised and this one did not.
@@ -47,13 +47,13 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def run_on_main(function: Callable[..., T], *args: object) -> T | None:
-    """Calls ``function``, which must not communicate, in the main process; the others get None, or its error."""
+    """Calls ``function``, which must not communicate, in the main process and returns its result; others get None."""
     with raise_on_all_ranks():
         return function(*args) if is_main_process() else None
 
 
 def broadcast_from_main(value: T) -> T:
-    """Returns the ``value`` of the main process in every process; no common file system is needed."""
+    """Returns the ``value`` of the main process in every process, without a shared file system."""
     values = [value]
     broadcast_object_list(values)
     return values[0]

@@ -2,7 +2,7 @@
 
 from importlib.metadata import distributions
 
-# The maintained distribution, and the others with files of the same names.
+# Maintained distribution: the originals, whose files have the same paths.
 DISTRIBUTIONS = {
     'onedl-mmengine': ('mmengine', 'mmengine-lite'),
     'onedl-mmcv': ('mmcv', 'mmcv-full', 'mmcv-lite'),
@@ -23,7 +23,7 @@ def check_distributions() -> None:
     }
     if clashes:
         originals = ' '.join(name for names in clashes.values() for name in names)
-        # Uninstalling the originals removes the files that both own, hence the second command.
+        # Uninstalling the originals also removes files of the maintained ones, so these are reinstalled.
         raise ImportError(
             f'{originals} and {" ".join(clashes)} overwrite each other. Keep the maintained ones:\n'
             f'  pip uninstall -y {originals}\n'

@@ -11,11 +11,11 @@ class SlabDetError(RuntimeError):
 
 
 class ConfigError(SlabDetError):
-    """A config that cannot be read, or from which runner, model or data cannot be built."""
+    """A config that cannot be read, or whose runner, model or data cannot be built."""
 
 
 class DataError(SlabDetError):
-    """Annotations or images that are missing, or do not fit config or model."""
+    """Annotations or images that are missing, or do not match the config or the model."""
 
 
 class AgreementError(SlabDetError):
@@ -23,7 +23,7 @@ class AgreementError(SlabDetError):
 
 
 class CheckpointError(SlabDetError):
-    """A checkpoint that cannot be read, or that does not fit the model it is loaded into."""
+    """A checkpoint that cannot be read, or that does not match the model."""
 
 
 class ConversionError(SlabDetError):
@@ -44,7 +44,7 @@ class ExportError(SlabDetError):
 
 @contextmanager
 def config_errors(config: str) -> Iterator[None]:
-    """Turns every exception except SlabDetError and OSError into a ConfigError that names the file ``config``."""
+    """Turns exceptions, except SlabDetError and OSError, into a ConfigError that names the file ``config``."""
     try:
         yield
     except (SlabDetError, OSError):
@@ -56,16 +56,16 @@ def config_errors(config: str) -> Iterator[None]:
 
 
 def name_some(names: Iterable[str]) -> str:
-    """Returns the first five of ``names``, and how many more there are."""
+    """Joins the first five names with commas, followed by the number of remaining names."""
     names = [*names]
     more = f' and {len(names) - 5} more' if len(names) > 5 else ''
     return ', '.join(names[:5]) + more
 
 
 def describe_error(error: SlabDetError | OSError) -> str:
-    """Returns the text of an expected error for the user."""
+    """Returns the message that a command prints for an error."""
     if 'Original Traceback' in str(error):
-        # A data loader's worker sends its whole traceback as the text, which ends with "type: message".
+        # The message of an error in a DataLoader worker is a traceback, whose last line is "type: message".
         return str(error).strip().splitlines()[-1].partition(': ')[2]
     if isinstance(error, SlabDetError) or error.errno is None:
         return str(error)

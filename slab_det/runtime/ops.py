@@ -1,7 +1,7 @@
-"""NMS and RoIAlign for an mmcv without compiled operators, on torchvision's.
+"""Implements NMS and RoIAlign with torchvision for an mmcv without compiled operators.
 
-mmdet imports ``mmcv.ops``, which imports all its operators from the extension ``mmcv._ext``. Where the extension was
-not compiled, a module of that name takes its place.
+mmdet imports ``mmcv.ops``, which imports all operators from the extension ``mmcv._ext``. If the extension was not
+compiled, :class:`TorchvisionOps` replaces it.
 """
 
 import sys
@@ -29,7 +29,7 @@ def install_ops() -> None:
 
 
 class TorchvisionOps(ModuleType):
-    """The module in the place of ``mmcv._ext``. Operators that torchvision lacks raise when they are called."""
+    """A module that replaces ``mmcv._ext``. Operators that torchvision lacks raise SlabDetError when called."""
 
     def __init__(self) -> None:
         super().__init__(EXTENSION, self.__doc__)
@@ -55,7 +55,7 @@ class TorchvisionOps(ModuleType):
 
 
 def raise_unavailable(op: str) -> NoReturn:
-    """Raises SlabDetError for an operator that neither mmcv nor torchvision has here."""
+    """Raises the SlabDetError for an operator that is not compiled in mmcv and missing in torchvision."""
     raise SlabDetError(
         f'mmcv.ops: the operator "{op}" is not compiled, and torchvision supplies only nms and roi_align (average '
         f'pooling). Choose a model without this operator, or compile mmcv, which needs a C++ compiler:\n  {COMPILE}'
@@ -69,16 +69,16 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
         boxes: Corners x1, y1, x2, y2.
         scores: One per box.
         iou_threshold: A box is removed if its IoU with a better one is larger.
-        offset: What mmcv adds to widths and heights: 1 where x2 and y2 are the last pixel inside, as in MMDetection 1.
+        offset: Added to widths and heights: 1 if x2 and y2 are the last pixel inside the box, as in MMDetection 1.
 
     Shape:
         (N, 4), (N,) -> (M,)
     """
-    # torchvision wants one dtype: under AMP the boxes are float32 and the scores half.
+    # torchvision needs boxes and scores of one dtype; under AMP boxes are float32 and scores float16.
     dtype = torch.promote_types(torch.promote_types(boxes.dtype, scores.dtype), torch.float32)
     boxes = boxes.to(dtype)
     if offset:
-        # All widths, heights and intersections grow by the offset.
+        # Adds the offset to all widths, heights and intersections.
         boxes = boxes + boxes.new_tensor([0, 0, offset, offset])
     return torchvision.ops.nms(boxes, scores.to(dtype), iou_threshold)
 
@@ -88,7 +88,7 @@ def roi_align_forward(
 ) -> None:
     """Average-pools each RoI of ``input`` into ``output``, in place.
 
-    The arguments are mmcv's; ``argmax_y`` and ``argmax_x`` are for maximum pooling and stay unused.
+    The arguments are the same as in mmcv; ``argmax_y`` and ``argmax_x``, for maximum pooling, are not used.
 
     Shape:
         (B, C, H, W), (K, 5), (K, C, aligned_height, aligned_width)
@@ -105,10 +105,10 @@ def roi_align_forward(
 def roi_align_backward(
     grad_output: Tensor, rois: Tensor, argmax_y: Tensor, argmax_x: Tensor, grad_input: Tensor, **options: Any
 ) -> None:
-    """Writes the gradient of :func:`roi_align_forward`'s ``input`` into ``grad_input``; other arguments as there."""
+    """Writes the gradient of :func:`roi_align_forward` with respect to ``input`` into ``grad_input``."""
     scale, height, width, ratio, aligned = roi_align_options(**options)
     dtype = torch.promote_types(grad_output.dtype, torch.float32)
-    # Differentiating torchvision.ops.roi_align would run the forward again.
+    # Autograd through torchvision.ops.roi_align would repeat the forward pass.
     backward = torch.ops.torchvision._roi_align_backward
     grad_input.copy_(
         backward(grad_output.to(dtype), rois.to(dtype), scale, height, width, *grad_input.shape, ratio, aligned)
@@ -124,7 +124,7 @@ def roi_align_options(
     pool_mode: int,
     aligned: bool,
 ) -> tuple[float, int, int, int, bool]:
-    """Returns the options of mmcv's RoIAlign in torchvision's order; torchvision has no maximum pooling."""
+    """Returns the options of mmcv's RoIAlign in torchvision's order, and raises SlabDetError for maximum pooling."""
     if pool_mode != 1:
         raise_unavailable("roi_align with pool_mode='max'")
     return spatial_scale, aligned_height, aligned_width, sampling_ratio, aligned

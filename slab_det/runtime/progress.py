@@ -7,13 +7,13 @@ from tqdm import tqdm
 
 
 class Progress(tqdm):
-    """tqdm that prints a line at each tenth instead of a bar if stderr is not a terminal.
+    """A tqdm bar that prints one line per 10% instead if stderr is not a terminal.
 
     Args:
-        args, kwargs: As tqdm takes them.
+        args, kwargs: Arguments of tqdm.
     """
 
-    # No monitor thread: data loaders fork their workers.
+    # No monitor thread, because DataLoader forks its workers.
     monitor_interval = 0
     _tenths = -1
 
@@ -21,7 +21,7 @@ class Progress(tqdm):
         super().__init__(*args, leave=sys.stderr.isatty(), dynamic_ncols=True, **kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
-        """Draws the bar, or prints a line; tqdm calls it."""
+        """Draws the bar or prints a line; called by tqdm."""
         if self.leave:
             return super().display(msg, pos)
         tenths = 10 * self.n // self.total if self.total else 0

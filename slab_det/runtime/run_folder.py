@@ -1,4 +1,4 @@
-"""Writes the files of a training run whole or not at all, so that a run can be killed at any moment and resumed."""
+"""Writes the files of a training run atomically, so that a run can be killed at any time and resumed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MARKER = 'last_checkpoint'
 
 
 def install_run_folder() -> None:
-    """Writes local files through :class:`AtomicLocalBackend`, and removes a checkpoint after its successor is written.
+    """Makes mmengine write local files atomically, and remove a checkpoint only after the next one is written.
 
-    Patches mmengine's ``LocalBackend.put``, which writes under the final name, and
+    Replaces mmengine's ``LocalBackend``, whose ``put`` writes under the final name. Patches
     ``CheckpointHook._save_checkpoint_with_step`` and ``_save_best_checkpoint``, which remove the previous checkpoint
     first: a run with ``max_keep_ckpts=1`` that is killed while it saves would have no checkpoint left.
     """
     register_backend('local', AtomicLocalBackend, force=True, prefixes='')
-    # mmengine reuses the backends that it has made before.
+    # mmengine caches backend instances.
     backend_instances.clear()
     for name in ('_save_checkpoint_with_step', '_save_best_checkpoint'):
         save = getattr(CheckpointHook, name)
@@ -43,7 +43,7 @@ def install_run_folder() -> None:
 
 
 def check_writable(*files: str | Path | None) -> None:
-    """Raises now the OSError that writing ``files`` would raise after the work; None stands for no file."""
+    """Raises OSError if one of ``files`` cannot be written; call it before long work. None means no file."""
     for path in (Path(file).resolve() for file in files if file is not None):
         try:
             if path.is_dir():
@@ -56,15 +56,15 @@ def check_writable(*files: str | Path | None) -> None:
 
 @contextmanager
 def whole_file(file: str | Path) -> Iterator[Path]:
-    """Yields a name beside ``file`` to write to; after the block the new file takes the place of ``file``.
+    """Yields a temporary path beside ``file`` to write to, and renames it to ``file`` after the block.
 
-    An error in the block leaves the previous file as it was. A killed program leaves a file whose name ends with
-    ``.tmp``, which the next writing of ``file`` replaces.
+    An error in the block leaves the previous ``file`` unchanged. A killed program leaves the temporary file, whose name
+    ends with ``.tmp``; the next write of ``file`` replaces it.
 
     Raises:
         OSError: With the name of the file that could not be written.
     """
-    # The target of a symbolic link is replaced, not the link.
+    # Replaces the target of a symbolic link, not the link.
     path = Path(file).resolve()
     # All processes of a distributed run may write into one work directory.
     unfinished = path.with_name(f'.{path.name}.{get_rank()}.tmp')
@@ -75,7 +75,7 @@ def whole_file(file: str | Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        # The error of a full disk names no file.
+        # The error for a full disk has no file name.
         if error.filename in (None, str(unfinished)):
             error.filename, error.filename2 = str(path), None
         raise
@@ -84,32 +84,32 @@ def whole_file(file: str | Path) -> Iterator[Path]:
 
 
 def save_with_config(checkpoint: dict, cfg: Config, path: str | Path) -> tuple[Path, Path]:
-    """Writes a checkpoint and, beside it, ``<stem>_config.py``; returns the names of both."""
+    """Writes a checkpoint and, beside it, ``<stem>_config.py``; returns both paths."""
     path, buffer, backend = Path(path), BytesIO(), AtomicLocalBackend()
     config = path.with_name(f'{path.stem}_config.py')
-    # Not into the file: PyTorch's error for a full disk names neither the file nor the cause.
+    # Save to memory first: torch.save into a file on a full disk raises an error without file name and cause.
     torch.save(checkpoint, buffer)
-    # The config last: an old config refuses a new checkpoint, but a new config might take an old one.
+    # Write the config last: an old config refuses a new checkpoint, but a new config might accept an old one.
     backend.put(buffer.getvalue(), path)
     backend.put_text(cfg.pretty_text, config)
     return path, config
 
 
 class AtomicLocalBackend(LocalBackend):
-    """mmengine's local files, written with :func:`whole_file`."""
+    """mmengine's LocalBackend, which writes with :func:`whole_file`."""
 
     def put(self, obj: bytes, filepath: str | Path) -> None:
-        """Writes bytes to a file and makes its folder if it has none."""
+        """Writes bytes to a file, and creates its folder if needed."""
         with whole_file(filepath) as name:
             name.write_bytes(obj)
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
-        """Writes text to a file and makes its folder if it has none."""
+        """Writes text to a file, and creates its folder if needed."""
         self.put(obj.encode(encoding), filepath)
 
 
 def remove_after_saving(save: Callable) -> Callable:
-    """Returns a saving method of ``CheckpointHook`` whose removals follow the saving."""
+    """Wraps a saving method of ``CheckpointHook``, so that it removes files only after saving."""
 
     @wraps(save)
     def save_then_remove(self: CheckpointHook, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +122,7 @@ def remove_after_saving(save: Callable) -> Callable:
             self.file_backend = backend
         best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
         for path in removals:
-            # A resumed run may save under a name that it removes.
+            # A resumed run may save a checkpoint under a name that it also removes.
             if path not in (self.last_ckpt, *best):
                 backend.remove(path)
 
@@ -130,10 +130,10 @@ def remove_after_saving(save: Callable) -> Callable:
 
 
 def find_latest_checkpoint(folder: str | Path) -> str | None:
-    """Returns the checkpoint to resume from in a work directory, None if there is none yet.
+    """Returns the checkpoint to resume from in a work directory, or None if there is none yet.
 
-    The file ``last_checkpoint`` names it, also after the folder was moved. Where the run was killed before it wrote the
-    name, it is the newest ``iter_N.pth`` or ``epoch_N.pth``.
+    This is the checkpoint named in the file ``last_checkpoint``, even after the folder was moved. If that file or its
+    checkpoint is missing, this is the newest ``iter_N.pth`` or ``epoch_N.pth``.
 
     Raises:
         CheckpointError: If there is a ``last_checkpoint``, but no checkpoint.
@@ -141,7 +141,7 @@ def find_latest_checkpoint(folder: str | Path) -> str | None:
     folder = Path(folder)
     marker = folder / MARKER
     name = marker.read_text().strip() if marker.is_file() else ''
-    # The folder may be a copy, whose original has gone on since.
+    # Look in the folder first: it may be a copy of the folder that last_checkpoint names.
     for candidate in (folder / Path(name).name, Path(name)):
         if candidate.is_file():
             return str(candidate)
@@ -151,6 +151,6 @@ def find_latest_checkpoint(folder: str | Path) -> str | None:
     if marker.exists():
         raise CheckpointError(
             f'{marker} names {name or "nothing"}, which is not there, and {folder} has no other '
-            f'checkpoint; name the one to resume from, or remove {MARKER} to start anew'
+            f'checkpoint; give the checkpoint to resume from, or remove {MARKER} to start from the beginning'
         )
     return None

@@ -7,5 +7,5 @@ from torch.utils._pytree import tree_leaves
 
 
 def tensors_in(outputs: object) -> list[Tensor]:
-    """Returns the tensors in tuples, lists and dicts of any depth."""
+    """Returns all tensors in nested tuples, lists and dicts."""
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""Multiply-adds, parameters and norms of models, against numbers worked out by hand."""
+"""Multiply-adds, parameters and norms of models, against published and hand-computed numbers."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def build(kind: str, **arguments: object) -> nn.Module:
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
-def test_multiply_adds_are_those_of_the_papers(name: str) -> None:
+def test_multiply_adds_match_the_papers(name: str) -> None:
     expected, kinds, arguments = PUBLISHED[name]
     image = torch.randn(1, 3, 224, 224)
     for kind in kinds:
@@ -32,7 +32,7 @@ def test_multiply_adds_are_those_of_the_papers(name: str) -> None:
         assert counted == pytest.approx(expected, rel=5e-4), kind
 
 
-def test_attention_is_counted_however_it_is_written() -> None:
+def test_attention_counts_alike_in_all_implementations() -> None:
     q, k, v = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 20, 8), torch.randn(2, 3, 20, 8)
     ways = (
         lambda: F.scaled_dot_product_attention(q, k, v),

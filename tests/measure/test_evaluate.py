@@ -1,4 +1,4 @@
-"""AP without a runner: one detector finds all objects, another one only in every second image."""
+"""AP without a runner, for a detector that finds all objects and one that skips every second image."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from slab_det.measure.evaluate import evaluate
 
 
 class Oracle(nn.Module):
-    """Returns the annotations of an image as what it found."""
+    """Predicts the annotations of every ``every``-th image, and nothing in the others."""
 
     def __init__(self, every: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Oracle(nn.Module):
         assert not self.training
         for sample in batch['data_samples']:
             objects = sample.gt_instances if self.calls % self.every == 0 else sample.gt_instances[:0]
-            # At test time annotations are not resized.
+            # Annotations have the coordinates of the original image at test time.
             found = dict(bboxes=objects.bboxes.tensor, labels=objects.labels, scores=torch.ones(len(objects)))
             sample.pred_instances = InstanceData(**found)
             self.calls += 1
@@ -27,7 +27,7 @@ class Oracle(nn.Module):
 
 
 @pytest.mark.parametrize('every', [1, 2])
-def test_ap_is_that_of_the_annotations(every: int, small_run_cfg) -> None:
+def test_ap_is_one_only_if_all_objects_are_found(every: int, small_run_cfg) -> None:
     cfg = small_run_cfg()
     cfg.val_evaluator.metric = 'bbox'
     oracle = Oracle(every)

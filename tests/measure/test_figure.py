@@ -1,4 +1,4 @@
-"""The picture of AP over latency: comparable models share a panel, and every name can be read."""
+"""The picture of AP over latency: panels hold comparable models, and every name is readable."""
 
 from pathlib import Path
 
@@ -67,21 +67,21 @@ def test_an_arrow_leads_from_hollow_unfused_to_filled_fused() -> None:
         {'training': {'iterations': 500}},
     ],
 )
-def test_what_was_measured_differently_gets_panels_of_its_own(change: dict) -> None:
+def test_incomparable_entries_get_separate_panels(change: dict) -> None:
     other = timed('Swin-T', 'fused', 34, 46.2, **change)
     panels = ap_latency_figure([SWIN[0], other]).findobj(Axes)
     places = [(axes.get_ylabel(), *markers(axes), arrows(axes)) for axes in panels]
     assert places == [('box AP', (25, 43.0), []), ('mask AP', (25, 39.3), []), ('box AP', (34, 46.2), [])]
 
 
-def test_the_same_entries_give_the_same_readable_file(tmp_path: Path) -> None:
+def test_svg_is_reproducible_and_keeps_text(tmp_path: Path) -> None:
     for name in ('new/one.svg', 'again.svg'):
         save_figure(ap_latency_figure(SWIN), tmp_path / name)
     picture = (tmp_path / 'new' / 'one.svg').read_text()
     assert len(picture) < 100_000 and '>SLAB-Swin-T<' in picture and (tmp_path / 'again.svg').read_text() == picture
 
 
-def test_names_cover_nothing_and_leave_room_for_the_panels() -> None:
+def test_legend_does_not_overlap_or_shrink_the_panels() -> None:
     models = [timed(letter * 40, 'unfused', 20 + i / 50, 43 + i / 50, 39) for i, letter in enumerate('abcdefgh')]
     figure = ap_latency_figure(models)
     figure.draw_without_rendering()
@@ -94,7 +94,7 @@ def test_names_cover_nothing_and_leave_room_for_the_panels() -> None:
         assert not box.overlaps(axes.get_tightbbox()) and axes.get_window_extent().height > 200, 'one inch at least'
 
 
-def test_without_ap_and_latency_of_one_model_there_is_no_picture() -> None:
+def test_figure_needs_an_entry_with_ap_and_latency() -> None:
     tested = ReportEntry('Swin-S', 'unfused', 'LN', 'softmax', 'MaskRCNN', 'a.py', ap={'bbox': {'AP': 0.4}})
     with pytest.raises(SlabDetError, match='both AP and latency'):
         ap_latency_figure([timed('Swin-T', 'unfused', 25), tested])

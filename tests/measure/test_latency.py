@@ -1,4 +1,4 @@
-"""Latency measurements: the order and the input of the rounds, and the conditions in the result."""
+"""Latency measurements: order and input of the rounds, and conditions in the result."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def measure(model: nn.Module, **options: object) -> LatencyResult:
 
 
 class RecordingDetector(nn.Module):
-    """Writes down what is called, with what."""
+    """Records its calls and their arguments."""
 
     def __init__(self, name: str = 'a', calls: list | None = None) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_models_are_interleaved_round_by_round_in_alternating_order(scope: str, 
 
 
 def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One round of warm-up, then three; every second round begins with b.
+    # One warm-up round and three timed rounds; every second round starts with b.
     times = iter([900.0, 900.0, 20.0, 10.0, 11.0, 22.0, 24.0, 12.0])
     readings = (reading for elapsed in times for reading in (0.0, elapsed / 1e3))
     monkeypatch.setattr(latency, 'time', SimpleNamespace(perf_counter=lambda: next(readings)))
@@ -77,7 +77,7 @@ def test_warm_up_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_end_to_end_gives_boxes_of_the_original_image(small_detector, tmp_path: Path) -> None:
-    """Against mmdet's own inference: file in, predictions out."""
+    """Compares with mmdet's pipeline and test_step."""
     photo = str(tmp_path / 'photo.png')
     cv2.imwrite(photo, torch.randint(0, 256, (90, 120, 3), dtype=torch.uint8).numpy())
     model, found = small_detector(), []
@@ -103,7 +103,7 @@ def test_end_to_end_gives_boxes_of_the_original_image(small_detector, tmp_path: 
     assert found.masks.shape[1:] == (90, 120)
 
 
-def test_dtype_is_autocast_unless_the_weights_have_it() -> None:
+def test_half_precision_weights_run_without_autocast() -> None:
     before = torch.get_num_threads()
     model = RecordingDetector()
     result = measure(model, dtype='bfloat16', threads=2)
@@ -117,7 +117,7 @@ def test_dtype_is_autocast_unless_the_weights_have_it() -> None:
         assert (inputs.dtype, autocast, result.dtype) == (torch.bfloat16, None, 'bfloat16')
 
 
-def test_result_carries_its_conditions_and_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_records_its_conditions_for_json(monkeypatch: pytest.MonkeyPatch) -> None:
     result = measure(RecordingDetector())
     stored = json.loads(json.dumps(result.to_dict()))
     expected = {'size': [40, 70], 'rounds': 3, 'warmup': 1, 'threads': torch.get_num_threads(), 'kept_memory': False}
@@ -134,12 +134,12 @@ def test_result_carries_its_conditions_and_is_json(monkeypatch: pytest.MonkeyPat
     [
         ({'scope': 'neck'}, "scope 'neck' is not one of backbone, backbone\\+neck, detector"),
         ({'dtype': 'int8'}, "dtype 'int8' is not one of"),
-        ({'device': 'cuda:99'}, "'cuda:99' is not there.*use --device cpu"),
+        ({'device': 'cuda:99'}, "'cuda:99' is not available.*use --device cpu"),
         ({'rounds': 0}, 'rounds=0'),
         ({'image': __file__}, 'cannot be decoded'),
     ],
 )
-def test_impossible_requests_are_refused(changes: dict, message: str) -> None:
+def test_invalid_arguments_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(SlabDetError, match=message):
         measure(RecordingDetector(), **changes)
 
@@ -151,7 +151,7 @@ def test_a_model_deployed_on_another_device_is_refused() -> None:
         measure(model, device='meta')
 
 
-def test_costs_stand_beside_latency(small_detector) -> None:
+def test_cost_covers_the_scope_and_is_in_the_table(small_detector) -> None:
     model = small_detector()
     results = slab_det.measure_latency({'a': model}, scope='backbone', cost=True, **QUICK)
     result = results['a']
@@ -171,4 +171,4 @@ def test_deployed_model_is_measured_in_the_dtype_it_was_deployed_in(small_detect
     table = latency_table(results)
     assert '| fused | float32 |' in table and '| deployed | bfloat16 |' in table
     device = results['fused'].device
-    assert f'detector, batch 1, 64x96 (HxW), {device}' in table, 'the line below names only what all rows share'
+    assert f'detector, batch 1, 64x96 (HxW), {device}' in table, 'the line below the table has no dtype'

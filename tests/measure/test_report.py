@@ -34,20 +34,20 @@ def entry(name: str = 'SLAB-Swin-T', variant: str = 'fused', **changes: object) 
     return ReportEntry(name=name, variant=variant, **values)
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_report_is_read_back(tmp_path: Path) -> None:
     entries = [entry(ap=AP, latency=latency(5.0), dataset=DATASET), entry(variant='unfused')]
     path = tmp_path / 'new' / 'report.json'
     write_report(path, entries)
     assert read_report(path) == entries
     with pytest.raises(ValueError):
         write_report(path, [entry(ap={'bbox': {'AP': float('nan')}})])
-    assert read_report(path) == entries and list(path.parent.iterdir()) == [path], 'the old one stays'
+    assert read_report(path) == entries and list(path.parent.iterdir()) == [path], 'the old report stays'
 
 
-def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_merges_entries_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / 'report.json'
-    # The hook knows the checkpoint by its absolute path.
+    # RecalibrateFuseHook writes the absolute path of the checkpoint.
     update_report(path, entry(checkpoint=str(tmp_path / 'a.pth'), ap=AP, training={'seed': 0}))
     update_report(
         path,
@@ -70,9 +70,9 @@ def test_update_fills_what_another_tool_left_open(tmp_path: Path, monkeypatch: p
         ('{"schema": 1, "entries": [{"speed": 3}]}', 'speed'),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_report_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / 'report.json').write_text(content)
-    with pytest.raises(SlabDetError, match=rf'report\.json is no report.json of slab_det: .*{message}'):
+    with pytest.raises(SlabDetError, match=rf'report\.json is not a report.json of slab_det: .*{message}'):
         read_report(tmp_path / 'report.json')
 
 
@@ -83,16 +83,16 @@ def test_metrics_of_the_runner_become_ap(capsys: pytest.CaptureFixture, monkeypa
     assert ap_from_metrics({**metrics, 'coco/cat_precision': 0.1}) == {
         'bbox': {'AP': 0.5, 'AP50': 0.7, 'AP75': 0.55, 'APs': None, 'APm': 0.0, 'APl': 0.6}
     }
-    # mmpretrain's per cent.
+    # mmpretrain logs per cent.
     assert ap_from_metrics({'accuracy/top1': 81.25}) == {'accuracy': {'top1': 0.8125, 'top5': None}}
-    assert 'no AP' not in ''.join(capsys.readouterr())
+    assert 'no COCO AP' not in ''.join(capsys.readouterr())
     assert ap_from_metrics({'pascal_voc/mAP': 0.4, 'pascal_voc/AP50': 0.4}) == {}
     assert 'among the metrics pascal_voc/mAP, pascal_voc/AP50: give a CocoMetric' in ''.join(capsys.readouterr())
-    # No object at all to find.
+    # A dataset without objects.
     assert ap_from_metrics({'coco/bbox_mAP': -1.0, 'accuracy': 0.3}) == {}
 
 
-# Beside the names of the configs: tests/test_model_index.py.
+# tests/test_model_index.py checks the names of the package's configs.
 @pytest.mark.parametrize(
     ('backbone', 'name'),
     [
@@ -131,7 +131,7 @@ def test_table_has_the_columns_of_table_3() -> None:
     assert '[2] AP on coco/instances_val2017.json (5000 images); trained seed 1' in table
 
 
-def test_numbers_of_different_conditions_are_marked() -> None:
+def test_table_marks_numbers_by_their_conditions() -> None:
     rows = [
         entry(latency=latency(5.0), ap=AP, dataset=DATASET),
         entry(variant='unfused', latency=latency(6.0), ap=AP, dataset={**DATASET, 'images': 50}),

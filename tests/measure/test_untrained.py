@@ -1,4 +1,4 @@
-"""Detectors with random weights that are to be timed."""
+"""Detectors with random weights, prepared for timing."""
 
 import torch
 from conftest import SMALL_SWIN
@@ -19,7 +19,7 @@ def objects_found(model: torch.nn.Module) -> torch.Tensor:
     return found.bboxes
 
 
-def test_heads_have_the_same_work_whatever_the_backbone(small_detector_cfg) -> None:
+def test_heads_find_the_same_boxes_with_every_backbone(small_detector_cfg) -> None:
     variants = ({'norm_cfg': {'type': 'LN'}}, {'norm_cfg': {'type': 'PRepBN'}}, {'attention': 'sla'})
     boxes = []
     for backbone in variants:
@@ -34,7 +34,7 @@ def test_heads_have_the_same_work_whatever_the_backbone(small_detector_cfg) -> N
         torch.testing.assert_close(other, boxes[0])
 
 
-def test_activations_keep_their_size_through_untrained_norms(small_detector_cfg) -> None:
+def test_activations_stay_bounded_through_untrained_norms(small_detector_cfg) -> None:
     image = torch.randn(1, 3, 96, 128)
     largest = []
     for prepare in (lambda model: slab_det.set_gamma(model, 0.0), prepare_untrained):

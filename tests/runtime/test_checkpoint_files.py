@@ -1,4 +1,4 @@
-"""Checkpoint files are read by an allow-list, whatever they hold."""
+"""Checkpoint files load through an allow-list; unsafe and broken files are refused."""
 
 import io
 import os
@@ -31,12 +31,12 @@ def test_unsafe_checkpoint_is_refused_and_does_not_run(tmp_path, zipped, load):
     with pytest.raises(CheckpointError, match=r'evil\.pth: holds posix\.mkdir.*trust'):
         load(path)
     assert not proof.exists()
-    # The test is one: loaded without the list, it runs.
+    # Without the allow-list the code does run.
     torch.load(path, weights_only=False)
     assert proof.exists()
 
 
-def test_getattr_reaches_no_further_than_known_methods(tmp_path):
+def test_pickled_getattr_is_limited_to_known_methods(tmp_path):
     path = tmp_path / 'evil.pth'
     for call in ((getattr, torch.Tensor, 'numpy'), (getattr, mmengine.logging.HistoryBuffer, '__init__')):
         torch.save({'state_dict': RunsCode(*call)}, path)
@@ -64,7 +64,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize('kind', BROKEN)
-def test_broken_file_is_named_with_what_to_do(tmp_path, kind):
+def test_broken_file_error_names_file_and_remedy(tmp_path, kind):
     path = tmp_path / 'broken.pth'
     path.write_bytes(BROKEN[kind])
     expected = r'broken\.pth: cannot be read as a checkpoint.*earlier one'
@@ -73,12 +73,12 @@ def test_broken_file_is_named_with_what_to_do(tmp_path, kind):
     assert 'weights_only' not in str(error.value)
 
 
-def test_arrays_and_scalars_of_both_numpys_are_loaded(tmp_path):
+def test_pickles_of_numpy_1_and_2_load(tmp_path):
     path = tmp_path / 'numpy.pth'
     values = {'array': np.arange(3, dtype=np.int16), 'scalar': np.float32(0.5), 'flag': np.bool_(True)}
     torch.save(values, path)
     renamed = tmp_path / 'other.pth'
-    # Pickles name the module of the numpy that wrote them; legacy files hold the pickle as it is.
+    # Pickles of numpy 1 and 2 name different modules; in a legacy file the name can be replaced.
     torch.save(values, renamed, _use_new_zipfile_serialization=False)
     content = renamed.read_bytes()
     ours, other = b'numpy._core.multiarray', b'numpy.core.multiarray'
@@ -88,7 +88,7 @@ def test_arrays_and_scalars_of_both_numpys_are_loaded(tmp_path):
     for file in (path, renamed):
         loaded = read_checkpoint(file)
         assert loaded['array'].tolist() == [0, 1, 2] and loaded['scalar'] == 0.5 and loaded['flag'], file
-    # The allow-list ends with the loading.
+    # The allow-list does not stay in force after loading.
     with pytest.raises(pickle.UnpicklingError, match='multiarray'):
         torch.load(path, weights_only=True)
 
@@ -111,7 +111,7 @@ def test_downloads_are_read_with_the_allow_list(tmp_path, monkeypatch, load, add
     assert os.listdir(tmp_path / 'hub' / 'checkpoints') and not (tmp_path / 'it ran').exists()
 
 
-def test_broken_safetensors_are_named_with_what_to_do(tmp_path):
+def test_broken_safetensors_error_names_the_file(tmp_path):
     path = tmp_path / 'cut.safetensors'
     save_file({'weight': torch.ones(50)}, path)
     for content in (b'', b'\xff' * 40, path.read_bytes()[:-1]):
@@ -126,11 +126,11 @@ def test_broken_safetensors_are_named_with_what_to_do(tmp_path):
         ('tim://swin_tiny', r'no checkpoint tim://.*timm://'),
         (os.path.dirname(__file__), 'no checkpoint .*runtime; check its name'),
         ('nowhere.pth', r'no checkpoint nowhere\.pth; check its name'),
-        # Port 9 of this machine: nothing listens there.
+        # Nothing listens on port 9.
         ('http://127.0.0.1:9/swin.pth', r'cannot be downloaded .*init_cfg\.checkpoint=FILE'),
     ],
 )
-def test_what_cannot_be_read_is_named_with_what_can(address, expected):
+def test_unreadable_address_error_says_what_to_do(address, expected):
     with pytest.raises(CheckpointError, match=expected) as error:
         read_checkpoint(address)
     assert '\n' not in str(error.value)

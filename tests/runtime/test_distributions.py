@@ -1,4 +1,4 @@
-"""Distributions of mmengine, mmcv and mmdet that do not get along."""
+"""Distributions of mmengine, mmcv and mmdet that overwrite each other."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from slab_det.runtime.distributions import check_distributions
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch):
-    """A function that adds the metadata of a distribution before the real ones."""
+    """Returns a function that makes a distribution look installed."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def add(distribution):
@@ -26,7 +26,7 @@ def pretend(tmp_path, monkeypatch):
         ('mmcv mmdet', 'onedl-mmcv onedl-mmdetection'),
     ],
 )
-def test_originals_beside_maintained_ones_are_an_error_with_its_remedy(pretend, originals, maintained):
+def test_clashing_distributions_raise_with_repair_commands(pretend, originals, maintained):
     for distribution in (originals + ' ' + maintained).split():
         pretend(distribution)
     with pytest.raises(ImportError) as error:

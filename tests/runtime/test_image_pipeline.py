@@ -1,4 +1,4 @@
-"""An image is the same to a detector in whatever form it comes, or is refused in one sentence."""
+"""ImagePipeline reads files, bytes, arrays and Pillow images alike, and refuses others with a one-line error."""
 
 import io
 
@@ -32,12 +32,12 @@ def encode(image: np.ndarray | Image.Image, format: str, mode: str = '', **optio
 
 
 def pack(image, steps=(STEPS[0], STEPS[3])):
-    """(H, W, 3) as the detector sees it, without resize."""
+    """Returns the input of the detector, (H, W, 3), without resizing."""
     return ImagePipeline(steps)(image)['inputs'].permute(1, 2, 0).numpy()
 
 
 TURNED = Image.Exif()
-TURNED[0x0112] = 6  # to be turned by 90 degrees clockwise
+TURNED[0x0112] = 6  # EXIF orientation: rotate by 90 degrees clockwise
 FILES = {
     'rgb': (encode(RGB, 'PNG'), BGR),
     'gray': (encode(GRAY, 'PNG'), GRAY[..., None]),
@@ -50,13 +50,13 @@ FILES = {
 
 
 @pytest.mark.parametrize('name', FILES)
-def test_a_file_of_any_kind_is_read_upright_in_eight_bits_of_bgr(name, tmp_path):
+def test_every_file_format_is_read_upright_as_uint8_bgr(name, tmp_path):
     content, expected = FILES[name]
     (tmp_path / 'image').write_bytes(content)
     found = pack(content)
     assert found.dtype == np.uint8 and np.array_equal(pack(tmp_path / 'image'), found)
     assert found.shape[:2] == expected.shape[:2]
-    # JPEG loses a little.
+    # JPEG is lossy.
     assert np.abs(found.astype(int) - expected).mean() <= (2 if 'jpeg' in name.lower() else 0), name
 
 
@@ -95,7 +95,7 @@ def test_an_image_of_pillow_with_more_than_eight_bits_is_taken_as_an_array():
         pack(Image.fromarray(GRAY.astype(np.uint16) * 257))
 
 
-def test_samples_name_their_file_and_boxes_find_back(tmp_path):
+def test_samples_have_path_and_scale_to_the_original_image(tmp_path):
     (tmp_path / 'image.png').write_bytes(encode(RGB, 'PNG'))
     pipeline = ImagePipeline(STEPS)
     path, content, array = (
@@ -141,12 +141,12 @@ def test_an_image_of_too_many_pixels_is_not_decoded(monkeypatch):
         (BGR > 9, 'from 0 to 1 .bool'),
     ],
 )
-def test_what_is_no_image_is_refused_in_one_sentence(image, message):
+def test_invalid_image_is_refused_in_one_line(image, message):
     with pytest.raises(DataError, match=message) as caught:
         ImagePipeline(STEPS)(image)
     assert '\n' not in str(caught.value)
 
 
-def test_other_loaders_are_refused():
+def test_pipeline_without_image_loader_is_refused():
     with pytest.raises(DataError, match='begins with Resize, not with LoadImageFromFile'):
         ImagePipeline(STEPS[1:])

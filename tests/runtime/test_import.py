@@ -1,4 +1,4 @@
-"""``import slab_det`` registers and supplies, and changes nothing else of torch, mmengine, mmcv and mmdet."""
+"""``import slab_det`` registers classes, supplies operators, and changes nothing else of torch and OpenMMLab."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ from mmengine.registry import Registry
 
 LIBRARIES = ('torch', 'mmengine', 'mmcv', 'mmdet')
 
-def stock():
+def library_state():
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition('.')[0] not in LIBRARIES or not isinstance(module, ModuleType):
@@ -51,21 +51,21 @@ def stock():
     found.update({('backend', prefix): backend for prefix, backend in backends.items()})
     return found
 
-def process():
+def process_state():
     return dict(
         meta_path=[*sys.meta_path], path=[*sys.path], environ=dict(os.environ), filters=[*warnings.filters],
         threads=torch.get_num_threads(), random=torch.get_rng_state().tolist(),
         safe=torch.serialization.get_safe_globals(), schemes=dict(mmengine.runner.CheckpointLoader._schemes),
     )
 
-before, old_process, old_modules = stock(), process(), set(sys.modules)
+before, old_process, old_modules = library_state(), process_state(), set(sys.modules)
 import slab_det
-after = stock()
-for key, value in process().items():
+after = library_state()
+for key, value in process_state().items():
     if value != old_process[key]:
         print('changed', key)
 for key, value in before.items():
-    # The table of schemes is made anew when one is added; its entries are compared. Numbers count calls.
+    # Adding a scheme replaces _schemes, whose entries process_state() compares. Numbers may count calls.
     if key[-1] not in ('_schemes', '__warningregistry__') and not isinstance(value, (int, str, float, tuple)):
         if after.get(key) is not value:
             print('changed', key)
@@ -84,13 +84,13 @@ MMDET_PRINTS = 'Could not import OneDL. Skipping OneDL datasets.'
 
 
 @pytest.mark.parametrize('with_operators', [True, False])
-def test_import_registers_and_supplies_and_changes_nothing_else(with_operators):
-    """With operators all of mmdet is imported before slab_det; without them nothing that takes seconds is imported."""
+def test_import_changes_only_registries_and_missing_operators(with_operators):
+    """With operators, mmdet is imported before slab_det; without them, slab_det must import no slow module."""
     if not with_operators and not isinstance(sys.modules['mmcv._ext'], TorchvisionOps):
         pytest.skip('mmcv has compiled operators')
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     code = CHECK.replace('WITH_OPERATORS', str(with_operators))
-    # The check touches names that torch deprecates.
+    # CHECK accesses deprecated names of torch.
     command = [sys.executable, '-W', 'ignore::FutureWarning', '-c', code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     lines = [line.strip() for line in done.stdout.splitlines() if line != MMDET_PRINTS]

@@ -1,4 +1,4 @@
-"""The stand-in for mmcv's compiled operators."""
+"""TorchvisionOps, the replacement of mmcv's compiled operators."""
 
 import importlib.util
 import sys
@@ -25,7 +25,7 @@ def random_boxes(count, dtype=torch.float32, integer=False):
 
 
 def greedy_nms(boxes, scores, threshold, offset=0):
-    """From the definition: best first (the earlier of equals), dropping what overlaps a kept box by more."""
+    """Keeps boxes by descending score, unless the IoU with a kept box is above ``threshold``."""
     boxes, kept = boxes.double(), []
     for i in sorted(range(len(boxes)), key=lambda i: (-scores[i].item(), i)):
         x1, y1, x2, y2 = boxes[i].tolist()
@@ -43,7 +43,7 @@ def greedy_nms(boxes, scores, threshold, offset=0):
 
 @pytest.mark.parametrize(('offset', 'threshold'), list(product((0, 1), (0.3, 0.5, 0.7))))
 def test_nms_is_greedy_nms(offset, threshold):
-    # Whole pixels, so that an overlap is never within rounding of the threshold in one precision only.
+    # Integer boxes, so that rounding moves no IoU across the threshold.
     boxes, scores = random_boxes(120, integer=True), torch.rand(120)
     before = boxes.clone()
     dets, kept = nms(boxes, scores, threshold, offset=offset)
@@ -65,7 +65,7 @@ def test_half_precision(dtype):
 
 
 def rois_for(batch, count, dtype=torch.float64):
-    """Some RoIs inside, some across the border, one without an area."""
+    """Returns RoIs inside the image, RoIs across its border, and one of zero area."""
     boxes = random_boxes(count) - 10
     boxes[0, 2:] = boxes[0, :2]
     return torch.cat([torch.arange(count)[:, None] % batch, boxes], 1).to(dtype)
@@ -101,7 +101,7 @@ def test_unavailable_operator_raises_its_name_when_called():
 
 @pytest.fixture
 def without_stand_in(tmp_path, monkeypatch):
-    """mmcv as it was before slab_det was imported; returns a folder in which it looks for its modules."""
+    """Restores mmcv to its state before slab_det; returns a folder on ``mmcv.__path__``."""
     monkeypatch.setattr(mmcv, '_ext', None)
     monkeypatch.delitem(sys.modules, 'mmcv._ext')
     monkeypatch.setattr(mmcv, '__path__', [*mmcv.__path__, str(tmp_path)])

@@ -1,4 +1,4 @@
-"""A run can be killed, or run out of disk space, at any moment and leaves whole files."""
+"""A run that is killed or runs out of disk space leaves only complete files."""
 
 import errno
 import os
@@ -83,8 +83,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob('*.pth'))
 
 
-def test_a_real_run_resumes_exactly(tmp_path):
-    """Also: everything that mmengine's Runner saves is on the allow-list, a OneCycle schedule with its method too."""
+def test_resumed_run_ends_with_equal_weights(tmp_path):
+    """Also checks that the allow-list covers all that Runner saves, including the bound method in OneCycleLR."""
     schedule = [{'type': 'OneCycleLR', 'eta_max': 0.1, 'total_steps': 16, 'by_epoch': False}]
     whole = run(tmp_path / 'whole', 4, -1, param_scheduler=schedule)
     start = dict(load_from=str(tmp_path / 'whole' / 'epoch_2.pth'), resume=True)
@@ -94,11 +94,11 @@ def test_a_real_run_resumes_exactly(tmp_path):
         assert read_checkpoint(file)['meta']['dataset_meta']['classes'] == ('cat', 'dog')
 
 
-def test_the_checkpoints_before_are_removed_when_the_new_ones_are_there(tmp_path):
+def test_previous_checkpoints_are_removed(tmp_path):
     run(tmp_path, 2)
     assert names(tmp_path) == ['best_mAP_epoch_2.pth', 'epoch_2.pth']
     assert (tmp_path / 'last_checkpoint').read_text() == str(tmp_path / 'epoch_2.pth')
-    # A resumed run goes on removing.
+    # A resumed run also removes the checkpoint it started from.
     run(tmp_path, 3, resume=True)
     assert names(tmp_path) == ['best_mAP_epoch_2.pth', 'epoch_3.pth']
 
@@ -115,7 +115,7 @@ def test_an_interrupted_run_keeps_whole_files(tmp_path, monkeypatch, during, lef
     sync = os.fsync
 
     def sync_until_interrupted(descriptor):
-        # Half of the file is on the disk by now.
+        # The temporary file exists now, and the final name does not.
         writes = os.readlink(f'/proc/self/fd/{descriptor}').startswith(str(tmp_path / f'.{during}.'))
         if writes:
             raise interruption
@@ -143,14 +143,14 @@ def test_files_have_the_usual_permissions_and_links_stay(tmp_path):
     assert link.is_symlink() and target.read_text(encoding='utf-8') == 'ä'
 
 
-def test_a_full_disk_is_named_and_leaves_the_file_before(tmp_path):
+def test_full_disk_error_names_the_file_and_keeps_its_old_content(tmp_path):
     file = tmp_path / 'model.pth'
     file.write_text('before')
     assert on_a_full_disk(lambda: mmengine.fileio.put(b'a' * 5000, file)) == f'{file}: File too large'
     assert file.read_text() == 'before' and os.listdir(tmp_path) == ['model.pth']
 
 
-def test_what_cannot_be_written_is_known_before_the_work(tmp_path):
+def test_check_writable_refuses_unwritable_paths(tmp_path):
     (tmp_path / 'notes.txt').write_text('before')
     check_writable(None, tmp_path / 'notes.txt', tmp_path / 'new' / 'model.pth')
     assert os.listdir(tmp_path) == ['notes.txt']
@@ -160,7 +160,7 @@ def test_what_cannot_be_written_is_known_before_the_work(tmp_path):
         assert caught.value.filename == str(file)
 
 
-def test_the_latest_checkpoint_is_found_whatever_became_of_its_name(tmp_path):
+def test_latest_checkpoint_is_found_if_last_checkpoint_is_stale(tmp_path):
     assert find_latest_checkpoint(tmp_path) is None
     marker, newest, last = tmp_path / 'last_checkpoint', tmp_path / 'iter_9.pth', tmp_path / 'iter_10.pth'
     marker.write_text('iter_8.pth')
@@ -169,14 +169,14 @@ def test_the_latest_checkpoint_is_found_whatever_became_of_its_name(tmp_path):
     for i, name in enumerate((last.name, newest.name, 'best_mAP_iter_9.pth', 'fused.pth')):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (i, i))
-    # Naming what is gone; left empty by mmengine alone; of a folder that was moved, or of another current directory.
+    # Names a removed checkpoint; is empty, as plain mmengine can leave it; names a folder that was moved.
     for text, expected in (('iter_8.pth', newest), ('', newest), ('somewhere/else/iter_10.pth\n', last)):
         marker.write_text(text)
         assert find_latest_checkpoint(tmp_path) == str(expected), text
-    # Killed before it was written.
+    # The run was killed before it wrote last_checkpoint.
     marker.unlink()
     assert find_latest_checkpoint(tmp_path) == str(newest)
-    # The original of a copied folder may have gone on.
+    # last_checkpoint of a copied folder names a checkpoint in the original folder.
     original = tmp_path / 'original' / 'iter_10.pth'
     original.parent.mkdir()
     original.touch()

@@ -1,4 +1,4 @@
-"""Weights of timm by their names, and safetensors files."""
+"""timm weights by ``timm://NAME``, and safetensors files."""
 
 import os
 
@@ -19,7 +19,7 @@ CONFIG = dict(embed_dims=32, num_layers=(2, 2, 2, 2), **PVT_V2)
 
 
 def serve(monkeypatch, path) -> None:
-    """Every download of timm is this file."""
+    """Makes every timm download return the file ``path``."""
 
     def download(repo_id: str, filename: str, **kwargs) -> str:
         if not filename.endswith(path.suffix):
@@ -47,12 +47,12 @@ def test_timm_names_and_files_load(tmp_path, monkeypatch, suffix):
 
 
 @pytest.mark.parametrize('name', ['swin_enormous', 'pvt_v2_b0.no_such_tag', 'hf-hub:someone/swin'])
-def test_unknown_timm_names_say_where_the_names_are(name):
+def test_unknown_timm_name_error_points_to_list_models(name):
     with pytest.raises(CheckpointError, match=r'timm has no pretrained weights of this name.*list_models'):
         load_pretrained(SLABPVT(**CONFIG), f'timm://{name}')
 
 
-def test_weights_that_cannot_be_downloaded_say_how_to_go_on(monkeypatch):
+def test_failed_timm_download_error_says_how_to_continue(monkeypatch):
     def download(**kwargs) -> str:
         raise OSError('no route to host\nTraceback')
 
@@ -66,7 +66,7 @@ def test_downloads_of_timm_run_no_code(tmp_path, monkeypatch):
     path, proof = tmp_path / 'evil.bin', tmp_path / 'it ran'
     torch.save({'head.bias': RunsCode(os.mkdir, str(proof))}, path)
     serve(monkeypatch, path)
-    # As an older timm reads the files of some models.
+    # Older timm reads the files of some models this way.
     monkeypatch.setattr(timm.models._hub, '_torch_load', lambda file, **kwargs: torch.load(file, weights_only=None))
     with pytest.raises(CheckpointError, match='timm cannot get the weights'):
         CheckpointLoader.load_checkpoint('timm://pvt_v2_b0')

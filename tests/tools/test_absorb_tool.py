@@ -150,7 +150,7 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--data-root', 'data', '--rounds', '-1'), 'from 0 on'),
         (('--data-root', 'data', '--keep', '-1'), 'a whole number from 0 on'),
         (('--data-root', 'data', '--keep', 'backbone.norm0', '1'), 'keep: 1 '),
-        (('--out', 'small.pth'), 'the checkpoint itself'),
+        (('--out', 'small.pth'), 'the input checkpoint'),
         # Known before an hour of work; there are no images to begin with.
         (('--images', 'nowhere', '--out', 'small.py/fused.pth'), 'small.py/fused.pth: Not a directory'),
         (('--images', 'nowhere', '--json', 'small.py/report.json'), 'small.py/report.json: Not a directory'),

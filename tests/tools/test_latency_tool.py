@@ -22,12 +22,12 @@ def test_end_to_end_latency_of_deployed_models(call, small_detector_cfg) -> None
     for entry in json.loads(Path('report.json').read_text())['entries']:
         latency, config = entry['latency'], entry['config']
         assert latency['scope'] == 'end-to-end'
-        assert latency['detections'] == OBJECTS, 'untrained models find alike'
+        assert latency['detections'] == OBJECTS, 'untrained models find equally many objects'
         assert latency['cost']['norms_left'] == norm_count[config]
         assert latency['cost']['multiply_adds'] > 1e7
 
 
-def test_a_model_is_on_its_device_before_it_is_deployed(call, small_detector_cfg, monkeypatch) -> None:
+def test_model_is_moved_to_the_device_before_deployment(call, small_detector_cfg, monkeypatch) -> None:
     devices: list = []
 
     def deploy(model: torch.nn.Module, *args: object, **options: object) -> None:
@@ -41,7 +41,7 @@ def test_a_model_is_on_its_device_before_it_is_deployed(call, small_detector_cfg
     assert devices == [{'meta'}]
 
 
-def test_latency_in_half_precision_is_an_entry_of_its_own(call, small_detector_cfg) -> None:
+def test_bfloat16_latency_gets_its_own_entry(call, small_detector_cfg) -> None:
     Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('layernorm.py')
     for dtype in ('float32', 'bfloat16'):
         call('latency.py', 'layernorm.py', '--dtype', dtype, '--scope', 'backbone', *QUICK)
@@ -49,7 +49,7 @@ def test_latency_in_half_precision_is_an_entry_of_its_own(call, small_detector_c
     assert len(names) == 2 and names[1] == f'{names[0]}-bfloat16'
 
 
-def test_a_report_that_cannot_be_written_is_found_before_the_work(call, small_detector_cfg) -> None:
+def test_unwritable_report_is_refused_before_the_measurement(call, small_detector_cfg) -> None:
     Config({'model': small_detector_cfg(norm_cfg={'type': 'LN'})}).dump('small.py')
     latency = call('latency.py', 'nowhere.py', '--json', 'small.py/report.json', code=1)
     test = call('test.py', 'small.py', 'nowhere.pth', '--report', 'small.py/report.json', code=1)

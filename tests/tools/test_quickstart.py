@@ -1,4 +1,4 @@
-"""The quick start's last page: its table, and the objects that each model finds."""
+"""The results of the quick start: its table, and the picture of the objects that each model finds."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from slab_det.measure.report import ReportEntry
 
 
 def entry(name: str, ratio: tuple[float, float, float], mask_ap: float, norms: int) -> ReportEntry:
-    """One deployed model."""
+    """The report entry of a deployed model."""
     latency = {'scope': 'detector', 'size': [320, 384], 'dtype': 'float32', 'device': 'Some CPU', 'threads': 2}
     latency |= {'rounds': 20, 'warmup': 5, 'cost': {'norms_left': norms}, 'deployed': True}
     return ReportEntry(
@@ -26,7 +26,7 @@ def entry(name: str, ratio: tuple[float, float, float], mask_ap: float, norms: i
     )
 
 
-def test_table_has_the_ratios_and_their_spread() -> None:
+def test_table_has_ratios_with_quartiles() -> None:
     table = compare([entry('LayerNorm', (1, 1, 1), 0.69, 24), entry('BN+FFNBN', (0.75, 0.8, 0.98), 0.68, 0)])
     rows = [line.strip('| ').split(' | ') for line in table.splitlines() if line.startswith(('| L', '| B'))]
     assert [[cell.strip() for cell in row] for row in rows] == [
@@ -38,7 +38,7 @@ def test_table_has_the_ratios_and_their_spread() -> None:
 
 # A random detector finds boxes that leave the image.
 @pytest.mark.filterwarnings('ignore::UserWarning:mmengine', 'ignore::DeprecationWarning:numpy')
-def test_what_is_found_stands_beside_the_truth(small_detector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_are_drawn_beside_truth(small_detector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('SLAB_DET_CACHE', str(tmp_path))
     cfg = Config.fromfile(CONFIGS / 'quickstart_mask_rcnn_swin.py').val_dataloader.dataset
     cfg.generator = dict(num_train=1, num_val=3, size=(96, 80))

@@ -1,4 +1,4 @@
-"""The command lines as a user meets them: help, and errors in one line."""
+"""The command lines: --help, usage errors and one-line error messages."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ for tool in sys.argv[1:]:
 """
 
 
-def test_every_command_has_a_tool_whose_help_waits_for_no_import() -> None:
+def test_every_command_has_a_tool_whose_help_does_not_import_torch() -> None:
     tools = [str(path) for path in TOOLS.glob('*.py')]
     assert {Path(tool).stem for tool in tools} == {*COMMANDS.values()}
     done = subprocess.run([sys.executable, '-c', HELP, *tools], capture_output=True, text=True, cwd=TOOLS.parent)
@@ -49,30 +49,30 @@ def test_every_command_has_a_tool_whose_help_waits_for_no_import() -> None:
         ('test_onnx.py', 'precision', export.PRECISIONS),
     ],
 )
-def test_help_names_what_the_package_has(tool: str, flag: str, names: Iterable[str], call) -> None:
+def test_help_lists_the_choices_of_the_package(tool: str, flag: str, names: Iterable[str], call) -> None:
     assert f'--{flag} {{{",".join(names)}}}' in ' '.join(call(tool, '--help').out.split())
 
 
 @pytest.mark.parametrize('option', ['train_cfg.max_iters', 'train_cfg.max_iters=[1,2'])
 @pytest.mark.parametrize('tool', ['train.py', 'latency.py'])
-def test_options_that_cannot_be_read_are_usage_errors(tool: str, option: str, call) -> None:
+def test_invalid_cfg_options_are_usage_errors(tool: str, option: str, call) -> None:
     result = call(tool, 'small.py', '--cfg-options', option, code=2)
     assert f'argument --cfg-options: {option}: give KEY=VALUE' in result.err
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, small_detector_cfg, small_detector) -> Path:
-    """A finished checkpoint, beside its config small.py."""
+    """The checkpoint small.pth, beside its config small.py."""
     Config(dict(model=small_detector_cfg())).dump(tmp_path / 'small.py')
     torch.save(dict(state_dict=small_detector().state_dict()), tmp_path / 'small.pth')
     return tmp_path / 'small.pth'
 
 
-def test_fuse_writes_nothing_that_differs(tmp_path: Path, checkpoint: Path, call, monkeypatch) -> None:
+def test_fuse_writes_nothing_if_the_fused_model_differs(tmp_path: Path, checkpoint: Path, call, monkeypatch) -> None:
     def fold_wrongly(layer: torch.nn.Module, scale: torch.Tensor, shift: torch.Tensor) -> None:
         fold_into_output(layer, scale * (1 + 1e-7), shift)
 
-    # The package's own name `fuse` is the function.
+    # slab_det.fusion.fuse as an attribute is the function, not the module.
     monkeypatch.setattr(sys.modules['slab_det.fusion.fuse'], 'fold_into_output', fold_wrongly)
     result = call('fuse.py', 'small.py', checkpoint, '--out', 'fused.pth', '--size', 65, 91, code=1)
     assert result.err.splitlines()[-1].startswith('error: the fused model differs from the unfused one')
@@ -91,21 +91,21 @@ def write_config(path: Path, **backbone: object) -> None:
     Config({'model': {'type': 'MaskRCNN', 'backbone': {**SMALL, **backbone}}}).dump(path)
 
 
-def test_foreign_weights_become_those_of_mmdet(tmp_path: Path, call) -> None:
+def test_timm_weights_convert_to_mmdet_layout(tmp_path: Path, call) -> None:
     theirs = timm_swin()
     torch.save(theirs.state_dict(), tmp_path / 'timm.pth')
     write_config(tmp_path / 'swin.py', type='SwinTransformer')
     result = call('convert_checkpoint.py', 'timm.pth', 'out/native.pth', '--config', 'swin.py', '--to', 'native')
     assert result.out.count('timm.pth (timm_swin)') == 1 and 'Written to out/native.pth' in result.out
     ours = MODELS.build({'type': 'SwinTransformer', **SMALL})
-    # As mmdet does, by key: nothing is left to convert.
+    # A strict load: all keys are mmdet's.
     ours.load_state_dict(torch.load(tmp_path / 'out' / 'native.pth', weights_only=True)['state_dict'])
     ours.double().eval(), theirs.double()
     x = torch.randn(1, 3, 224, 224, dtype=torch.double)
     with torch.no_grad():
         features = theirs.forward_intermediates(x, output_fmt='NCHW', intermediates_only=True)
         for output, feature in zip(ours(x), features, strict=True):
-            # Detection has a norm after each stage, which starts as the plain one.
+            # mmdet's Swin has an output norm after each stage, with weight 1 and bias 0.
             feature = feature.permute(0, 2, 3, 1)
             plain = functional.layer_norm(feature, feature.shape[-1:]).permute(0, 3, 1, 2)
             torch.testing.assert_close(output, plain, rtol=1e-9, atol=1e-9)
