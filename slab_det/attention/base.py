@@ -24,19 +24,19 @@ from slab_det.attention.geometry import (
 
 
 class Attention(BaseModule):
-    """Mixes values by queries and keys. Subclasses write :meth:`mix`; training, deployment and export call it.
+    """Base class of attention. Subclasses write :meth:`mix`; training, deployment and export call it.
 
     Args:
         embed_dims: Channels C.
         num_heads: Heads h; each has d = C / h channels.
-        table_shape: (H', W') of the keys' window, or of the keys' map in pretraining: the size of a table of positions.
+        table_shape: Size (H', W') of a table of positions: the keys' window, or the keys' map in pretraining.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
         attn_drop_rate: Dropout on softmax attention weights.
     """
 
-    # Whether mix() gets the heads apart, (B, h, N, d), or all channels together, (B, 1, N, C).
+    # Whether mix() gets q, k and v split by head, (B, h, N, d), or whole, (B, 1, N, C).
     heads_apart = True
-    # Whether mix() may get a part of the queries of a map.
+    # Whether mix() may be called with a part of the queries of a map.
     queries_apart = True
 
     def __init__(
@@ -57,18 +57,18 @@ class Attention(BaseModule):
 
     @property
     def groups(self) -> int:
-        """The number of groups of channels that :meth:`mix` gets."""
+        """The number of channel groups that :meth:`mix` gets: the heads, or 1."""
         return self.num_heads if self.heads_apart else 1
 
     @abstractmethod
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
-        """Mixes the values for every query.
+        """Computes the attention output of every query from projected q, k and v.
 
         Args:
             q: Queries (B, h, N, d) of B windows or maps; may be overwritten.
             k: Keys (B, h, M, d).
             v: Values (B, h, M, d).
-            geometry: Where the tokens lie.
+            geometry: The layout of the tokens.
 
         Returns:
             (B, h, N, d), before the output projection.
@@ -76,7 +76,7 @@ class Attention(BaseModule):
 
 
 class SoftmaxMixing(Attention):
-    """``softmax(q k^T / sqrt(d) + B) v`` per head; a base before WindowAttention or MapAttention."""
+    """``softmax(q k^T / sqrt(d) + B) v`` per head; a mixin for WindowAttention and MapAttention."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
         bias = self.logit_bias(geometry, q.dtype)
@@ -84,13 +84,13 @@ class SoftmaxMixing(Attention):
             bias = repeat_windows(bias, q.shape[0])
         dropout = self.attn_drop_rate if self.training else 0.0
         if torch.jit.is_tracing():
-            # Exported, the function below would scale k as well and transpose it twice.
+            # Exported, scaled_dot_product_attention would scale k as well and transpose k twice.
             logits = (q * self.qk_scale) @ k.transpose(-1, -2)
             return F.dropout((logits if bias is None else logits + bias).softmax(-1), dropout) @ v
         return F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.qk_scale)
 
     def logit_bias(self, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
-        """B, (1, h, N, M), or (nW, h, N, M) for nW windows of a map; None for none."""
+        """The addend B of the logits, (1, h, N, M) or, for nW windows of a map, (nW, h, N, M); or None."""
         return None
 
 
@@ -136,7 +136,7 @@ class WindowAttention(Attention):
         return ('qkv',)
 
     def attend(self, x: Tensor, windows: Windows) -> Tensor:
-        """Mixes tokens (B, L, C) in their windows: (B, L, C), before the output projection."""
+        """Attends in every window, (B, L, C) -> (B, L, C), without the output projection."""
         return windows.merge(self.mix(*windows.cut(x, self), windows))
 
 
@@ -165,7 +165,7 @@ class SoftmaxWindowAttention(SoftmaxMixing, WindowAttention):
 class ShiftedWindowAttention(BaseModule):
     """Attention in (shifted) windows of a feature map, with the state-dict keys of mmdet's ShiftWindowMSA.
 
-    Padding slots of the windows have the q, k and v of a zero token.
+    Padding slots of the windows hold q, k and v of a zero token.
 
     Args:
         w_msa: The attention inside a window.

@@ -1,4 +1,4 @@
-"""Windows and maps: where the tokens lie that an attention mixes."""
+"""Windows and maps: the layout of the tokens in an attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def resize_table(
     table: Tensor, table_shape: tuple[int, int], hw_shape: tuple[int, int], mode: str = 'bilinear'
 ) -> Tensor:
     """Interpolates a table of positions (1, H0 * W0, C) to a map of (H, W): (1, H * W, C)."""
-    # An exported model must not compare sizes, and interpolation to the same size changes nothing.
+    # A compiled graph must not depend on this comparison. Interpolation to the same size changes nothing.
     if not torch.compiler.is_compiling() and tuple(hw_shape) == tuple(table_shape):
         return table
     image = table.unflatten(1, table_shape).permute(0, 3, 1, 2)
@@ -25,7 +25,7 @@ def resize_table(
 
 
 class Geometry(ABC):
-    """Where the tokens lie that an attention mixes.
+    """Base class of token layouts: what :meth:`Attention.mix` asks about the positions of queries and keys.
 
     :class:`WindowGeometry` and :class:`MapGeometry` are for training, :mod:`slab_det.deployment.cpu.tiles` for deployed
     models on a CPU, :mod:`slab_det.deployment.window_index` for export.
@@ -37,15 +37,15 @@ class Geometry(ABC):
     query_shape: tuple[int, int]
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor | None:
-        """An additive mask of the logits, (nW, N, N): 0 within a region of the map, -100 across; None for none."""
+        """An additive mask of the logits, (nW, N, N): -100 for pairs from different regions, otherwise 0; or None."""
         return None
 
     def fit_table(self, table: Tensor, table_shape: tuple[int, int]) -> Tensor:
-        """A learned table of positions (1, H0 * W0, C) with one row for each key, (1, M, C)."""
+        """Resizes a table of positions (1, H0 * W0, C) to one row for each key, (1, M, C)."""
         return table
 
     def values_at_queries(self, v: Tensor) -> Tensor:
-        """The values (B, M, C) at the places of the queries, (B, N, C)."""
+        """Resizes the values (B, M, C) to the positions of the queries, (B, N, C)."""
         return v
 
 
@@ -65,7 +65,7 @@ class Windows(Geometry):
 
         Args:
             x: (B, H * W, C).
-            attention: A :class:`~slab_det.attention.WindowAttention`, with the projection and what padding slots hold.
+            attention: A :class:`~slab_det.attention.WindowAttention`: its projection, and its q, k and v of padding.
 
         Returns:
             q, k and v, (B * nW, g, N, C / g) each, for the g groups of the attention.
@@ -92,13 +92,13 @@ def join_groups(x: Tensor) -> Tensor:
 
 
 def repeat_windows(x: Tensor, count: int) -> Tensor:
-    """Repeats a tensor (nW, ...) of the windows of one map for the ``count`` windows of a batch; (1, ...) stays."""
+    """Repeats (nW, ...), one entry per window of a map, for the ``count`` windows of a batch; keeps (1, ...)."""
     return x if x.shape[0] in (1, count) else x.repeat(count // x.shape[0], *[1] * (x.ndim - 1))
 
 
 @dataclass(frozen=True)
 class MapGeometry(Geometry):
-    """A whole map whose keys and values may come from a reduced map, of (H', W')."""
+    """A whole map. Its keys and values may come from a reduced map of (H', W')."""
 
     query_shape: tuple[int, int]
     source_shape: tuple[int, int]
@@ -173,5 +173,5 @@ class WindowGeometry(Windows):
 
 
 def mask_regions(regions: Tensor, dtype: torch.dtype) -> Tensor:
-    """The additive mask (nW, N, N) of windows whose slots come from the regions (nW, N)."""
+    """The additive mask (nW, N, N) of windows, from the region number of each slot, (nW, N)."""
     return (regions[:, :, None] != regions[:, None, :]).to(dtype) * MASKED_LOGIT

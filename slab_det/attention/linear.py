@@ -13,18 +13,18 @@ from slab_det.attention.geometry import Geometry
 
 
 class LinearMixing(Attention):
-    """Linear attention plus a depthwise convolution of the values; a base before WindowAttention or MapAttention.
+    """Linear attention plus a depthwise convolution of the values; a mixin for WindowAttention and MapAttention.
 
     ``O_i = f(q_i) (sum_j f(k_j + P_j)^T v_j) / (f(q_i) sum_j f(k_j + P_j) + 1e-6) + DWC(v)_i`` per head, linear in
-    the number of tokens. Subclasses give the feature map f. P is a learned addend of the keys, one row per position.
-    Over maps P is interpolated from the size in pretraining, and reduced values are interpolated for the convolution.
+    the number of tokens. Subclasses give the feature map f. P, added to the keys, is a learned positional encoding.
+    Over maps P is interpolated from its size in pretraining. Values of a reduced map are interpolated to the size of
+    the queries' map before the convolution.
 
-    There is no shift mask: after a shift, tokens of several regions share one sum, as in the released code. Windows
-    include their padding tokens.
+    As in the released code there is no shift mask: a shifted window sums over all its tokens, padding included.
     """
 
     heads_apart = False
-    # The convolution and the sums over the keys serve all queries of a map.
+    # The convolution and the sums over the keys are computed once for all queries of a map.
     queries_apart = False
 
     def __init__(self, *args, **kwargs) -> None:
@@ -53,14 +53,14 @@ class LinearMixing(Attention):
         """f(k), non-negative, (B, M, C); may write into k."""
 
     def average(self, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
-        """The weighted average of the values for each query, (B, N, C): the quotient of both sums over the keys."""
+        """The weighted average of the values for each query, (B, N, C): the quotient in the formula."""
         # Half precision cannot hold sums over thousands of tokens.
         if k.dtype.itemsize < 4:
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast(k.device.type, enabled=False):
             k = self.key_features(k + geometry.fit_table(self.positional_encoding, self.table_shape))
-            # One product for all heads, whose mask keeps the blocks on the diagonal. It has h times the multiply-adds
-            # and still takes less time than copying the heads apart.
+            # One matrix product for all heads; head_mask keeps the diagonal blocks. The product has h times the
+            # multiply-adds, and still takes less time than a copy of each head.
             heads = self.head_mask.to(v.dtype)
             sums = [(k.transpose(1, 2) @ v) * heads, k.sum(1)[:, :, None] * heads[:, :: self.head_dims]]
             out, weight_sum = (self.query_features(q) @ torch.cat(sums, 2)).split([self.embed_dims, self.num_heads], 2)
@@ -77,7 +77,7 @@ class LinearMixing(Attention):
 class SimplifiedMixing(LinearMixing):
     """ReLU as the feature map (SLAB, Guo et al., ICML 2024, eq. 5-7)."""
 
-    # In place where autograd allows it: a CPU takes long to allocate another large tensor.
+    # In place where autograd allows it: allocating another large tensor takes long on a CPU.
 
     def query_features(self, q: Tensor) -> Tensor:
         return F.relu(q, inplace=not torch.is_grad_enabled())
@@ -87,9 +87,9 @@ class SimplifiedMixing(LinearMixing):
 
 
 class FocusedMixing(LinearMixing):
-    """``f(x) = |x| x^3 / |x^3|`` of ``(ReLU(x) + 1e-6) / softplus(theta)`` (FLatten, Han et al., ICCV 2023).
+    """``f(x) = |z| z^3 / |z^3|`` with ``z = (ReLU(x) + 1e-6) / softplus(theta)`` (FLatten, Han et al., ICCV 2023).
 
-    The norms |.| are over all C channels. Both sums over the keys are means, as in the authors' code since May 2024.
+    |.| is the norm over all C channels. Both sums over the keys are means, as in the authors' code since May 2024.
     """
 
     focusing_factor = 3
@@ -100,7 +100,7 @@ class FocusedMixing(LinearMixing):
 
     def query_features(self, q: Tensor) -> Tensor:
         x = (q.relu() + 1e-6) / F.softplus(self.scale)
-        # Cubes of unit vectors: for x above 1e6 the norm of x^3 leaves the range of float32.
+        # Cubes the unit vector, because the norm of x^3 overflows float32 for x above 1e6.
         length = x.norm(dim=-1, keepdim=True)
         powered = (x / length) ** self.focusing_factor
         return powered * (length / powered.norm(dim=-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Backbone: the base of all backbones."""
+"""Backbone: the base class of all backbones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slab_det.norms import named_offline_norms
 
 
 class Backbone(BaseModule):
-    """Base of our backbones: loading, output norms, frozen statistics. :class:`SLABSwin` describes the arguments."""
+    """Base class: loading, output norms, frozen statistics. :class:`SLABSwin` describes the arguments."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Backbone(BaseModule):
         return height // patch, width // patch
 
     def add_output_norms(self, out_norm_cfg: str | dict | None, norm_cfg: dict, num_features: Sequence[int]) -> None:
-        """Gives each output a norm: ``norm_cfg`` for 'same', another one, or None for none."""
+        """Adds ``norm<i>`` for each output i: ``norm_cfg`` for 'same', another norm for a dict, no norm for None."""
         cfg = norm_cfg if out_norm_cfg == 'same' else out_norm_cfg
         for i in self.out_indices:
             self.add_module(f'norm{i}', build_norm_layer(cfg, num_features[i])[1] if cfg else nn.Identity())
@@ -67,7 +67,7 @@ class Backbone(BaseModule):
         return x.transpose(1, 2).unflatten(2, hw_shape).contiguous(memory_format=memory_format)
 
     def init_from_scratch(self) -> None:
-        """Draws weights as ViT and Swin do; convolutions keep PyTorch's."""
+        """Initialises weights as ViT and Swin do; convolutions keep PyTorch's initialisation."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)

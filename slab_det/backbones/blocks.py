@@ -22,7 +22,7 @@ from slab_det.fusion import CannotFold, Fold, Write
 
 
 class LinearFFN(BaseModule):
-    """``fc2(act(fc1(x)))``, with one more norm on request (BN+FFNBN, Yao et al., ICCVW 2021).
+    """``fc2(act(fc1(x)))``, optionally with a norm next to the activation (BN+FFNBN, Yao et al., ICCVW 2021).
 
     State-dict keys are as in mmcv's FFN.
 
@@ -71,7 +71,7 @@ class LinearFFN(BaseModule):
         return Sequential(Sequential(nn.Linear(channels, hidden), activation, drop), nn.Linear(hidden, channels), drop)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
-        """Adds the output for the tokens ``x`` of a map of (H, W) to ``identity``."""
+        """Returns ``identity`` plus the FFN of ``x``, the tokens of a map of (H, W)."""
         return identity + self.drop_path(self.transform(x, hw_shape))
 
     def transform(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
@@ -83,7 +83,7 @@ class LinearFFN(BaseModule):
         """Applies the activation and the norm to the hidden channels."""
         if self.ffn_norm == 'pre_act':
             return activation(self.norm(hidden))
-        # Before the dropout: its noise would widen the statistics that inference uses.
+        # The norm comes before the dropout: dropout would raise the variance that inference uses.
         return self.norm(activation(hidden))
 
     def folds(self) -> Iterator[Fold]:
@@ -97,7 +97,7 @@ class LinearFFN(BaseModule):
         yield Write(self.fc2)
 
     def ffn_layers(self) -> tuple[str, str, str]:
-        """First layer, activation and second layer, if there is nothing else; see :func:`slab_det.absorb`."""
+        """Names of fc1, activation and fc2, for :func:`slab_det.absorb`; CannotFold if a layer stands between."""
         if not isinstance(self.norm, nn.Identity):
             raise CannotFold('a norm stands between its layers')
         return self.fc1, self.activation, self.fc2
@@ -134,7 +134,7 @@ class ConvFFN(LinearFFN):
         return drop(F.linear(hidden, fc2.weight.flatten(1), fc2.bias))
 
     def writes(self) -> Iterator[Write]:
-        # fc2 is never called as a module. The dropout whose output it reads is the last module too.
+        # fc2 is never called as a module. It reads the output of the dropout, which is also the last module.
         last = len(self.layers) - 1
         yield Write(f'layers.{last - 1}', source=f'layers.{last}')
 
@@ -150,7 +150,7 @@ class Block(BaseModule):
     Args:
         attn: The attention.
         ffn: The FFN.
-        norm_cfg: Both norms.
+        norm_cfg: The type of both norms.
         with_cp: Recompute activations in the backward pass instead of keeping them.
 
     Shape:
@@ -189,7 +189,7 @@ class Block(BaseModule):
 
 
 class PositionEmbedding(BaseModule):
-    """Adds a learned embedding of (H, W) positions, interpolated to the map at hand, to tokens (B, H * W, C)."""
+    """Adds a learned embedding of (H, W) positions, interpolated to the size of the map, to tokens (B, H * W, C)."""
 
     def __init__(self, pos_shape: tuple[int, int], embed_dims: int, drop_rate: float) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class PatchMerging(BaseModule):
         stride, (height, width) = self.stride, hw_shape
         x = x.unflatten(1, hw_shape)
         padding = (0, 0, 0, -width % stride, 0, -height % stride)
-        # Tracing does not know whether a size divides.
+        # A trace pads always: it serves sizes that the stride does not divide too.
         if torch.jit.is_tracing() or any(padding):
             x = F.pad(x, padding)
         # (B, H', s, W', s, C) -> (B, H', W', s, s, C)
@@ -242,5 +242,5 @@ class PatchMerging(BaseModule):
         return x.flatten(3, 4).flatten(1, 2), (x.shape[1], x.shape[2])
 
     def folds(self) -> Iterator[Fold]:
-        # Padding of odd maps passes the norm as every token does.
+        # Exact for odd maps too: their padding passes the norm, as every token does.
         yield Fold('norm', before='reduction')

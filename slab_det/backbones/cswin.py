@@ -21,8 +21,8 @@ from slab_det.fusion.stock_mmdet import swin_output_folds
 class Stripes(BaseModule):
     """Attention inside the stripes of a map, plus a depthwise convolution of each stripe's values (LePE).
 
-    Where the width does not divide the map, q, k and v are padded with zeros on both sides, so that padding never
-    passes a norm or its fold. :class:`StripeAttention` describes the other arguments.
+    Where the stripe width does not divide the map, zeros are added to both sides of q, k and v, not to the tokens:
+    padding never passes a norm or its fold. :class:`StripeAttention` describes the other arguments.
 
     Args:
         axis: 1 for horizontal stripes, across all columns; 2 for vertical ones, across all rows.
@@ -61,7 +61,7 @@ class Stripes(BaseModule):
         if self.width is None:
             return image
         missing = -image.shape[self.axis] % self.width
-        # Tracing does not know whether a size divides.
+        # A trace pads always: it serves sizes that the width does not divide too.
         if torch.jit.is_tracing() or missing:
             pads = [missing // 2, missing - missing // 2]
             image = F.pad(image, [0, 0, *pads] if self.axis == 2 else [0, 0, 0, 0, *pads])
@@ -94,7 +94,7 @@ class StripeAttention(MapAttention):
         (B, H * W, C) -> (B, H * W, C).
     """
 
-    # The stripes split the heads.
+    # Stripes split the channels into heads themselves.
     heads_apart = False
     queries_apart = False
 
@@ -116,7 +116,7 @@ class StripeAttention(MapAttention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, geometry: MapGeometry) -> Tensor:
         channels, mixed = self.embed_dims // len(self.attns), []
         for i, stripes in enumerate(self.attns):
-            # No chunks: an attention may overwrite q, which autograd refuses for one of several views.
+            # Slices, not chunk(): an attention may overwrite q, and autograd refuses to overwrite one of chunk's views.
             part = slice(i * channels, (i + 1) * channels)
             mixed.append(stripes(*(x[:, 0, :, part] for x in (q, k, v)), geometry.query_shape))
         return torch.cat(mixed, dim=-1)[:, None]
@@ -126,7 +126,7 @@ class StripeAttention(MapAttention):
 class SLABCSwin(Backbone):
     """CSWin Transformer with any norm and any attention (CSWin, SLAB, FLatten).
 
-    The rows of the papers: CSWin-T is the default, CSWin-S has ``depths=(2, 4, 32, 2)``. SLAB-CSWin-T is
+    The papers' models: CSWin-T is the default, CSWin-S has ``depths=(2, 4, 32, 2)``. SLAB-CSWin-T is
     ``depths=(2, 4, 18, 1), attention=('sla', 'sla', 'softmax', 'softmax'), stripe_widths=(None, None, 7, None),
     norm_cfg=dict(type='PRepBN')``. Maps of any size are cut and padded as in the authors' code for segmentation.
 

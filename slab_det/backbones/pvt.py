@@ -24,7 +24,7 @@ class SLABPVT(Backbone):
     """Pyramid Vision Transformer with any norm and any attention (PVT, PVTv2, SLAB, FLatten).
 
     Arguments, defaults and state-dict keys are as in mmdet's PyramidVisionTransformer, whose checkpoints load.
-    The rows of the papers: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``;
+    The papers' models: PVT-S is the default, PVT-T has ``num_layers=(2, 2, 2, 2)``, PVT-M ``(3, 4, 18, 3)``;
     PVT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-PVT adds ``attention='sla'``. PVTv2, mmdet's
     PyramidVisionTransformerV2, is ``patch_sizes=(7, 3, 3, 3), paddings=(3, 1, 1, 1), use_abs_pos_embed=False,
     norm_after_stage=True, use_conv_ffn=True``.
@@ -35,13 +35,13 @@ class SLABPVT(Backbone):
         in_channels, embed_dims: Channels of the image, and C of one head; stage i has C * num_heads[i].
         num_stages, num_layers, num_heads: Stages; blocks and heads per stage.
         patch_sizes, strides: Kernel and stride of each stage's patch embedding.
-        paddings: Padding of each patch embedding: zeros on every side, or 'corner' or 'same', which add as few as
-            cover the map with patches.
+        paddings: Zeros on every side of the map before each patch embedding; 'corner' or 'same' add only the zeros
+            that complete the last patches.
         sr_ratios: Spatial reduction of keys and values in the softmax stages.
-        mlp_ratios: Hidden channels of the FFN over the stage's channels.
+        mlp_ratios: Hidden channels of the FFN, as a multiple of the stage's channels.
         qkv_bias: Whether the attention's projections have a bias: q, k, v and, as in mmdet, the output.
-        use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the map at hand.
-        norm_after_stage: Put a norm after each stage; the next stage reads it too.
+        use_abs_pos_embed: Add a learned position embedding in every stage, interpolated to the size of the map.
+        norm_after_stage: Put a norm after each stage; the output and the next stage read it.
         use_conv_ffn: Put a depthwise 3x3 convolution into the FFN.
         la_sr_ratios: Replaces ``sr_ratios`` in stages with 'sla' or 'focused' attention.
 
@@ -101,7 +101,7 @@ class SLABPVT(Backbone):
             in_channels, map_shape = channels, patch_embed.init_out_size
             blocks = ModuleList()
             if use_abs_pos_embed:
-                # As in mmdet: the size of the map where patches do not overlap.
+                # As in mmdet, which computes the size as if patches did not overlap.
                 pos_shape = self.count_positions(math.prod(patch_sizes[: i + 1]))
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             for _ in range(num_layers[i]):
@@ -137,11 +137,11 @@ class SLABPVT(Backbone):
             x = x.transpose(1, 2).unflatten(2, hw_shape)
         return tuple(outs)
 
-    # The next stage reads the norm behind a stage, and the neck reads it too where the stage is an output.
+    # The next stage reads the norm after a stage, and the neck reads the norm too where the stage is an output.
     folds, output_folds = pvt_folds, pvt_output_folds
 
     def init_from_scratch(self) -> None:
-        """Draws weights as mmdet does; the convolution in linear attention keeps PyTorch's, as in the authors' code."""
+        """Initialises as mmdet does; linear attention's convolution keeps PyTorch's values, as in the authors' code."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_init(module, std=0.02, bias=0.0)

@@ -20,7 +20,7 @@ from slab_det.fusion.stock_mmdet import swin_output_folds
 
 
 class SwinStage(BaseModule):
-    """The blocks of one resolution. ``downsample`` is the patch merging behind them, None in the last stage."""
+    """The blocks of one resolution. The backbone calls ``downsample``, which is None in the last stage."""
 
     def __init__(self, blocks: Sequence[Block], downsample: PatchMerging | None) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class SwinStage(BaseModule):
 class SLABSwin(Backbone):
     """Swin Transformer with any norm and any attention (Swin, SLAB, FLatten).
 
-    Arguments, defaults and state-dict keys are as in mmdet's SwinTransformer, whose checkpoints load. The rows
-    of the papers: Swin is the default; Swin-PRepBN is ``norm_cfg=dict(type='PRepBN')``; SLAB-Swin adds
+    Arguments, defaults and state-dict keys are as in mmdet's SwinTransformer, whose checkpoints load. The
+    papers' models: Swin is the default; Swin-PRepBN is ``norm_cfg=dict(type='PRepBN')``; SLAB-Swin adds
     ``attention=('sla', 'sla', 'softmax', 'softmax'), window_sizes=(56, 28, 7, 7)``.
 
     Args:
@@ -47,7 +47,7 @@ class SLABSwin(Backbone):
         embed_dims: Channels C of the first stage; each stage doubles them.
         patch_size: Side of a patch, in pixels.
         window_size: Side of a window, in tokens.
-        mlp_ratio: Hidden channels of the FFN over C.
+        mlp_ratio: Hidden channels of the FFN, as a multiple of the stage's channels.
         depths: Blocks per stage.
         num_heads: Heads per stage.
         strides: Patch size, then the stride of each patch merging.
@@ -58,20 +58,20 @@ class SLABSwin(Backbone):
         drop_rate: Dropout after the position embedding, the output projections and in the FFN.
         attn_drop_rate: Dropout on softmax attention weights.
         drop_path_rate: Stochastic depth of the last block; earlier blocks have proportionally less.
-        use_abs_pos_embed: Add a learned position embedding, interpolated to the map at hand.
+        use_abs_pos_embed: Add a learned position embedding, interpolated to the size of the map.
         act_cfg: Activation of the FFN.
-        norm_cfg: Every norm but the output norms.
+        norm_cfg: Type of every norm but the output norms.
         with_cp: Recompute activations in the backward pass instead of keeping them.
         pretrained: mmdet's older spelling of ``init_cfg=dict(type='Pretrained', checkpoint=pretrained)``.
         convert_weights: Accepted for mmdet's configs; the format of a checkpoint is always detected.
-        frozen_stages: Patch embedding (0) and stages (1...) that do not train; -1 freezes nothing.
+        frozen_stages: 0 freezes the patch embedding, n > 0 also the first n stages; -1 freezes nothing.
         init_cfg: None, or ``dict(type='Pretrained', checkpoint=...)`` in any format that
             :func:`slab_det.load_pretrained` reads.
         attention: 'softmax', 'sla' or 'focused'; one word, or one per stage.
         window_sizes: Window side per stage; None means ``window_size`` everywhere.
         out_norm_cfg: The norm of each output: 'same' for ``norm_cfg``, a dict for another norm, None for none.
-        norm_eval: Freeze running statistics that were loaded from a checkpoint. Norms without loaded statistics go on
-            estimating.
+        norm_eval: Freeze running statistics that were loaded from a checkpoint. Other norms update their
+            running statistics.
         ffn_norm: One more norm of ``norm_cfg`` in each FFN, before ('pre_act') or after ('post_act') the activation
             (BN+FFNBN); None for none.
 
@@ -158,7 +158,7 @@ class SLABSwin(Backbone):
             self.stages.append(SwinStage(blocks, downsample))
 
         self.add_output_norms(out_norm_cfg, norm_cfg, self.num_features)
-        # Here, before a distributed wrapper counts which parameters train.
+        # Before a distributed wrapper registers the parameters that train.
         self.freeze()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:

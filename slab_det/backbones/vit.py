@@ -22,16 +22,16 @@ from slab_det.fusion import Fold
 class SLABViT(Backbone):
     """Vision Transformer with any norm and any attention (ViT, DeiT, SLAB).
 
-    The rows of the papers: DeiT-T is ``out_type='cls_token'``, and DeiT-S has ``embed_dims=384, num_heads=6``;
-    DeiT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-DeiT adds ``attention='sla'``, without a class
-    token, as in the authors' code: a classifier averages its tokens.
+    The papers' models: DeiT-T is ``out_type='cls_token'``, and DeiT-S has ``embed_dims=384, num_heads=6``;
+    DeiT-PRepBN is ``norm_cfg=dict(type='PRepBN', ln_eps=1e-6)``; SLAB-DeiT adds ``attention='sla'`` and has no class
+    token, as in the authors' code: a classifier averages the tokens.
 
     :class:`~slab_det.backbones.SLABSwin` describes the other arguments.
 
     Args:
         embed_dims: Channels C.
         num_layers: Blocks.
-        out_type: 'featmap' returns the map behind the last norm; 'cls_token' adds a class token and returns it. A
+        out_type: 'featmap' returns the map after the last norm; 'cls_token' adds a class token and returns it. A
             checkpoint of either loads into 'featmap'.
 
     Shape:
@@ -59,7 +59,7 @@ class SLABViT(Backbone):
         self.embed = PatchEmbed(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)
         pos_shape = self.count_positions(patch_size)
         self.positions = PositionEmbedding(pos_shape, embed_dims, drop_rate=0.0)
-        # Its position is part of it.
+        # No position is added to the class token: the parameter contains it.
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims)) if out_type == 'cls_token' else None
         self.blocks = ModuleList()
         for rate in torch.linspace(0, drop_path_rate, num_layers).tolist():
@@ -82,7 +82,7 @@ class SLABViT(Backbone):
         return (self.to_map(x, hw_shape),)
 
     def output_folds(self) -> Iterator[Fold]:
-        """The norm that the output has passed."""
+        """The last norm, whose output the neck reads."""
         yield Fold('norm')
 
     def init_from_scratch(self) -> None:

@@ -1,4 +1,4 @@
-"""Datasets of generated shapes and of a folder of pictures, and checks of a config's data before it is used."""
+"""Datasets (generated shapes, a folder of images), and checks that a config's data exists and fits."""
 
 from slab_det.data.check import check_data, check_num_classes, set_data_root
 from slab_det.data.folder import ImageFolder

@@ -1,4 +1,4 @@
-"""Checks that the data of a config is there and fits it, before a training or a test begins."""
+"""Checks that a config's data exists and fits the config, before training or testing starts."""
 
 import json
 import os.path as osp
@@ -19,7 +19,7 @@ from slab_det.runtime.scope import enter_scope
 
 SPLITS = ('train', 'val', 'test')
 HEADS = ('head', 'bbox_head', 'mask_head', 'panoptic_head')
-# To parse larger annotation files takes seconds, and mmdet parses them again a moment later.
+# Larger annotation files are not checked: parsing takes seconds, and mmdet parses them again right after.
 MAX_PARSED_BYTES = 50 * 2**20
 
 
@@ -45,9 +45,9 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
-    """Raises DataError if a head of ``model`` has another number of classes than the dataset of a split.
+    """Raises DataError if a head of ``model`` and the dataset of a split differ in the number of classes.
 
-    mmdet would predict classes that do not exist, or learn the surplus class of the data as background.
+    mmdet would predict classes that do not exist, or train objects of surplus classes as background.
     """
     model = unwrap(model)
     metainfo = getattr(dataset, 'metainfo', {})
@@ -55,7 +55,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     # In Grounding DINO num_classes is the length of the text.
     if not classes or hasattr(model, 'language_model'):
         return
-    # The box heads of panoptic detectors know things only.
+    # The box heads of panoptic detectors predict thing classes only.
     numbers = (len(classes), len(metainfo.get('thing_classes', classes)))
     for name, module in model.named_modules():
         num_classes = getattr(module, 'num_classes', None)
@@ -70,7 +70,7 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
 
 
 def set_data_root(cfg: Config, root: str) -> None:
-    """Makes every dataset and evaluator of a config read below another folder, in place.
+    """Changes the data root of every dataset and evaluator of a config, in place.
 
     ``--cfg-options data_root=…`` comes too late: a parsed config holds copies of the variable. Image folders may lie
     directly in the root, as in COCO's archives, or in its ``images`` folder.
@@ -85,7 +85,7 @@ def set_data_root(cfg: Config, root: str) -> None:
     if not osp.isdir(root):
         raise DataError(f'--data-root {root} is not a folder')
     for split in SPLITS:
-        # A folder of pictures has no layout below a root.
+        # ImageFolder has no data_root.
         datasets = [part for part in _file_datasets(cfg, split) if type_name(part.type) != 'ImageFolder']
         old_roots = {osp.normpath(dataset.data_root) for dataset in datasets if dataset.get('data_root')}
         for evaluator in _evaluators(cfg, split):
@@ -96,7 +96,7 @@ def set_data_root(cfg: Config, root: str) -> None:
         for dataset in datasets:
             dataset.data_root = root
             prefixes = dataset.get('data_prefix')
-            # Datasets of classes may name one folder.
+            # A classification dataset may name one folder, as a string.
             for name, prefix in prefixes.items() if isinstance(prefixes, dict) else ():
                 if not osp.exists(osp.join(root, prefix)) and osp.exists(osp.join(root, 'images', prefix)):
                     dataset.data_prefix[name] = osp.join('images', prefix)
@@ -105,7 +105,7 @@ def set_data_root(cfg: Config, root: str) -> None:
 
 
 def _file_datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
-    """Yields the datasets of a split that read files: all but the wrappers."""
+    """Yields the datasets of a split that read files, without wrappers such as RepeatDataset."""
     dataloader = cfg.get(f'{split}_dataloader')
     for dataset in walk_datasets(dataloader.dataset) if dataloader else ():
         if 'dataset' not in dataset and not dataset.get('datasets'):
@@ -118,21 +118,21 @@ def _evaluators(cfg: Config, split: str) -> list[ConfigDict]:
 
 
 def _check_path(path: str, what: str, argument: str) -> None:
-    # mmengine's file backends read remote paths; only they know what is there.
+    # Remote paths are not checked: only mmengine's file backends can read them.
     if not osp.exists(path) and '://' not in path:
         raise DataError(
             f'{what} {osp.abspath(path)} not found: correct {argument}, or add --data-root DIR; docs/models.md '
-            'downloads COCO, and `slab-det quickstart` trains on images that it generates'
+            'shows how to download COCO; `slab-det quickstart` trains on generated images'
         )
 
 
 def _check_dataset(dataset: ConfigDict, split: str) -> None:
-    # The runner looks for the class in the same way.
+    # The runner finds the class in the same way.
     with DATASETS.switch_scope_and_registry(dataset.get('_scope_')) as registry:
         kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     if kind is None:
         raise DataError(f'{split}_dataloader: no dataset is called {dataset.type!r}')
-    # Datasets of classifiers say themselves what they lack.
+    # Classification datasets report missing files themselves.
     if issubclass(kind, SyntheticShapes) or not issubclass(kind, BaseDetDataset):
         return
     root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
@@ -142,7 +142,7 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
     for prefix in prefixes.values():
         _check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
     classes = tuple(kind._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
-    # LVIS and the panoptic datasets read their files otherwise.
+    # LVIS and the panoptic datasets have other annotation formats.
     methods = ('load_data_list', 'parse_data_info')
     reads_coco = all(getattr(kind, name, None) is getattr(CocoDataset, name) for name in methods)
     if reads_coco and classes and osp.isfile(ann_file) and osp.getsize(ann_file) <= MAX_PARSED_BYTES:
@@ -150,7 +150,7 @@ def _check_dataset(dataset: ConfigDict, split: str) -> None:
 
 
 def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
-    """Checks the images, the keys and boxes of the annotations, and the names of the classes."""
+    """Checks image files, annotation keys, boxes and class names of a COCO file."""
     where, outside = f'{split} annotation file {ann_file}', []
     try:
         with open(ann_file) as file:
@@ -168,7 +168,7 @@ def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{where} is not COCO JSON: {error!r}') from error
     for item in annotations:
-        # pycocotools asks for them after the first epoch, and names no file.
+        # pycocotools fails on a missing key only after the first epoch, and does not name the file.
         if absent := [key for key in ('id', 'category_id', 'area', 'iscrowd') if key not in item]:
             raise DataError(
                 f'{where}: an annotation of image {item["image_id"]} has no {" and no ".join(absent)}; COCO has them '

@@ -20,7 +20,7 @@ class ImageFolder(Dataset):
     Args:
         folder: The folder.
         pipeline: Configs of the transforms; annotations are not loaded.
-        metainfo: The class names of the detector, which checkpoints of a training store.
+        metainfo: The class names of the detector; a training stores them in its checkpoints.
 
     Raises:
         DataError: If the folder holds no image; at access, if an image cannot be read or does not pass the pipeline.

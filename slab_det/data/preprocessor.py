@@ -1,4 +1,4 @@
-"""CheckedDataPreprocessor: mmdet's preprocessor, which refuses arrays that are no images."""
+"""CheckedDataPreprocessor: mmdet's preprocessor with a check of images that are given as arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slab_det.runtime.pipeline import check_range
 
 @MODELS.register_module()
 class CheckedDataPreprocessor(DetDataPreprocessor):
-    """mmdet's DetDataPreprocessor, which in inference refuses an array that is no image of 0 to 255.
+    """mmdet's DetDataPreprocessor; in inference it refuses arrays that are not images with values of 0 to 255.
 
-    mmdet would accept it, and return wrong detections.
+    mmdet would accept such an array, and return wrong detections.
 
     Raises:
-        DataError: If an array has too few channels, or values outside of 0 to 255.
+        DataError: If an array has too few or too many channels, or values outside of 0 to 255.
     """
 
     def forward(self, data: dict, training: bool = False) -> dict:
@@ -27,7 +27,7 @@ class CheckedDataPreprocessor(DetDataPreprocessor):
                     continue
                 if not len(self.mean) <= len(image) <= 4:
                     raise DataError(
-                        f'the image has {len(image)} channels and needs {len(self.mean)}, which come last: give '
+                        f'the image has {len(image)} channels, expected {len(self.mean)}, channels last: give '
                         'image.transpose(1, 2, 0), or cv2.cvtColor(image, cv2.COLOR_GRAY2BGR) of a gray image'
                     )
                 check_range(image[: len(self.mean)].cpu().numpy())

@@ -40,8 +40,8 @@ def generate(
 ) -> Path:
     """Writes images and annotations, unless the folder holds them already, and returns the folder.
 
-    The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It appears when it
-    is complete, so several processes may call this function at once.
+    The folder contains ``images/{train,val}/*.png`` and ``annotations/instances_{train,val}.json``. It is renamed into
+    place when it is complete, so several processes may call this function at once.
 
     Args:
         root: The folder. None means ``synthetic-<key>`` in the cache folder: ``$SLAB_DET_CACHE``, or ``slab_det`` in
@@ -66,7 +66,7 @@ def generate(
             building = Path(folder) / root.name
             building.mkdir()
             _write_splits(building, spec)
-            # Fails if another process was faster.
+            # Fails if another process has created the folder.
             with suppress(OSError):
                 building.rename(root)
     marker = root / 'generator.json'
@@ -199,7 +199,7 @@ def _annotation(label: int, mask: np.ndarray) -> dict | None:
     if not polygons:
         return None
     encoded = coco_mask.merge(coco_mask.frPyObjects(polygons, *mask.shape))
-    # Area and box are those of the polygons, which training and evaluation rasterise.
+    # Area and box of the polygons, not of `mask`: training and evaluation rasterise the polygons.
     return {
         'category_id': label + 1,
         'segmentation': polygons,

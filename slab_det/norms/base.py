@@ -40,13 +40,13 @@ class OfflineNorm(nn.GroupNorm, ABC):
         ValueError: If the last dimension is not ``num_features``.
 
     Attributes:
-        calibrating: Normalise by each batch and leave the buffers alone, in training and evaluation.
-        statistics_loaded: Whether a checkpoint brought statistics of data. ``norm_eval`` freezes only those: a norm
-            frozen at its initial mean 0 and variance 1 would do nothing.
+        calibrating: Normalise by the statistics of each batch, in training and evaluation, and keep the buffers.
+        statistics_loaded: Whether a checkpoint held other statistics than the initial mean 0 and variance 1.
+            ``norm_eval`` freezes only such norms: a norm frozen at its initial statistics would not normalise.
     """
 
-    # A GroupNorm, because mmengine's optimizer constructors give norm_decay_mult to PyTorch's norms, and GroupNorm is
-    # the one of them that nothing converts to SyncBatchNorm, fuses into convolutions or takes for a LayerNorm.
+    # Subclasses GroupNorm: mmengine's optimizer constructors apply norm_decay_mult to PyTorch's norms only, and no tool
+    # converts a GroupNorm to SyncBatchNorm, fuses it into a convolution or takes it for a LayerNorm.
     affine = False
     calibrating = False
     statistics_loaded = False
@@ -66,7 +66,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
 
     @abstractmethod
     def inference_affine(self) -> tuple[Tensor, Tensor]:
-        """``(scale, shift)`` of inference, (C,) each, from parameters and buffers in their own dtypes."""
+        """Computes ``(scale, shift)`` for inference, (C,) each, without casting parameters or buffers."""
 
     @abstractmethod
     def statistics(self) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
 
     @abstractmethod
     def set_statistics(self, mean: Tensor, var: Tensor) -> None:
-        """Replaces the statistics of inference by the population ``mean`` and ``var``, (C,) each."""
+        """Sets the statistics that inference uses to the population ``mean`` and ``var``, (C,) each."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.check_channels(x)
@@ -84,15 +84,15 @@ class OfflineNorm(nn.GroupNorm, ABC):
         values = at_least_float32(x)
         return torch.addcmul(shift.to(values.dtype), values, scale.to(values.dtype)).to(x.dtype)
 
-    # Traced, each value of gamma or of a counter would be a graph of its own.
+    # torch.compile would build a graph for each value of gamma and of a counter.
     @torch.compiler.disable
     def _train(self, x: Tensor) -> Tensor:
         return self.train_forward(x)
 
     def read_numbers(self) -> None:
-        """Copies buffers into the Python numbers that a forward reads in their place, to wait for no device.
+        """Copies 0-d buffers to Python numbers, which forward reads without a device sync.
 
-        Loading calls this method, and so do ``train()`` and ``eval()``: EMA writes into buffers before them.
+        Called after loading, and by ``train()`` and ``eval()``, because EMA writes into buffers before them.
         """
 
     def train(self, mode: bool = True) -> OfflineNorm:
@@ -110,7 +110,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
         given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if given and not self.state_dict().keys() & given:
-            # mmdet's own backbones load by key, and would go on with random weights.
+            # mmdet's own backbones skip keys that do not match, and would train on from random weights.
             raise RuntimeError(
                 f'{prefix[:-1]}: the weights {", ".join(given)} belong to another norm than {type(self).__name__}; for '
                 "load_from of a detector add default_hooks=dict(checked_load=dict(type='CheckedLoadHook')) to the "
@@ -120,7 +120,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OfflineNorm:
-        """Moves and casts. A cast to half precision makes buffers float32.
+        """Moves and casts the norm, with its buffers in float32 where the cast is to half precision.
 
         A variance above 65504 overflows float16, and a running average in bfloat16 does not take small steps.
         """
@@ -129,7 +129,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             is_half = moved.dtype in (torch.float16, torch.bfloat16)
-            # `moved` may be infinite.
+            # Not from `moved`: a variance may have overflowed.
             return tensor.to(moved.device, torch.float32) if is_half and tensor in buffers else moved
 
         return super()._apply(move, recurse)
@@ -139,7 +139,7 @@ class OfflineNorm(nn.GroupNorm, ABC):
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Lets ``copy.deepcopy`` copy tensors of a graph, which PyTorch refuses: the copies are detached."""
+    """Makes ``copy.deepcopy`` detach non-leaf tensors, which PyTorch refuses to copy."""
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -149,7 +149,7 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """A deep copy of a module. Tensors of its last training step, which CondInst holds for one, are detached."""
+    """Returns a deep copy; tensors that a module such as CondInst keeps from its last step are detached."""
     with _DetachedCopies():
         return copy.deepcopy(module)
 
@@ -168,9 +168,9 @@ def _after_loading(norm: OfflineNorm, incompatible_keys: object) -> None:
 
 
 def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules of ``kinds`` with their names, in registration order, but no parts of an OfflineNorm.
+    """Yields (name, module) for modules of ``kinds``, in registration order, without submodules of an OfflineNorm.
 
-    PRepBN, which holds a LayerNorm and a RepBN, is one norm here.
+    A PRepBN counts as one norm, although it holds a LayerNorm and a RepBN.
     """
     inside: str | None = None
     for name, module in model.named_modules():
@@ -188,7 +188,7 @@ def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
 
 
 class ChannelAffine(nn.Module):
-    """``y = scale * x + shift`` on (..., C): what fusion leaves of a norm that no neighbouring layer can take."""
+    """``y = scale * x + shift`` on (..., C): replaces a norm that fusion cannot fold into a neighbouring layer."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()

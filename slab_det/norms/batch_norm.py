@@ -12,10 +12,10 @@ from slab_det.norms.base import OfflineNorm, at_least_float32, is_recomputing
 
 @MODELS.register_module()
 class TokenBN(OfflineNorm):
-    """BatchNorm whose statistics pool every token of the batch: ``y = weight (x - mu) / sigma + bias``.
+    """BatchNorm with statistics over all tokens of the batch: ``y = weight (x - mu) / sigma + bias``.
 
     ``sigma = sqrt(var + eps)``. ``nn.BatchNorm1d`` on (B, L, C) would normalise L instead of C.
-    Training normalises with the biased variance of the batch and averages the unbiased one, as PyTorch does.
+    As in PyTorch, training normalises by the biased variance, and ``running_var`` averages the unbiased variance.
     :class:`OfflineNorm` describes the other arguments and the shape.
 
     Args:
@@ -30,7 +30,7 @@ class TokenBN(OfflineNorm):
         self.momentum = momentum
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
-        # RepBN has one.
+        # RepBN sets it.
         self.eta = None
         self.register_buffer('running_mean', torch.zeros(num_features))
         self.register_buffer('running_var', torch.ones(num_features))
@@ -41,9 +41,9 @@ class TokenBN(OfflineNorm):
                 f'{type(self).__name__}({self.num_features}) got {tuple(x.shape)}: the variance of a batch needs more '
                 'than one token; train with larger images or batches, or set norm_eval=True for loaded statistics'
             )
-        # The kernel takes parameters of the statistics' dtype.
+        # The kernel needs parameters in the dtype of the running statistics.
         weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
-        # As a channels-last image (1, C, 1, N): on a CPU its kernel is 7 times as fast as the one for (N, C).
+        # A channels-last image (1, C, 1, N): on a CPU the kernel for images is 7 times as fast as the one for (N, C).
         image = x.reshape(1, 1, -1, self.num_features).permute(0, 3, 1, 2)
         return _BatchNorm.apply(image, weight, bias, self.eta, self).permute(0, 2, 3, 1).reshape(x.shape)
 
@@ -69,8 +69,8 @@ class RepBN(TokenBN):
     :class:`TokenBN` describes the other arguments.
 
     Args:
-        eta: Start of eta; 1 is the authors'. A PVT from scratch needs less, such as 0.1: its stream is not near unit
-            variance, and in tens of norms ``eta x`` grows without bound.
+        eta: Initial value of eta; the authors use 1. A PVT trained from scratch needs less, such as 0.1: the variance
+            of its residual stream is not near 1, and over tens of norms ``eta x`` grows without bound.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, eta: float = 1.0) -> None:
@@ -83,11 +83,11 @@ class RepBN(TokenBN):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm of a map plus ``eta x``, in few kernels: the gradients of weight and bias give the one of eta."""
+    """``BN(x) + eta x`` in few kernels: the gradient of eta follows from the gradients of weight and bias."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, eta: Tensor | None, norm: TokenBN) -> Tensor:
-        # A recomputed forward has updated the running statistics before.
+        # Under activation checkpointing, the first forward has updated the running statistics already.
         updates = not (norm.calibrating or is_recomputing())
         running = (norm.running_mean, norm.running_var) if updates else (None, None)
         y, mean, inverse_sigma = torch.native_batch_norm(x, weight, bias, *running, True, norm.momentum, norm.eps)
@@ -109,6 +109,6 @@ class _BatchNorm(torch.autograd.Function):
         grad_eta = None
         if eta is not None:
             grad_x = grad_x.addcmul(grad, eta).to(x.dtype)
-            # grad_weight sums g (x - mean) / sigma over the tokens, grad_bias g, and this g x.
+            # Sums over the tokens: grad_weight of g (x - mean) / sigma, grad_bias of g, grad_eta of g x.
             grad_eta = torch.addcmul(grad_weight / inverse_sigma, grad_bias, mean).sum().to(eta.dtype).view(1)
         return grad_x, grad_weight, grad_bias, grad_eta, None

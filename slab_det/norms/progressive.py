@@ -36,7 +36,7 @@ class PRepBN(OfflineNorm):
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
         self.repbn = RepBN(num_features, eps, momentum, eta)
-        # Checkpoints hold the buffer; forward reads the float, to wait for no device.
+        # The buffer is for checkpoints; forward reads the float, without a device sync.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
 
@@ -64,7 +64,7 @@ class PRepBN(OfflineNorm):
         self.repbn.calibrating = value
 
     def forward(self, x: Tensor) -> Tensor:
-        # In training and evaluation alike: the RepBN decides whether it takes the statistics of the batch.
+        # The same in training and evaluation: the RepBN chooses between batch and running statistics.
         if self._gamma_value > 0.0:
             return self._train(x)
         if torch.is_grad_enabled():
@@ -74,7 +74,7 @@ class PRepBN(OfflineNorm):
     def train_forward(self, x: Tensor) -> Tensor:
         """The mixture of eq. 3 at the current gamma."""
         self.check_channels(x)
-        # LayerNorm first: the sum takes its memory layout, with which later layers are fast.
+        # LayerNorm first: the sum inherits the memory layout of LayerNorm's output, in which later layers are fast.
         return torch.add(self._gamma_value * self.ln(x), self.repbn(x), alpha=1.0 - self._gamma_value)
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
@@ -101,9 +101,9 @@ class PRepBN(OfflineNorm):
 
 
 class _KeepInGraph(torch.autograd.Function):
-    """Returns ``x``, and makes ``parameters`` part of the backward pass, in which they get no gradient.
+    """Returns ``x`` and adds ``parameters`` to the autograd graph, without giving them a gradient.
 
-    At gamma = 0 nothing reads the LayerNorm's parameters, and DistributedDataParallel waits for all of them.
+    At gamma = 0 forward does not read the LayerNorm's parameters, but DistributedDataParallel waits for all parameters.
     """
 
     @staticmethod

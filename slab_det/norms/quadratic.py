@@ -18,10 +18,10 @@ class QuadraticNorm(OfflineNorm):
 
     Means are per channel, over the tokens of all processes. The backward pass does not differentiate s^. It subtracts
     a moving average psi of ``gs = mean(g z)`` instead, with ``g = weight dy``: ``dx = (g - z psi) / sqrt(s^ + eps)``.
-    Subclasses choose the averages, which are buffers, so that a run resumes where it was. In a channel whose mean x^2
-    or gs is not finite, the running average takes its place: a NaN would stay in the averages forever.
+    Subclasses choose the averages; buffers hold them, so that a resumed run continues exactly. Where mean x^2 or gs of
+    a channel is not finite, the running average replaces it: a NaN would stay in the averages forever.
 
-    Activation checkpointing recomputes the last forward of a norm: call backward after each forward.
+    With activation checkpointing, call backward after each forward: a norm keeps s^ of its last forward only.
 
     Args:
         eps: Added to s^ inside the root.
@@ -33,7 +33,7 @@ class QuadraticNorm(OfflineNorm):
         (..., C) -> (..., C), channels last; a single token suffices.
 
     Attributes:
-        running_var: Average of mean x^2, (C,): what inference divides by.
+        running_var: Running average of mean x^2, (C,). Inference divides by its root.
         psi: Latest average of gs, (C,).
         iteration: Training iterations t so far, 0-d.
     """
@@ -47,16 +47,16 @@ class QuadraticNorm(OfflineNorm):
         self.register_buffer('running_var', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('iteration', torch.zeros((), dtype=torch.int64))
-        # The same as a number of Python, see read_numbers().
+        # A copy of `iteration` as a Python number, see read_numbers().
         self._iteration = 0
-        # What smooth_square() returned in the last forward, which a recomputed forward uses again.
+        # The result of smooth_square() in the last forward; a recomputed forward uses it again.
         self.last_square: tuple[Tensor, Tensor | None] | None = None
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Updates the averages of the forward pass by mean x^2 of iteration t, (C,); here exponential ones.
+        """Updates the forward averages with mean x^2 of an iteration, (C,). This base class averages exponentially.
 
         Returns:
-            s^, (C,), and whether the batch is an outlier, which moving averages leave out: 0-d, or None for no filter.
+            s^, (C,), and a 0-d flag, whether the batch is an outlier; None instead of the flag without a filter.
         """
         # The average begins with the warm-up, not after it: by then it has forgotten its initial value.
         self.running_var.lerp_(square, self.momentum)
@@ -64,11 +64,11 @@ class QuadraticNorm(OfflineNorm):
 
     @abstractmethod
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
-        """Updates the averages of the backward pass by gs of an iteration, (C,).
+        """Updates the backward averages with gs of an iteration, (C,).
 
         Args:
             gradient: gs.
-            is_outlier: What :meth:`smooth_square` said of the same iteration.
+            is_outlier: The flag that :meth:`smooth_square` returned in the same iteration.
 
         Returns:
             psi of this iteration, (C,).
@@ -81,14 +81,14 @@ class QuadraticNorm(OfflineNorm):
 
     def train_forward(self, x: Tensor) -> Tensor:
         if not self.calibrating:
-            return _DivideBySmoothedSquare.apply(x, self.weight, self.bias, self)
+            return _QuadraticNormStep.apply(x, self.weight, self.bias, self)
         values = at_least_float32(x)
         square = _sum_over_tokens(values.square()) / x.shape[:-1].numel()
         return torch.addcmul(self.bias, values, self.weight * (square + self.eps).rsqrt()).to(x.dtype)
 
     @torch.no_grad()
     def reset_state(self) -> None:
-        """Starts counters, windows and psi again, as for fine-tuning; the running variance stays."""
+        """Sets counters, windows and psi to zero, as for fine-tuning; keeps the running variance."""
         for name, buffer in self.named_buffers():
             if name != 'running_var':
                 buffer.zero_()
@@ -98,7 +98,7 @@ class QuadraticNorm(OfflineNorm):
         return self.weight / (self.running_var + self.eps).sqrt(), self.bias
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Zeros, since no mean is subtracted, and the mean of x^2."""
+        """Zeros, because no mean is subtracted, and the running average of mean x^2."""
         return torch.zeros_like(self.running_var), self.running_var
 
     @torch.no_grad()
@@ -109,8 +109,8 @@ class QuadraticNorm(OfflineNorm):
         return f'{super().extra_repr()}, momentum={self.momentum}, warmup_iters={self.warmup_iters}'
 
 
-class _DivideBySmoothedSquare(torch.autograd.Function):
-    """A training iteration of a QuadraticNorm. Saves its input and vectors of C; backward computes z again."""
+class _QuadraticNormStep(torch.autograd.Function):
+    """One training iteration of a QuadraticNorm. Saves x and vectors (C,); backward recomputes z."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor, norm: QuadraticNorm) -> Tensor:
@@ -125,7 +125,7 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
         inverse_root = (smoothed + norm.eps).rsqrt()
         scale = weight * inverse_root
         ctx.norm = norm
-        # Other forwards may come before the backward of this one.
+        # Saved, because another forward may replace norm.last_square before this backward.
         ctx.save_for_backward(x, weight, inverse_root, scale, is_outlier)
         return torch.addcmul(bias, values, scale).to(x.dtype)
 
@@ -144,7 +144,7 @@ class _DivideBySmoothedSquare(torch.autograd.Function):
 
 
 def _sum_over_tokens(x: Tensor) -> Tensor:
-    """(..., C) -> (C,), without the copy that flattening a transposed map would make."""
+    """Sums (..., C) to (C,), without the copy that flattening a transposed map would make."""
     return x.sum_to_size(x.shape[-1])
 
 
@@ -166,21 +166,21 @@ def _mean_over_processes(own: Tensor, x: Tensor, average: Tensor) -> Tensor:
     return torch.where(mean.abs() <= torch.finfo(mean.dtype).max, mean, average)
 
 
-class _Window(nn.Module):
-    """A ring of the last M values of a vector (C,), on the device; of fewer before it is full."""
+class _RingBuffer(nn.Module):
+    """A ring buffer on the device: the last M values of a vector (C,)."""
 
     def __init__(self, window_size: int, num_features: int) -> None:
         super().__init__()
         self.register_buffer('values', torch.zeros(window_size, num_features))
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
-        # The same as a number of Python, see OfflineNorm.read_numbers().
+        # A copy of `count` as a Python number, see OfflineNorm.read_numbers().
         self._count = 0
 
     def read_numbers(self) -> None:
         self._count = read_number(self.count, self._count)
 
     def push(self, value: Tensor) -> Tensor:
-        """Puts ``value`` in the place of the oldest; returns the values in the window, (M, C) or fewer."""
+        """Overwrites the oldest value with ``value``; returns the stored values, (M, C), or fewer at first."""
         self.count += 1
         self._count += 1
         self.replace_latest(value)
@@ -192,27 +192,27 @@ class _Window(nn.Module):
 
 @MODELS.register_module()
 class UN(QuadraticNorm):
-    """Divides by the geometric mean of the last M quadratic means, unless the window holds an outlier.
+    """Unified Normalization: s^ is the geometric mean of mean x^2 over the last M iterations.
 
-    In iteration t, with s_t = mean x^2 over all tokens, per channel: s^ is the geometric mean of the last M values of
-    s, s_t included, and the running variance averages s^; in the backward pass psi <- a psi + (1 - a) mean of the last
-    M values of gs, a = 1 - momentum. The first means are over fewer than M values. During the warm-up s^ = s_t, and the
-    window fills. In the geometric mean s is at least eps / 1000, which changes nothing beside eps in the root.
+    Per channel, s_t = mean x^2 over all tokens in iteration t. s^ is the geometric mean of the last M values, s_t
+    included; the running variance averages s^. Backward: psi <- a psi + (1 - a) mean of the last M values of gs, with
+    a = 1 - momentum. The first means are over fewer than M values. During the warm-up s^ = s_t, and the window fills.
+    In the geometric mean s is at least eps / 1000, which changes nothing beside eps in the root.
 
-    Outlier filtration: where the arithmetic mean of the window exceeds the geometric one by more than M V in any
-    channel, the whole layer takes s^ = s_t and psi = gs_t for this iteration. The running averages take s_t and gs_t.
-    The windows get in their place the running averages from before the iteration. V is one number for the layer: the
-    unbiased variance of the square roots of all M C values in the window before s_t came. The filter starts after the
+    Outlier filtration: where the arithmetic mean of the window exceeds the geometric mean by more than M V in any
+    channel, the whole layer uses s^ = s_t and psi = gs_t for this iteration. The running averages take s_t and gs_t;
+    the windows store the running averages from before the iteration instead. V, one number for the layer, is the
+    unbiased variance of the square roots of all M C values in the window before s_t. The filter starts after the
     warm-up, when the window is full.
 
-    The released code differs from these formulas of the paper: its gradient has a factor r between batch and running
-    statistics, and its backward averages wait for the end of the warm-up too.
+    This class follows the paper. In the released code the gradient has a factor r between batch and running
+    statistics, and the backward averages start after the warm-up.
 
     :class:`QuadraticNorm` describes the other arguments.
 
     Args:
         window_size: Values M of the moving means, forward and backward; at least 1.
-        filter_outliers: Use outlier filtration, as the paper does for vision: its detectors did not train without.
+        filter_outliers: Use outlier filtration, as the paper does for vision; its detectors did not train without it.
 
     Attributes:
         num_filtered: Iterations in which the filter fired.
@@ -230,19 +230,19 @@ class UN(QuadraticNorm):
         super().__init__(num_features, eps, momentum, warmup_iters)
         self.window_size = window_size
         self.filter_outliers = filter_outliers
-        self.squares = _Window(window_size, num_features)
-        self.gradients = _Window(window_size, num_features)
+        self.squares = _RingBuffer(window_size, num_features)
+        self.gradients = _RingBuffer(window_size, num_features)
         self.register_buffer('num_filtered', torch.zeros((), dtype=torch.int64))
 
     def smooth_square(self, square: Tensor) -> tuple[Tensor, Tensor | None]:
-        # With M = 1 both means are equal up to rounding.
+        # With M = 1 the arithmetic and the geometric mean differ only by rounding.
         starts = max(self.warmup_iters, self.window_size)
         filters = self.filter_outliers and self.window_size > 1 and self._iteration > starts
         spread = self.squares.values.sqrt().var() if filters else None
         window = self.squares.push(square)
         smoothed, is_outlier = square, None
         if self._iteration > self.warmup_iters:
-            # A batch of zeros has no logarithm, and must not blow up the next M - 1 batches.
+            # Clamped: one batch of zeros would make s^ zero for M iterations.
             smoothed = window.clamp(min=1e-3 * self.eps).log_().mean(0).exp_()
         if filters:
             is_outlier = (window.mean(0) - smoothed).max() > self.window_size * spread
@@ -262,7 +262,7 @@ class UN(QuadraticNorm):
 
 @MODELS.register_module()
 class MABN(QuadraticNorm):
-    """Moving Average BatchNorm as UN compares with it: no mean, exponential average forward, simple one backward.
+    """MABN as in the UN paper's comparison: no mean, exponential average forward, simple moving average backward.
 
     s^ <- a s^ + (1 - a) mean x^2, a = 1 - momentum; psi is the mean of the last M values of gs. The paper's centralized
     weights and the released code's factor r between batch and running statistics are left out.
@@ -284,7 +284,7 @@ class MABN(QuadraticNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, warmup_iters)
         self.window_size = window_size
-        self.gradients = _Window(window_size, num_features)
+        self.gradients = _RingBuffer(window_size, num_features)
 
     def smooth_gradient(self, gradient: Tensor, is_outlier: Tensor | None) -> Tensor:
         return self.psi.copy_(self.gradients.push(gradient).mean(0))
@@ -294,8 +294,8 @@ class MABN(QuadraticNorm):
 class PowerNorm(QuadraticNorm):
     """PowerNorm without its scaling of each token: no mean, exponential averages forward and backward.
 
-    s^ <- a s^ + (1 - a) mean x^2 and psi <- a psi + (1 - a) gs, a = 1 - momentum. As in UN's comparison, tokens are not
-    divided by their own quadratic means, which is no affine map at inference.
+    s^ <- a s^ + (1 - a) mean x^2 and psi <- a psi + (1 - a) gs, a = 1 - momentum. As in the UN paper's
+    comparison, a token is not divided by its own quadratic mean, which would be no affine map at inference.
 
     :class:`QuadraticNorm` describes the arguments.
     """

@@ -61,7 +61,7 @@ def features(attn: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_formula(attn, q, k, v, local):
-    """Linear attention token by token; ``local`` convolves the values."""
+    """Linear attention token by token; ``local(v)`` is the depthwise convolution of the values."""
     q, k = features(attn, q), features(attn, k)
     if hasattr(attn, 'scale'):
         k = k / len(k)
@@ -176,7 +176,7 @@ def make_map(word: str, ratio: int) -> nn.Module:
 
 
 def run(geometry: str, block: ShiftedWindowAttention, x: torch.Tensor, hw_shape: tuple[int, int]) -> torch.Tensor:
-    """The attention over one of the geometries."""
+    """The output of an attention that uses one of the geometries."""
     block = copy.deepcopy(block)
     if geometry == 'tiles':
         # In place, with the residual.
@@ -221,7 +221,7 @@ def test_maps_equal_the_formula_whole_and_in_tiles(monkeypatch, word, ratio, sha
 
 
 @WORDS
-def test_gradients(word):
+def test_gradients_match_finite_differences(word):
     block, attn = make_block(word, 2, 1), make_map(word, 2)
     x = torch.randn(2, 3 * 2, CHANNELS, dtype=torch.double, requires_grad=True)
     # The bias has a gradient from padding slots too.
@@ -255,7 +255,7 @@ def pass_through(word: str, over: str) -> nn.Module:
 def test_linear_attention_stays_finite_in_float16_on_activations_of_100(word, over, way):
     """It sums over thousands of tokens, which float16 cannot hold."""
     x = (100 * torch.rand(1, SIDE**2, 16)).half()
-    assert not (x.transpose(1, 2) @ x).isfinite().any(), 'what the sums over keys would be in float16'
+    assert not (x.transpose(1, 2) @ x).isfinite().any(), 'the sums over keys must overflow float16'
     module = pass_through(word, over)
     exact = copy.deepcopy(module).double()(x.double(), (SIDE, SIDE))
     if way == 'cast':

@@ -1,4 +1,4 @@
-"""An attention defined outside the package is exported by its one definition; docs/extend.md trains and deploys one."""
+"""Exports an attention that is defined outside the package; docs/extend.md trains and deploys one."""
 
 import onnx
 import pytest
@@ -9,7 +9,7 @@ from slab_det.deployment.export import check_parity, export_onnx, load_runtime, 
 
 
 class GatedAttention(WindowAttention):
-    """``softmax(gate(q) k + mask) v``, with a layer of its own, which reads the heads of windows."""
+    """``softmax(gate(q) k + mask) v``, where ``gate`` is a linear layer on the queries of a head."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ def detector(monkeypatch, small_detector):
     return small_detector(attention='gated')
 
 
-def test_exports(detector, tmp_path):
+def test_custom_attention_exports_to_onnx(detector, tmp_path):
     export_onnx(detector, tmp_path / 'model.onnx', 'backbone')
     operators = {node.op_type for node in onnx.load(tmp_path / 'model.onnx').graph.node}
     assert 'Softmax' in operators and 'LayerNormalization' not in operators

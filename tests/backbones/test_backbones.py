@@ -1,4 +1,4 @@
-"""What our backbones promise alike: mmdet's results, keys and arguments, clear errors, frozen statistics."""
+"""Behaviour that all backbones share: mmdet's results, keys and arguments, clear errors, frozen statistics."""
 
 import copy
 import inspect
@@ -81,7 +81,7 @@ def test_training_outputs_and_gradients_equal_mmdet(small, drop_path_rate):
         outputs.append(model(x))
         sum(out.pow(2).mean() for out in outputs[-1]).backward()
     assert relative_difference(*outputs) < 1e-9
-    # Loaded as weights are, gradients take the order of channels that ours computes in.
+    # load_state_dict puts the channels of mmdet's gradients in our order, as it does for weights.
     expected = build(small).double()
     expected.load_state_dict({name: parameter.grad for name, parameter in theirs.named_parameters()}, strict=False)
     for name, parameter in ours.named_parameters():
@@ -117,7 +117,7 @@ def test_any_size_trains(small, options, sizes):
 
 
 @pytest.mark.parametrize(('kind', 'theirs'), [('SLABSwin', SwinTransformer), ('SLABPVT', PyramidVisionTransformer)])
-def test_arguments_are_mmdets(kind, theirs):
+def test_positions_and_defaults_of_arguments_equal_mmdet(kind, theirs):
     ours, reference = (inspect.signature(kind).parameters for kind in (MODELS.get(kind), theirs))
     assert list(ours)[: len(reference)] == list(reference), 'positional arguments mean the same'
     for name, parameter in reference.items():
@@ -188,7 +188,7 @@ def test_attention_dropout_drops_softmax_weights_only(small, word):
 
 
 def test_a_compiled_backbone_trains_to_the_same_weights_and_statistics():
-    """As mmengine's ``compile=True`` does; without a graph for every gamma."""
+    """As with mmengine's ``compile=True``, and without a graph for every gamma."""
     torch._dynamo.reset()
     options = dict(depths=(1,), num_heads=(1,), strides=(4,), out_indices=(0,), drop_path_rate=0.0)
     eager = build(SWIN, **options, norm_cfg=dict(type='PRepBN'), with_cp=True).train()
@@ -213,5 +213,5 @@ def test_a_compiled_backbone_trains_to_the_same_weights_and_statistics():
             )
         graphs.append(counter.frame_count)
     assert any('running_var' in name for name in differing(backbone, start))
-    # One set per width; none for each gamma, but for 0, which is another computation.
+    # One set of graphs per width, and one for gamma = 0, which is another computation; none per gamma.
     assert 0 < graphs[0] < graphs[1] == graphs[4] <= graphs[5] == graphs[6]

@@ -43,7 +43,7 @@ def test_the_norm_stands_where_its_name_says(kind, ffn_norm, training):
 
 @KINDS
 def test_the_norm_after_the_activation_sees_no_dropout(kind):
-    """Dropout would widen the statistics of training, which inference uses."""
+    """Dropout would raise the running variance, which inference uses."""
     ffn = kind(6, 10, GELU, drop_rate=0.5, ffn_norm='post_act', norm_cfg=dict(type='TokenBN', momentum=1.0)).train()
     x = torch.randn(4, 9, 6)
     ffn(x, (3, 3), x)

@@ -1,4 +1,4 @@
-"""A backbone's tensors are its own: averages, assignments and writes through ``.data`` reach what its forward reads."""
+"""A forward reads the current weights, however they were written: loaded, assigned, averaged or through ``.data``."""
 
 import copy
 
@@ -58,7 +58,7 @@ WRITES = {
 @pytest.mark.parametrize('write', WRITES.values(), ids=WRITES)
 @ALL
 @torch.no_grad()
-def test_an_output_is_that_of_the_weights_as_they_are(small, write):
+def test_forward_reads_the_weights_that_were_written_last(small, write):
     model, source = build(small).eval(), randomize(build(small)).eval()
     model(IMAGE)
     expected = source(IMAGE)

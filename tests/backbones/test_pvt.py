@@ -1,4 +1,4 @@
-"""What SLABPVT's own arguments promise."""
+"""SLABPVT: initialisation as in mmdet, positions of linear attention, fewer stages."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_starts_from_scratch_with_the_weights_of_mmdet(small):
     assert not differing(*states)
 
 
-def test_linear_positions_are_those_of_overlapping_patches():
+def test_positions_of_linear_attention_fit_overlapping_patches():
     model = build(V2, attention='sla', pretrain_img_size=(100, 70))
     # (100 + 6 - 7) // 4 + 1 = 25, (25 + 2 - 3) // 2 + 1 = 13, 7, 4; (70 + 6 - 7) // 4 + 1 = 18, 9, 5, 3
     sizes = [blocks[0].attn.positional_encoding.shape[1] for _, blocks, _ in model.layers]

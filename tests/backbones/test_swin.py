@@ -1,4 +1,4 @@
-"""SLABSwin against timm's Swin, and what its own arguments promise."""
+"""SLABSwin: position embedding, activation checkpointing, frozen stages, initialisation."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What SLABViT promises: one word each for norm, attention and output, any size, exact fusion in a detector."""
+"""SLABViT: initialisation as in DeiT, and exact fusion and deployment in a detector and in a classifier."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CLASSIFIER = dict(VIT, out_type='cls_token')
 
 @pytest.fixture
 def detector(small_detector_cfg):
-    """A function: a Mask R-CNN on three levels made of the one map, with random weights, in eval mode at gamma 0."""
+    """Returns a function that makes a Mask R-CNN on SLABViT: random weights, eval mode, gamma 0, three levels."""
 
     def make(**options):
         cfg = small_detector_cfg()
@@ -54,7 +54,7 @@ def test_a_detector_is_fused_and_deployed_exactly(detector, options):
 
 
 @torch.no_grad()
-def test_a_classifier_is_fused_and_deployed_but_for_its_last_norm():
+def test_a_classifier_is_fused_and_deployed_except_its_last_norm():
     model = as_trained(build(CLASSIFIER)).double()
     fused = slab_det.fuse(model)
     assert [norm.norm for norm in fused.fusion_report.select('affine')] == ['norm']

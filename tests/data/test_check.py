@@ -101,7 +101,7 @@ def test_an_evaluator_whose_annotations_are_missing_is_named(root: Path) -> None
         check_data(cfg)
 
 
-def test_any_image_that_is_not_there_is_named(root: Path) -> None:
+def test_a_missing_image_is_named(root: Path) -> None:
     write_annotations(root, 'val', images=[IMAGE, {**IMAGE, 'id': 2, 'file_name': 'gone.png'}])
     with pytest.raises(DataError, match=r'image .*val/gone\.png not found: correct data_prefix'):
         check_data(config(root))
@@ -138,12 +138,12 @@ def test_heads_with_another_number_of_classes_are_an_error(head: str, detector: 
     blobs = CocoDataset(lazy_init=True, metainfo=CLASSES)
     with pytest.raises(DataError, match=rf'^{head} has num_classes=80, but the val dataset has 2 classes \(cat, dog\)'):
         check_num_classes(nn.DataParallel(model), blobs, 'val')
-    # Grounding DINO's head has as many as its text may have words.
+    # In Grounding DINO num_classes is the length of the text.
     model.language_model = nn.Identity()
     check_num_classes(model, blobs, 'val')
 
 
-def test_corners_in_the_place_of_sizes_are_an_error(root: Path) -> None:
+def test_boxes_given_as_corners_are_an_error(root: Path) -> None:
     def write(*boxes: list[float]) -> None:
         write_annotations(root, 'train', annotations=[{**BOX, 'id': i, 'bbox': box} for i, box in enumerate(boxes)])
 
@@ -156,7 +156,7 @@ def test_corners_in_the_place_of_sizes_are_an_error(root: Path) -> None:
     check_data(config(root))
 
 
-def test_annotations_that_mmdet_reads_otherwise_are_not_checked(root: Path) -> None:
+def test_panoptic_annotations_are_not_checked(root: Path) -> None:
     write_annotations(root, 'train', annotations=[{'image_id': 1, 'file_name': 'a.png', 'segments_info': []}])
     check_data(config(root, leaf(root, 'train', type='CocoPanopticDataset')))
 

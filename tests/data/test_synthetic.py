@@ -29,7 +29,7 @@ def digest(root: Path) -> dict[str, str]:
     }
 
 
-def test_images_depend_on_the_seed_the_split_and_their_place_alone(root: Path, tmp_path: Path) -> None:
+def test_images_depend_only_on_seed_split_and_index(root: Path, tmp_path: Path) -> None:
     assert digest(generate(tmp_path / 'again', **SMALL)) == digest(root)
     other = generate(tmp_path / 'other', **{**SMALL, 'seed': 4})
     pictures = [value for tree in (root, other) for name, value in digest(tree).items() if name.endswith('.png')]
@@ -58,13 +58,13 @@ def generate_small(root: Path) -> Path:
     return generate(root, **SMALL)
 
 
-def test_foreign_folder_is_not_taken_for_images(root: Path, tmp_path: Path) -> None:
+def test_a_folder_that_was_generated_otherwise_is_an_error(root: Path, tmp_path: Path) -> None:
     for folder, arguments in ((tmp_path, SMALL), (root, {**SMALL, 'seed': 4})):
         with pytest.raises(DataError, match='was generated with .* choose another folder'):
             generate(folder, **arguments)
 
 
-def test_boxes_and_areas_are_those_of_the_polygons(root: Path) -> None:
+def test_boxes_and_areas_match_the_polygons(root: Path) -> None:
     width, height = SMALL['size']
     for found in json.loads((root / 'annotations' / 'instances_train.json').read_text())['annotations']:
         canvas = np.zeros((height, width), bool)

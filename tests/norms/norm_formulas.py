@@ -1,4 +1,4 @@
-"""Norms with parameters that are all different, and what the papers' formulas say of them."""
+"""Norms with random parameters, and the papers' formulas that they are compared with."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ NORMS = [TokenBN, RepBN, PRepBN, *QUADRATIC]
 
 
 def make_norm(kind: type, gamma: float = 0.0, **options) -> nn.Module:
-    """In float64, at one gamma, which only PRepBN has."""
+    """A norm in float64 with random parameters and statistics. Only PRepBN has a gamma."""
     norm = kind(C, **options).double()
     with torch.no_grad():
         for name, tensor in norm.state_dict().items():
@@ -32,7 +32,7 @@ def copy_parameters(norm: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def formula(norm: nn.Module, parameters: dict, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
-    """What a norm makes of tokens by these statistics and parameters; eq. 3 of SLAB at the gamma of the norm."""
+    """The output of a norm for tokens x, given statistics and parameters; for PRepBN eq. 3 of SLAB."""
     p = {name.removeprefix('repbn.'): value for name, value in parameters.items()}
     if type(norm) in QUADRATIC:
         mean, var = 0, var + mean.square()

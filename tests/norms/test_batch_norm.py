@@ -35,7 +35,7 @@ def test_token_bn_is_batch_norm_over_all_tokens(training):
 
 @pytest.mark.parametrize('gamma', [0.0, 0.25, 1.0])
 @pytest.mark.parametrize('training', [True, False])
-def test_prepbn_and_its_gradients_are_those_of_eq_3(gamma, training):
+def test_prepbn_output_and_gradients_match_eq_3(gamma, training):
     norm = make_norm(PRepBN, gamma, eps=1e-2, ln_eps=1e-3).train(training)
     p, x = copy_parameters(norm), tokens(requires_grad=True)
     other = x.detach().clone().requires_grad_()
@@ -58,7 +58,7 @@ def test_prepbn_and_its_gradients_are_those_of_eq_3(gamma, training):
 def test_freezing_the_repbn_alone_freezes_statistics_at_every_gamma(gamma):
     norm, whole = make_norm(PRepBN, gamma), make_norm(PRepBN, gamma)
     whole.load_state_dict(norm.state_dict())
-    # As a loop over modules of one type does.
+    # As a loop that freezes every RepBN does.
     norm.train().repbn.eval()
     whole.eval()
     before = statistics_of(norm)
@@ -74,7 +74,7 @@ def test_freezing_the_repbn_alone_freezes_statistics_at_every_gamma(gamma):
     assert not any(map(torch.equal, statistics_of(norm), before))
 
 
-def test_prepbn_with_layernorm_in_it_has_no_affine():
+def test_prepbn_above_gamma_zero_has_no_affine():
     with pytest.raises(ValueError, match='LayerNorm'):
         make_norm(PRepBN, 0.5).inference_affine()
 

@@ -40,7 +40,7 @@ def test_a_half_module_trains_in_its_own_dtype_and_averages_in_float32(kind, gam
     norm = make_norm(kind, gamma, dtype)
     parameters, x = copy_parameters(norm), tokens(dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
-    # For norms without mean only in the first iteration.
+    # For quadratic norms the formula holds in the first iteration only.
     y, expected = norm(x), formula(norm, parameters, exact, exact.mean((0, 1)), exact.var((0, 1), correction=0))
     assert y.dtype == dtype and error(y, expected) < 0.01
     mean, var = norm.statistics()
@@ -55,7 +55,7 @@ def test_a_half_module_trains_in_its_own_dtype_and_averages_in_float32(kind, gam
     expected.backward(weight.double())
     assert x.grad.dtype == dtype
     if kind not in QUADRATIC:
-        # The others replace the derivative of their mean by an average.
+        # Quadratic norms replace the derivative of mean x^2 by a moving average.
         assert error(x.grad, exact.grad) < 0.02
     for name, parameter in norm.named_parameters():
         if gamma == 0 and name.startswith('ln.'):
@@ -69,7 +69,7 @@ def test_a_half_module_trains_in_its_own_dtype_and_averages_in_float32(kind, gam
 
 @pytest.mark.parametrize('kind, gamma', [(RepBN, 0.0), (PRepBN, 0.0), (PRepBN, 0.5)])
 def test_float32_modules_keep_float32_under_autocast(kind, gamma):
-    """As LayerNorm does: the residual stream begins with such an output."""
+    """As LayerNorm does: the residual stream starts with the output of a norm."""
     norm = make_norm(kind, gamma, torch.float32)
     with torch.autocast('cpu', torch.bfloat16):
         assert norm(tokens(torch.bfloat16)).dtype == torch.float32
@@ -80,7 +80,7 @@ def test_float32_modules_keep_float32_under_autocast(kind, gamma):
 def test_norms_keep_their_statistics_when_cast(kind, cast):
     model = nn.Sequential(kind(C))
     norm = model[0]
-    # No dtype but float64 has this number.
+    # Every dtype but float64 would round this Python float.
     slab_det.set_gamma(model, 0.3)
     generator = torch.Generator().manual_seed(3)
     for name, buffer in norm.named_buffers():
@@ -103,7 +103,7 @@ def test_norms_keep_their_statistics_when_cast(kind, cast):
 
 
 @pytest.mark.parametrize('kind', NORMS)
-def test_norms_that_are_assigned_tensors_in_half_precision_average_in_float32(kind):
+def test_half_precision_statistics_assigned_by_loading_become_float32(kind):
     dtypes = {name: value.dtype for name, value in kind(C).named_buffers()}
     half = {name: value.half() if value.is_floating_point() else value for name, value in kind(C).state_dict().items()}
     assigned = nn.Sequential(kind(C))

@@ -1,4 +1,4 @@
-"""What all norms share."""
+"""Behaviour that all norms share."""
 
 import copy
 from collections import Counter
@@ -21,7 +21,7 @@ import slab_det
 
 
 @pytest.mark.parametrize('kind', NORMS)
-def test_evaluation_is_the_affine_of_the_statistics_and_trains(kind):
+def test_evaluation_equals_the_formula_and_its_gradients(kind):
     norm = make_norm(kind).eval()
     mean, var = torch.rand(C).double(), torch.rand(C).double() + 1
     norm.set_statistics(mean, var)
@@ -65,7 +65,7 @@ def test_training_never_waits_for_the_device(kind):
 
 
 @pytest.mark.parametrize('kind', NORMS)
-def test_arguments_and_channels(kind):
+def test_norms_build_in_every_scope_and_check_channels(kind):
     for scope in ({}, dict(_scope_='mmdet'), dict(_scope_='mmengine')):
         assert type(MODELS.build(dict(type=kind.__name__, num_features=C, **scope))) is kind
     norm = build_norm_layer(dict(type=kind.__name__, momentum=0.2), C)[1]
@@ -75,8 +75,8 @@ def test_arguments_and_channels(kind):
 
 
 @pytest.mark.parametrize('kind', NORMS)
-def test_optimizer_constructors_see_norms(kind):
-    """As in mmdet's RTMDet configs; the same module is no batch norm for what freezes, syncs or fuses those."""
+def test_norm_decay_mult_applies_and_batch_norm_tools_skip_norms(kind):
+    """mmdet's RTMDet configs set norm_decay_mult. Tools that freeze, sync or fuse BatchNorm must skip our norms."""
     model = nn.Sequential(nn.Linear(C, C), kind(C))
     cfg = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, weight_decay=0.5))
     wrapper = build_optim_wrapper(model, dict(cfg, paramwise_cfg=dict(norm_decay_mult=0, bypass_duplicate=True)))
@@ -102,9 +102,9 @@ FREE = {
 
 
 def count_launches(model, gamma):
-    """Operators that compute, in a forward and backward: those that the model and autograd call, not their parts.
+    """Counts the operators that compute in a forward and backward, without the operators that these call.
 
-    On a GPU each launches a kernel or a few.
+    On a GPU each launches one kernel or a few.
     """
     slab_det.set_gamma(model, gamma)
     x = torch.randn(2, 7, C).requires_grad_()
@@ -120,7 +120,7 @@ def count_launches(model, gamma):
         return parent is not None and (parent.name.startswith('aten::') or is_part(parent))
 
     operators = [event for event in recorder.events() if event.name.startswith('aten::') and not is_part(event)]
-    # A cast to the dtype that a tensor has already is none.
+    # A cast to the dtype that a tensor has already computes nothing.
     names = [event.name[6:] for event in operators if event.name != 'aten::to' or event.cpu_children]
     return Counter(name for name in names if name not in FREE)
 
@@ -139,6 +139,6 @@ def count_launches(model, gamma):
     ids=str,
 )
 def test_a_training_step_of_a_norm_launches_few_operators(cfg, gamma, bound):
-    # The sum of the output and its gradient are the same for each norm.
+    # Without the operators of the loss, which an identity has too.
     found = count_launches(build_norm_layer(cfg, C)[1], gamma) - count_launches(nn.Identity(), 0.0)
     assert found.total() <= bound, found

@@ -1,4 +1,4 @@
-"""MABN and PowerNorm against lists in numpy; what they and UN have in common."""
+"""MABN and PowerNorm against their formulas in numpy; behaviour that UN shares with them."""
 
 import copy
 
@@ -16,7 +16,7 @@ NORMS = [UN, MABN, PowerNorm]
 
 
 def make_norm(kind, **options):
-    """After two iterations of warm-up; in MABN's window two iterations fit."""
+    """A norm whose warm-up has two iterations; MABN's window holds two iterations."""
     options = {**dict(warmup_iters=2), **(dict(window_size=2) if kind is MABN else {}), **options}
     norm = kind(C, **options).double()
     generator = torch.Generator().manual_seed(3)
@@ -52,7 +52,7 @@ def step(norm, t, run=None):
     ],
     ids=str,
 )
-def test_every_iteration_is_the_formulas(options):
+def test_every_iteration_matches_the_formulas(options):
     norm = make_norm(**options)
     kind, a = options['kind'], 1 - norm.momentum
     weight, bias = norm.weight.detach().numpy(), norm.bias.detach().numpy()
@@ -94,7 +94,7 @@ def test_every_iteration_is_the_formulas(options):
 )
 @pytest.mark.parametrize('shape', [(6,), (2, 3), (1, 2, 1)])
 def test_gradient_is_exact_without_memory(options, shape):
-    """With M = 1 and a = 0 psi is the derivative of s^, and the backward pass the true one."""
+    """With M = 1 and a = 0 nothing is averaged over iterations, and the backward pass is the exact gradient."""
     norm = make_norm(momentum=1.0, **options)
     for norm.warmup_iters in (1000, 0):
         assert torch.autograd.gradcheck(norm, batch(1, *shape).requires_grad_())
@@ -102,8 +102,8 @@ def test_gradient_is_exact_without_memory(options, shape):
 
 @pytest.mark.parametrize('reentrant', [False, True])
 @pytest.mark.parametrize('kind', NORMS)
-def test_recomputation_leaves_the_state(kind, reentrant):
-    """And the recomputed forward normalises as the first one did, although the windows have moved on."""
+def test_recomputation_changes_no_output_gradient_or_state(kind, reentrant):
+    """The recomputed forward normalises as the first forward did, although the windows have moved on."""
 
     def run(norm, x):
         return checkpoint(norm, x, use_reentrant=reentrant)
@@ -119,7 +119,7 @@ def test_recomputation_leaves_the_state(kind, reentrant):
 
 
 def test_torch_compile_makes_no_graph_for_each_iteration():
-    """As mmengine's ``compile=True`` does: counters are numbers of Python, which a graph would hold."""
+    """As with mmengine's ``compile=True``. Counters are Python numbers, which a graph would hold as constants."""
 
     def run(norm, x):
         return norm(x.sin()).cos()
@@ -149,7 +149,7 @@ def test_reset_starts_everything_but_the_running_variance_again(kind):
 
 
 @pytest.mark.parametrize('kind', NORMS)
-def test_one_token_and_maps_that_are_not_contiguous_will_do(kind):
+def test_norms_take_one_token_and_maps_that_are_not_contiguous(kind):
     norms = [make_norm(kind) for _ in range(3)]
     for t in range(1, 8):
         x = batch(t, 2, 3, 4)
@@ -163,8 +163,8 @@ def test_one_token_and_maps_that_are_not_contiguous_will_do(kind):
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf')])
 @pytest.mark.parametrize('kind', NORMS)
-def test_a_channel_that_is_not_finite_takes_the_average_in_its_place(kind, bad):
-    """In the forward and in the backward pass; the other channels take the batch."""
+def test_running_averages_replace_batch_means_that_are_not_finite(kind, bad):
+    """Per channel, in the forward and in the backward pass; the other channels use the batch."""
     norm, untroubled = make_norm(kind), make_norm(kind)
     for t in range(1, 6):
         x, dy = batch(t), batch(t + 10)
@@ -176,7 +176,7 @@ def test_a_channel_that_is_not_finite_takes_the_average_in_its_place(kind, bad):
             dy[0, 2, 1] = bad
         norm(x).backward(dy)
         if t == 2:
-            # UN averages the geometric mean of a window, which holds the average now.
+            # UN's running variance averages a geometric mean, and not the replaced value itself.
             assert kind is UN or torch.equal(norm.running_var[1], before[1])
     others = [0, 2, 3, 4]
     for key, value in norm.named_buffers():
