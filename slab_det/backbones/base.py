@@ -101,6 +101,13 @@ class Backbone(BaseModule):
         """Puts modules that do not train into eval mode."""
 
 
+def find_attention(word: str, known: dict[str, type]) -> type:
+    """The attention that a word of a config names in a table of :mod:`slab_det.attention`; ValueError for others."""
+    if word not in known:
+        raise ValueError(f'unknown attention {word!r}: choose from {", ".join(known)}')
+    return known[word]
+
+
 def per_stage(value: object, num_stages: int) -> tuple:
     """One value for each stage: a sequence as it is, anything else repeated."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence)

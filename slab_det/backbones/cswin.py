@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import STRIPE_ATTENTIONS, MapAttention
 from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
-from slab_det.backbones.base import Backbone, per_stage
+from slab_det.backbones.base import Backbone, find_attention, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN
 from slab_det.fusion.stock_mmdet import swin_output_folds
 
@@ -44,7 +44,7 @@ class Stripes(BaseModule):
         super().__init__()
         self.axis, self.width = axis, width
         shape = map_shape if width is None else (width, map_shape[1]) if axis == 1 else (map_shape[0], width)
-        self.attn = STRIPE_ATTENTIONS[word](embed_dims, num_heads, shape, attn_drop_rate=attn_drop_rate)
+        self.attn = find_attention(word, STRIPE_ATTENTIONS)(embed_dims, num_heads, shape, attn_drop_rate=attn_drop_rate)
         self.get_v = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:

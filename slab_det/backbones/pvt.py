@@ -14,7 +14,7 @@ from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
-from slab_det.backbones.base import Backbone, per_stage
+from slab_det.backbones.base import Backbone, find_attention, per_stage
 from slab_det.backbones.blocks import Block, ConvFFN, PositionEmbedding
 from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 
@@ -106,7 +106,7 @@ class SLABPVT(Backbone):
                 blocks.append(PositionEmbedding(pos_shape, channels, drop_rate))
             for _ in range(num_layers[i]):
                 rate = next(drop_path_rates)
-                attn = MAP_ATTENTIONS[attention[i]](
+                attn = find_attention(attention[i], MAP_ATTENTIONS)(
                     channels,
                     num_heads[i],
                     sr_ratio=sr_ratios[i],

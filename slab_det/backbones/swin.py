@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
-from slab_det.backbones.base import Backbone, per_stage
+from slab_det.backbones.base import Backbone, find_attention, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.fusion.stock_mmdet import swin_output_folds
 
@@ -140,7 +140,7 @@ class SLABSwin(Backbone):
             blocks = []
             for depth in range(depths[i]):
                 rate = next(drop_path_rates)
-                w_msa = WINDOW_ATTENTIONS[attention[i]](
+                w_msa = find_attention(attention[i], WINDOW_ATTENTIONS)(
                     channels,
                     num_heads[i],
                     window_sizes[i],

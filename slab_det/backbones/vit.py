@@ -13,7 +13,7 @@ from mmengine.model.weight_init import trunc_normal_
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
-from slab_det.backbones.base import Backbone
+from slab_det.backbones.base import Backbone, find_attention
 from slab_det.backbones.blocks import Block, LinearFFN, PositionEmbedding
 from slab_det.fusion import Fold
 
@@ -63,7 +63,9 @@ class SLABViT(Backbone):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims)) if out_type == 'cls_token' else None
         self.blocks = ModuleList()
         for rate in torch.linspace(0, drop_path_rate, num_layers).tolist():
-            attn = MAP_ATTENTIONS[attention](embed_dims, num_heads, drop_path_rate=rate, table_shape=pos_shape)
+            attn = find_attention(attention, MAP_ATTENTIONS)(
+                embed_dims, num_heads, drop_path_rate=rate, table_shape=pos_shape
+            )
             ffn = LinearFFN(embed_dims, 4 * embed_dims, dict(type='GELU'), drop_path_rate=rate)
             self.blocks.append(Block(attn, ffn, norm_cfg))
         self.norm = build_norm_layer(norm_cfg, embed_dims)[1]

@@ -10,7 +10,6 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import cv2
@@ -66,9 +65,12 @@ def generate(
             building = Path(folder) / root.name
             building.mkdir()
             _write_splits(building, spec)
-            # Fails if another process has created the folder.
-            with suppress(OSError):
+            try:
                 building.rename(root)
+            except OSError:
+                # Another process may have created the folder.
+                if not root.exists():
+                    raise
     marker = root / 'generator.json'
     found = json.loads(marker.read_text()) if marker.is_file() else {}
     if found.get('key') != spec['key']:
@@ -114,7 +116,8 @@ def _write_splits(root: Path, spec: dict) -> None:
             rng = np.random.default_rng([spec['seed'], split_index, index])
             pixels, objects = draw_image(rng, (width, height))
             file_name = f'{index:05d}.png'
-            cv2.imwrite(str(folder / file_name), pixels)
+            if not cv2.imwrite(str(folder / file_name), pixels):
+                raise DataError(f'{folder / file_name} cannot be written; check the space on the disk')
             image_id = index + 1
             images.append({'id': image_id, 'file_name': file_name, 'width': width, 'height': height})
             for found in objects:

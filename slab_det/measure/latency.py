@@ -117,8 +117,8 @@ def measure_latency(
     for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, DTYPES)):
         if value not in known:
             raise SlabDetError(f'{what} {value!r} is not one of {", ".join(known)}')
-    if rounds < 1:
-        raise SlabDetError(f'rounds={rounds} measures nothing; give at least 1')
+    if rounds < 1 or warmup < 0:
+        raise SlabDetError(f'rounds={rounds} must be at least 1, warmup={warmup} at least 0')
     device, content = find_device(device), _read_image(image, size)
     torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
     torch.set_num_threads(threads or torch_threads)

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from io import BytesIO
 from pathlib import Path
@@ -80,7 +80,9 @@ def whole_file(file: str | Path) -> Iterator[Path]:
             error.filename, error.filename2 = str(path), None
         raise
     finally:
-        unfinished.unlink(missing_ok=True)
+        # An error of the block must not be hidden by one of the removal.
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def save_with_config(checkpoint: dict, cfg: Config, path: str | Path) -> tuple[Path, Path]:

@@ -129,6 +129,7 @@ def test_positions_and_defaults_of_arguments_equal_mmdet(kind, theirs):
     [
         (SWIN, dict(norm_cfg=dict(type='NoNorm')), 'norm_cfg=.*NoNorm.*PRepBN'),
         (SWIN, dict(ffn_norm='before'), 'unknown ffn_norm.*pre_act.*post_act'),
+        (PVT, dict(attention=('sla', 'linear', 'softmax', 'softmax')), "unknown attention 'linear'.*focused"),
         (PVT, dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
         (SWIN, dict(strides=(2, 2, 2)), 'patches must not overlap'),
         (PVT, dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),

@@ -136,6 +136,7 @@ def test_result_records_its_conditions_for_json(monkeypatch: pytest.MonkeyPatch)
         ({'dtype': 'int8'}, "dtype 'int8' is not one of"),
         ({'device': 'cuda:99'}, "'cuda:99' is not available.*use --device cpu"),
         ({'rounds': 0}, 'rounds=0'),
+        ({'warmup': -1}, 'warmup=-1'),
         ({'image': __file__}, 'cannot be decoded'),
     ],
 )

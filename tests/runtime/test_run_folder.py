@@ -150,6 +150,14 @@ def test_full_disk_error_names_the_file_and_keeps_its_old_content(tmp_path):
     assert file.read_text() == 'before' and os.listdir(tmp_path) == ['model.pth']
 
 
+def test_file_in_the_place_of_a_folder_is_named(tmp_path):
+    file = tmp_path / 'notes'
+    file.write_text('before')
+    with pytest.raises(OSError, match='notes') as raised:
+        mmengine.fileio.put(b'a', file / 'model.pth')
+    assert Path(raised.value.filename) == file
+
+
 def test_check_writable_refuses_unwritable_paths(tmp_path):
     (tmp_path / 'notes.txt').write_text('before')
     check_writable(None, tmp_path / 'notes.txt', tmp_path / 'new' / 'model.pth')
