@@ -1,4 +1,4 @@
-"""Absorption: the LayerNorms of a trained detector go into its linear layers, without training and without labels."""
+"""Absorption: replaces the LayerNorms of a trained detector by affine maps inside its linear layers, without labels."""
 
 from slab_det.absorption.absorb import absorb
 from slab_det.absorption.report import AbsorptionReport, NormAbsorption

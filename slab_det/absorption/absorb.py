@@ -1,4 +1,4 @@
-"""absorb: takes the LayerNorms of a trained detector into its linear layers, without training and without labels."""
+"""absorb: folds the LayerNorms of a trained detector into its linear layers, without training and without labels."""
 
 from __future__ import annotations
 
@@ -31,59 +31,59 @@ def absorb(
     progress: bool = True,
     ffn: float = 0.0,
 ) -> nn.Module:
-    """Replaces the LayerNorms of a trained model by affine maps that its linear layers take, without training.
+    """Replaces the LayerNorms of a trained model by affine maps, and folds the maps into its linear layers.
 
-    The student is a copy of the teacher, ``model``. Front to back, for each LayerNorm, the ridge regression of the
-    teacher's output y on the student's input x,
+    The student is a copy of the teacher, ``model``. Its LayerNorms are replaced from the first to the last. Each is
+    fitted by a ridge regression of the teacher's output y on the student's input x,
 
         M, t = argmin  E |y - M x - t|^2 + r |(M - D) diag(sigma)|^2,
 
-    goes into the layers that read the norm: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the best scale per
-    channel of the centred input. Behind each attention and each FFN the layer that writes the residual stream is fitted
-    in the same way, so that the student's stream meets the teacher's. At the end the 3x3 convolutions of an FPN are
-    fitted to the teacher's levels. The ridges r are chosen on every fifth batch, which no fit sees.
+    and the layers that read the norm take the map: ``W y + b`` becomes ``(W M) x + (b + W t)``. D is the best scale per
+    channel of the centred input. The last layer of each attention and each FFN is fitted in the same way, so that the
+    student's residual stream approaches the teacher's. At the end the 3x3 convolutions of an FPN are fitted to the
+    teacher's feature maps. The ridges r are chosen on every fifth batch, which is held out from all fits.
 
-    A norm that was absorbed is gone: the student is fused already. ``absorption_report`` says how much of each norm no
-    affine map could hold, ``fusion_report`` which layers took it.
+    The student is fused already: an absorbed norm is no longer a module. ``student.absorption_report`` gives the error
+    of each affine map, and ``student.fusion_report`` names the layers that each norm was folded into.
 
     Args:
         model: A detector or a backbone with LayerNorm: ours or mmdet's Swin, PVT or PVTv2, or any for which
             :func:`slab_det.fusion.register_folds` names the readers of the norms.
-        images: Unlabelled: what a data loader yields, or image tensors (B, 3, H, W) for a detector that needs neither
-            text nor frames; about a hundred images, of the kind that the detector will see. Read once,
-            ``len(images)`` batches where that is known.
-        keep: Norms that stay LayerNorm: a whole number K, the K that are the least affine
-            (:attr:`NormAbsorption.own`); their names, or one; 'none'; 'all'; or None, as few as it takes for an
-            :func:`~slab_det.measure.agreement.agreement` with the teacher of ``LEAST_AGREEMENT`` on the held-out
-            images: none, or else as many of the least affine ones as bisection finds, up to a quarter of them. The best
-            is taken where none agrees so well, and a quarter where the teacher finds nothing to agree on.
-        int8: The student will be quantized: every fit minimises ``q |M - D|^2`` too, q the variance of what int8 rounds
-            off x, so that weights do not amplify it. In float32 this costs some AP.
-        work_dir: A folder for finished blocks; a later call with the same arguments and images goes on from there.
+        images: Batches of a data loader without labels, or image tensors (B, 3, H, W) for a detector that needs
+            neither text nor frames: about a hundred images like those that the detector will see. They are read once,
+            ``len(images)`` batches where the length is known.
+        keep: Norms that stay LayerNorm: a whole number K, for the K least affine norms (:attr:`NormAbsorption.own`);
+            one name or several; 'none'; 'all'; or None. None keeps the fewest norms with which the
+            :func:`~slab_det.measure.agreement.agreement` of student and teacher on the held-out images reaches
+            ``LEAST_AGREEMENT``: no norm, or a bisected number of the least affine norms, at most a quarter. If no
+            student reaches it, the best student is returned. If the teacher detects nothing, a quarter is kept.
+        int8: The student will be quantized: every fit adds the penalty ``q |M - D|^2``, where q is the variance of the
+            int8 rounding error of x, so that the weights do not amplify this error. It costs some AP in float32.
+        work_dir: A folder for finished blocks; a later call with the same arguments and images resumes from it.
         progress: Show a progress bar.
-        ffn: Share of the hidden channels that each FFN loses, from 0, none, to below 1: the channels that cost least
-            once the second layer is fitted again to the others. At least 8 stay, and multiples of 8. With
-            ``keep=None`` the agreement is the one with norms and FFNs changed.
+        ffn: Share of the hidden channels to remove from each FFN, 0 <= ffn < 1: the channels whose removal costs
+            least after the second layer is refitted. A multiple of 8 channels stays, at least 8. With ``keep=None``
+            the agreement is measured with the FFNs pruned.
 
     Returns:
         The fused student, in eval mode; ``model`` is left as it is.
 
     Raises:
-        ConversionError: If no LayerNorm can be absorbed and no FFN pruned, there are no images, ``keep`` is something
-            else or names no such norm, an attention has hooks, the model is wrapped or deployed, or
-            values are not finite.
-        FusionError: If the model has norms of ours that cannot be fused.
+        ConversionError: If no LayerNorm can be absorbed and no FFN pruned, there are no images, ``keep`` is invalid or
+            names no norm that can be absorbed, an attention has hooks, the model is wrapped or deployed, or values are
+            not finite.
+        FusionError: If the model has norms of slab_det that cannot be fused.
     """
     if is_model_wrapper(model):
-        raise ConversionError(f'the model is wrapped in a {type(model).__name__}; give what is inside, model.module')
+        raise ConversionError(f'the model is wrapped in a {type(model).__name__}; give model.module')
     if is_deployed(model):
-        raise ConversionError('the model is deployed, which hides its norms; absorb the one that it was made of')
+        raise ConversionError('the model is deployed, which hides its norms; absorb the detector before deploying it')
     keep = _check_keep(keep)
     if not 0 <= ffn < 1:
         raise ConversionError(f'ffn={ffn}: give a share from 0 to below 1, such as 0.75')
     if keep == 'all' and not ffn:
         raise ConversionError("keep='all' and ffn=0 leave nothing to absorb; give ffn=0.75 or another keep")
-    # Autograd, which records nothing in inference mode, finds what each block reads.
+    # find_reads uses autograd, which records nothing in inference mode.
     with (
         torch.inference_mode(False),
         evaluating(model),
@@ -95,7 +95,7 @@ def absorb(
         if keep is None:
             if compare is None:
                 raise ConversionError(
-                    'keep=None compares detections, and the model finds none; give a number, keep=0 to keep no norm'
+                    'keep=None compares detections: give a detector (not in float64), or keep=K to keep K norms'
                 )
             student = absorb_until_agreement(make, compare, progress)
         else:
@@ -118,7 +118,7 @@ def _check_keep(keep: object) -> int | Collection[str] | None:
 
 
 def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], None] | None:
-    """A function that measures a student's agreement for its report; None if the teacher predicts no detections."""
+    """Returns a function that adds a student's agreement to its report; None if detections cannot be compared."""
     # mmdet pastes masks only in float32.
     if not hasattr(teacher, 'data_preprocessor') or next(teacher.parameters()).dtype == torch.float64:
         return None
@@ -139,12 +139,12 @@ def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], N
 def absorb_until_agreement(
     make: Callable[[Collection[str]], nn.Module], compare: Callable[[nn.Module], None], progress: bool
 ) -> nn.Module:
-    """The student that keeps no norm, a quarter of them, or as few as bisection finds between the two.
+    """Returns the student that keeps the fewest norms and agrees with the teacher, found by bisection up to a quarter.
 
     Args:
         make: Makes a student that keeps the named norms.
-        compare: Measures its agreement for its report.
-        progress: Print what each student reaches.
+        compare: Adds a student's agreement to its report.
+        progress: Print the agreement of each student.
     """
     ranked: list[str] = []
 
@@ -171,7 +171,7 @@ def absorb_until_agreement(
     if agrees(best):
         return best
     best = max(best, attempt(high), key=lambda student: student.absorption_report.agreement)
-    # With ``low`` norms kept the student does not agree, with ``high`` it does.
+    # Invariant: the student with ``low`` norms does not agree, the student with ``high`` norms does.
     while agrees(best) and high - low > 1:
         middle = (low + high) // 2
         student = attempt(middle)
@@ -189,7 +189,7 @@ def _warn(report: AbsorptionReport) -> None:
     if report.num_images and report.agreement is None:
         warn(
             f'the teacher finds nothing in {report.num_images} held-out images: {len(report.kept)} LayerNorms are '
-            'kept, and nobody knows what the others cost; give images of its objects, or keep=K'
+            'kept, and the loss of AP is unknown; give images of its objects, or keep=K'
         )
     elif report.agreement is not None and report.agreement < LEAST_AGREEMENT:
         warn(

@@ -15,15 +15,15 @@ from slab_det.absorption.walk import TensorStore
 from slab_det.recalibration.moments import one_pass, prepare_inputs
 from slab_det.runtime.errors import ConversionError
 
-# Every fifth batch is held out: it chooses ridges and measures what is left.
+# Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.
 HELD_OUT = 5
 
 
 class Batches(list):
-    """Batches of one pass over a data loader: another pass may draw other images.
+    """A list of batches from one pass over a data loader, since a second pass may draw other images.
 
     Attributes:
-        dataset: The dataset of the loader, or None; it says how batches are prepared.
+        dataset: The dataset of the loader, or None; it decides how batches are prepared.
     """
 
     dataset: object = None
@@ -33,9 +33,9 @@ class Images(NamedTuple):
     """The images of an absorption.
 
     Attributes:
-        store: Has the image tensor of each batch, by its index.
-        count: How many batches there are.
-        held_out: Every fifth batch, or all where there are fewer than five, as the loader yielded them.
+        store: The image tensor of each batch, by the index of the batch.
+        count: Number of batches.
+        held_out: Every fifth batch, as the loader yielded it; all batches where there are fewer than five.
         digest: Digest of the image tensors.
     """
 
@@ -46,7 +46,7 @@ class Images(NamedTuple):
 
 
 def is_held_out(index: int) -> bool:
-    """Whether no fit sees the batch of this index."""
+    """Whether the batch with this index is held out from all fits."""
     return index % HELD_OUT == HELD_OUT - 1
 
 
@@ -56,7 +56,7 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
     Args:
         model: The teacher, which prepares them.
         batches: What a data loader yields, or image tensors (B, 3, H, W).
-        folder: For image tensors that do not fit into memory.
+        folder: Takes the image tensors that do not fit into memory.
 
     Raises:
         ConversionError: If there is no batch.
@@ -79,12 +79,12 @@ def read_images(model: nn.Module, batches: Iterable, folder: Path) -> Images:
     if not held_out:
         held_out.extend(first)
         MMLogger.get_current_instance().warning(
-            f'{count} batches: none is held out, so agreement and what norms leave are measured on images '
-            f'that were fitted; give at least {HELD_OUT} batches, smaller ones or more'
+            f'{count} batches: none is held out, so agreement and errors are measured on images that were fitted; '
+            f'give at least {HELD_OUT} batches: a smaller batch size or more images'
         )
     return Images(store, count, held_out, digest)
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """The values, for a digest."""
+    """The bytes of a tensor, for a digest."""
     return tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""What an absorption fits, and in which order."""
+"""The plan of an absorption: which norms and layers are fitted, and in which order."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from slab_det.runtime.errors import ConversionError
 
 
 class Step(NamedTuple):
-    """A LayerNorm to absorb, or a layer that writes the residual stream to fit.
+    """One fit: of a LayerNorm to absorb, or of a layer that writes the residual stream.
 
     Attributes:
         name: The norm or the layer.
-        source: Where its input is seen.
-        target: Where the tensor is seen that the student has to meet: the output of the norm, or the stream behind the
-            layer.
-        ffn: Name of the FFN that has the layer, or ''.
-        finishes: Name of the module that no later step changes, so that its output can be stored: the block, a branch
-            of it such as an attention, or ''.
+        source: Place of the regression's input: the input of the norm or of the layer.
+        target: Place of the tensor to approximate: the output of the norm, or the stream behind the layer.
+        ffn: Name of the FFN that contains the layer, or ''.
+        finishes: Name of the module that is final after this step, so that its output can be stored: the block, a
+            branch of it such as an attention, or ''.
     """
 
     name: str
@@ -44,21 +43,21 @@ class Step(NamedTuple):
 
 @dataclass
 class AbsorptionPlan:
-    """What is fitted, in which order, and the images: all that does not depend on the norms to keep.
+    """The part of an absorption that is the same for every choice of norms to keep: the steps and the images.
 
     Attributes:
         model: The teacher.
         images: See :class:`Images`.
-        folder: For finished blocks of students.
+        folder: Takes the finished blocks of students.
         int8: See :func:`slab_det.absorb`.
         ffn: See :func:`slab_det.absorb`.
-        forward: Finds what runs a teacher or student on an image tensor, as far as the last block.
-        fusions: Where each norm goes if it is absorbed, by its name.
-        reasons: Why each LayerNorm has to stay, or '', by its name.
+        forward: For a teacher or student, returns the function that runs it on an image tensor up to the last block.
+        fusions: The layers that each norm is folded into if it is absorbed, by the name of the norm.
+        reasons: Why each LayerNorm has to stay, or '', by the name of the norm.
         blocks: The steps of each block in the order of the forward, by the name of the block.
         reads: See :class:`slab_det.absorption.walk.Walk`.
-        digest: Digest of the images, the teacher's weights and what is done with them.
-        own: :attr:`NormAbsorption.own` of the norms that some student has measured: it is the same for all.
+        digest: Digest of the images, the teacher's weights and the plan.
+        own: :attr:`NormAbsorption.own` of each norm that a student has measured; it is the same for all students.
     """
 
     model: nn.Module
@@ -78,19 +77,19 @@ class AbsorptionPlan:
 def make_plan(
     model: nn.Module, batches: Iterable, folder: Path, int8: bool = False, ffn: float = 0.0, norms: bool = True
 ) -> AbsorptionPlan:
-    """Reads the images, and runs the model to see in which order it calls its norms and layers.
+    """Reads the images, and runs the model to find the order of the steps and what each block reads.
 
-    See :func:`slab_det.absorb` for other arguments and for errors.
+    See :func:`slab_det.absorb` for the other arguments and for the errors.
 
     Args:
         model: The teacher, in eval mode.
-        folder: For temporary files.
+        folder: Folder for temporary files.
         norms: Whether norms may be absorbed.
     """
     images = read_images(model, batches, folder)
     _check_absorbable(model)
     writers, layer_norms = _find_writers(model), dict(named_norms(model, nn.LayerNorm))
-    # A video detector has no extract_feat: nothing is known to run its neck.
+    # A video detector has no extract_feat, so there is no known way to run its neck.
     has_neck = hasattr(model, 'extract_feat') and not all(step.name.startswith(_prefix(model)) for step in writers)
 
     def forward(net: nn.Module) -> Callable[[Tensor], object]:
@@ -99,7 +98,7 @@ def make_plan(
     image = images.store.get('0')
     steps = [Step(name, Probe(name, 'input'), Probe(name, 'output')) for name in layer_norms]
     calls = _trace(model, forward(model), image, [*steps, *writers])
-    reasons = {name: _why_kept(model, name, norm, calls) for name, norm in layer_norms.items()}
+    reasons = {name: _why_not_absorbable(model, name, norm, calls) for name, norm in layer_norms.items()}
     if not norms:
         reasons = {name: reason or KEPT_BY_CHOICE for name, reason in reasons.items()}
     candidates = [layer_norms[name] for name, reason in reasons.items() if not reason]
@@ -125,14 +124,14 @@ def make_plan(
 
 
 def _prefix(model: nn.Module) -> str:
-    """What the names of norms and layers of the backbone start with."""
+    """The prefix of the backbone's module names: 'backbone.' in a detector, '' in a backbone."""
     return 'backbone.' if isinstance(getattr(model, 'backbone', None), nn.Module) else ''
 
 
-def _why_kept(model: nn.Module, name: str, norm: nn.LayerNorm, calls: list[Probe]) -> str:
-    """Why a LayerNorm has to stay, whatever layers read it; '' if it has not."""
+def _why_not_absorbable(model: nn.Module, name: str, norm: nn.LayerNorm, calls: list[Probe]) -> str:
+    """Why a LayerNorm cannot be absorbed, regardless of the layers that read it; '' if it can."""
     if not name.startswith(_prefix(model)):
-        # Nothing runs the heads.
+        # Absorption does not run the heads.
         return 'it is not in the backbone'
     count = calls.count(Probe(name, 'input'))
     reason = reason_to_keep(name, norm, model.get_submodule(name.rpartition('.')[0]))
@@ -148,11 +147,11 @@ def _check_absorbable(model: nn.Module) -> None:
             try:
                 replace()
             except CannotFold as reason:
-                raise ConversionError(f'{name}: {reason}; what its layers read cannot be seen') from reason
+                raise ConversionError(f'{name}: {reason}; the inputs of its layers cannot be captured') from reason
 
 
 def _find_writers(model: nn.Module) -> list[Step]:
-    """The layers that write the residual stream, and the convolutions of the neck."""
+    """The steps of the layers that write the residual stream, and of the convolutions of the neck."""
     writers: dict[str, Step] = {}
     for prefix, module in model.named_modules():
         rule = find_rule(module, 'writes')
@@ -161,7 +160,7 @@ def _find_writers(model: nn.Module) -> list[Step]:
             continue
         for write in rule():
             layer, stream, source = (name and join_names(prefix, name) for name in Write(*write))
-            # A layer of its own stream, such as a convolution of an FPN, is fitted to its output.
+            # A layer that is its own stream, such as a convolution of an FPN, is fitted to its output.
             target = Probe(stream, 'input') if stream not in ('', layer) else Probe(stream or prefix, 'output')
             source = Probe(source, 'output') if source else Probe(layer, 'input')
             ffns = [name for name in containers_of(layer) if find_rule(model.get_submodule(name), 'ffn_layers')]
@@ -170,9 +169,9 @@ def _find_writers(model: nn.Module) -> list[Step]:
 
 
 def _find_block(model: nn.Module, name: str) -> str:
-    """The outermost module around a norm or layer of a backbone that has rules for its norms or its writers.
+    """The block of a norm or layer: the outermost module around it that has rules for its norms or its writers.
 
-    Convolutions of a neck are blocks of their own: none reads what another one writes.
+    Each convolution of a neck is a block of its own, because none reads the output of another.
     """
     for container in ['', *containers_of(name)] if name.startswith(_prefix(model)) else []:
         module = model.get_submodule(container)
@@ -182,13 +181,13 @@ def _find_block(model: nn.Module, name: str) -> str:
 
 
 def _find_branch(model: nn.Module, name: str) -> str:
-    """The child of its block that has a norm or layer, such as an attention; the block where it has no such child."""
+    """The child of the block that contains a norm or layer, such as an attention; the block itself if there is none."""
     block = _find_block(model, name)
     return join_names(block, name[len(block) :].strip('.').partition('.')[0]) or block
 
 
 def _trace(model: nn.Module, forward: Callable[[Tensor], object], image: Tensor, steps: Iterable[Step]) -> list[Probe]:
-    """The places of steps, in the order in which a forward comes to them."""
+    """Runs the model once and returns the places of the steps in the order in which the forward reaches them."""
     calls: list[Probe] = []
     probes = {}
     for step in steps:
@@ -203,7 +202,7 @@ def _trace(model: nn.Module, forward: Callable[[Tensor], object], image: Tensor,
 
 
 def _is_shared(model: nn.Module, layer: str, calls: list[Probe]) -> bool:
-    """Whether a layer has another place too, for which a fit would undo this one's."""
+    """Whether a layer is called twice or shares weights, so that fits for several places would undo each other."""
     parameters = [p for module in model.modules() for p in module._parameters.values()]
     own = {*map(id, model.get_submodule(layer).parameters())}
     return calls.count(Probe(layer, 'output')) > 1 or sum(id(p) in own for p in parameters) > len(own)
@@ -212,9 +211,9 @@ def _is_shared(model: nn.Module, layer: str, calls: list[Probe]) -> bool:
 def _order_steps(
     model: nn.Module, calls: list[Probe], norms: Sequence[Step], writers: Sequence[Step]
 ) -> dict[str, list[Step]]:
-    """The steps of each block, in the order of the forward: of norms by their input, of writers by their stream."""
+    """The steps of each block in the order of the forward: norms by their input, writers by the stream behind them."""
     blocks: dict[str, list[Step]] = {}
-    # The norm of a stream comes behind what writes it.
+    # Writers first: a norm that reads the stream is fitted after the layer that writes it.
     places = [*((step.target, step) for step in writers), *((step.source, step) for step in norms)]
     # A module that a forward calls twice has more than one stream.
     for probe in (probe for probe in calls if calls.count(probe) == 1):
@@ -229,9 +228,9 @@ def _order_steps(
 
 
 def _has_returned(model: nn.Module, writer: Step, later: Iterable[Step], calls: list[Probe]) -> bool:
-    """Whether the branch of a writer has returned before its stream is seen and before later steps read their inputs.
+    """Whether the branch of a writer returns before its stream is reached and before later steps read their inputs.
 
-    Then the branch, such as an attention, need not run again for what follows; see :class:`slab_det.fusion.Write`.
+    Then the branch, such as an attention, need not run again for later steps; see :class:`slab_det.fusion.Write`.
     """
     branch = Probe(_find_branch(model, writer.name), 'output')
     if writer.target.side == 'output' or calls.count(branch) != 1 or find_hooks(model.get_submodule(branch.module)):

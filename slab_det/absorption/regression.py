@@ -1,4 +1,4 @@
-"""Ridge regression of one layer on another, from sums over tokens."""
+"""Ridge regression of a target on the input of a layer, from sums over tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Strengths of the pull towards the prior, in standardised coordinates. Weaker ones fit the images at hand better, with
-# weights of some hundred that cancel. On a few other images, and in bfloat16, they do not cancel and the maps explode.
+# Ridge penalties, in standardised coordinates. A smaller ridge fits the given images better, but with weights in the
+# hundreds that cancel. On some other images, and in bfloat16, the weights do not cancel and the outputs explode.
 RIDGES = tuple(10.0**power for power in range(-4, 3))
-# The strength where no batch is held out to choose one.
+# The ridge where no batch is held out to choose one.
 DEFAULT_RIDGE = 1e-2
-# How much more than the best ridge a stronger one may leave.
+# A larger ridge is preferred while its error is at most this multiple of the least error.
 SLACK = 1.05
-# Tokens, on a CPU and on a GPU, where each piece costs some twenty launches.
+# Tokens per chunk on a CPU, and on a GPU, where each chunk costs some twenty launches.
 CHUNK, GPU_CHUNK = 4096, 32768
-# Rows of products that are computed together: those below the diagonal are copied.
+# Rows of xx per matrix product; the part below the diagonal is copied from the part above.
 BLOCK = 256
 
 
@@ -27,15 +27,15 @@ class CrossMoments:
     """Count, means and scatters of inputs x and targets y over tokens, summed in float64.
 
     Args:
-        int8: Fits must bear that x is rounded to int8.
+        int8: Fits add a penalty for the rounding of x to int8.
 
     Attributes:
-        count: Tokens so far.
+        count: Number of tokens so far.
         mean_x, mean_y: Means, (C_x,) and (C_y,); None before the first token.
         xx: Sum over tokens of ``(x - mean_x) (x - mean_x)^T``, (C_x, C_x).
         xy: The same sum for x and y, (C_x, C_y).
         yy: The diagonal of the same sum for y, (C_y,).
-        low, high: The range of x, with 0 in it.
+        low, high: The range of x, extended to contain 0; tracked only with ``int8``.
     """
 
     def __init__(self, int8: bool = False) -> None:
@@ -44,26 +44,26 @@ class CrossMoments:
 
     @property
     def rounding(self) -> float:
-        """The variance of the error that x has in int8, or 0: 255 even steps for the range of all channels.
+        """The variance of the int8 rounding error of x, with 255 steps over the range of all channels; 0 without int8.
 
-        The step counts twice, because x also brings the errors of the layers before.
+        The step is doubled, because x also carries the rounding errors of earlier layers.
         """
         return (2 * (float(self.high) - float(self.low)) / 255) ** 2 / 12 if self.int8 else 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Adds tokens, (..., C_x) and (..., C_y)."""
         if self.int8:
-            # Tensors: a number would be read from the device for each batch.
+            # These stay tensors: converting them to numbers would synchronise the device for each batch.
             self.low, self.high = x.min().clamp(max=self.low), x.max().clamp(min=self.high)
         # float64 takes twice the time of float32 on a CPU; on a GPU, float32 may be TF32.
         dtype = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
-        # In pieces: whole maps would be larger than all that the model holds, and sums in float32 too long.
+        # Chunks bound the memory, which whole maps would exceed, and the length of the sums in float32.
         parts = (tokens.flatten(0, -2).split(GPU_CHUNK if x.is_cuda else CHUNK) for tokens in (x, y))
         for x_part, y_part in zip(*parts, strict=True):
             self._add_chunk(x_part.to(dtype), y_part.to(dtype))
 
     def _add_chunk(self, x: Tensor, y: Tensor) -> None:
-        """The formula of Chan, Golub and LeVeque (1979), in place: xx is the largest tensor there is."""
+        """Updates the sums by the formula of Chan, Golub and LeVeque (1979), in place, because xx is large."""
         mean_x, mean_y = x.mean(0, dtype=torch.float64), y.mean(0, dtype=torch.float64)
         if self.count == 0:
             self.mean_x, self.mean_y = torch.zeros_like(mean_x), torch.zeros_like(mean_y)
@@ -88,7 +88,7 @@ class CrossMoments:
         self.count = count
 
     def about_zero(self) -> CrossMoments:
-        """Sums of products about zero instead of the means: their fits have no shift."""
+        """Returns the sums about zero instead of about the means, so that a fit has no shift."""
         other = copy(self)
         if self.count:
             x, y = self.mean_x, self.mean_y
@@ -99,21 +99,21 @@ class CrossMoments:
         return other
 
     def add_to_target(self, weight: Tensor, bias: Tensor) -> None:
-        """Makes the target ``y + weight x + bias``; weight (C_y, C_x), bias (C_y,)."""
+        """Changes the target from y to ``y + weight x + bias``; weight (C_y, C_x), bias (C_y,)."""
         weight = weight.double()
         self.yy += 2 * (weight.T * self.xy).sum(0) + ((weight @ self.xx) * weight).sum(1)
         self.xy += self.xx @ weight.T
         self.mean_y += weight @ self.mean_x + bias.double()
 
     def select(self, channels: Tensor) -> CrossMoments:
-        """The same sums over some channels of x, by their indices."""
+        """Returns the sums for the channels of x with these indices."""
         other = copy(self)
         if self.count:
             other.mean_x, other.xx, other.xy = self.mean_x[channels], self.xx[channels][:, channels], self.xy[channels]
         return other
 
     def unexplained(self, fit: Affine) -> float:
-        """The share of the variance of y that ``fit`` leaves: 0 is none, and more than 1 is worse than a constant."""
+        """The squared error of ``fit`` over the variance of y: 0 is exact, above 1 is worse than the mean of y."""
         matrix = fit.matrix
         squares = self.yy.sum() - 2 * (matrix.T * self.xy).sum() + ((matrix @ self.xx) * matrix).sum()
         offset = self.mean_y - matrix @ self.mean_x - fit.shift
@@ -124,12 +124,12 @@ class CrossMoments:
         return float(self.yy.sum() / self.count)
 
     def mean_square(self) -> float:
-        """The mean of ``|y|^2`` over tokens: what is left where nothing is fitted."""
+        """The mean of ``|y|^2`` over tokens, which is the squared error without a fit."""
         return float(self.yy.sum() / self.count + self.mean_y.square().sum())
 
 
 def measured_part(moments: CrossMoments, held_out: CrossMoments) -> CrossMoments:
-    """The tokens that say what a fit leaves: those held out, or all where there are none."""
+    """The moments on which errors are measured: the held-out ones, or the fitted ones where nothing is held out."""
     return held_out if held_out.count else moments
 
 
@@ -141,7 +141,7 @@ class Affine(NamedTuple):
 
 
 def diagonal_fit(moments: CrossMoments) -> Affine:
-    """The best map ``y_c = s_c (x_c - mean over channels of x) + t_c``, which a LayerNorm of constant scale is.
+    """Least-squares fit of ``y_c = s_c (x_c - mean over channels of x) + t_c``: a LayerNorm with a constant sigma.
 
     For each channel, with ``z = x - mean over channels of x``, ``s = Cov(z, y) / Var(z)`` and ``t = E y - s E z``.
     """
@@ -156,20 +156,20 @@ def diagonal_fit(moments: CrossMoments) -> Affine:
 
 
 def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] = RIDGES) -> Iterator[Affine]:
-    """For each strength r the map that minimises
+    """Yields for each ridge r the map that minimises
     ``E |y - M x - t|^2 + r |(M - prior) diag(sigma)|^2 + q |M - prior|^2``.
 
-    sigma are the standard deviations of x, and q is ``moments.rounding``: M gains nothing by what is rounded away. In
-    standardised coordinates, with G = E z z^T and the diagonal R = r + q / sigma^2,
-    ``M = (E y z^T + prior R) (G + R)^-1``: one matrix for all layers that read y, because the fit is linear in y.
+    sigma are the standard deviations of x, and q is ``moments.rounding``. In standardised coordinates, with
+    G = E z z^T and the diagonal R = r + q / sigma^2, ``M = (E y z^T + prior R) (G + R)^-1``. One M serves all layers
+    that read y, because the fit is linear in y.
 
     Args:
         moments: Sums over at least two tokens.
         prior: (C_y, C_x).
-        ridges: The strengths.
+        ridges: The values of r.
     """
     var = moments.xx.diagonal() / moments.count
-    # A channel that is constant but for rounding keeps the prior.
+    # A channel that is constant up to rounding keeps the prior.
     varies = var > 1e-12 * (moments.mean_x.square() + var)
     sigma = var.where(varies, 1.0).sqrt()
     gram = moments.xx / (sigma * moments.count)
@@ -179,7 +179,7 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
     start = (prior * sigma).T
     for ridge in ridges:
         pull = ridge + moments.rounding / sigma.square()
-        # One after the other: the matrices of an FFN are hundreds of MB, their eigenvectors the slowest of all.
+        # One factorisation per ridge: an FFN has matrices of hundreds of MB, and eigenvectors would be slower still.
         system = gram.clone()
         system.diagonal().add_(pull)
         factor = torch.linalg.cholesky(system)
@@ -188,18 +188,18 @@ def ridge_fits(moments: CrossMoments, prior: Tensor, ridges: tuple[float, ...] =
 
 
 def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> Affine:
-    """The fit of the strongest ridge before the share that it leaves of ``held_out`` exceeds ``SLACK`` times the least.
+    """Returns the fit of the largest ridge whose error on ``held_out`` is at most ``SLACK`` times the least error.
 
-    The fit of ``DEFAULT_RIDGE`` where nothing is held out.
+    Where nothing is held out, returns the fit of ``DEFAULT_RIDGE``.
     """
     if held_out.count == 0:
         return next(ridge_fits(moments, prior, (DEFAULT_RIDGE,)))
     least = math.inf
-    # From the weakest on: where what is left grows, every stronger one leaves more, and its factorisation is spared.
+    # Ridges grow: once the error exceeds the bound it stays above, and later factorisations are skipped.
     for fit in ridge_fits(moments, prior):
         share = held_out.unexplained(fit)
         least = min(least, share)
-        # A share of nothing may be rounded below 0.
+        # Rounding may make the share of an exact fit negative.
         if share - least > (SLACK - 1) * abs(least):
             break
         chosen = fit
@@ -207,17 +207,17 @@ def choose_fit(moments: CrossMoments, held_out: CrossMoments, prior: Tensor) -> 
 
 
 def rank_channels(moments: CrossMoments, ridge: float = RIDGES[0]) -> Tensor:
-    """Orders channels of x by backward elimination: without the first, the regression of y on the others loses least.
+    """Orders the channels of x by backward elimination: the channel that the regression of y on x needs least is first.
 
-    Where P is the inverse of the Gram matrix of x and ``W = P E x y^T`` its regression, the loss grows by
-    ``|W_c|^2 / P_cc`` without channel c, and P and W without it follow from P and W with it.
+    With P the inverse of the Gram matrix of x and ``W = P E x y^T`` the regression, removing channel c raises the loss
+    by ``|W_c|^2 / P_cc``. P and W are then updated to the channels that are left.
 
     Args:
         moments: Sums over at least two tokens.
-        ridge: Added to the Gram matrix, times its diagonal: channels may be collinear.
+        ridge: This multiple of the Gram matrix's diagonal is added to it, because channels may be collinear.
 
     Returns:
-        Indices of the channels, (C_x,).
+        Indices of the channels in the order of their removal, (C_x,).
     """
     gram = moments.xx.clone()
     diagonal = gram.diagonal()
@@ -225,8 +225,8 @@ def rank_channels(moments: CrossMoments, ridge: float = RIDGES[0]) -> Tensor:
     inverse = torch.linalg.inv(gram)
     fit, left, order = inverse @ moments.xy, torch.arange(len(gram), device=gram.device), []
     while len(left):
-        # A few at a time, which are exact among themselves: products of large matrices are many times as fast as sums
-        # of outer products.
+        # Channels go in small groups, since one product of large matrices is much faster than many outer products.
+        # The elimination within a group's candidates is exact.
         count, losses = max(1, len(left) // 64), fit.square().sum(1) / inverse.diagonal()
         near = losses.argsort()[: 2 * count]
         out = near[_eliminate(inverse[near][:, near], fit[near], count)]
@@ -242,7 +242,7 @@ def rank_channels(moments: CrossMoments, ridge: float = RIDGES[0]) -> Tensor:
 
 
 def _eliminate(inverse: Tensor, fit: Tensor, count: int) -> list[int]:
-    """Indices of ``count`` channels in the order in which they go; the arguments are changed."""
+    """Indices of the ``count`` channels to remove first, in order; overwrites its arguments."""
     order: list[int] = []
     for _ in range(count):
         losses = fit.square().sum(1) / inverse.diagonal()

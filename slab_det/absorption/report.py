@@ -1,4 +1,4 @@
-"""What became of the LayerNorms and FFNs of a detector that absorbed them."""
+"""The report of an absorption: the outcome and the error of each LayerNorm and FFN."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Literal
 
 from slab_det.measure.agreement import expected_loss
 
-# The reason of norms that ``keep='all'`` leaves.
+# The reason given for norms that ``keep='all'`` keeps.
 KEPT_BY_CHOICE = 'kept by choice'
 
 
 @dataclass(frozen=True)
 class NormAbsorption:
-    """What became of one LayerNorm; :class:`slab_det.fusion.NormFusion` says which layers took it.
+    """Outcome and errors of one LayerNorm; :class:`slab_det.fusion.NormFusion` names the layers it was folded into.
+
+    Both errors are shares of the variance of the norm's output, on held-out batches; None where nothing was measured.
 
     Attributes:
-        norm: Its dotted name.
+        norm: Dotted name of the norm.
         outcome: 'absorbed' or 'kept'.
-        reason: Why it was kept, or ''.
-        own: Share of the norm's variance that the best affine map of the teacher's input leaves: how far this norm is
-            from affine. Shares are of held-out batches, over tokens and channels; None where nothing was measured.
-        left: Share that the folded map leaves of the student's input; what is more than ``own`` comes from the norms
-            before.
+        reason: Why the norm was kept, or ''.
+        own: Error of the best affine map of the teacher's input: how far the norm is from affine.
+        left: Error of the folded map, which reads the student's input. Earlier layers cause what exceeds ``own``.
     """
 
     norm: str
@@ -34,15 +34,15 @@ class NormAbsorption:
 
 @dataclass(frozen=True)
 class FFNAbsorption:
-    """What became of one FFN.
+    """Outcome and error of one FFN.
 
     Attributes:
-        ffn: Its dotted name.
-        channels: Hidden channels that it had; None where it was left alone.
-        hidden: Hidden channels that are left.
-        reason: Why it was left alone, or ''.
-        left: Share of the variance of what the FFN has to add to the stream that the pruned FFN misses, on held-out
-            batches.
+        ffn: Dotted name of the FFN.
+        channels: Number of hidden channels before; None where the FFN was left alone.
+        hidden: Number of hidden channels after.
+        reason: Why the FFN was left alone, or ''.
+        left: Error of the pruned FFN on held-out batches, as a share of the variance of its target, the output with
+            which the student's stream would equal the teacher's.
     """
 
     ffn: str
@@ -54,18 +54,18 @@ class FFNAbsorption:
 
 @dataclass
 class AbsorptionReport:
-    """What :func:`slab_det.absorb` did.
+    """Report of :func:`slab_det.absorb`.
 
     Attributes:
-        norms: The LayerNorms, in the order of their calls; those that are never called last.
-        refits: The layers that write the residual stream, in the order of their calls, and the neck's convolutions, by
-            name: mean squared distance of the stream behind the layer from the teacher's, over the same distance before
-            the layer was fitted, on held-out batches. 1 where the layer stayed as it was.
-        ffns: The FFNs, in the order of their calls, where channels were to be pruned.
-        agreement: With the teacher on held-out images; None where it finds nothing in them, or no detections can be
-            compared.
-        num_images: On how many; 0 where no detections can be compared.
-        num_detections: How many the teacher has in them.
+        norms: The LayerNorms: those that were fitted in the order of their calls, then those that cannot be absorbed.
+        refits: For each refitted layer, by name, the mean squared distance of the student's stream from the teacher's,
+            over the same distance before the fit, on held-out batches; 1 where the layer stayed as it was. The layers
+            are those that write the residual stream, and the neck's convolutions.
+        ffns: The FFNs, in the order of their calls, if channels were to be pruned.
+        agreement: Agreement of student and teacher on held-out images; None where the teacher finds nothing, or
+            detections cannot be compared.
+        num_images: Number of images compared; 0 where detections cannot be compared.
+        num_detections: Number of the teacher's detections in these images.
     """
 
     norms: list[NormAbsorption] = field(default_factory=list)
@@ -77,7 +77,7 @@ class AbsorptionReport:
 
     @property
     def kept(self) -> list[NormAbsorption]:
-        """The norms that stayed."""
+        """The norms that stayed LayerNorm."""
         return [norm for norm in self.norms if norm.outcome == 'kept']
 
     @property
@@ -90,7 +90,7 @@ class AbsorptionReport:
         return [norm.norm for norm in sorted(self.norms, key=lambda norm: -(norm.own or 0)) if norm.own is not None]
 
     def to_dict(self) -> dict:
-        """The attributes, as JSON holds them."""
+        """The attributes as values that JSON can hold."""
         return asdict(self)
 
     @classmethod
@@ -115,15 +115,15 @@ class AbsorptionReport:
         if absorbed:
             worst = max(absorbed, key=lambda norm: norm.left)
             lines.append(
-                f'  left of their variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on average, most '
-                f'at {worst.norm}: {worst.left:.1%}, of which {worst.own:.1%} is its own'
+                f'  error, as a share of variance: {sum(norm.left for norm in absorbed) / len(absorbed):.1%} on '
+                f"average, largest at {worst.norm}: {worst.left:.1%}, on the teacher's input {worst.own:.1%}"
             )
         if self.pruned:
             worst = max(self.pruned, key=lambda ffn: ffn.left)
             lines.append(
                 f'{len(self.pruned)} FFNs pruned, {sum(ffn.hidden for ffn in self.pruned)} of '
-                f'{sum(ffn.channels for ffn in self.pruned)} hidden channels left; most is missing at {worst.ffn}: '
-                f'{worst.left:.1%} of what it has to add'
+                f'{sum(ffn.channels for ffn in self.pruned)} hidden channels left; error, as a share of variance: '
+                f'largest at {worst.ffn}: {worst.left:.1%}'
             )
         lines += [f'  {ffn.ffn}: left alone, {ffn.reason}' for ffn in self.ffns if ffn.reason]
         return '\n'.join(lines)

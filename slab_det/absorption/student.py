@@ -1,4 +1,4 @@
-"""One student of an absorption: block by block, beside the teacher, its norms go into its linear layers."""
+"""Makes one student of an absorption: fits and folds its norms block by block, with the teacher run in parallel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
-from slab_det.absorption.report import AbsorptionReport, FFNAbsorption, NormAbsorption
+from slab_det.absorption.report import KEPT_BY_CHOICE, AbsorptionReport, FFNAbsorption, NormAbsorption
 from slab_det.absorption.walk import Walk
 from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 from slab_det.fusion.folds import CannotFold, find_rule
@@ -28,30 +28,30 @@ from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend
 
-# Positions of a map, at least, at which a convolution of the neck is fitted: one input there is a whole patch.
+# Least number of positions of a map on which a convolution of the neck is fitted; the input at each is a patch.
 POSITIONS = 4096
 
 
 def absorb_norms(
     plan: AbsorptionPlan, names: Collection[str] = (), work_dir: Path | None = None, progress: bool = True
 ) -> nn.Module:
-    """Makes a student that has absorbed every norm but those named.
+    """Makes a student that has absorbed every norm except ``names``.
 
     Args:
-        plan: What is fitted, on which images.
-        names: Norms that stay.
-        work_dir: A folder for finished blocks, from which another call goes on; by default the folder of the plan.
+        plan: The steps and the images.
+        names: Norms that stay LayerNorm.
+        work_dir: Folder for finished blocks, from which a later call resumes; by default the folder of the plan.
         progress: Show a progress bar.
 
     Returns:
         The fused student, with its reports.
 
     Raises:
-        ConversionError: If ``names`` holds no such norm, or values are not finite.
+        ConversionError: If ``names`` has a name that is no absorbable norm, or values are not finite.
     """
     possible = [name for name, reason in plan.reasons.items() if not reason]
     if unknown := ', '.join(sorted({*names} - {*possible})):
-        raise ConversionError(f'keep: {unknown} cannot be absorbed anyhow; these can: {", ".join(possible)}')
+        raise ConversionError(f'keep: {unknown} cannot be absorbed; these can: {", ".join(possible)}')
     model, blocks = _copy_teacher(plan), [*plan.blocks]
     absorption = Absorption(plan, model, {*names}, work_dir or plan.folder)
     first = absorption.resume()
@@ -62,7 +62,7 @@ def absorb_norms(
     report, past = absorption.report, past_report(plan.model)
     kept = {norm.norm for norm in report.kept}
     fusions = [
-        replace(fusion, outcome='kept', into='', reason='kept by choice') if fusion.norm in kept else fusion
+        replace(fusion, outcome='kept', into='', reason=KEPT_BY_CHOICE) if fusion.norm in kept else fusion
         for fusion in plan.fusions.values()
     ]
     report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
@@ -73,7 +73,7 @@ def absorb_norms(
 
 
 def _copy_teacher(plan: AbsorptionPlan) -> nn.Module:
-    """A student at its start: modules show what their layers read, and norms of ours are fused."""
+    """A copy of the teacher in which inputs of layers can be captured, with slab_det's own norms fused."""
     model = copy_module(plan.model)
     for name, module in list(model.named_modules()):
         if make := find_rule(module, 'replace'):
@@ -85,17 +85,17 @@ def _copy_teacher(plan: AbsorptionPlan) -> nn.Module:
 
 
 class Absorption:
-    """A student on its way through the blocks, beside its teacher.
+    """The state of an absorption: the student, its teacher, and the report of the blocks fitted so far.
 
     Args:
-        plan: What is fitted, on which images.
-        model: The student, at its start.
-        names: Norms that stay.
-        work_dir: Gets the weights that each block changed.
+        plan: The steps and the images.
+        model: The student before any fit.
+        names: Norms that stay LayerNorm.
+        work_dir: Folder for the weights that each block changed.
 
     Attributes:
-        report: What was fitted so far.
-        saved: The student's weights when it was last saved or loaded.
+        report: Report of the steps so far.
+        saved: The student's weights when they were last saved or loaded.
     """
 
     def __init__(self, plan: AbsorptionPlan, model: nn.Module, names: set[str], work_dir: Path) -> None:
@@ -107,7 +107,7 @@ class Absorption:
         self.report, self.saved = AbsorptionReport(), {}
 
     def file(self, block: str) -> Path:
-        """The file of a block: students share it if they have kept the same norms so far."""
+        """The file of a finished block, shared by students that keep the same norms up to this block."""
         blocks = [*self.plan.blocks]
         fitted = {step.name for name in blocks[: blocks.index(block) + 1] for step in self.plan.blocks[name]}
         digest = self.plan.digest.copy()
@@ -127,7 +127,7 @@ class Absorption:
         AtomicLocalBackend().put(buffer.getvalue(), self.file(block))
 
     def resume(self) -> int:
-        """Goes on from what other calls saved; returns the number of finished blocks."""
+        """Loads the blocks that earlier calls saved, and returns their number."""
         files = [*takewhile(Path.exists, map(self.file, self.plan.blocks))]
         weights: dict[str, Tensor] = {}
         for file in files:
@@ -150,20 +150,20 @@ class Absorption:
         return len(files)
 
     def batches(self) -> Iterator[int]:
-        """Indices of all batches."""
+        """Yields the indices of all batches."""
         _release_memory()
         yield from range(self.plan.images.count)
 
     def fit_block(self, block: str) -> None:
-        """Fits norms and layers of a block, in the order of the forward."""
+        """Fits the norms and layers of a block, in the order of the forward."""
         is_read = any(block in names for names in self.plan.reads.values())
         for step in self.plan.blocks[block]:
-            # What teacher and student finish in the runs of the fit, which saves runs behind it. No fit changes the
-            # teacher. The student finishes early where nothing reads its output: then only the shape counts.
+            # The modules that teacher and student finish during the fit, which saves a run after it. No fit changes the
+            # teacher. The student may finish only a block whose output no block reads: then only its shape matters.
             early = step.finishes, '' if is_read or step.finishes != block else block
             if step.name in self.plan.fusions:
                 self._absorb_norm(block, step, early)
-            elif (hidden := self._count_hidden(step)) is not None or self._differs():
+            elif (hidden := self._count_hidden(step)) is not None or self._differs_from_teacher():
                 self._fit_writer(block, step, hidden, early)
             else:
                 early = '', ''
@@ -173,20 +173,20 @@ class Absorption:
                 for walk in walks:
                     walk.run(batch, block, finish=step.finishes)
 
-    def _differs(self) -> bool:
-        """Whether the student computes something else than the teacher, so that there is something to fit."""
+    def _differs_from_teacher(self) -> bool:
+        """Whether the student already differs from the teacher, so that a writer has something to correct."""
         return bool(self.report.pruned) or any(norm.outcome == 'absorbed' for norm in self.report.norms)
 
     def _absorb_norm(self, block: str, step: Step, early: tuple[str, str]) -> None:
         name, fusion, own = step.name, self.plan.fusions[step.name], self.plan.own
-        moments, own_moments = _pair(self.plan.int8), _pair()
+        moments, own_moments = _empty_moments(self.plan.int8), _empty_moments()
         for batch in self.batches():
             part = is_held_out(batch)
             source, target = self.teacher.run(batch, block, [step.source, step.target], early[0])
             if name not in own:
                 own_moments[part].add(source, target)
             moments[part].add(*self.student.run(batch, block, [step.source], early[1]), target)
-            # The next forwards need the memory.
+            # Frees the memory for the next forwards.
             del source, target
         _check_finite(name, *moments)
         fit = choose_fit(*moments, diagonal_fit(moments[0]).matrix)
@@ -196,7 +196,7 @@ class Absorption:
             )
         shares = dict(own=own[name], left=measured_part(*moments).unexplained(fit))
         if name in self.names:
-            reason = f'no affine map holds {own[name]:.1%} of it'
+            reason = f'the best affine map has an error of {own[name]:.1%}'
             self.report.norms.append(NormAbsorption(name, 'kept', reason=reason, **shares))
         else:
             self.report.norms.append(NormAbsorption(name, 'absorbed', **shares))
@@ -204,7 +204,7 @@ class Absorption:
             fold_affine(self.model, fusion, *fit)
 
     def _count_hidden(self, step: Step) -> int | None:
-        """How many hidden channels the FFN of a layer will have, in steps of 8; None if it stays as it is."""
+        """The number of hidden channels, a multiple of 8, to leave in the FFN of a layer; None if it is not pruned."""
         if not (self.plan.ffn and step.ffn):
             return None
         try:
@@ -218,14 +218,14 @@ class Absorption:
         return hidden
 
     def _fit_writer(self, block: str, step: Step, hidden: int | None, early: tuple[str, str]) -> None:
-        """Fits a layer so that the student's stream meets the teacher's; with ``hidden``, to fewer hidden channels."""
-        layer, moments = self.model.get_submodule(step.name), _pair(self.plan.int8)
+        """Fits a layer so that the student's stream approaches the teacher's; with ``hidden``, prunes its FFN too."""
+        layer, moments = self.model.get_submodule(step.name), _empty_moments(self.plan.int8)
         for batch in self.batches():
             (target,) = self.teacher.run(batch, block, [step.target], early[0])
             source, stream = self.student.run(batch, block, [step.source, step.target], early[1])
             if isinstance(layer, nn.Conv2d) and source.ndim == 4:
                 if target.ndim == 4:
-                    source, stream, target = _patches(layer, source, stream), _some_rows(stream), _some_rows(target)
+                    source, stream, target = _patches(layer, source, stream), _sample_rows(stream), _sample_rows(target)
                 else:
                     # A convolution in an FFN has kernel 1 and writes tokens.
                     source = source.flatten(2).transpose(1, 2)
@@ -240,12 +240,12 @@ class Absorption:
 
 @torch.no_grad()
 def _refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossMoments) -> float:
-    """Adds to a layer the map of its inputs to what is missing of the stream, the targets of the moments.
+    """Adds to a layer the fit of the stream's error, the target of the moments, on the layer's input.
 
-    Returns the share of the mean square that is still missing.
+    Returns the mean squared error after the fit over the mean squared error before.
     """
     if layer.bias is None:
-        # The checkpoint of the student has no place for a shift.
+        # A model rebuilt from its config would have no bias here, so the fit has no shift.
         moments, held_out = moments.about_zero(), held_out.about_zero()
     fit = choose_fit(moments, held_out, torch.zeros_like(moments.xy.T))
     judge = measured_part(moments, held_out)
@@ -260,11 +260,11 @@ def _refit(layer: nn.Linear | nn.Conv2d, moments: CrossMoments, held_out: CrossM
 
 @torch.no_grad()
 def _prune(name: str, ffn: nn.Module, hidden: int, moments: CrossMoments, held_out: CrossMoments) -> FFNAbsorption:
-    """Takes hidden channels, the inputs of the moments, out of an FFN and fits its second layer to the stream."""
+    """Removes hidden channels, the inputs of the moments, from an FFN, and refits its second layer."""
     _, _, fc2 = find_ffn_layers(ffn)
     weight = fc2.weight.flatten(1)
     for part in {moments, measured_part(moments, held_out)}:
-        # The target is everything that the FFN has to add, not only what the old FFN misses.
+        # The target becomes the whole output that the FFN should have, not only the error of the unpruned FFN.
         part.add_to_target(weight, fc2.bias)
     stay = rank_channels(moments)[-hidden:].sort().values
     moments, held_out = moments.select(stay), held_out.select(stay)
@@ -276,7 +276,7 @@ def _prune(name: str, ffn: nn.Module, hidden: int, moments: CrossMoments, held_o
 
 
 def _release_memory() -> None:
-    """Gives freed memory back to the system: glibc keeps pieces whose sizes fit no later step, as much as is in use."""
+    """Returns freed memory to the system: glibc keeps as much as is in use, in pieces that fit no later step."""
     if trim := getattr(ctypes.CDLL(None), 'malloc_trim', None):
         trim(0)
 
@@ -285,22 +285,22 @@ def _row_step(output: Tensor) -> int:
     return max(1, output.shape[-2] * output.shape[-1] // POSITIONS)
 
 
-def _some_rows(output: Tensor) -> Tensor:
-    """Some rows of a map, as tokens (B, N, C_out)."""
+def _sample_rows(output: Tensor) -> Tensor:
+    """Every n-th row of a map, n from ``_row_step``, as tokens (B, N, C_out)."""
     return output[:, :, :: _row_step(output)].flatten(2).transpose(1, 2).clone()
 
 
 def _patches(conv: nn.Conv2d, source: Tensor, output: Tensor) -> Tensor:
-    """What a convolution reads for these rows, (B, N, C_in k k)."""
+    """The input patches of a convolution for the rows of :func:`_sample_rows`, (B, N, C_in k k)."""
     stride = conv.stride[0] * _row_step(output), conv.stride[1]
     return nn.functional.unfold(source, conv.kernel_size, conv.dilation, conv.padding, stride).transpose(1, 2)
 
 
-def _pair(int8: bool = False) -> tuple[CrossMoments, CrossMoments]:
-    """Moments of the batches to fit, and of those held out."""
+def _empty_moments(int8: bool = False) -> tuple[CrossMoments, CrossMoments]:
+    """Empty moments for the batches to fit, and for the held-out batches."""
     return CrossMoments(int8), CrossMoments(int8)
 
 
 def _check_finite(name: str, *parts: CrossMoments) -> None:
     if not all(part.count == 0 or (part.xx.isfinite().all() and part.yy.isfinite().all()) for part in parts):
-        raise ConversionError(f'{name}: what it reads or writes is NaN or infinite; check weights and images')
+        raise ConversionError(f'{name}: its input or output is NaN or infinite; check weights and images')

@@ -1,4 +1,4 @@
-"""Runs a model block by block over many batches, and stores what blocks return in memory or in files."""
+"""Runs a model block by block over many batches, and keeps the outputs of blocks in memory or in files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch.utils._pytree import tree_map_only
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.tensors import tensors_in
 
-# Bytes of a CPU's memory for stored tensors. A GPU gives half of its free memory first. The rest goes to files.
+# Bytes of CPU memory for stored tensors. Half of a GPU's free memory is filled first; the rest goes to files.
 MEMORY = 2**30
 # Stands for the image among the names of blocks.
 IMAGE = '(image)'
 
 
 class TensorStore:
-    """Tensors in tuples and dicts by name: on their device, then in the memory of a CPU, then in files.
+    """Stores values that hold tensors by name: on the model's device, then in CPU memory, then in files.
 
     Args:
-        folder: For the files.
-        device: Where tensors come from and go to.
+        folder: Folder of the files.
+        device: Device of the model.
 
     Attributes:
-        left: How many bytes are still free, by device: of half of the free memory of a GPU, and of ``MEMORY``.
+        left: Bytes that may still be used, by device. They start as half of a GPU's free memory and as ``MEMORY``.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class TensorStore:
         self.values: dict[str, tuple[torch.device | None, object]] = {}
 
     def put(self, name: str, value: object) -> None:
-        """Stores copies: a view would bring all of its memory along."""
+        """Stores a copy, because a view would keep the whole memory of its base."""
         self.drop(name)
         size = sum(tensor.nbytes for tensor in tensors_in(value))
         for device, left in self.left.items():
@@ -53,7 +53,7 @@ class TensorStore:
         torch.save(_copy_to(value, self.device), self.values[name][1])
 
     def get(self, name: str) -> object:
-        """Copies: a forward may write into what it reads."""
+        """Returns a copy, because a forward may write into its input."""
         device, value = self.values[name]
         if device:
             return _copy_to(value, self.device)
@@ -69,7 +69,7 @@ class TensorStore:
 
 
 class Probe(NamedTuple):
-    """A place in a model: the first input of a module, or its (first) output, at the first call in a forward."""
+    """A place in a model: the first 'input' or first 'output' of a module, at its first call in a forward."""
 
     module: str
     side: str
@@ -80,15 +80,15 @@ class _Stop(BaseException):  # noqa: N818 (ends a forward early; nothing may tak
 
 
 class Walk:
-    """Runs one model over many batches. Modules that are finished return stored outputs instead of being called.
+    """Runs one model over many batches, and replaces each finished module by its stored output.
 
     Args:
         model: In eval mode.
         forward: Runs the model on an image tensor, as far as the last block at least.
-        reads: Names of the finished modules, and ``IMAGE``, that each block needs, by the names of the blocks in the
-            order of their calls; see :func:`find_reads`.
-        store: Has the image tensor of each batch, (B, 3, H, W), by its index, and gets outputs of modules.
-        name: Tells walks with the same store apart.
+        reads: For each block, in the order of the calls, the names of the finished modules, and ``IMAGE``, whose
+            outputs it needs; see :func:`find_reads`.
+        store: Holds the image tensor of each batch, (B, 3, H, W), by its index, and takes the outputs of modules.
+        name: Prefix of this walk's names in the store, which two walks may share.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class Walk:
         name: str = '',
     ) -> None:
         self.model, self.forward, self.reads, self.store, self.name = model, forward, reads, store, name
-        # For each batch, outputs of NaN by the names of finished modules: they stand for outputs that are not read.
+        # For each batch and finished module an output of NaN, for blocks that need only the shape of this output.
         self.finished: dict[int, dict[str, object]] = defaultdict(dict)
 
     def run(self, batch: int, block: str, probes: Sequence[Probe] = (), finish: str = '') -> list[Tensor]:
-        """Runs the model as far as the probes and returns the tensors there.
+        """Runs the model until all probes are reached, and returns their tensors.
 
         Args:
             batch: The index of the batch.
-            block: The block that has the probes. The blocks before it are finished.
+            block: The block to run. The blocks before it are finished.
             probes: Places in the block.
-            finish: The block or a module in it, which is finished with its output of this run.
+            finish: The block, or a module in it, to finish with the output of this run; '' for none.
         """
         found: dict[Probe, object] = {}
         wanted = {*probes, Probe(finish, 'output')} if finish else {*probes}
@@ -131,7 +131,7 @@ class Walk:
 
         with ExitStack() as stack, torch.no_grad():
             for name, output in given.items():
-                stack.enter_context(_returning(self.model.get_submodule(name), output))
+                stack.enter_context(_replaced_by_output(self.model.get_submodule(name), output))
             for probe in wanted:
                 module = self.model.get_submodule(probe.module)
                 stack.callback(register_probe(module, probe.side, partial(see, probe=probe)).remove)
@@ -159,10 +159,10 @@ class Walk:
 def find_reads(
     model: nn.Module, forward: Callable[[Tensor], object], blocks: Iterable[str], image: Tensor
 ) -> dict[str, set[str]]:
-    """Names of the earlier blocks, and ``IMAGE``, whose outputs the input of each block is computed from.
+    """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from.
 
-    Each block returns leaves of autograd's graph. The graph then leads from the input of a later block to the outputs
-    that it depends on, as far as other blocks do not stand between.
+    Every block output is replaced by a leaf of autograd's graph. A gradient then reaches a leaf only if the input of
+    the later block depends on it without another block between.
     """
     reads: dict[str, set[str]] = {}
     leaves = [(IMAGE, image[:1].clone().requires_grad_())]
@@ -172,7 +172,7 @@ def find_reads(
         sources, tensors = zip(*leaves, strict=True)
         gradients = torch.autograd.grad(sums, tensors, retain_graph=True, allow_unused=True) if sums else ()
         reads[name] = {source for source, gradient in zip(sources, gradients, strict=False) if gradient is not None}
-        # The graph of a whole block would take the memory of a training step.
+        # Inside a block no graph is needed, and it would take the memory of a training step.
         torch.set_grad_enabled(False)
 
     def leave(output: object, name: str) -> object:
@@ -181,7 +181,7 @@ def find_reads(
                 return tensor
             leaf = _filled_like(tensor, 1.0).requires_grad_()
             leaves.append((name, leaf))
-            # Autograd forbids writing into a leaf.
+            # Autograd forbids in-place writes to a leaf.
             return leaf.clone()
 
         torch.set_grad_enabled(True)
@@ -197,15 +197,15 @@ def find_reads(
 
 
 def register_probe(module: nn.Module, side: str, look: Callable[[object], object]) -> torch.utils.hooks.RemovableHandle:
-    """Calls ``look`` with the arguments or the output of every call of a module."""
+    """Registers a hook that passes the arguments or the output of every call of a module to ``look``."""
     if side == 'input':
         return module.register_forward_pre_hook(lambda module, args: look(args))
     return module.register_forward_hook(lambda module, args, output: look(output))
 
 
 @contextmanager
-def _returning(module: nn.Module, output: object) -> Iterator[None]:
-    # A forward that somebody gave to this one module comes back.
+def _replaced_by_output(module: nn.Module, output: object) -> Iterator[None]:
+    # Restores a forward that was set on this module object.
     own = {key: value for key, value in vars(module).items() if key == 'forward'}
     module.forward = lambda *args, **kwargs: output
     try:
@@ -216,7 +216,7 @@ def _returning(module: nn.Module, output: object) -> Iterator[None]:
 
 
 def _filled_like(tensor: Tensor, value: float = torch.nan) -> Tensor:
-    """A tensor of one value, which takes no memory; a tensor of integers is left as it is."""
+    """A tensor of the same shape with one value, expanded to take no memory; an integer tensor is left as it is."""
     return tensor.new_full((), value).expand(tensor.shape) if tensor.is_floating_point() else tensor
 
 

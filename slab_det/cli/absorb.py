@@ -1,5 +1,5 @@
-"""Absorbs the LayerNorms of a trained detector into its linear layers, on unlabelled images, without training: writes
-the fused checkpoint, the config that loads it, and one that trains it beside its teacher."""
+"""Absorbs the LayerNorms of a trained detector into its linear layers, on unlabelled images, without training. Writes
+the fused checkpoint, a config that loads it, and a config that fine-tunes it towards the original detector."""
 
 import argparse
 import json
@@ -10,48 +10,46 @@ from slab_det.cli import command, find_folder
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config that the LayerNorm detector was trained with')
-    parser.add_argument('checkpoint', help='its weights')
-    parser.add_argument('--out', required=True, metavar='FILE.pth', help='FILE_config.py is written beside it')
-    parser.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
+    parser.add_argument('checkpoint', help='weights of the detector')
+    parser.add_argument('--out', required=True, metavar='FILE.pth', help='fused checkpoint, beside FILE_config.py')
+    parser.add_argument('--data-root', metavar='DIR', help='root folder of all datasets of the config')
     parser.add_argument(
-        '--images', metavar='DIR', help='pictures to absorb on, without annotations (default: training images)'
+        '--images', metavar='DIR', help='folder of images to absorb on, without labels (default: training images)'
     )
-    parser.add_argument('--num-images', type=int, default=100, help='how many images (default %(default)s)')
+    parser.add_argument('--num-images', type=int, default=100, help='number of images (default %(default)s)')
     parser.add_argument(
         '--pipeline',
         choices=('train', 'test'),
         default='test',
-        help='these images as inference sees them, or as training did (default %(default)s)',
+        help='pipeline that reads these images: of inference or of training (default %(default)s)',
     )
     parser.add_argument(
         '--keep',
         nargs='+',
         metavar='KEEP',
-        help='LayerNorms that stay: none; all; a whole number K, the least affine K; or names (default: as few as it '
-        'takes to agree with the teacher, at most a quarter)',
+        help='LayerNorms to keep: none; all; a number K, for the K least affine; or names (default: the fewest with '
+        'which the detections agree with the original detector, at most a quarter)',
     )
     parser.add_argument(
         '--ffn',
         type=float,
         default=0.0,
         metavar='SHARE',
-        help='also take this share of the hidden channels out of each FFN, such as 0.75 (default %(default)s)',
+        help='share of the hidden channels to remove from each FFN, such as 0.75 (default %(default)s)',
     )
+    parser.add_argument('--int8', action='store_true', help='absorb for int8: higher AP in int8, lower AP in float32')
+    parser.add_argument('--eval', action='store_true', help="also measure AP, on the config's validation images")
+    parser.add_argument('--rounds', type=int, default=30, help='rounds of latency; 0 for none (default %(default)s)')
+    parser.add_argument('--threads', type=int, metavar='N', help="CPU threads for latency (default: torch's)")
     parser.add_argument(
-        '--int8', action='store_true', help='absorb for int8: the AP is better in int8 and worse in float32'
+        '--work-dir', metavar='DIR', help='folder of intermediate results, from which the same command resumes'
     )
-    parser.add_argument('--eval', action='store_true', help="measure AP too, on the config's validation images")
-    parser.add_argument('--rounds', type=int, default=30, help='rounds of the latency; 0: none (default %(default)s)')
-    parser.add_argument('--threads', type=int, metavar='N', help="CPU threads of the latency (default: torch's)")
-    parser.add_argument(
-        '--work-dir', metavar='DIR', help='folder of intermediate results: the same command goes on from there'
-    )
-    parser.add_argument('--json', metavar='FILE', help='report of every norm, and the rows of the table')
+    parser.add_argument('--json', metavar='FILE', help='write the report and the table to FILE')
 
 
 @command(add_arguments)
 def main(args: argparse.Namespace) -> None:
-    """Absorbs the LayerNorms of ``args.checkpoint``, writes the student to ``args.out`` and compares the two."""
+    """Absorbs the LayerNorms of ``args.checkpoint``, writes the student and compares it with its teacher."""
     import torch
     from mmengine.config import Config
     from mmengine.fileio import put_text
@@ -65,13 +63,13 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.measure.evaluate import evaluate
     from slab_det.runtime.run_folder import check_writable
 
-    # Absorption may take hours: what would fail behind it fails here.
+    # Absorption may take hours, so later steps are checked first.
     check_out(args.out, args.checkpoint, args.config)
     check_writable(args.json)
     if args.rounds < 0:
         raise ConversionError(f'--rounds {args.rounds}: give a number from 0 on')
     if args.images is not None and args.pipeline == 'train':
-        raise ConversionError('--pipeline train needs the annotations of a training; leave it or --images out')
+        raise ConversionError('--pipeline train needs the annotations of the training set; drop it or --images')
     cfg = read_config(args.config, data_root=args.data_root)
     if args.eval:
         check_data(cfg, ('val',))
@@ -89,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
         schedule = Config.fromfile(find_folder('configs') / '_base_/schedules/tune_absorbed.py')
         tune = write_tune_config(cfg, config, checkpoint, args.checkpoint, schedule, args.images)
         on = args.images or 'the training set, with its labels'
-        hint = f'\n\nTo train it a little more beside its teacher, on {on}: slab-det train {tune}'
+        hint = f'\n\nTo fine-tune the student towards its teacher, on {on}: slab-det train {tune}'
 
     report, models = student.absorption_report, dict(teacher=teacher, student=student)
     rows = dict(
@@ -97,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
         student=dict(num_kept=len(report.kept), agreement=report.agreement),
     )
     if args.rounds:
-        print('Latency is measured now; --rounds 0 leaves it out.')
+        print('Measuring latency; --rounds 0 skips it.')
         sample = next(iter(images))
         latencies = slab_det.measure_latency(
             models,

@@ -1,4 +1,4 @@
-"""Fuses a trained detector: writes a checkpoint without norms, and the config that loads it."""
+"""Folds the norms of a trained detector into its linear layers, and writes the fused checkpoint and its config."""
 
 import argparse
 
@@ -7,10 +7,10 @@ from slab_det.cli import command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('config', help='config that the detector was trained with')
-    parser.add_argument('checkpoint', help='its last checkpoint, recalibrated, gamma = 0')
-    parser.add_argument('--out', required=True, metavar='FILE.pth', help='FILE_config.py is written beside it')
+    parser.add_argument('checkpoint', help='last checkpoint of the training: recalibrated, gamma = 0')
+    parser.add_argument('--out', required=True, metavar='FILE.pth', help='fused checkpoint, beside FILE_config.py')
     size = dict(type=int, nargs=2, default=(203, 331), metavar=('H', 'W'))
-    parser.add_argument('--size', **size, help='compare with the original on an image of this size (default 203 331)')
+    parser.add_argument('--size', **size, help='size of the image of the check (default 203 331)')
 
 
 @command(add_arguments)
@@ -24,18 +24,18 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
     from slab_det.norms import named_offline_norms
 
+    if min(args.size) < 1:
+        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
     check_out(args.out, args.checkpoint, args.config)
     cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)
     if not any(named_offline_norms(model)):
         raise FusionError(
-            f'{args.config} has no norm to fold away: it is fused, or has LayerNorms, which slab-det absorb takes out '
-            'without training, and slab-det convert replaces for a fine-tune'
+            f'{args.config} has no norm to fold: it is fused, or has LayerNorms; slab-det absorb folds LayerNorms '
+            'without training, and slab-det convert replaces them for a fine-tune'
         )
     check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model)
-    if min(args.size) < 1:
-        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
     image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
     check = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)

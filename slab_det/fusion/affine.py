@@ -1,4 +1,4 @@
-"""Folds one affine map per channel into the linear layer before or behind it, in float64."""
+"""Folds an affine map into the linear layer before or behind it, in float64."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slab_det.fusion.folds import CannotFold
 
 Side: TypeAlias = Literal['input', 'output']
 
-# Exact types: a subclass or a parametrization may compute its weight. mmcv's differ only on empty inputs.
+# Only exact types: a subclass or a parametrization may compute its weight. mmcv's layers differ only on empty inputs.
 FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
-# Rows of a packed in_proj in thirds: the first third of each part, and the end.
+# For each part of a packed in_proj, its first third and the third behind its last.
 PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 
 
@@ -27,16 +27,16 @@ def check_foldable(layer: nn.Module, side: Side, part: str = '', name: str = 'la
     if is_attention and (side == 'output' or part not in PARTS or layer.in_proj_weight is None):
         raise CannotFold(f'{name}: an affine map folds only into packed inputs {", ".join(PARTS)} of an attention')
     if side == 'input' and isinstance(layer, nn.Conv2d) and (layer.groups != 1 or layer.padding != (0, 0)):
-        # The padding would have to be -shift / scale.
+        # A fold would need padding with -shift / scale instead of zeros.
         raise CannotFold(f'{name}: an affine map folds only into a convolution with groups=1 and padding=0')
-    # torch.nn.utils.weight_norm leaves a plain attribute.
+    # torch.nn.utils.weight_norm makes the weight a plain attribute.
     if not {*_parameter_names(layer)} <= layer._parameters.keys():
-        raise CannotFold(f'{name}: its weight is no parameter: something computes it')
+        raise CannotFold(f'{name}: its weight is no parameter but computed')
 
 
 @torch.no_grad()
 def fold_into_input(layer: nn.Module, scale: Tensor, shift: Tensor, part: str = '') -> None:
-    """Makes ``layer(x)`` what ``layer(scale * x + shift)`` was.
+    """Changes a layer so that ``layer(x)`` returns what ``layer(scale * x + shift)`` returned before.
 
     ``W (s x + t) + b = (W s) x + (b + W t)``. A layer without bias gets one.
 
@@ -44,14 +44,14 @@ def fold_into_input(layer: nn.Module, scale: Tensor, shift: Tensor, part: str = 
         layer: A linear layer, a convolution without padding, or an attention.
         scale: (C_in,), or a matrix (C_in, C_in) that maps ``x``.
         shift: (C_in,).
-        part: For an attention the projections that read the map: 'q', 'k', 'v', 'kv' or 'qkv'.
+        part: For an attention, the projections to change: 'q', 'k', 'v', 'kv' or 'qkv'.
 
     Raises:
         CannotFold: If the layer cannot take the map; the layer is then unchanged.
     """
     check_foldable(layer, 'input', part)
     weight, bias = _parameters(layer, part)
-    # Input channels last, behind the positions of a convolution.
+    # Moves the input channels behind the kernel positions of a convolution.
     columns = weight.double().movedim(1, -1)
     bias.copy_(bias.double() + (columns * shift.double()).flatten(1).sum(1))
     columns = columns @ scale.double() if scale.ndim == 2 else columns * scale.double()
@@ -60,9 +60,9 @@ def fold_into_input(layer: nn.Module, scale: Tensor, shift: Tensor, part: str = 
 
 @torch.no_grad()
 def fold_into_output(layer: nn.Linear | nn.Conv2d, scale: Tensor, shift: Tensor) -> None:
-    """Makes ``layer(x)`` what ``scale * layer(x) + shift`` was.
+    """Changes a layer so that ``layer(x)`` returns what ``scale * layer(x) + shift`` returned before.
 
-    ``s (W x + b) + t = (s W) x + (s b + t)``: all of the bias is scaled, by alpha / sigma and by eta.
+    ``s (W x + b) + t = (s W) x + (s b + t)``: the whole bias is scaled, for RepBN by alpha / sigma + eta.
 
     Args:
         layer: A linear layer or any convolution.
@@ -84,14 +84,14 @@ def _parameter_names(layer: nn.Module) -> tuple[str, str]:
 
 
 def _parameters(layer: nn.Module, part: str = '') -> tuple[Tensor, Tensor]:
-    """Weight and bias, or views of their rows for a part of an attention; a layer without bias gets one of zeros."""
+    """Weight and bias, or for a part of an attention views of their rows; adds a bias of zeros where there is none."""
     weight_name, bias_name = _parameter_names(layer)
     weight = getattr(layer, weight_name)
     if getattr(layer, bias_name) is None:
         zeros = weight.new_zeros(weight.shape[0])
         setattr(layer, bias_name, nn.Parameter(zeros, requires_grad=weight.requires_grad))
         if isinstance(layer, nn.MultiheadAttention):
-            # Its fused kernel reads both biases or none.
+            # The fused kernel of the attention needs both biases or none.
             _parameters(layer.out_proj)
     parameters = weight, getattr(layer, bias_name)
     if not part:

@@ -1,4 +1,4 @@
-"""FFNs that lose hidden channels."""
+"""Removes hidden channels from FFNs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from slab_det.fusion.affine import check_foldable
 from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
 
-# They act on each hidden channel alone, so that channels can be taken out.
+# Activations that act on each hidden channel alone, so that channels can be removed.
 ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Hardswish)
 
 
 def find_ffn_layers(ffn: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """fc1, the activation and fc2 of an FFN of two linear layers or 1x1 convolutions.
+    """Returns fc1, the activation and fc2 of an FFN, where fc1 and fc2 are linear layers or 1x1 convolutions.
 
     Raises:
-        CannotFold: If the FFN computes something else; with the reason.
+        CannotFold: If the FFN has another structure; the message says which.
     """
     rule = find_rule(ffn, 'ffn_layers')
     if rule is None:
@@ -37,7 +37,7 @@ def find_ffn_layers(ffn: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 @torch.no_grad()
 def prune_ffn(ffn: nn.Module, channels: Tensor) -> None:
-    """Takes hidden channels out of an FFN, in place.
+    """Removes hidden channels from an FFN, in place.
 
     Args:
         ffn: The FFN.
@@ -45,7 +45,7 @@ def prune_ffn(ffn: nn.Module, channels: Tensor) -> None:
 
     Raises:
         CannotFold: See :func:`find_ffn_layers`.
-        IndexError: If there is no such channel.
+        IndexError: If an index is out of range.
     """
     fc1, _, fc2 = find_ffn_layers(ffn)
     channels = channels.to(fc1.weight.device)

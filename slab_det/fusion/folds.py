@@ -1,4 +1,4 @@
-"""Fold rules: modules say which layers take their norms, and :func:`register_folds` says it for foreign classes."""
+"""Fold rules name the layers that a norm folds into; :func:`register_folds` adds rules for foreign classes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class CannotFold(SlabDetError):  # noqa: N818 (it ends no program: fuse leaves t
 
 
 class Fold(NamedTuple):
-    """One norm and the layers that can take it: all that read it, or the one that it reads.
+    """A norm and the layers it folds into: all the layers that read its output, or the layer whose output it reads.
 
-    A method ``folds()`` yields one Fold, or the same values as a plain tuple, for every norm that the module owns.
+    A module's method ``folds()`` yields one Fold, or the same values as a tuple, for every norm of the module.
 
     Attributes:
         norm: Dotted name of the norm, relative to the module.
-        before: Name of the module that reads the norm, or names of all modules that do. Where such a module is no plain
-            layer, its ``input_layers()`` says which layers read its input. A part of a module stands in brackets:
-            'attn[kv]' are the packed projections of k and v of an nn.MultiheadAttention.
-        after: Name of the layer that takes the norm and whose output nothing but the norm reads.
+        before: Names of all the modules that read the output of the norm, or one name. A module that is not a linear
+            layer names the layers that read its input by ``input_layers()``. Brackets name a part of a module:
+            'attn[kv]' means the packed projections of k and v of an nn.MultiheadAttention.
+        after: Name of the layer whose output the norm alone reads.
     """
 
     norm: str
@@ -35,17 +35,17 @@ class Fold(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One layer that adds to the residual stream of a module, as a method ``writes()`` yields it.
+    """A layer whose output is added to the residual stream. A module's method ``writes()`` yields one for each layer.
 
-    Names are dotted and relative to the module. The input of the layer and the new stream have the same tokens in the
-    same order, channels last. The child that holds a layer with a ``stream``, such as an attention, affects what
-    follows only by what it returns: absorption does not run it again. A neck has no residual stream: there each
-    convolution is its own ``stream``.
+    Names are dotted and relative to the module. The input of the layer and the new stream must have the same tokens in
+    the same order, channels last. The child that contains a layer with a ``stream``, such as an attention, must affect
+    later modules only by its return value, because absorption does not run it again. A neck has no residual stream:
+    each of its convolutions is its own ``stream``.
 
     Attributes:
         layer: The linear layer that writes: an nn.Linear or an nn.Conv2d of kernel 1, or any nn.Conv2d in a neck.
-        stream: The norm whose input is the new stream; '' where the module returns it.
-        source: The module whose output the layer reads, at its first call; '' where the layer itself is called with it.
+        stream: The norm whose input is the new stream; '' where the module returns the new stream.
+        source: The module whose output the layer reads, at its first call; '' where the layer is called as a module.
     """
 
     layer: str
@@ -65,28 +65,27 @@ def register_folds(
     writes: Callable | None = None,
     ffn_layers: Callable | None = None,
 ) -> None:
-    """Gives classes of another library the methods ``folds()``, ``input_layers()`` and the others below.
+    """Registers rules for classes of another library, in place of methods ``folds()``, ``input_layers()`` and so on.
 
-    A rule holds for modules of exactly such a class: a subclass may read a norm in another place. Each rule is a
-    function of the module.
+    Each rule is a function of the module. It does not apply to subclasses, which may read a norm in another place.
 
     Example:
-        A block whose ``norm`` is read by its linear layer ``fc`` and by nothing else::
+        A block whose linear layer ``fc`` alone reads the output of ``norm``::
 
             register_folds(ForeignBlock, folds=lambda block: [Fold('norm', before='fc')])
 
     Args:
         kinds: The classes.
         folds: Returns a :class:`Fold` for each norm of a module.
-        input_layers: Returns the names of the layers inside that read the module's input. For ``'name[part]'`` the part
-            is the second argument. Raises CannotFold if something else reads the input.
-        output_folds: Returns a :class:`Fold` for each output of a backbone, in their order: the norm that the output
-            has passed, and the modules inside the backbone that read the norm too.
-        replace: Returns a module that computes the same from the same weights and has a method ``keep_padding()``.
-            Fusion puts it in the place of the module before it changes one of the input layers.
+        input_layers: Returns the names of the module's layers that read its input. For ``'name[part]'`` the part is the
+            second argument. Raises CannotFold if anything but a layer reads the input.
+        output_folds: Returns a :class:`Fold` for each output of a backbone, in the order of the outputs: the norm whose
+            output it is, and the modules inside the backbone that also read the norm.
+        replace: Returns an equivalent module with the same weights and a method ``keep_padding()``. Fusion replaces the
+            module by it before changing one of the input layers.
         writes: Returns a :class:`Write` for each layer that writes the residual stream, for :func:`slab_det.absorb`.
         ffn_layers: Returns the names of the first layer, the activation and the second layer of an FFN, for
-            :func:`slab_det.absorb`. Raises CannotFold if the FFN has more than these.
+            :func:`slab_det.absorb`. Raises CannotFold if the FFN has further layers.
     """
     rules = dict(folds=folds, input_layers=input_layers, output_folds=output_folds)
     rules |= dict(replace=replace, writes=writes, ffn_layers=ffn_layers)
@@ -96,17 +95,17 @@ def register_folds(
 
 
 def _import_rules(kind: type[nn.Module]) -> None:
-    """Imports the rules for a library only when one of its modules is met: its models take seconds to import."""
+    """Imports the rules for the library of a class on first use, because importing the library takes seconds."""
     library = kind.__module__.partition('.')[0]
     if library in ('mmpretrain', 'timm'):
         import_module(f'slab_det.fusion.stock_{library}')
 
 
 def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """The rule or method of :func:`register_folds` with this name for ``module``, bound to it, or None.
+    """The registered rule of this name for ``module``, or else its method of this name; None if it has neither.
 
-    A method counts only where no subclass replaces the ``forward`` that it describes: the subclass may read its norms
-    and its input in other places, and has to define the method anew.
+    A method is ignored if a subclass overrides ``forward`` without it, because the subclass may read its norms and its
+    input in other places.
     """
     kind = type(module)
     _import_rules(kind)
@@ -121,7 +120,7 @@ def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
 
 
 def find_hooks(module: nn.Module) -> str:
-    """Names what runs besides the forward of the module's class; '' if nothing does."""
+    """'forward hooks' or 'a forward of its own' if a module has them besides its class's forward, otherwise ''."""
     if module._forward_pre_hooks or module._forward_hooks:
         return 'forward hooks'
     return 'a forward of its own' if 'forward' in vars(module) else ''

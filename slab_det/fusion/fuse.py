@@ -1,4 +1,4 @@
-"""fuse: a detector without normalization, exact to rounding."""
+"""fuse: folds the norms of a detector into its linear layers, exact to rounding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from slab_det.fusion.report import FusionReport, NormFusion
 from slab_det.fusion.stock_mmdet import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
 from slab_det.norms.base import copy_module
-from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.errors import SlabDetError, name_some
 
-# Norms that need the statistics of their input at inference too; _NormBase is what batch and instance norms share.
+# Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.
 LIVE_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
@@ -27,30 +27,30 @@ class FusionError(SlabDetError):
 
 
 def check_statistics(model: nn.Module, checkpoint: str) -> None:
-    """Raises FusionError if ``model`` got no statistics for a norm from the file ``checkpoint`` that it has loaded."""
+    """Raises FusionError if the file ``checkpoint``, which ``model`` has loaded, lacks the statistics of a norm."""
     norms = dict(named_offline_norms(model))
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:
         raise FusionError(
-            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data ({unset[0]}, ...), and the '
-            'fused model would find nothing; train it with this config first'
+            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data ({name_some(unset)}), and the '
+            'fused model would detect nothing; train with this config first'
         )
 
 
 def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
     """Folds every offline norm of ``model`` into its neighbours (SLAB, Lemma 4.1).
 
-    In eval mode the fused model computes what the unfused one does, at every input size. A norm that no layer can
-    take becomes one multiply-add, :class:`~slab_det.norms.ChannelAffine`. Other norms, such as LayerNorm, stay as they
-    are. ``model.fusion_report`` lists what became of each norm.
+    In eval mode the fused model computes the same as the unfused model, at every input size. An offline norm that no
+    layer can take becomes one multiply-add, :class:`~slab_det.norms.ChannelAffine`. Other norms, such as LayerNorm,
+    are kept. ``fusion_report`` of the returned model lists the outcome for each norm.
 
     Args:
-        model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone can be folded
-            only when the detector is given.
+        model: A detector or a backbone, in eval mode, with gamma = 0. The output norms of a backbone fold into the
+            neck, and only if a detector is given.
         inplace: Change ``model`` itself instead of a copy.
 
     Raises:
-        FusionError: If the model is in training mode, still has gamma > 0, has statistics that are not finite, hooks
+        FusionError: If the model is in training mode, still has gamma > 0, or has statistics that are not finite, hooks
             on a norm, or one norm in several places. The model is then unchanged.
     """
     check_fusible(model)
@@ -59,17 +59,17 @@ def fuse(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 
 def past_report(model: nn.Module) -> FusionReport:
-    """The norms that earlier fusions and absorptions of ``model`` replaced, and the FFNs that they pruned."""
+    """The part of ``model.fusion_report`` that stays valid: norms replaced and FFNs pruned by earlier calls."""
     report = getattr(model, 'fusion_report', FusionReport([]))
     return FusionReport([fusion for fusion in report.norms if fusion.outcome != 'kept'], report.ffns)
 
 
 def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[NormFusion]:
-    """Decides what :func:`fuse` does with every norm, in the order of the modules; ``model`` is left as it is.
+    """Decides the outcome for every norm, in the order of the modules, without changing ``model``.
 
     Args:
         model: A model for :func:`fuse`.
-        absorbed: LayerNorms that :func:`slab_det.absorb` takes into the layers that read them, where they can.
+        absorbed: LayerNorms that :func:`slab_det.absorb` folds into the layers that read them, where possible.
     """
     folds, outputs = _collect_folds(model)
     names = defaultdict(list)
@@ -102,7 +102,7 @@ def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[N
 
 
 def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
-    """Folds the norms of ``model``, in place, as :func:`plan_folds` decided; what an earlier fusion did is left alone.
+    """Folds the norms of ``model``, in place, as :func:`plan_folds` decided; skips norms that are already folded.
 
     Raises:
         FusionError: If ``model`` has other norms or layers than the model that the plan was made for.
@@ -113,16 +113,16 @@ def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
             if fusion not in past.norms:
                 apply_fold(model, fusion)
     except (AttributeError, CannotFold) as error:
-        raise FusionError(f'{fusion.norm}: the model is not the one whose folds these are: {error}') from error
+        raise FusionError(f'{fusion.norm}: the folds belong to another model: {error}') from error
     left = [name for name, _ in named_offline_norms(model)]
     if left:
-        raise FusionError(f'{left[0]}: the model is not the one whose folds these are: none is for this norm')
+        raise FusionError(f'{left[0]}: the folds belong to another model: none is for this norm')
     model.fusion_report = FusionReport(fusions, dict(past.ffns))
     return model
 
 
 def apply_fold(model: nn.Module, fusion: NormFusion) -> None:
-    """Folds one norm as decided; the layers of an absorbed norm only get the form that holds an affine map."""
+    """Replaces one norm as decided; for an absorbed norm it only prepares the layers to hold an affine map."""
     if fusion.outcome == 'kept':
         return
     norm, new = model.get_submodule(fusion.norm), nn.Identity().eval()
@@ -131,7 +131,7 @@ def apply_fold(model: nn.Module, fusion: NormFusion) -> None:
     elif fusion.outcome == 'folded':
         fold_affine(model, fusion, *norm.double().inference_affine())
     else:
-        # An identity: slab_det.absorb or a checkpoint brings the weights.
+        # Folds the identity map: slab_det.absorb or a checkpoint sets the weights later.
         ones = torch.ones(norm.normalized_shape, device=next(model.parameters()).device)
         fold_affine(model, fusion, ones, 0 * ones)
     replace_module(model, fusion.norm, new)
@@ -139,7 +139,7 @@ def apply_fold(model: nn.Module, fusion: NormFusion) -> None:
 
 def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str:
     """Why a LayerNorm of this name, an attribute of ``owner``, cannot be replaced; '' if it can."""
-    # Takes half a second.
+    # This import takes half a second.
     from timm.layers import LayerNorm, LayerNormFp32
 
     if not name:
@@ -148,7 +148,7 @@ def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str:
         return f'it has {hooks}'
     if len(norm.normalized_shape) != 1:
         return f'it normalizes over {len(norm.normalized_shape)} dimensions'
-    # These normalize the last dimension and do no more. Any other forward may permute or apply an activation.
+    # These forwards only normalize the last dimension. Any other forward may permute or apply an activation.
     if type(norm).forward not in (nn.LayerNorm.forward, LayerNorm.forward, LayerNormFp32.forward):
         return f'{type(norm).__name__} has a forward of its own, which may do more than normalize the last dimension'
     if isinstance(owner, nn.TransformerEncoderLayer):
@@ -157,9 +157,9 @@ def reason_to_keep(name: str, norm: nn.LayerNorm, owner: nn.Module) -> str:
 
 
 def check_fusible(model: nn.Module) -> None:
-    """Raises FusionError where :func:`fuse` cannot begin."""
+    """Raises FusionError if ``model`` does not meet the conditions of :func:`fuse`."""
     if isinstance(model, OfflineNorm):
-        raise FusionError('the model is itself a norm: there is nothing to fold it into')
+        raise FusionError('the model is a single norm, with no layer to fold it into; give a backbone or a detector')
     norms = list(named_offline_norms(model))
     if model.training or any(norm.training for _, norm in norms):
         raise FusionError(
@@ -175,7 +175,7 @@ def check_fusible(model: nn.Module) -> None:
     places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     for name, norm in norms:
         if places[norm] > 1:
-            raise FusionError(f'{name}: it stands in {places[norm]} places; give each place a norm of its own')
+            raise FusionError(f'{name}: it is used in {places[norm]} places; give each place a norm of its own')
         if not all(values.isfinite().all() for values in norm.inference_affine()):
             raise FusionError(
                 f'{name}: its inference scale or shift is not finite; take an earlier checkpoint or recalibrate'
@@ -185,7 +185,7 @@ def check_fusible(model: nn.Module) -> None:
 
 
 def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[str, int]]]:
-    """The fold of each norm, and for each output norm the backbone and the index of the output, by full names."""
+    """By the full name of the norm: the fold of each norm, and the backbone and output index of each output norm."""
     folds, outputs = {}, {}
     for prefix, module in model.named_modules():
         for name in ('folds', 'output_folds'):
@@ -201,7 +201,7 @@ def _collect_folds(model: nn.Module) -> tuple[dict[str, Fold], dict[str, tuple[s
 
 
 def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
-    """Names of the layers that read the input of a module or of its part; CannotFold if a module does not say."""
+    """Yields the layers that read the input of a module or of its part; CannotFold if no rule names them."""
     name, part = split_part(reader)
     module = model.get_submodule(name)
     if type(module) in FOLDABLE_LAYERS:
@@ -209,19 +209,19 @@ def _find_layers(model: nn.Module, reader: str) -> Iterator[str]:
         return
     input_layers = find_rule(module, 'input_layers')
     if input_layers is None:
-        raise CannotFold(f'{name} is a {type(module).__name__}, which does not say what reads its input')
+        raise CannotFold(f'{name} is a {type(module).__name__}, which has no rule for the layers that read its input')
     for layer in input_layers(part) if part else input_layers():
         yield from _find_layers(model, f'{name}.{layer}')
 
 
 def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Mapping[nn.Parameter, list[str]]) -> None:
-    """Raises CannotFold unless a layer can take a norm, and nothing else would change.
+    """Raises CannotFold unless a norm can be folded into a layer without changing anything else.
 
-    ``names`` are the names of each parameter of the model.
+    ``names`` holds all names of each parameter of the model.
     """
     name, part = split_part(target)
     layer = model.get_submodule(name)
-    # Hooks of a module around only one of norm and layer run between the two.
+    # A module that contains the norm or the layer, but not both, runs its hooks between the two.
     for between in sorted({*containers_of(norm)} ^ {*containers_of(name), name}):
         if hooks := find_hooks(model.get_submodule(between)):
             raise CannotFold(f'{between} has {hooks}')
@@ -249,7 +249,7 @@ def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tens
 
 @torch.no_grad()
 def _as_affine(model: nn.Module, norm: OfflineNorm) -> ChannelAffine:
-    # Statistics may have a higher precision than the parameters.
+    # Takes the dtype from a parameter: statistics may have a higher precision.
     affine = ChannelAffine(norm.num_features).to(next(chain(norm.parameters(), model.parameters()))).eval()
     scale, shift = norm.double().inference_affine()
     affine.scale.copy_(scale)
@@ -258,22 +258,22 @@ def _as_affine(model: nn.Module, norm: OfflineNorm) -> ChannelAffine:
 
 
 def split_part(target: str) -> tuple[str, str]:
-    """``'attn[kv]'`` is the part 'kv' of 'attn'; a name without brackets has the part ''."""
+    """Splits ``'attn[kv]'`` into 'attn' and 'kv'; the part of a name without brackets is ''."""
     name, _, part = target.removesuffix(']').partition('[')
     return name, part
 
 
 def join_names(prefix: str, name: str) -> str:
-    """The dotted name of what is called ``name`` in the module called ``prefix``, '' for the model itself."""
+    """Joins the name of a module, '' for the model itself, and a name relative to it."""
     return f'{prefix}.{name}' if prefix and name else name
 
 
 def containers_of(name: str) -> list[str]:
-    """The modules around the one of this name, the model itself left out: 'a' and 'a.b' around 'a.b.c'."""
+    """The names of the modules that contain a module, without the model: 'a' and 'a.b' for 'a.b.c'."""
     return list(accumulate(name.split('.')[:-1], join_names))
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts ``module`` into the place of this dotted name."""
+    """Replaces the module of ``model`` with this dotted name by ``module``."""
     parent, _, attribute = name.rpartition('.')
     setattr(model.get_submodule(parent), attribute, module)

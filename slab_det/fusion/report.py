@@ -1,4 +1,4 @@
-"""What became of every norm in a fused model."""
+"""The report of a fusion: the outcome for each norm, and the layers it was folded into."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ OUTCOMES = ('folded', 'absorbed', 'affine', 'kept')
 
 @dataclass(frozen=True)
 class NormFusion:
-    """What became of one norm.
+    """Outcome of the fusion of one norm.
 
     Attributes:
         norm: Dotted name of the norm in the model.
         kind: Class of the norm.
-        outcome: 'folded' into linear layers; 'absorbed' by them (:func:`slab_det.absorb`); 'affine', one multiply-add;
-            or 'kept', unchanged.
-        into: Names of the layers that took it, separated by commas, or ''.
-        side: Whether the norm stood at the 'input' or at the 'output' of these layers.
-        reason: Why no layer took it, or ''.
+        outcome: 'folded' into linear layers exactly; 'absorbed' into them by a fit (:func:`slab_det.absorb`); 'affine',
+            replaced by one multiply-add; or 'kept', unchanged.
+        into: Names of the layers that the norm was folded into, separated by commas, or ''.
+        side: 'input' or 'output': the side of these layers on which the norm was.
+        reason: Why the norm was not folded, or ''.
     """
 
     norm: str
@@ -36,11 +36,11 @@ class NormFusion:
 
 @dataclass
 class FusionReport:
-    """What became of every norm, in the order of the model's modules.
+    """Outcomes of all norms, in the order of the model's modules.
 
     Attributes:
         norms: One entry for each norm.
-        ffns: Hidden channels that :func:`slab_det.absorb` left in each FFN that it pruned, by the name of the FFN.
+        ffns: Number of hidden channels left in each FFN that :func:`slab_det.absorb` pruned, by the name of the FFN.
     """
 
     norms: list[NormFusion]
@@ -62,5 +62,5 @@ class FusionReport:
         return '\n'.join([f'{len(self.norms)} norms: {counts}', *left, *pruned])
 
     def _count(self) -> dict[str, int]:
-        # Only models of slab_det.absorb have absorbed norms.
+        # 'absorbed' is left out at 0: only slab_det.absorb makes absorbed norms.
         return {outcome: count for outcome in OUTCOMES if (count := len(self.select(outcome))) or outcome != 'absorbed'}

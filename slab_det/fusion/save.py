@@ -28,7 +28,7 @@ TRAINING_KEYS = (
 ).split()
 
 
-# Arguments of a FusedDetector that do not change the config of its model.
+# Arguments of FusedDetector other than its model and the changes to it.
 FUSED_KEYS = ('type', 'folds', 'ffns')
 
 
@@ -40,13 +40,13 @@ def FusedDetector(  # noqa: N802 (a config's type)
 
     Args:
         model: The config of the unfused detector. Its pretrained weights are not loaded.
-        folds: What became of each norm, as :func:`save_fused` writes it.
-        ffns: Hidden channels of each FFN that is pruned, by its name.
+        folds: The outcome for each norm, as :func:`save_fused` writes it.
+        ffns: Number of hidden channels of each pruned FFN, by its name.
         **changes: Merged into ``model``, so that options for the unfused config, such as ``model.test_cfg``, work here.
 
     Returns:
-        The plain detector, key prefixes unchanged. Loading weights that are unfused, incomplete or from another model
-        raises CheckpointError.
+        The detector itself, not a wrapper, so its state-dict keys have no prefix. Loading weights that are unfused,
+        incomplete or from another model raises CheckpointError.
 
     Raises:
         FusionError: If ``folds`` belong to another model.
@@ -55,7 +55,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     drop_pretrained(model)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
-    detector.eval()  # mmdet's backbones return None from it
+    detector.eval()  # no chaining: the eval() of mmdet's backbones returns None
     detector.register_load_state_dict_pre_hook(check_state_dict)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
     for name, hidden in (ffns or {}).items():
@@ -73,13 +73,13 @@ def _with_changes(model: dict, **changes: object) -> dict:
 def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
     if type_name(values['model']['type']) == 'FusedDetector':
-        # ``folds`` and ``ffns`` replace what it adds to its model.
+        # The new ``folds`` and ``ffns`` include those of the earlier fusion.
         values['model'] = _with_changes(**{key: part for key, part in values['model'].items() if key not in FUSED_KEYS})
-    # A DistilledDetector needs its teacher for training alone.
+    # Only training needs the teacher of a DistilledDetector.
     values['model'] = detector_config(values['model'])
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
-        # Outside of the model, the runner would give it to FusedDetector.
+        # The runner would pass a data_preprocessor outside the model to FusedDetector.
         values['model'].setdefault('data_preprocessor', values.pop('data_preprocessor'))
     if type_name(values['model'].get('data_preprocessor', {}).get('type', '')) == 'DetDataPreprocessor':
         values['model']['data_preprocessor']['type'] = 'CheckedDataPreprocessor'
@@ -92,7 +92,7 @@ def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Confi
 
 
 def save_fused(model: nn.Module, cfg: Config, path: str | Path, dataset_meta: dict | None = None) -> tuple[Path, Path]:
-    """Writes the checkpoint ``path``, and beside it ``<stem>_config.py``, which all tools and DetInferencer read.
+    """Writes a fused detector to ``path``, and its config to ``<stem>_config.py``, for all tools and DetInferencer.
 
     Args:
         model: A detector that :func:`slab_det.fuse` returned.

@@ -1,4 +1,4 @@
-"""Fold rules for mmdet's Swin, PVT and PVTv2, and for its FPN, which takes the output norms."""
+"""Fold rules for mmdet's Swin, PVT and PVTv2, and for its FPN, into which the output norms fold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXTRACT_FEAT = (SingleStageDetector.extract_feat, TwoStageDetector.extract_feat)
 
 
 def find_output_reader(model: nn.Module, backbone: str, level: int) -> str:
-    """The part of the neck that reads output ``level`` of the backbone called ``backbone``, and is the only reader.
+    """The part of the neck that alone reads output ``level`` of the module named ``backbone``.
 
     Raises:
         CannotFold: If something else may read the output.
@@ -30,7 +30,7 @@ def find_output_reader(model: nn.Module, backbone: str, level: int) -> str:
     owner, _, attribute = backbone.rpartition('.')
     detector = model.get_submodule(owner)
     if attribute != 'backbone' or not hasattr(detector, 'neck'):
-        raise CannotFold('it is an output of the backbone, which no neck reads')
+        raise CannotFold('its output is an output of the backbone, which no neck reads')
     kind = getattr(detector, 'student_class', type(detector))
     if getattr(kind, 'extract_feat', None) not in EXTRACT_FEAT or 'extract_feat' in vars(detector):
         raise CannotFold(f'extract_feat of {kind.__name__} may hand the outputs of the backbone to more than the neck')
@@ -48,27 +48,27 @@ def _fpn_input_layers(fpn: FPN, part: str) -> tuple[str]:
 
 
 def _fpn_writes(fpn: FPN) -> list[Write]:
-    """The convolutions whose outputs are the levels of the backbone."""
+    """The convolutions whose outputs are the FPN's maps of the backbone's levels, without the extra levels."""
     convs = [f'fpn_convs.{i}.conv' for i in range(fpn.backbone_end_level - fpn.start_level)]
     return [Write(conv, stream=conv) for conv in convs if isinstance(fpn.get_submodule(conv), nn.Conv2d)]
 
 
 def _conv_module_input_layers(module: ConvModule) -> tuple[str]:
     if module.order[0] != 'conv' or module.with_explicit_padding or module.with_spectral_norm:
-        raise CannotFold('a lateral convolution of the neck does more to its input than one convolution')
+        raise CannotFold('a lateral convolution of the neck is more than one plain convolution')
     return ('conv',)
 
 
 def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
-    """Our attention with the layers, parameters and buffers of mmdet's: the same results and state-dict keys.
+    """slab_det's attention with the layers, parameters and buffers of mmdet's: same results, same state-dict keys.
 
-    mmdet pads maps between norm1 and qkv: padding tokens get the bias of qkv, which a fold changes. Ours stores the
-    unfused bias for them.
+    mmdet pads maps between norm1 and qkv, so a padding token becomes the bias of qkv, which a fold changes. slab_det's
+    attention stores the unfused bias for padding tokens.
     """
     theirs = attn.w_msa
     if type(theirs) is not WindowMSA:
         raise CannotFold(f'its attention is a {type(theirs).__name__}')
-    # On the meta device no weight is drawn; every tensor comes from the original.
+    # On the meta device no weights are initialised: every tensor comes from the original.
     with torch.device('meta'):
         w_msa = SoftmaxWindowAttention(
             theirs.embed_dims,
@@ -87,12 +87,12 @@ def own_attention(attn: ShiftWindowMSA) -> ShiftedWindowAttention:
 
 
 def own_map_attention(attn: SpatialReductionAttention) -> MapAttention:
-    """Our attention with the layers of mmdet's: the same results and state-dict keys.
+    """slab_det's attention with the layers of mmdet's: same results, same state-dict keys.
 
-    mmdet never calls the output projection as a module, so that :func:`slab_det.absorb` could not see its input.
+    mmdet never calls the output projection as a module, so :func:`slab_det.absorb` could not capture its input.
     """
     if not attn.batch_first:
-        raise CannotFold('its tokens come batch last')
+        raise CannotFold('its inputs are not batch first')
     with torch.device('meta'):
         ours = SoftmaxMapAttention(attn.embed_dims, attn.num_heads, attn_drop_rate=attn.attn.dropout)
     ours.attn, ours.sr_ratio = attn.attn, attn.sr_ratio
@@ -104,18 +104,18 @@ def own_map_attention(attn: SpatialReductionAttention) -> MapAttention:
 
 
 def swin_output_folds(backbone: nn.Module) -> list[Fold]:
-    """The norms that only outputs pass, in the order of the outputs: the next stage reads what is before them."""
+    """The output norms, in the order of the outputs. Inside the backbone nothing reads them."""
     return [Fold(f'norm{stage}') for stage in sorted(backbone.out_indices)]
 
 
 def pvt_folds(backbone: nn.Module) -> list[Fold]:
-    """The norm behind each stage of a PVT: the next patch embedding reads it."""
+    """The norm behind each stage of a PVT, which the next patch embedding reads."""
     last = len(backbone.layers) - 1
     return [Fold(f'layers.{i}.2', before=f'layers.{i + 1}.0' if i < last else ()) for i in range(last + 1)]
 
 
 def pvt_output_folds(backbone: nn.Module) -> list[Fold]:
-    """The norms that are outputs, in the order of the outputs."""
+    """The norms whose outputs the PVT returns, in the order of the outputs."""
     folds = pvt_folds(backbone)
     return [folds[stage] for stage in sorted(backbone.out_indices)]
 
@@ -128,7 +128,7 @@ def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
 
 def _ffn_layers(ffn: FFN) -> tuple[str, str, str]:
     if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
-        raise CannotFold('it has other than two layers, no residual connection or a LayerScale')
+        raise CannotFold('it does not have two layers and a residual connection, or has a LayerScale')
     return 'layers.0.0', 'layers.0.1', 'layers.1'
 
 
@@ -150,13 +150,13 @@ register_folds(SwinTransformer, output_folds=swin_output_folds)
 register_folds(SwinBlock, writes=lambda block: [Write('attn.w_msa.proj', 'norm2'), Write('ffn.layers.1')])
 register_folds(ShiftWindowMSA, input_layers=ShiftedWindowAttention.input_layers, replace=own_attention)
 register_folds(WindowMSA, input_layers=SoftmaxWindowAttention.input_layers)
-# The norm follows all padding of the map, so the padding passes it like any token.
+# The map is padded before the norm, so padding passes the norm like any token.
 register_folds(PatchMerging, folds=lambda merging: [Fold('norm', before='reduction')])
 
 register_folds(PyramidVisionTransformer, PyramidVisionTransformerV2, folds=pvt_folds, output_folds=pvt_output_folds)
 register_folds(
     PVTEncoderLayer,
-    # The second layer stands before the last dropout.
+    # The second linear layer of the FFN is last but one, before the dropout.
     writes=lambda block: [Write('attn.attn.out_proj', 'norm2'), Write(f'ffn.layers.{len(block.ffn.layers) - 2}')],
 )
 register_folds(
@@ -165,7 +165,7 @@ register_folds(
     input_layers=MapAttention.input_layers,
     replace=own_map_attention,
 )
-# The padding of PVTv2's depthwise convolution comes behind this layer.
+# PVTv2's depthwise convolution pads after this layer, so the padding is not affected.
 register_folds(MixFFN, input_layers=lambda ffn: ('layers.0',), ffn_layers=_mix_ffn_layers)
 register_folds(FPN, FPN_DropBlock, input_layers=_fpn_input_layers, writes=_fpn_writes)
 # A list of necks, such as FPN and DyHead.

@@ -11,21 +11,21 @@ from slab_det.fusion.folds import CannotFold, Fold, Write, register_folds
 
 
 def _block_writes(block: Block) -> list[Write]:
-    """A layer behind which a LayerScale stands does not write the stream itself."""
+    """The layers whose output is added to the stream directly, without a LayerScale in between."""
     writes = (block.ls1, Write('attn.proj', 'norm2')), (block.ls2, Write('mlp.fc2'))
     return [write for scale, write in writes if isinstance(scale, nn.Identity)]
 
 
 def _swin_block_folds(block: SwinTransformerBlock) -> list[Fold]:
     sides = zip(block.input_resolution, block.window_size, strict=True)
-    # A dynamic mask is for images of any size.
+    # A dynamic mask means images of any size, which may need padding.
     padded = getattr(block, 'dynamic_mask', False) or any(side % window for side, window in sides)
     return [Fold('norm1', before='attn[padded]' if padded else 'attn'), Fold('norm2', before='mlp')]
 
 
 def _window_input_layers(attn: WindowAttention, part: str = '') -> tuple[str]:
     if part == 'padded':
-        raise CannotFold('windows are padded behind it, with tokens that must not pass it')
+        raise CannotFold('windows are padded after the norm, and padding tokens must not pass it')
     return ('qkv',)
 
 
@@ -38,14 +38,14 @@ def _mlp_layers(mlp: Mlp) -> tuple[str, str, str]:
 register_folds(
     Block, folds=lambda block: [Fold('norm1', before='attn'), Fold('norm2', before='mlp')], writes=_block_writes
 )
-# Newer attentions may have a gate, which reads the input too.
+# Newer timm attentions may have a gate, which also reads the input.
 register_folds(Attention, input_layers=lambda attn: ('qkv', *(['gate'] if getattr(attn, 'gate', None) else [])))
 register_folds(
     Mlp, folds=lambda mlp: [Fold('norm', before='fc2')], input_layers=lambda mlp: ('fc1',), ffn_layers=_mlp_layers
 )
-# In windows the layer that writes the stream behind the attention reads tokens in another order.
+# attn.proj is left out: it reads tokens in window order, not in the order of the stream.
 register_folds(SwinTransformerBlock, folds=_swin_block_folds, writes=lambda block: [Write('mlp.fc2')])
 register_folds(WindowAttention, input_layers=_window_input_layers)
-# The norm follows all padding of the map.
+# The map is padded before the norm.
 register_folds(PatchMerging, folds=lambda merging: [Fold('norm', before='reduction')])
 register_folds(PatchEmbed, folds=lambda embed: [Fold('norm', after='proj')])

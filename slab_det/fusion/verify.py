@@ -1,4 +1,4 @@
-"""Checks on given images that a fused model computes what the unfused one does."""
+"""Checks on given images that a fused model computes the same as the unfused model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slab_det.fusion.fuse import FusionError, apply_folds
 from slab_det.norms import copy_module
 from slab_det.runtime.errors import SlabDetError, name_some
 
-# In float64 the two differ by rounding alone. In float32 the rounding of a deep model has no fixed bound: the unfused
-# model's distance to itself in float64 is the measure.
+# In float64 the two models differ by rounding alone. In float32 the rounding error of a deep model has no fixed bound:
+# the bound is a multiple of the difference between the unfused model in float32 and in float64.
 FLOAT64_BOUND = 1e-9
 FLOAT32_FACTOR = 10.0
 
@@ -27,7 +27,7 @@ class FusionCheck:
         float64: Between fused and unfused, both in float64.
         float32: Between fused and unfused in their own dtype.
         float32_own: Between the unfused model in its own dtype and in float64.
-        num_values: Values of all outputs that were compared.
+        num_values: Number of output values that were compared.
     """
 
     float64: float
@@ -42,7 +42,7 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_finite(model: nn.Module, error: type[SlabDetError] = FusionError) -> None:
-    """Raises ``error`` where parameters or buffers of ``model`` hold NaN or infinite values; it names them."""
+    """Raises ``error``, which names them, if parameters or buffers of ``model`` hold NaN or infinite values."""
     # A tensor on the meta device has no values.
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value) and not value.is_meta}
     damaged = [name for name, value in state.items() if not value.isfinite().all()]
@@ -60,16 +60,16 @@ def verify_fusion(
     images: Iterable[Tensor],
     extract: Callable[[nn.Module, Tensor], tuple[Tensor, ...]] = extract_features,
 ) -> FusionCheck:
-    """Measures how far ``fused`` is from ``model``, in their own dtype and in float64.
+    """Compares the outputs of ``fused`` and ``model``, in their own dtype and in float64.
 
     Args:
         model: The unfused model, in eval mode.
-        fused: What :func:`slab_det.fuse` made of it.
+        fused: The model that :func:`slab_det.fuse` returned for it.
         images: Normalised images, (B, 3, H, W) each.
         extract: Runs a model on images.
 
     Raises:
-        FusionError: If a difference breaks its bound or an output is not finite.
+        FusionError: If a difference exceeds its bound, an output is not finite, or there is nothing to compare.
     """
     check_finite(model)
     model64 = copy_module(model).double()
@@ -83,10 +83,10 @@ def verify_fusion(
         differences.append([relative_difference(*pair) for pair in pairs])
         num_values += sum(output.numel() for output in reference)
     if not num_values:
-        raise FusionError('the models have no output, or there was no image: there was nothing to compare')
+        raise FusionError('there is nothing to compare: the models have no output, or no image was given')
     check = FusionCheck(*(max(column) for column in zip(*differences, strict=True)), num_values)
     if not math.isfinite(check.float32 + check.float32_own):
-        # Ten times infinity is no bound.
+        # The bound, a multiple of float32_own, may be infinite.
         raise FusionError(f'the outputs of the models are not finite: {check}; take an earlier checkpoint')
     if not (check.float64 <= FLOAT64_BOUND and check.float32 <= FLOAT32_FACTOR * check.float32_own + FLOAT64_BOUND):
         raise FusionError(
@@ -97,9 +97,9 @@ def verify_fusion(
 
 
 def relative_difference(outputs: Iterable[Tensor], references: Iterable[Tensor]) -> float:
-    """The largest difference of any output, relative to the output's largest value.
+    """The largest difference over all outputs, each relative to the largest value of its reference.
 
-    It is infinite where an output is not finite or has another shape, and 0 where both are all zeros or empty.
+    Infinite if an output is not finite or has another shape; 0 if both are all zeros or empty.
     """
     largest = 0.0
     for output, reference in zip(outputs, references, strict=True):

@@ -18,8 +18,8 @@ from slab_det.runtime.errors import AgreementError
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # The loss of AP is about LOSS (1 - agreement)^2: a least-squares fit to 11 absorbed detectors, three of them for int8,
-# with teachers of 2,000 iterations on BCCD and DSB2018. The fit is off by up to 0.012, and by up to 0.014 for eleven
-# further detectors. Students of teachers of 500 iterations lose half as much.
+# with teachers trained for 2,000 iterations on BCCD and DSB2018. The fit errs by up to 0.012 on them, and by up to
+# 0.014 on eleven further detectors. With teachers trained for 500 iterations the loss is half as large.
 LOSS = 0.97
 # The three detectors with at least this agreement lost at most 0.006 AP.
 LEAST_AGREEMENT = 0.95
@@ -32,7 +32,7 @@ class Detections:
 
     Attributes:
         scores: (N,), in (0, 1].
-        labels: Class of each, (N,).
+        labels: Class of each detection, (N,).
         regions: Boxes (x, y, width, height), (N, 4), or N masks in COCO's run-length encoding.
     """
 
@@ -41,7 +41,7 @@ class Detections:
     regions: np.ndarray | list[dict]
 
     def select(self, indices: np.ndarray) -> Detections:
-        """Returns the detections of these indices, in their order."""
+        """Returns the detections with these indices, in the order of the indices."""
         masks = isinstance(self.regions, list)
         regions = [self.regions[i] for i in indices] if masks else self.regions[indices]
         return Detections(self.scores[indices], self.labels[indices], regions)
@@ -49,7 +49,7 @@ class Detections:
 
 @torch.no_grad()
 def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
-    """Runs a detector as in testing.
+    """Runs a detector in eval mode and returns its detections.
 
     Args:
         model: A detector.
@@ -59,7 +59,7 @@ def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
         The detections of each image, with masks if the detector has them, otherwise with boxes.
 
     Raises:
-        AgreementError: If there is no image, or ``model`` does not find instances.
+        AgreementError: If there is no image, or ``model`` predicts no instances (such as a semantic segmentor).
     """
     prepare, found = prepare_inputs(model, batches), []
     with evaluating(model):
@@ -74,11 +74,11 @@ def detect(model: nn.Module, batches: Iterable) -> list[Detections]:
 def _as_detections(sample: DetDataSample) -> Detections:
     instances = sample.get('pred_instances')
     if instances is None:
-        raise AgreementError('the model finds no instances (pred_instances): there are no detections to compare')
+        raise AgreementError('the model predicts no pred_instances: there are no detections to compare')
     scores = instances.scores.double().cpu().numpy()
     if 'masks' in instances:
         regions = instances.masks
-        # The masks of slab_det.deploy(masks='rle') are encoded already.
+        # slab_det.deploy(masks='rle') returns encoded masks.
         if not isinstance(regions, list):
             regions = encode_mask_results(np.asarray(torch.as_tensor(regions).cpu()))
         # One by one: coco_mask.area takes at most 255 masks.
@@ -87,32 +87,31 @@ def _as_detections(sample: DetDataSample) -> Detections:
         corners = instances.bboxes.double().cpu().numpy()
         regions = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1)
         has_area = (regions[:, 2:] > 0).all(1)
-    # A region without area overlaps with nothing. NaN scores are not above 0.
+    # A region without area overlaps with nothing. The comparison also drops NaN scores.
     valid = np.flatnonzero(has_area & (scores > 0))
     order = valid[np.argsort(-scores[valid], kind='stable')]
     return Detections(scores, instances.labels.cpu().numpy(), regions).select(order)
 
 
 def agreement(reference: Sequence[Detections], other: Sequence[Detections]) -> float:
-    """Returns the AP of ``other`` divided by the AP of ``reference``, where the truth is ``reference`` itself.
+    """Returns the AP of ``other`` over the AP of ``reference``, both with ``reference`` as the ground truth.
 
-    A detection of ``reference`` with score p is a true object with probability p. Detections of ``other`` are matched
-    to detections of ``reference`` as COCO matches them to objects. A matched detection is right with the probability p
-    of its match; a detection without a match is wrong. The precision and the recall of the n highest scores of a class
-    are
+    A detection of ``reference`` with score p counts as an object with probability p. Detections of ``other`` are
+    matched to detections of ``reference`` as COCO matches them to objects. A matched detection is right with the
+    probability p of its match; an unmatched one is wrong. For the n highest scores of a class, precision and recall are
 
         precision(n) = 1/n sum_{i <= n} p_i,    recall(n) = sum_{i <= n} p_i / sum of all p of ``reference``,
 
-    and AP is the mean of the interpolated precision over 101 recalls and the IoU thresholds 0.50, 0.55, ..., 0.95. The
-    mean over classes weights a class by the highest score that either detector gives it, so that absent classes count
-    little.
+    and AP is the mean of the interpolated precision over 101 recalls and the IoU thresholds 0.50, 0.55, ..., 0.95. In
+    the mean over classes, the weight of a class is the highest score that either detector gives it, so absent classes
+    count little.
 
     Args:
         reference: Detections in each image, as :func:`detect` returns them.
         other: Detections of another detector in the same images.
 
     Returns:
-        1 if both find the same in the same order of scores; 0 if they share nothing.
+        1 if both find the same regions in the same order of scores; 0 if no detection matches.
 
     Raises:
         AgreementError: If the numbers of images differ, only one detector finds masks, or both find nothing.
@@ -143,7 +142,7 @@ def expected_loss(value: float) -> float:
 
 
 def _match(reference: Detections, other: Detections) -> np.ndarray:
-    """Returns the score of the match of each detection of ``other``, 0 without one, at each IoU threshold; (10, N)."""
+    """Returns for each IoU threshold the score of each ``other`` detection's match, 0 if unmatched; (10, N)."""
     matched = np.zeros((len(IOU_THRESHOLDS), len(other.scores)))
     if not (len(reference.scores) and len(other.scores)):
         return matched
@@ -165,10 +164,10 @@ def _average_precision(scores: np.ndarray, p: np.ndarray, total: float) -> float
         return 0.0
     order = np.argsort(-scores, kind='stable')
     found = p[order].cumsum()
-    # Equal scores have no order: only the last one is a point of the curve.
+    # Detections of equal scores have no order, so only the last of them is a point of the curve.
     last = np.flatnonzero(np.diff(scores[order], append=-1.0))
     recall, precision = found[last] / total, found[last] / (last + 1)
-    # COCO takes the best precision at a recall or any higher recall.
+    # The interpolated precision of COCO: the best one at this recall or any higher recall.
     precision = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
-    # Rounding must not place the last recall below 1.
+    # The tolerance keeps rounding from placing the last recall below 1.
     return float(precision[np.searchsorted(recall, _RECALLS - 1e-9)].mean())

@@ -1,4 +1,4 @@
-"""Small trained detectors whose LayerNorms and FFNs tests absorb."""
+"""Small detectors with random weights, as teachers for tests of absorption."""
 
 import copy
 
@@ -23,10 +23,10 @@ BACKBONES = {
 
 
 def build_teacher(backbone='SLABSwin', detector='mask_rcnn', **options):
-    """A detector with one of BACKBONES and random weights; its config is its attribute cfg."""
+    """A detector with one of BACKBONES and random weights; its attribute cfg is its config."""
     cfg = build_detector_cfg(detector, **SWIN)
     cfg.backbone = copy.deepcopy(BACKBONES[backbone] | options)
-    # A stage of PVT has the channels of a head times its heads.
+    # A PVT stage has embed_dims channels per head.
     cfg.neck.in_channels = [8, 16, 16, 32] if 'num_layers' in cfg.backbone else [8, 16, 32, 64]
     cfg.test_cfg.rcnn.max_per_img = 20
     model = as_trained(MODELS.build(cfg))

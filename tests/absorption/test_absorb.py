@@ -1,4 +1,4 @@
-"""absorb: LayerNorms go into linear layers, front to back; what is saved rebuilds; what is interrupted goes on."""
+"""absorb: norms are absorbed or kept, students are saved and rebuilt, and interrupted runs resume."""
 
 import copy
 import re
@@ -38,16 +38,16 @@ def test_inference_mode_changes_nothing(teacher):
 
 
 @pytest.mark.parametrize('backbone', [name for name in BACKBONES if 'BN' not in name])
-def test_norms_that_are_affine_go_exactly(teacher, backbone):
-    """With a large eps, 1 / sigma is the same for all tokens: then the student is the teacher, at every size, in the
-    padding of windows too."""
+def test_affine_layer_norms_are_absorbed_exactly(teacher, backbone):
+    """With a large eps, 1 / sigma is the same for all tokens, so the student equals the teacher at every size, also
+    with padded windows."""
     model = make_affine(teacher(backbone).double())
     images = [image.double() for image in pictures()]
     student = absorb(model, images, keep=0, progress=False)
     report = student.absorption_report
     assert [norm.norm for norm in report.kept] == layer_norms(student)
     if 'V2' in backbone or 'v2' in backbone:
-        # The convolution that reads them pads.
+        # The patch embeddings that read these norms pad.
         assert len(report.kept) == 3
         assert all('padding=0' in norm.reason for norm in report.kept)
     else:
@@ -61,8 +61,8 @@ def test_norms_that_are_affine_go_exactly(teacher, backbone):
 
 
 @pytest.mark.parametrize(('ours', 'stock'), [('SLABSwin', 'SwinTransformer'), ('SLABPVT', 'PyramidVisionTransformer')])
-def test_mmdets_backbones_end_as_ours(teacher, ours, stock):
-    """Same weights, same images: the same student, though mmdet's show less of what their layers read."""
+def test_mmdet_and_slab_det_backbones_give_the_same_student(teacher, ours, stock):
+    """Same weights and images give the same student, although mmdet does not call all its layers as modules."""
     one, other = teacher(ours).double(), teacher(stock).double()
     other.load_state_dict(one.state_dict())
     images = [image.double() for image in pictures()]
@@ -73,7 +73,7 @@ def test_mmdets_backbones_end_as_ours(teacher, ours, stock):
     assert len(one.absorption_report.refits) == len(other.absorption_report.refits) > 0
 
 
-def test_every_writer_brings_the_stream_nearer(teacher):
+def test_fitted_writers_reduce_the_error_of_the_stream(teacher):
     report = absorb(teacher(), pictures(25), keep=0, progress=False).absorption_report
     assert [*report.refits][10:] == [f'neck.fpn_convs.{i}.conv' for i in range(4)]
     nearer = [left < 0.99 for left in report.refits.values()]
@@ -81,8 +81,8 @@ def test_every_writer_brings_the_stream_nearer(teacher):
     assert report.norms[0].norm == 'backbone.patch_embed.norm'
 
 
-def test_what_a_batch_showed_is_gone_before_the_next_is_run(teacher, monkeypatch):
-    """At 800x1333 it is a third of what the forwards of a PVT-S take."""
+def test_probed_tensors_are_freed_before_the_next_batch(teacher, monkeypatch):
+    """At 800x1333 these tensors take a third of the memory of a PVT-S forward."""
     run, shown = walk.Walk.run, []
 
     def watched(self, batch, *args, **kwargs):
@@ -96,7 +96,7 @@ def test_what_a_batch_showed_is_gone_before_the_next_is_run(teacher, monkeypatch
     assert {batch for batch, _ in shown} == {*range(5)}
 
 
-def test_a_student_for_int8_bears_that_its_layers_read_rounded_values(teacher):
+def test_a_student_for_int8_is_less_sensitive_to_rounded_inputs(teacher):
     model, image = teacher(), pictures(1, (34, 38), seed=5)[0]
 
     def rounded(module, args):
@@ -116,18 +116,18 @@ def test_a_student_for_int8_bears_that_its_layers_read_rounded_values(teacher):
     assert all(2 * b < a for a, b in zip(*errors, strict=True)), errors
 
 
-def test_kept_norms_stay_and_the_others_go(teacher):
+def test_a_number_keeps_the_least_affine_norms(teacher):
     student = absorb(teacher(), pictures(), keep=3, progress=False)
     worst = student.absorption_report.rank()[:3]
     assert {*layer_norms(student)} == {*worst} == {fusion.norm for fusion in student.fusion_report.select('kept')}
 
 
-def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
-    # A logger of an earlier test writes to the stream of that test.
+def test_the_default_keeps_the_fewest_norms_that_agree(teacher, capsys, monkeypatch):
+    # Without this, a logger created by an earlier test would write to its old stream.
     monkeypatch.setattr(MMLogger, '_instance_dict', {})
     model, images = teacher(), pictures(5)
     with torch.no_grad():
-        # Masks that are not empty: others are no detections.
+        # Detections with empty masks would be dropped.
         model.roi_head.mask_head.conv_logits.bias += 10
     module = sys.modules['slab_det.absorption.absorb']
     monkeypatch.setattr(module, 'LEAST_AGREEMENT', 0.0)
@@ -142,15 +142,15 @@ def test_as_few_are_kept_as_it_takes_to_agree(teacher, capsys, monkeypatch):
     output = ''.join(capsys.readouterr())
     counts = re.findall(r'(\d+) of 18 LayerNorms kept: agreement', output)
     assert counts == ['0', '4'] and 'expect a loss of AP' in output
-    with pytest.raises(ConversionError, match='model finds none'):
+    with pytest.raises(ConversionError, match='keep=None compares detections'):
         absorb(model.backbone, images, progress=False)
 
 
-def test_where_the_teacher_finds_nothing_a_quarter_is_kept_and_nothing_is_said_to_agree(teacher, monkeypatch):
+def test_if_the_teacher_finds_nothing_a_quarter_is_kept_and_agreement_is_undefined(teacher, monkeypatch):
     model, warnings = teacher(), []
     monkeypatch.setattr(MMLogger, 'warning', lambda logger, text: warnings.append(text))
     with torch.no_grad():
-        # Background is certain.
+        # Every box is classified as background.
         model.roi_head.bbox_head.fc_cls.bias[-1] += 100
     for keep, kept in ((None, 4), (0, 0)):
         student = absorb(model, pictures(5), keep=keep, progress=False)
@@ -162,7 +162,7 @@ def test_where_the_teacher_finds_nothing_a_quarter_is_kept_and_nothing_is_said_t
 
 
 @pytest.mark.parametrize('count', [1, 4, 5, 12])
-def test_every_fifth_batch_is_held_out_or_all_where_they_are_few(count, tmp_path, capsys, monkeypatch):
+def test_every_fifth_batch_is_held_out_or_all_of_fewer_than_five(count, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MMLogger, '_instance_dict', {})
     images = read_images(nn.Linear(1, 1), batches := pictures(count), tmp_path)
     expected = [*range(4, count, 5)]
@@ -194,7 +194,7 @@ def test_the_teacher_stays_as_it_was(teacher):
         ('SwinTransformer', 'fuse'),
     ],
 )
-def test_saved_and_rebuilt_from_its_config(teacher, tmp_path, backbone, again):
+def test_an_absorbed_detector_is_rebuilt_from_its_saved_config(teacher, tmp_path, backbone, again):
     model = teacher(backbone)
     student = absorb(model, pictures(), keep=layer_norms(model)[3:5], progress=False)
     if again:
@@ -209,7 +209,7 @@ def test_saved_and_rebuilt_from_its_config(teacher, tmp_path, backbone, again):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch):
+def test_a_resumed_absorption_equals_an_uninterrupted_one(teacher, tmp_path, monkeypatch):
     model, images = teacher(), pictures()
     whole = absorb(model, images, keep=0, progress=False)
 
@@ -234,10 +234,10 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
     resumed = absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
     spent = len(calls)
     finished = absorb(model, images, work_dir=tmp_path, keep=0, progress=False)
-    assert len(calls) == spent, 'nothing is left to do'
+    assert len(calls) == spent, 'a finished absorption runs no model'
     for student in (resumed, finished):
         assert not differing(whole, student) and student.absorption_report == whole.absorption_report
-    # Another teacher, and other images of the same number, do not go on from there.
+    # Another teacher, or as many other images, does not resume from these files.
     other = teacher()
     other.backbone.patch_embed.projection.bias.data += 1
     limit = spent + 1
@@ -247,7 +247,7 @@ def test_interrupted_and_resumed_to_the_last_bit(teacher, tmp_path, monkeypatch)
             absorb(*arguments, work_dir=tmp_path, keep=0, progress=False)
 
 
-def test_a_student_goes_on_from_another_that_kept_the_same_norms_so_far(teacher, tmp_path, monkeypatch):
+def test_students_share_saved_blocks_before_the_first_different_norm(teacher, tmp_path, monkeypatch):
     model, fit, fitted = teacher(), Absorption.fit_block, []
     monkeypatch.setattr(Absorption, 'fit_block', lambda self, block: fitted.append(block) or fit(self, block))
     options = dict(keep='backbone.stages.2.blocks.0.norm1', progress=False)
@@ -268,7 +268,7 @@ def test_layers_that_two_blocks_share_are_not_fitted(teacher):
     first, second = model.backbone.stages[0].blocks
     second.attn = first.attn
     second.ffn.layers[1].weight = first.ffn.layers[1].weight
-    # Only another name.
+    # An alias of the convolutions does not count as sharing.
     model.levels = model.neck.fpn_convs
     shared = {
         f'backbone.stages.0.blocks.{i}.{layer}' for i in range(2) for layer in ('attn.w_msa.proj', 'ffn.layers.1')
@@ -277,7 +277,7 @@ def test_layers_that_two_blocks_share_are_not_fitted(teacher):
 
 
 @pytest.mark.parametrize('left', [0, 1000])
-def test_a_walk_stores_only_what_is_still_read_in_memory_or_files(tmp_path, left):
+def test_a_walk_drops_outputs_that_no_later_block_reads(tmp_path, left):
     class Skipping(nn.Sequential):
         def forward(self, x):
             y = self[0](x)
@@ -299,7 +299,7 @@ def test_a_walk_stores_only_what_is_still_read_in_memory_or_files(tmp_path, left
 
 
 @torch.no_grad()
-def test_tensors_fill_one_device_after_the_other_then_files(tmp_path):
+def test_a_tensor_store_fills_devices_in_order_then_files(tmp_path):
     meta, cpu, value = torch.device('meta'), torch.device('cpu'), (torch.arange(4.0), dict(size=(2, 2)))
     store = walk.TensorStore(tmp_path, cpu)
     store.left = {meta: 16, cpu: 32}
@@ -317,7 +317,7 @@ def test_tensors_fill_one_device_after_the_other_then_files(tmp_path):
     assert store.values['e'][0] == meta
 
 
-def test_a_forward_that_a_module_was_given_comes_back(teacher):
+def test_a_forward_set_on_a_module_object_is_restored(teacher):
     model = teacher().backbone
     block = model.stages[0].blocks[0]
     given = block.forward = MethodType(type(block).forward, block)
@@ -332,12 +332,12 @@ def test_hooks_that_would_be_lost_are_an_error(teacher):
         absorb(model, pictures(), keep=0, progress=False)
 
 
-def test_nothing_to_absorb_is_an_error(teacher, small_detector):
+def test_models_that_cannot_be_absorbed_are_errors(teacher, small_detector):
     with pytest.raises(ConversionError, match='no LayerNorm'):
         absorb(small_detector(), pictures(), keep=0, progress=False)
-    with pytest.raises(ConversionError, match='DataParallel; give what is inside'):
+    with pytest.raises(ConversionError, match='DataParallel; give model.module'):
         absorb(nn.DataParallel(teacher()), pictures(), keep=0, progress=False)
-    with pytest.raises(ConversionError, match='deployed.*; absorb the one that it was made of'):
+    with pytest.raises(ConversionError, match='deployed.*; absorb the detector before deploying it'):
         absorb(slab_det.deploy(teacher()), pictures(), keep=0, progress=False)
     with pytest.raises(ConversionError, match='no batch'):
         absorb(teacher(), [], keep=0, progress=False)

@@ -1,4 +1,4 @@
-"""absorb: models of other libraries, whose rules name the readers of the norms and what writes the stream."""
+"""absorb: foreign models with registered rules for the readers of norms and the writers of the stream."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ from slab_det.fusion.fuse import apply_folds
 
 
 class Plain(nn.Module):
-    """A model of somebody else, pre-norm, with a norm that two layers read."""
+    """A foreign pre-norm model with a norm that two layers read."""
 
     def __init__(self):
         super().__init__()
@@ -57,12 +57,12 @@ def test_keep_takes_whole_numbers_names_and_the_word_none(keep, kept):
 
 
 @pytest.mark.parametrize('keep', [True, False, 0.0, 1.0, np.float32(1), 0.02, float('nan'), -1, [1], ['norm', 1]])
-def test_what_keep_does_not_take_is_one_error(keep):
+def test_an_invalid_keep_is_an_error(keep):
     with pytest.raises(ConversionError, match='^keep=.*: give a whole number from 0 on, names'):
         absorb(Plain().eval(), pictures(), keep=keep, progress=False)
 
 
-def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     def cut_off(file):
         raise KeyboardInterrupt
 
@@ -73,18 +73,18 @@ def test_a_file_that_was_cut_off_is_not_resumed_from(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_counters_of_other_norms_are_no_obstacle_to_a_work_dir(tmp_path):
+def test_a_work_dir_accepts_models_with_integer_buffers(tmp_path):
     model = nn.Sequential(nn.BatchNorm2d(3), Plain()).eval()
     assert not layer_norms(absorb(model, pictures(), keep=0, work_dir=tmp_path, progress=False))
 
 
-def test_folds_go_into_a_model_on_its_own_device():
-    """On the meta device, which refuses tensors of the CPU as a GPU does."""
+def test_apply_folds_creates_tensors_on_the_device_of_the_model():
+    """The meta device, like a GPU, refuses operations with CPU tensors."""
     student = absorb(Plain().eval(), pictures(), keep=0, progress=False)
     apply_folds(Plain().eval().to('meta'), student.fusion_report.norms)
 
 
-def test_any_model_whose_readers_are_named():
+def test_any_model_with_registered_folds_is_absorbed():
     register_folds(Twice, folds=lambda m: [('norm', ('up', 'gate'))])
     model = Plain().eval()
     student = absorb(model, pictures(10), keep=0, progress=False)
@@ -95,8 +95,8 @@ def test_any_model_whose_readers_are_named():
 
 
 @pytest.mark.parametrize('bias', [True, False])
-def test_a_writer_leaves_what_the_report_says(bias):
-    """Without a bias in the writer too; distances from the formula, on the images that are held out."""
+def test_the_reported_error_of_a_writer_is_its_error_on_held_out_images(bias):
+    """The oracle computes the squared distances on the held-out images; the writer may have no bias."""
     torch.manual_seed(0)
     model = Plain().eval().double()
     model.down = nn.Linear(16, 8, bias=bias).double()
@@ -112,7 +112,7 @@ def test_a_writer_leaves_what_the_report_says(bias):
 
 
 class Mixer(nn.Module):
-    """Mixes tokens, and counts the calls of every copy of itself."""
+    """Mixes tokens, and counts the calls of each instance."""
 
     calls: ClassVar[Counter] = Counter()
 
@@ -126,7 +126,7 @@ class Mixer(nn.Module):
 
 
 class Mixing(Plain):
-    """A block with a branch, which adds to the stream, before the two layers."""
+    """A block with an attention-like branch before its FFN."""
 
     branch = 'mixer'
 
@@ -140,7 +140,7 @@ class Mixing(Plain):
 
 
 class Listed(Mixing):
-    """The branch stands in a list, which no forward calls."""
+    """The branch is in a ModuleList, which is never called, so absorption cannot tell when the branch returns."""
 
     branch = 'mixers.0'
 
@@ -151,8 +151,8 @@ class Listed(Mixing):
 
 
 @pytest.mark.parametrize('hooked', [False, True])
-def test_what_follows_an_attention_does_not_run_it_again(hooked):
-    """A teacher's runs once for each batch, a student's twice; where no call can be left out comes the same."""
+def test_steps_after_an_attention_do_not_run_it_again(hooked):
+    """The branch runs once per batch in the teacher and twice in the student. Skipping calls changes no result."""
     states, calls = {}, {}
     for kind in (Mixing, Listed):
         folds = [('norm0', f'{kind.branch}.proj'), ('norm', ('up', 'gate'))]
@@ -168,14 +168,14 @@ def test_what_follows_an_attention_does_not_run_it_again(hooked):
         calls[kind] = [Mixer.calls[id(m.get_submodule(kind.branch))] for m in (model, student)]
         states[kind] = [*student.state_dict().values()]
     if not hooked:
-        # Two more of the teacher say in which order the steps come, and who reads whom.
+        # Two more calls of the teacher find the order of the steps and the inputs of the blocks.
         assert calls[Mixing] == [10 + 2, 20]
         assert min(calls[Listed]) > 20
     torch.testing.assert_close(states[Listed], states[Mixing], rtol=0, atol=0)
 
 
 class Forked(Plain):
-    """Beside its norm it has a layer that is fitted to what it puts out."""
+    """A block with a further layer, which is fitted to its own output."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +219,7 @@ class Recurrent(Plain):
         return x
 
 
-def test_a_block_that_runs_twice_stays():
+def test_a_block_that_runs_twice_is_not_changed():
     register_folds(Recurrent, folds=lambda m: [('norm', 'up')])
     model = Recurrent().eval()
     student = absorb(model, pictures(10), keep=0, progress=False)
@@ -228,7 +228,7 @@ def test_a_block_that_runs_twice_stays():
         assert torch.equal(one, other)
 
 
-def test_an_attention_of_mmdet_that_computes_in_another_way_is_named():
+def test_an_unknown_subclass_of_mmdets_attention_is_an_error():
     model = SwinTransformer(embed_dims=8, depths=(1, 1), num_heads=(1, 2), strides=(4, 2), out_indices=(0, 1))
     model.eval()
     model.stages[0].blocks[0].attn.w_msa.__class__ = HalfWindowMSA

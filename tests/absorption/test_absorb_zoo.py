@@ -1,4 +1,4 @@
-"""Every kind of detector that mmdet has configs for with a Swin, PVT or PVTv2 goes through fuse and absorb."""
+"""fuse and absorb support every kind of detector with a Swin, PVT or PVTv2 in mmdet's configs."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ TUNE = Config.fromfile(CONFIGS / '_base_/schedules/tune_absorbed.py')
 
 
 def feature_maps(model, image):
-    # A video detector has no such method.
+    # A video detector has no extract_feat.
     return getattr(model, 'extract_feat', model.backbone)(image)
 
 
@@ -40,7 +40,7 @@ def test_zoo_detector_fuses_exactly_and_says_what_stays(name):
 @pytest.mark.parametrize('name', ZOO)
 @torch.no_grad()
 def test_zoo_detector_goes_through_absorb(name, tmp_path):
-    """LayerNorms of a large eps are affine: then the student computes the teacher's maps to rounding."""
+    """LayerNorms with a large eps are affine, so the student computes the teacher's maps up to rounding."""
     cfg = zoo_cfg(name)
     model = randomize(build_detector(Config(dict(model=cfg))), 0).double()
     make_affine(model.backbone)
@@ -50,7 +50,7 @@ def test_zoo_detector_goes_through_absorb(name, tmp_path):
     assert kept.keys() == ZOO[name].keys(), kept
     assert all(reason in kept[norm] for norm, reason in ZOO[name].items()), kept
     assert all(norm.reason == 'it is not in the backbone' for norm in report.kept if 'backbone.' not in norm.norm)
-    # RTMDet's neck doubles maps, and asks for sides that halve.
+    # RTMDet's neck upsamples by 2, so the sides must be divisible by powers of 2.
     image = torch.randn(1, 3, *((64, 128) if 'rtmdet' in name else (75, 101))).double()
     maps = feature_maps(student, image)
     for one, other in zip(feature_maps(model, image), maps, strict=True):
@@ -64,6 +64,6 @@ def test_zoo_detector_goes_through_absorb(name, tmp_path):
             norm.eps = 1e12
     for one, other in zip(maps, feature_maps(rebuilt, image), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    # Each parameter is tuned, and once, also where heads share layers.
+    # The optimizer holds each parameter exactly once, also where heads share layers.
     groups = build_optim_wrapper(rebuilt, TUNE.optim_wrapper).optimizer.param_groups
     assert sum(len(group['params']) for group in groups) == len({*rebuilt.parameters()})

@@ -1,4 +1,4 @@
-"""How many LayerNorms absorb keeps by default: which numbers it tries, and which student it takes."""
+"""keep=None: the numbers of LayerNorms that absorb tries, and the student that it returns."""
 
 from types import SimpleNamespace
 
@@ -16,13 +16,13 @@ from slab_det.measure.agreement import LEAST_AGREEMENT
         (24, 1, [0, 6, 3, 1], 1),
         (24, 4, [0, 6, 3, 4], 4),
         (24, 6, [0, 6, 3, 4, 5], 6),
-        # A quarter does not agree either, and is the better of the two.
+        # Neither student agrees; the one that keeps a quarter agrees better.
         (24, 7, [0, 6], 6),
         (7, 1, [0, 1], 1),
         (3, 1, [0], 0),
     ],
 )
-def test_bisection_finds_how_many_norms_of_a_quarter_it_takes(num_norms, enough, tried, kept):
+def test_bisection_finds_the_fewest_norms_up_to_a_quarter(num_norms, enough, tried, kept):
     counts = []
     make, compare = counting(num_norms, counts, lambda count: LEAST_AGREEMENT + 0.001 * (count - enough))
     assert (absorb_until_agreement(make, compare, progress=False).kept, counts) == (kept, tried)
@@ -35,14 +35,14 @@ def test_a_quarter_is_kept_where_agreement_is_undefined(num_norms, tried):
     assert counts == tried
 
 
-def test_none_is_kept_where_a_quarter_agrees_less():
+def test_no_norm_is_kept_where_a_quarter_agrees_less():
     make, compare = counting(24, counts := [], lambda count: 0.8 - 0.001 * count)
     assert absorb_until_agreement(make, compare, progress=False).kept == 0
     assert counts == [0, 6]
 
 
 def counting(num_norms, counts, agreement):
-    """Stands for students: what runs them and what compares them; the numbers that they keep are added to counts."""
+    """Fake make and compare functions; make appends the number of kept norms to ``counts``."""
 
     def make(names):
         counts.append(len(names))

@@ -1,4 +1,4 @@
-"""absorb with ffn: FFNs of every library lose the hidden channels that the others can replace."""
+"""absorb with ffn: redundant hidden channels are removed from the FFNs of every library."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def first_weight(model, name):
 
 @pytest.fixture
 def teacher():
-    """A function: a Faster R-CNN in which every second hidden channel of an FFN is the one before it, twice."""
+    """A function: a Faster R-CNN in which every second hidden channel of an FFN is twice the channel before it."""
 
     def build(backbone):
         model = build_teacher(backbone, 'faster_rcnn', act_cfg=dict(type='ReLU'))
@@ -43,7 +43,7 @@ def teacher():
 
 
 @pytest.mark.parametrize('backbone', TWINS)
-def test_channels_that_others_replace_go(teacher, backbone):
+def test_redundant_channels_are_pruned(teacher, backbone):
     model, images = teacher(backbone).double(), [image.double() for image in pictures(10)]
     half, few = (absorb(model, images, keep='all', ffn=share, progress=False) for share in (0.5, 0.75))
     assert layer_norms(half) == layer_norms(few) == layer_norms(model)
@@ -62,13 +62,13 @@ def test_channels_that_others_replace_go(teacher, backbone):
 
 
 @pytest.mark.parametrize('backbone', ['SLABSwin', 'BN+FFNBN', 'FFN norm', 'PyramidVisionTransformer'])
-def test_without_norms_and_with_few_channels_it_is_written_rebuilt_and_deployed(teacher, backbone, tmp_path):
+def test_a_pruned_detector_without_norms_is_saved_rebuilt_and_deployed(teacher, backbone, tmp_path):
     model = teacher(backbone)
     student = absorb(slab_det.fuse(model), pictures(10), keep=0, ffn=0.75, progress=False)
     assert not layer_norms(student) and student.absorption_report.pruned
     checkpoint, config = save_fused(student, Config(dict(model=model.cfg)), tmp_path / 'fused.pth')
     if backbone == 'BN+FFNBN':
-        # As the owner of a fused detector has it, whose norms went before.
+        # The student is saved with the config of a detector that was fused earlier.
         _, before = save_fused(slab_det.fuse(model), Config(dict(model=model.cfg)), tmp_path / 'before.pth')
         checkpoint, config = save_fused(student, Config.fromfile(before), tmp_path / 'again.pth')
     rebuilt = build_detector(Config.fromfile(config), str(checkpoint))
@@ -97,7 +97,7 @@ def test_an_ffn_with_more_than_two_layers_is_left_alone(teacher, backbone, keep,
     assert f'{report.ffns[0].ffn}: left alone, {reason}' in str(report)
 
 
-def test_an_interrupted_pruning_goes_on(teacher, tmp_path):
+def test_pruning_resumes_from_its_work_dir(teacher, tmp_path):
     model = teacher('SLABSwin')
     options = dict(keep=0, ffn=0.5, work_dir=tmp_path, progress=False)
     student = absorb(model, pictures(5), **options)

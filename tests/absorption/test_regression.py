@@ -30,8 +30,8 @@ def test_batches_of_any_size_give_the_moments_of_all_tokens():
     torch.testing.assert_close(whole.xx, deviations.T @ deviations)
 
 
-def test_moments_of_float32_tokens_are_those_of_float64():
-    """Channels of more than one block, some small and far from zero: relative to what varies."""
+def test_moments_of_float32_tokens_match_float64():
+    """Channels span several blocks, and some vary little about a large mean; errors are relative to the deviations."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5000, 600, generator=generator) * torch.logspace(-2, 2, 600) + 30
     y = torch.randn(5000, 20, generator=generator) + x[:, :20]
@@ -45,8 +45,8 @@ def test_moments_of_float32_tokens_are_those_of_float64():
 
 
 @pytest.mark.parametrize('int8', [False, True])
-def test_ridge_minimises_what_it_says(int8):
-    """Against the normal equations of the standardised tokens, with the pull as further rows."""
+def test_a_ridge_fit_minimises_its_objective(int8):
+    """The oracle is least squares on the standardised tokens, with the penalty as additional rows."""
     x, y, _ = tokens(noise=3.0)
     prior = torch.randn(4, 5, dtype=torch.float64)
     sigma, ridge = x.std(0, correction=0), 0.3
@@ -60,7 +60,7 @@ def test_ridge_minimises_what_it_says(int8):
     torch.testing.assert_close(x.mean(0) @ fit.matrix.T + fit.shift, y.mean(0))
 
 
-def test_what_is_left_is_measured_on_the_tokens():
+def test_unexplained_is_the_squared_error_over_the_variance():
     x, y, _ = tokens(noise=3.0)
     (fit,) = ridge_fits(moments_of(x, y), torch.zeros(4, 5, dtype=torch.float64), (1.0,))
     other_x, other_y, _ = tokens(count=50, noise=3.0, seed=1)
@@ -85,8 +85,8 @@ def chosen_ridge(moments, held_out, prior):
 
 
 def test_held_out_tokens_choose_the_ridge():
-    """Few noisy tokens of a map that is the prior: the stronger the pull the better; many exact ones of another map:
-    the weaker the better."""
+    """With few noisy tokens and a true prior the largest ridge is best; with many exact tokens and a wrong prior the
+    smallest."""
     x, y, matrix = tokens(count=8, noise=20.0)
     held_out = moments_of(*tokens(seed=1)[:2])
     assert chosen_ridge(moments_of(x, y), held_out, matrix) == max(RIDGES)
@@ -94,9 +94,9 @@ def test_held_out_tokens_choose_the_ridge():
     assert chosen_ridge(moments_of(x, y), held_out, 0 * matrix) == min(RIDGES)
 
 
-def test_of_ridges_that_leave_nearly_the_same_the_strongest_is_chosen():
-    """Two channels that are equal but for noise, and a target that asks for their difference: the best fit of a few
-    held-out tokens has weights that cancel, and gains nothing by them."""
+def test_the_largest_ridge_with_nearly_the_least_error_is_chosen():
+    """Two channels are nearly equal: the fit with the least error on held-out tokens has large weights on both, which
+    cancel and hardly reduce the error."""
     x, y, matrix = tokens(count=4000, noise=1.0)
     x = torch.cat([x, x[:, :1] + 1e-2 * x[:, 1:2] * x[:, 2:3]], 1)
     moments, held_out = moments_of(x[::2], y[::2]), moments_of(x[1::2], y[1::2])
@@ -118,8 +118,8 @@ def to_int8(x):
 
 @pytest.mark.parametrize(('rounded', 'bound'), [(to_bfloat16, 0.01), (to_int8, 0.03)])
 def test_fit_survives_low_precision(rounded, bound):
-    """A target that is the difference of two channels, a thousandth of what they are: weights that follow it whole
-    would turn the rounding of these channels into errors of the target's size."""
+    """The target is 1,000 times the small difference of two channels: exact weights would amplify the rounding of these
+    channels to errors as large as the target."""
     x, _, _ = tokens(count=4000)
     x -= 7
     x[:, 1] = x[:, 0] + x[:, 1] / 1000
@@ -139,8 +139,8 @@ def test_diagonal_fit_is_a_layer_norm_of_constant_scale():
     assert moments.unexplained(fit) < 1e-12
 
 
-def test_channels_go_in_the_order_of_what_least_squares_loses():
-    """Against a regression for each set of channels that is left."""
+def test_channels_are_ranked_by_backward_elimination():
+    """The oracle runs one regression for each set of remaining channels."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, 9, generator=generator, dtype=torch.float64) @ torch.randn(9, 9, dtype=torch.float64)
     y = torch.randn(500, 3, generator=generator, dtype=torch.float64) + x[:, [1, 4, 6]]
@@ -155,7 +155,7 @@ def test_channels_go_in_the_order_of_what_least_squares_loses():
     assert rank_channels(moments_of(x, y), ridge=0.0).tolist() == order
 
 
-def test_targets_of_an_ffn_are_those_of_its_tokens():
+def test_changed_targets_and_selected_channels_give_the_moments_of_their_tokens():
     x, y, matrix = tokens(noise=1.0)
     weight, bias = matrix, torch.ones(4, dtype=torch.float64)
     moments = moments_of(x, y)
@@ -169,8 +169,8 @@ def test_targets_of_an_ffn_are_those_of_its_tokens():
         )
 
 
-def test_of_two_equal_channels_one_stays():
-    """Two hundred channels, each of them twice: the first two hundred to go leave one of each pair."""
+def test_one_channel_of_each_equal_pair_is_removed_first():
+    """Of 200 pairs of nearly equal channels, the first 200 channels removed are one of each pair."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2000, 200, generator=generator, dtype=torch.float64)
     x = torch.cat([x, x + 1e-3 * torch.randn(2000, 200, generator=generator, dtype=torch.float64)], 1)

@@ -1,4 +1,4 @@
-"""What tests of fusion compare: all outputs of fused and unfused models, and the norms that stayed."""
+"""Checks for tests of fusion: equal outputs of fused and unfused models, and the norms that became affine."""
 
 import torch
 from conftest import raw_outputs, relative_difference
@@ -12,7 +12,7 @@ SIZE = (75, 102)
 
 @torch.no_grad()
 def outputs(model, images):
-    """The maps of a backbone, or all that a detector computes before its last NMS."""
+    """The feature maps of a backbone, or the raw outputs of a detector before its last NMS."""
     if hasattr(model, 'roi_head'):
         # A cascade gives a list of the proposals, then lists with the outputs of each stage.
         return [x for part in raw_outputs(model, images) for x in (part if isinstance(part, list | tuple) else [part])]
@@ -23,7 +23,7 @@ def outputs(model, images):
 
 
 def assert_fused_equals(fused, model, sizes=(SIZE,)):
-    """Law 1 in float64, on one and on two images."""
+    """Asserts equal outputs in float64, on batches of one and two images."""
     for i, size in enumerate(sizes):
         images = torch.randn(1 + i % 2, 3, *size).double()
         difference = relative_difference(outputs(fused, images), outputs(model, images))

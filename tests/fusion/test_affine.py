@@ -55,7 +55,7 @@ def test_folds_are_computed_in_float64():
 @pytest.mark.parametrize('bias', [True, False])
 @pytest.mark.parametrize('part', PARTS)
 def test_fold_into_some_projections_of_an_attention(part, bias):
-    """The attention of queries, keys and values of which only those named pass the affine map."""
+    """The oracle applies the affine map only to the queries, keys or values that ``part`` names."""
     layer = nn.MultiheadAttention(6, 2, bias=bias).double().eval()
     nn.init.normal_(layer.in_proj_weight)
     if bias:
@@ -73,12 +73,12 @@ def test_fold_into_some_projections_of_an_attention(part, bias):
         assert same == (name not in part), name
         if not bias:
             assert layer.in_proj_bias[rows].any() == (name in part), name
-    # A layer without bias gets zeros in both places: the fused kernel reads both, or neither.
+    # The fused kernel needs both biases or none, so out_proj gets a bias of zeros.
     assert layer.in_proj_bias.requires_grad and not layer.out_proj.bias.any()
 
 
 class OtherConv2d(nn.Conv2d):
-    """Computes its weight, perhaps."""
+    """A subclass, which may compute its weight."""
 
 
 def computed_linear():

@@ -1,4 +1,4 @@
-"""Output norms fold in every detector that hands them to an FPN and to nothing else."""
+"""Output norms fold if the detector passes the outputs of its backbone to the FPN alone."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_a_python_style_config_is_written_so_that_it_loads(small_detector_cfg, t
 
 
 class OwnDetector(RetinaNet):
-    """May hand the outputs of its backbone to anything."""
+    """Overrides extract_feat, which may pass the outputs of the backbone to other modules."""
 
     def extract_feat(self, images):
         return super().extract_feat(images)
@@ -50,7 +50,7 @@ def test_output_norms_of_a_detector_with_an_extract_feat_of_its_own_become_affin
     model = build('retinanet_r50_fpn', start_level=0, add_extra_convs='on_output')
     assert left_affine(slab_det.fuse(model)) == {}
     model.extract_feat = model.extract_feat
-    assert len(left_affine(slab_det.fuse(model))) == 4, 'a method of the object may read them too'
+    assert len(left_affine(slab_det.fuse(model))) == 4, 'an extract_feat set on the object may read the outputs'
     del model.extract_feat
     model.__class__ = OwnDetector
     fused = slab_det.fuse(model)

@@ -1,4 +1,4 @@
-"""Modules say where their norms go; a fused config stores what became of each norm."""
+"""Fold rules of modules outside the package, and the folds that a fused config stores."""
 
 import copy
 
@@ -42,7 +42,7 @@ class OtherForward(OwnBlock):
     ('kind', 'outcome'), [(OwnBlock, 'folded'), (OtherForward, 'affine'), (ForeignBlock, 'folded')]
 )
 @torch.no_grad()
-def test_a_module_outside_the_package_says_where_its_norm_goes(kind, outcome):
+def test_a_module_outside_the_package_names_the_reader_of_its_norm(kind, outcome):
     if kind is ForeignBlock:
         register_folds(ForeignBlock, folds=lambda block: [Fold('norm', before='fc')])
     block = kind().double().eval()
@@ -53,7 +53,7 @@ def test_a_module_outside_the_package_says_where_its_norm_goes(kind, outcome):
     assert relative_difference([fused(x)], [block(x)]) <= 1e-9
 
 
-def test_a_saved_config_stores_the_folds_and_asks_no_rule(tmp_path, small_detector, small_detector_cfg):
+def test_a_saved_config_stores_the_folds_and_needs_no_rules(tmp_path, small_detector, small_detector_cfg):
     fused = slab_det.fuse(small_detector())
     cfg = small_detector_cfg()
     checkpoint, config = save_fused(fused, Config(dict(model=cfg)), tmp_path / 'fused.pth')
@@ -62,7 +62,7 @@ def test_a_saved_config_stores_the_folds_and_asks_no_rule(tmp_path, small_detect
     assert meta['slab_det_version'] == slab_det.__version__ and meta['folds'] == model.to_dict()['folds']
     assert len(model.folds) == len(fused.fusion_report.norms)
 
-    # A rule that changes later does not change what the file says: here one norm stays as affine.
+    # The stored folds decide, not the current rules: here the config says affine for a norm that would fold.
     changed = copy.deepcopy(model)
     norm = next(fold for fold in changed.folds if fold.norm == 'backbone.norm0')
     norm.pop('into')
@@ -74,7 +74,7 @@ def test_a_saved_config_stores_the_folds_and_asks_no_rule(tmp_path, small_detect
 
 def test_folds_of_another_model_are_refused(small_detector, small_detector_cfg):
     folds = [fusion.to_dict() for fusion in slab_det.fuse(small_detector()).fusion_report.norms]
-    with pytest.raises(FusionError, match='not the one whose folds these are'):
+    with pytest.raises(FusionError, match='folds belong to another model'):
         MODELS.build(dict(type='FusedDetector', model=small_detector_cfg(), folds=folds[:-1]))
-    with pytest.raises(FusionError, match='not the one whose folds these are'):
+    with pytest.raises(FusionError, match='folds belong to another model'):
         MODELS.build(dict(type='FusedDetector', model=small_detector_cfg(), folds=[dict(folds[0], norm='no.norm')]))

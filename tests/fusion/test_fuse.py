@@ -1,4 +1,4 @@
-"""Fused detectors compute what unfused ones do: our backbones and mmdet's, every norm, every option, every size."""
+"""Fused detectors compute the same as unfused ones, for slab_det's and mmdet's backbones with every norm and option."""
 
 import copy
 
@@ -59,7 +59,7 @@ MODELS_WITH_OPTIONS = {
 
 @pytest.fixture
 def detector_cfg(small_detector_cfg):
-    """A function: the config of a small detector on any of these backbones."""
+    """A function: the config of a small detector with the given backbone."""
 
     def build(backbone, detector='mask_rcnn', **neck):
         if 'num_layers' in backbone:
@@ -97,12 +97,12 @@ def expected_left(backbone):
 @pytest.mark.parametrize('name', MODELS_WITH_OPTIONS)
 def test_a_fused_detector_computes_the_same_in_float64(build, name):
     backbone = MODELS_WITH_OPTIONS[name]
-    # A mask head reads the same features as the heads of boxes: two with masks stand for all.
+    # A mask head reads the same features as the box head, so two models with masks are enough.
     model = build(backbone, 'mask_rcnn' if name in ('softmax', 'PVT, mixed') else 'faster_rcnn').double()
     fused = slab_det.fuse(model)
     assert left_affine(fused) == expected_left(backbone)
     assert not fused.fusion_report.select('kept') and not [m for m in fused.modules() if isinstance(m, nn.LayerNorm)]
-    # PVT reduces its maps: they must not be smaller than the reduction.
+    # PVT's maps must not be smaller than its spatial reduction.
     smallest = 32 if 'num_layers' in backbone else 0
     drawn = random_sizes(1, seed=list(MODELS_WITH_OPTIONS).index(name))
     sizes = [SIZE, *([height + smallest, width + smallest] for height, width in drawn)]
@@ -112,7 +112,7 @@ def test_a_fused_detector_computes_the_same_in_float64(build, name):
 @pytest.mark.parametrize(
     ('maps', 'message'),
     [
-        # Infinite in float32 alone: no difference of infinities says anything.
+        # The maps overflow in float32 alone; a difference of infinities is NaN.
         (lambda model, x: tuple(1e37 * y for y in model.extract_feat(x)), 'not finite'),
         (lambda model, x: (), 'no output'),
         (lambda model, x: (x[:0],), 'no output'),
@@ -196,7 +196,7 @@ def test_the_report_names_every_layer_that_takes_a_norm(build, backbone, num_nor
         ),
     ],
 )
-def test_an_output_norm_stays_whole_where_one_reader_cannot_take_it(build, backbone, neck, reasons):
+def test_an_output_norm_becomes_affine_if_one_reader_cannot_take_it(build, backbone, neck, reasons):
     model = build(backbone, **neck).double()
     fused = slab_det.fuse(model)
     assert left_affine(fused) == reasons
@@ -213,7 +213,7 @@ def test_an_output_norm_stays_whole_where_one_reader_cannot_take_it(build, backb
             r'stages\.1\.blocks\.0\.norm2: gamma = 0\.25.*finish',
         ),
         (lambda model: model.backbone.norm2.repbn.running_var.fill_(float('nan')), r'backbone\.norm2: .*not finite'),
-        (lambda model: setattr(model, 'extra', model.backbone.norm1), r'norm1: it stands in 2 places'),
+        (lambda model: setattr(model, 'extra', model.backbone.norm1), r'norm1: it is used in 2 places'),
         (lambda model: model.backbone.norm1.repbn.register_forward_hook(print), r'norm1: it has hooks.*remove them'),
     ],
 )

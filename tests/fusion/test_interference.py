@@ -1,4 +1,4 @@
-"""Layers and norms that cannot be changed alone: unknown classes around them, hooks on them, several owners."""
+"""Norms do not fold into layers with unknown readers, hooks, computed weights or shared weights."""
 
 from operator import attrgetter
 
@@ -33,7 +33,7 @@ def build_pvt(**options):
 
 
 def nosy(kind):
-    """A class that reads its input once more."""
+    """A subclass whose forward reads its input a second time."""
 
     def forward(self, x, *args, **kwargs):
         return kind.forward(self, x, *args, **kwargs) + x.mean()
@@ -91,11 +91,11 @@ def replace_forward(module):
         (replace_forward, 'attn.w_msa.qkv', 'norm1', 'a forward of its own'),
     ],
 )
-def test_what_runs_beside_a_layer_keeps_the_norm_out_of_it(small_detector, change, layer, norm, reason):
+def test_hooks_and_computed_weights_of_a_layer_prevent_the_fold(small_detector, change, layer, norm, reason):
     model = small_detector().double()
     change(model.get_submodule(f'{BLOCK}.{layer}'))
     model.eval()
-    # A replaced forward stays bound to the layer it came from: a copy would run the original.
+    # A replaced forward is bound to its layer, so a copy of the model would run the layer of the original.
     inplace = change is replace_forward
     images = torch.randn(1, 3, *SIZE).double()
     references = outputs(model, images)
@@ -106,7 +106,7 @@ def test_what_runs_beside_a_layer_keeps_the_norm_out_of_it(small_detector, chang
     assert relative_difference(outputs(fused, images), references) <= 1e-9
 
 
-def test_hooks_on_what_reads_the_outputs_keep_their_norms(small_detector):
+def test_hooks_on_the_neck_prevent_the_folds_of_output_norms(small_detector):
     model = small_detector().double()
     model.neck.register_forward_pre_hook(lambda _, args: (tuple(x.relu() for x in args[0]),))
     fused = slab_det.fuse(model)

@@ -1,4 +1,4 @@
-"""timm's ViT, DeiT and Swin: their norms fold exactly and are absorbed."""
+"""timm's ViT, DeiT and Swin: offline norms fold exactly, and LayerNorms are absorbed."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import slab_det
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=5)
 SWIN = dict(embed_dim=12, depths=(2, 2), num_heads=(1, 2), num_classes=5)
-# Constructor, its arguments, the size of an image, and the norms that no layer takes.
+# Class, arguments, image size, and the norms that do not fold.
 MODELS = {
     'ViT': (VisionTransformer, VIT, 32, ['norm']),
     'ViT with options': (
@@ -24,7 +24,7 @@ MODELS = {
     ),
     'DeiT': (VisionTransformerDistilled, VIT, 32, ['norm']),
     'Swin': (SwinTransformer, dict(SWIN, img_size=56), 56, ['norm']),
-    # Maps of 15 and 8, in windows of 7.
+    # Maps of sides 15 and 8, padded to windows of 7.
     'padded Swin': (
         SwinTransformer,
         dict(SWIN, img_size=60),

@@ -86,7 +86,7 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     shutil.move('data/images/train', 'pictures')
     shutil.rmtree('data')
     cfg = Config.fromfile('small.py')
-    # As a config that only serves: no training, and hooks that count epochs.
+    # A config for inference only: no training settings, and hooks that count epochs.
     for key in ('train_cfg', 'train_dataloader', 'val_cfg', 'val_dataloader', 'val_evaluator', 'param_scheduler'):
         cfg.pop(key)
     cfg.default_hooks.checkpoint = dict(type='CheckpointHook', interval=1)
@@ -113,17 +113,17 @@ def test_a_folder_of_pictures_is_enough(detector: Path, call) -> None:
     weights = (model.backbone.stages[0].blocks[0].ffn.layers[0][0].weight for model in (last, student))
     assert not torch.equal(*weights)
     finished = {*Path('work').iterdir()}
-    assert finished, 'to go on from'
+    assert finished, 'the work dir has blocks to resume from'
     moved = shutil.move('pictures', 'moved')
     result = call('train.py', tune, '--work-dir', 'again', code=1)
     assert 'pictures is not a folder' in result.err.splitlines()[-1], result.err
     shutil.move(moved, 'pictures')
     call(*command, '--int8')
-    assert {*Path('work').iterdir()} > finished, 'another student'
+    assert {*Path('work').iterdir()} > finished, 'an int8 student has its own files'
 
 
 def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Path, call) -> None:
-    # Weights alone: the config has the class names.
+    # The checkpoint has weights alone, so the class names come from the config.
     torch.save(torch.load(detector)['state_dict'], detector)
     result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *QUICK, '--rounds', 0)
     tried = re.findall(rf'^(\d+) of {NORMS} LayerNorms kept: agreement ([\d.]+)$', result.out, re.MULTILINE)
@@ -151,7 +151,7 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--data-root', 'data', '--keep', '-1'), 'a whole number from 0 on'),
         (('--data-root', 'data', '--keep', 'backbone.norm0', '1'), 'keep: 1 '),
         (('--out', 'small.pth'), 'the input checkpoint'),
-        # Known before an hour of work; there are no images to begin with.
+        # Output paths are checked before the images are read, which would fail too.
         (('--images', 'nowhere', '--out', 'small.py/fused.pth'), 'small.py/fused.pth: Not a directory'),
         (('--images', 'nowhere', '--json', 'small.py/report.json'), 'small.py/report.json: Not a directory'),
     ],
