@@ -21,12 +21,12 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
 
     Args:
         cfg: A config of a detector.
-        checkpoint: All weights of the detector; None leaves random ones. ``init_cfg`` is not run, so nothing is
-            downloaded.
+        checkpoint: File with all weights of the detector; None leaves them random. ``init_cfg`` is not run, so nothing
+            is downloaded.
 
     Returns:
-        The detector, with its config as ``cfg``. With a checkpoint it has ``dataset_meta``: class names and palette of
-        the checkpoint, or else the class names of the training set, or None.
+        The detector, with its config as ``cfg``. A checkpoint also gives it ``dataset_meta``: the class names and
+        palette of the checkpoint, else the class names of the training set, else None.
 
     Raises:
         ConfigError: If the model cannot be built.
@@ -34,14 +34,14 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     """
     enter_scope(cfg)
     with config_errors(cfg.filename or 'config'):
-        # mmdet's DETRs write into their config, and what is written cannot be built again.
+        # mmdet's DETRs change their config while they are built, and cannot be built from the changed one.
         model_cfg = copy.deepcopy(cfg.model)
         if 'data_preprocessor' in cfg:
-            # As the runner does.
+            # The runner adds it to the model too.
             model_cfg.setdefault('data_preprocessor', copy.deepcopy(cfg.data_preprocessor))
         model = MODELS.build(model_cfg)
     model.eval()
-    # As mmdet's init_detector leaves it.
+    # mmdet's inference functions read it.
     model.cfg = cfg
     if checkpoint is None:
         return model
@@ -49,26 +49,26 @@ def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:
     check_detector_checkpoint(model, loaded, checkpoint).check_complete()
     load_state_dict(model, loaded['state_dict'])
     meta = loaded.get('meta') or {}
-    # mmdet 2 wrote class names and palette in capitals, directly into meta.
+    # mmdet 2 stored class names and palette as meta['CLASSES'] and meta['PALETTE'].
     found = {name.lower(): meta[name] for name in ('CLASSES', 'PALETTE') if meta.get(name) is not None}
     model.dataset_meta = meta.get('dataset_meta') or (found if 'classes' in found else _training_classes(model, cfg))
     return model
 
 
 def _training_classes(model: nn.Module, cfg: Config) -> dict | None:
-    """The class names of a config's training set, if they are as many as the heads of ``model`` have."""
+    """The class names of the training set; None if the heads of ``model`` have another number of classes."""
     if not cfg.get('train_dataloader'):
         return None
     *_, dataset = walk_datasets(cfg.train_dataloader.dataset)
     kind = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     classes = {**getattr(kind, 'METAINFO', {}), **(dataset.get('metainfo') or {})}.get('classes')
-    # An RPN has one.
+    # An RPN has num_classes = 1.
     counts = [n for m in model.modules() if isinstance(n := getattr(m, 'num_classes', None), int)]
     return dict(classes=tuple(classes)) if classes and counts and len(classes) == max(counts) else None
 
 
 def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
-    """Writes pretrained weights in mmdet's layout, for the backbone of ``cfg``, into a file.
+    """Converts pretrained weights to mmdet's layout, for the backbone of ``cfg``, and saves them.
 
     Args:
         cfg: A config of a detector; only its backbone is built.
@@ -79,7 +79,7 @@ def rewrite_as_native(cfg: Config, source: str, out: str | Path) -> LoadReport:
         What happened to every key.
 
     Raises:
-        CheckpointError: If the weights do not fit, or do not fill the backbone: random ones are not written.
+        CheckpointError: If weights do not fit the backbone or are missing.
     """
     enter_scope(cfg)
     with config_errors(cfg.filename or 'config'):

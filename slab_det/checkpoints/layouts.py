@@ -4,12 +4,12 @@
 |---|---|---|---|
 | native | all | mmdet and this project | nothing |
 | microsoft_swin | Swin | github.com/microsoft/Swin-Transformer | names; the order of merged channels |
-| timm_swin | Swin | timm >= 0.9 (older ones have Microsoft's) | the same; patch merging begins a stage |
+| timm_swin | Swin | timm >= 0.9 (older ones: microsoft_swin) | as microsoft_swin; patch merging begins a stage |
 | official_pvt | PVT, PVTv2 | github.com/whai362/PVT, FLatten-PVT | stages from 1; q and kv apart; linear fc1, fc2 |
-| timm_pvt_v2 | PVTv2 | timm.models.pvt_v2 | the same under other names |
+| timm_pvt_v2 | PVTv2 | timm.models.pvt_v2 | as official_pvt, under other names |
 | official_vit | ViT, DeiT | github.com/facebookresearch/deit, timm | names; the class token's position apart |
 | microsoft_cswin | CSWin | github.com/microsoft/CSWin-Transformer | stages from 1; names |
-| slab_official | Swin, PVT, DeiT, CSWin | github.com/xinghaochen/SLAB | the official one; progressive norms, counters |
+| slab_official | Swin, PVT, DeiT, CSWin | github.com/xinghaochen/SLAB | as the rows above; progressive norms |
 
 Classifiers and detectors have the same layout. :mod:`slab_det.checkpoints.norms` fits norms of one kind to another.
 
@@ -17,9 +17,9 @@ In slab_official, a progressive norm ``n`` has the weights ``n.norm1.*`` (LayerN
 ``n.norm2.alpha`` (RepBN and its eta), and the counters ``n.warm``, ``n.iter`` and ``n.total_step``. A plain RepBN has
 ``n.bn.*`` and ``n.alpha``. A norm without counters has gamma 0: the released code evaluates ``norm2`` alone at the end.
 
-A classifier of PVT ends in ``cls_token``, whose position is the first row of ``pos_embed4``. PVT's LayerNorm has eps
-1e-5 in patch embeddings and reductions, where mmdet's has 1e-6. timm's Swin pads maps after the shift, not before, and
-shifts no windows where the map is no larger than one.
+In a PVT classifier the first row of ``pos_embed4`` is the position of ``cls_token``. LayerNorms of patch embeddings and
+reductions have eps 1e-5 in PVT and 1e-6 in mmdet. mmdet's Swin pads a map before the shift; timm's Swin pads it after
+the shift, and does not shift a map that is no larger than one window.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from slab_det.runtime.errors import CheckpointError, name_some
 
 
 class Weight(NamedTuple):
-    """A tensor of a checkpoint, its name in the file, and how its values were changed, '' if they were not."""
+    """A tensor of a checkpoint; ``key`` is its name in the file, ``change`` says how its values were converted."""
 
     value: Tensor
     key: str
     change: str = ''
 
     def changed(self, value: Tensor, change: str) -> Weight:
-        """Returns this weight with other values, and a word for the change."""
+        """Returns the weight with new values, and ``change`` added to the earlier changes."""
         return Weight(value, self.key, f'{self.change}, {change}' if self.change else change)
 
 
@@ -54,10 +54,10 @@ class Layout(NamedTuple):
     """A layout of checkpoints.
 
     Attributes:
-        has: Patterns; every file of the layout has a key for each.
+        has: Patterns, each of which must match some key.
         renames: Patterns and their replacements, applied to each key one after the other.
         steps: Functions that turn the renamed weights into native ones, in this order.
-        lacks: Patterns; no file of the layout has a key for any.
+        lacks: Patterns that must match no key.
     """
 
     name: str
@@ -87,10 +87,10 @@ class Layout(NamedTuple):
 
 
 def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
-    """Finds the layout of a checkpoint with these keys for a model with the keys ``targets``, or raises."""
+    """Finds the layout of a checkpoint by its keys; raises if they fit no layout and no ``targets``, a model's keys."""
     keys, targets = set(keys), set(targets)
     found = next((layout for layout in LAYOUTS if layout.matches(keys)), None)
-    # A part of a model, or another architecture in the native layout. Few common keys may be a coincidence.
+    # Part of a model, or an architecture unknown here, in the native layout. Few common keys may be a coincidence.
     if found is None and 2 * len(keys & targets) > min(len(keys), len(targets)):
         return LAYOUTS[-1]
     if found is None:
@@ -99,7 +99,7 @@ def find_layout(keys: Iterable[str], targets: Iterable[str]) -> Layout:
 
 
 def nothing_matched(keys: Iterable[str], targets: Iterable[str], remedy: str = '') -> CheckpointError:
-    """The error for a checkpoint that has no key of the model."""
+    """Returns the error for a checkpoint that shares no key with the model."""
     layouts = ', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))
     return CheckpointError(
         f'nothing matches the model; the checkpoint has {name_some(keys)}, the model {name_some(targets)}; '
@@ -108,15 +108,15 @@ def nothing_matched(keys: Iterable[str], targets: Iterable[str], remedy: str = '
 
 
 def _stage_before(template: str) -> Callable[[re.Match], str]:
-    """A replacement for names that count stages from 1, in their first group; native names count from 0."""
+    """Returns a replacement that lowers the stage number, the first group, by 1: native names count from 0."""
     return lambda match: template.format(int(match[1]) - 1)
 
 
 def _to_unfold_order(weights: Weights) -> Weights:
-    """Reorders the 4 C channels of patch merging, the last dimension, as mmdet's unfold has them.
+    """Reorders the last dimension of patch merging, 4 C channels, to the order of mmdet's unfold.
 
     Microsoft, SLAB and timm concatenate four slices of C channels, at (row, column) (0, 0), (1, 0), (0, 1), (1, 1).
-    mmdet has the four places of each channel next to each other, row by row.
+    unfold puts the four places of one channel next to each other, row by row.
     """
     native = dict(weights)
     for key, weight in weights.items():
@@ -129,7 +129,7 @@ def _to_unfold_order(weights: Weights) -> Weights:
 
 
 def _pack_projections(weights: Weights) -> Weights:
-    """Makes ``q`` and ``kv`` the rows of one ``in_proj``."""
+    """Stacks ``q`` and ``kv`` into one ``in_proj``."""
     packed = dict(weights)
     for key in weights:
         match = re.fullmatch(r'(.+\.attn\.)q\.(weight|bias)', key)
@@ -143,12 +143,12 @@ def _pack_projections(weights: Weights) -> Weights:
 
 
 def _finish_pvt(weights: Weights) -> Weights:
-    """Numbers blocks and layers as mmdet does, makes linear layers 1x1 convolutions, drops the class position."""
+    """Numbers blocks as mmdet does, turns linear layers into 1x1 convolutions, drops the class token's position."""
     has_convs = any('.ffn.layers.1.' in key for key in weights)
     tables = sorted(key for key in weights if key.endswith('.pos_embed'))
     sizes = [weights[key].value.shape[1] for key in tables]
-    # Official detectors have the position of the class token without the token; the SLAB authors' PVT has neither.
-    # Without that position, the stage before the last one has four times as many positions.
+    # Official detectors keep the class token's position without the token; the SLAB authors' PVT has neither.
+    # Without the class token's position, the table before the last one has four times the rows of the last one.
     has_class_position = bool(tables) and ('cls_token' in weights or 4 * sizes[-1] != sizes[-2:][0])
     native = {}
     for key, weight in weights.items():
@@ -166,9 +166,9 @@ def _finish_pvt(weights: Weights) -> Weights:
 
 
 def _place_class_token(weights: Weights) -> Weights:
-    """Adds the position of the class token to the token, as SLABViT has it, and drops it from the table."""
+    """Moves the class token's position from the table into the token, where SLABViT has it."""
     token, table = weights.get('cls_token'), weights.get(VIT_POSITIONS)
-    # The SLAB authors' DeiT has a class token without a position, and does not use it.
+    # The SLAB authors' DeiT has a class token that it does not use, without a position.
     if token is None or table is None or math.isqrt(table.value.shape[1]) ** 2 == table.value.shape[1]:
         return weights
     return weights | {
@@ -193,11 +193,11 @@ def _add_gammas(weights: Weights) -> Weights:
         if counters[2] is None and (warm > 0 or remaining > 0):
             raise CheckpointError(
                 f'{norm}.total_step is missing, and the decay is not finished (iter {remaining:g}, warm {warm:g}): '
-                'gamma cannot be known; get the whole checkpoint'
+                'gamma is unknown; get the whole checkpoint'
             )
-        # Trained with T = 0, as Table A1 prints for Swin-T, the released code divides 0 by 0.
+        # With T = 0, as Table A1 has it for Swin-T, the released code divides 0 by 0.
         gamma = 1.0 if warm > 0 else min(max(remaining / total, 0.0), 1.0) if total > 0 else 0.0
-        change = 'gamma 0 for want of counters' if counters[2] is None else 'gamma from counters'
+        change = 'gamma 0 without counters' if counters[2] is None else 'gamma from counters'
         native[f'{norm}._gamma'] = weight.changed(torch.tensor(gamma, dtype=torch.float64), change)
     return native
 
@@ -269,7 +269,7 @@ RELEASED_NORM = (r'\.alpha$', r'\.bn\.weight$')
 # Swin V2 has the names of Swin, but scales the cosine of queries and keys.
 SWIN_V2 = r'\.attn\.logit_scale$'
 
-# The first that matches counts; the last is the native one.
+# find_layout takes the first that matches; the native layout must be the last.
 LAYOUTS = (
     Layout('slab_official', (SWIN, *RELEASED_NORM), SLAB_NORMS + SWIN_NAMES, (_add_gammas, _to_unfold_order)),
     Layout(
@@ -282,7 +282,7 @@ LAYOUTS = (
     Layout(
         'slab_official',
         (CSWIN, *RELEASED_NORM),
-        # The scale of focused attention is still there; nothing reads it.
+        # Files hold a scale of focused attention that the released code does not read.
         ((r'(\.attns\.\d\.)scale$', r'\1unread_scale'), *CSWIN_NAMES, *SLAB_NORMS),
         (_add_gammas,),
     ),

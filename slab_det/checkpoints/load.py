@@ -43,13 +43,12 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
         backbone: SLABSwin, SLABPVT, SLABViT, SLABCSwin, or mmdet's SwinTransformer, PyramidVisionTransformer or
             PyramidVisionTransformerV2 with any of our norms.
         path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
-            that timm has under that name, or what such a file holds.
-        prefix: The backbone's weights are those whose names begin with this prefix, such as ``ema.backbone.``. By
-            default ``backbone.`` if there are any, else all weights.
+            that timm has under that name, or the content of such a file.
+        prefix: Prefix of the backbone's weights in the checkpoint, such as ``ema.backbone.``. The default is
+            ``backbone.`` if a name begins with it; otherwise all weights are the backbone's.
 
     Raises:
-        CheckpointError: If nothing matches, a shape does not fit, or norms cannot hold what the checkpoint has for
-            them.
+        CheckpointError: If nothing matches, a shape does not fit, or a norm cannot be converted to the backbone's.
     """
     is_loaded = isinstance(path_or_state_dict, Mapping)
     name = 'state dict' if is_loaded else fspath(path_or_state_dict)
@@ -76,18 +75,18 @@ def check_detector_checkpoint(
     name: str = 'the checkpoint',
     reinitialize: Sequence[str] = (),
 ) -> LoadReport:
-    """Fits ``checkpoint``, in place, to ``model``, and logs the report; the caller loads the checkpoint.
+    """Converts ``checkpoint``, in place, to what ``model`` can load, and logs a report; the caller then loads it.
 
     Args:
-        model: A detector; nothing is loaded into it here.
-        checkpoint: The content of a file. Afterwards its ``state_dict`` fills the whole model, with the model's own
-            values where the file has none. The report names these; mmengine, which loads it, does not.
-        name: The file, for report and errors.
+        model: A detector; it stays unchanged.
+        checkpoint: The content of a file. Keys that its ``state_dict`` lacks get the model's own values: the report
+            names them as missing, mmengine does not.
+        name: The file's name, for report and errors.
         reinitialize: Prefixes of keys that stay as the model has them, such as ``roi_head.bbox_head.fc_cls`` for
             another number of classes.
 
     Raises:
-        CheckpointError: If nothing matches, a shape does not fit, or only one of both is fused.
+        CheckpointError: If nothing matches, a shape does not fit, or only one of checkpoint and model is fused.
     """
     dropped = tuple(reinitialize)
     state = find_state_dict(checkpoint, name)
@@ -102,12 +101,12 @@ def check_detector_checkpoint(
 
 
 def check_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Refuses weights that are not all of the model's, or that must be converted; a pre-hook of ``load_state_dict``.
+    """Refuses weights that are incomplete or must be converted; a pre-hook of ``load_state_dict``.
 
     PyTorch reports surplus weights. A state dict without any weight under ``prefix`` is accepted.
 
     Raises:
-        CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing or in another form.
+        CheckpointError: As :func:`load_pretrained`, and if weights of the model are missing or must be converted.
     """
     given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
     if not given or has_shapes_of(model, given):
@@ -135,7 +134,7 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     The tensors stand under ``state_dict``, ``state_dict_ema`` or ``model``, or at the top.
 
     Raises:
-        CheckpointError: If there are none.
+        CheckpointError: If there are no tensors.
     """
     state = checkpoint
     for wrapper in ('state_dict', 'state_dict_ema', 'model'):
@@ -146,13 +145,13 @@ def find_state_dict(checkpoint: object, name: str) -> dict[str, Tensor]:
     if not tensors:
         raise CheckpointError(
             f'{name} holds no weights under `state_dict`, under `model` or at the top, but '
-            f'{name_some(map(str, held)) or type(state).__name__}; give a checkpoint'
+            f'{name_some(map(str, held)) or type(state).__name__}; give a file that holds weights'
         )
     return tensors
 
 
 def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[str, Tensor]:
-    """Converts weights, of a backbone in any layout or of a detector, to those that ``model`` loads, by its names.
+    """Converts weights of a backbone or detector, in any layout, to the names and shapes of ``model``.
 
     Every key is added to ``report``. Weights that the model computes itself are left out. Raises CheckpointError as
     :func:`load_pretrained`.
@@ -163,7 +162,7 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[
         given = _convert(weights, model, prefix, report)
     except CheckpointError as error:
         raise CheckpointError(f'{report.source}: {error}') from error
-    # The model computes the index from its window, which may be another than the checkpoint's.
+    # The model computes relative_position_index from its own window, which may differ from the checkpoint's.
     filled = {key: w for key, w in given.items() if key in targets and not key.endswith('relative_position_index')}
     misfits = [
         f'{weight.key} {tuple(weight.value.shape)} -> {key} {tuple(targets[key].shape)}'
@@ -178,7 +177,7 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[
         )
     report.matched = list(filled)
     report.converted = {key: weight.change for key, weight in filled.items() if weight.change}
-    # Where only the backbone was asked for, a classifier's head is among the unused weights already.
+    # load_pretrained has put a classifier's head into report.unused where weights have a prefix.
     is_classifier = any(key.startswith((f'{prefix}head.', f'{prefix}norm.')) for key in (*weights, *report.unused))
     rules = EXPECTED_MISSING | OUTPUT_NORM if is_classifier else EXPECTED_MISSING
     for key in targets:
@@ -191,7 +190,7 @@ def fit_weights(weights: Weights, model: nn.Module, report: LoadReport) -> dict[
 
 
 def _convert(weights: Weights, model: nn.Module, prefix: str, report: LoadReport) -> Weights:
-    """Gives weights the layout, norms and position tables of ``model``, whose backbone has the keys ``prefix...``."""
+    """Gives weights the layout, norms and position tables of ``model``; keys of its backbone begin with ``prefix``."""
     targets = model.state_dict().keys()
     backbone = {key[len(prefix) :]: weight for key, weight in weights.items() if key.startswith(prefix)}
     given = {key: weight for key, weight in weights.items() if not key.startswith(prefix)}
@@ -203,8 +202,8 @@ def _convert(weights: Weights, model: nn.Module, prefix: str, report: LoadReport
     check_fused(given, model, prefix)
     given = resize_tables(fit_norms(given, model, report), model)
     if not given.keys() & targets:
-        alone = "; a backbone's own weights belong into model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
-        raise nothing_matched(weights, targets, alone if prefix else '')
+        remedy = "; a backbone's own weights belong in model.backbone.init_cfg=dict(type='Pretrained', checkpoint=...)"
+        raise nothing_matched(weights, targets, remedy if prefix else '')
     return given
 
 
@@ -214,6 +213,6 @@ def _reason(key: str, rules: Mapping[str, str]) -> str:
 
 
 def log_report(report: LoadReport) -> None:
-    """Logs the report, as a warning if something is missing or unused that should not be."""
+    """Logs the report, as a warning if it is not complete."""
     logger = MMLogger.get_current_instance()
     (logger.info if report.complete else logger.warning)(f'Loaded {report}')

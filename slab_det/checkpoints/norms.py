@@ -33,9 +33,9 @@ KEYS_OF_KIND = {
     'RepBN': _BATCH_NORM | {'eta'},
     'PRepBN': {'_gamma', *(f'ln.{key}' for key in _AFFINE), *(f'repbn.{key}' for key in (*_BATCH_NORM, 'eta'))},
 }
-# What UN, MABN and PowerNorm need at inference; they differ in the averages that they train with.
+# Keys of UN, MABN and PowerNorm that inference reads; their averages for training differ.
 QUADRATIC_KEYS = _AFFINE | {'running_var'}
-# (norm of the checkpoint, norm of the model): prefix of the weights' names in the model, and values that follow.
+# (checkpoint's norm, model's norm): prefix of the weights in the model's norm, and values that the checkpoint lacks.
 FITS = {
     ('LayerNorm', OfflineNorm): ('', {}),
     ('LayerNorm', PRepBN): ('ln.', {'_gamma': 1.0}),
@@ -49,12 +49,12 @@ FITS = {
 
 
 def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights:
-    """Converts the weights of every norm to those that the norm of the same name in ``model`` can load.
+    """Converts the weights of every norm to the kind of norm that ``model`` has under the same name.
 
     ``report`` receives gammas, and keys that are missing or unused for a reason.
 
     Raises:
-        CheckpointError: If a norm cannot hold what the checkpoint has for it.
+        CheckpointError: If a norm of the checkpoint cannot be converted to the model's.
     """
     fitted = dict(weights)
     for name, norm in named_norms(model, OfflineNorm, nn.LayerNorm):
@@ -73,7 +73,7 @@ def fit_norms(weights: Weights, model: nn.Module, report: LoadReport) -> Weights
 
 
 def _is_same(given: Weights, norm: nn.Module) -> bool:
-    """Whether ``norm`` can load the weights as they are; keys decide, so that a user's own norms load too."""
+    """Whether ``norm`` can load the weights unchanged; decided by keys, so that norms unknown here load too."""
     targets = norm.state_dict()
     if isinstance(norm, nn.LayerNorm):
         return given.keys() <= targets.keys()
@@ -85,22 +85,22 @@ def _is_same(given: Weights, norm: nn.Module) -> bool:
 
 
 def _convert(name: str, given: Weights, norm: nn.Module) -> tuple[Weights, str]:
-    """Returns the weights that ``norm`` loads, and the reason why other keys of both are left out."""
+    """Returns the weights that ``norm`` loads, and why other keys of the checkpoint and of ``norm`` are left out."""
     keys = {key for key in given if not key.endswith('num_batches_tracked')}
     if isinstance(norm, QuadraticNorm) and keys >= QUADRATIC_KEYS and 'running_mean' not in keys:
         return {key: given[key] for key in QUADRATIC_KEYS}, 'averages of another training'
     kind = next((kind for kind, expected in KEYS_OF_KIND.items() if keys == expected), None)
     if kind is None:
         raise CheckpointError(
-            f'{name}: the checkpoint holds {", ".join(weight.key for weight in given.values())}, which make neither '
-            f'the {type(norm).__name__} of the model nor a whole {", ".join(KEYS_OF_KIND)}; give a whole checkpoint, '
-            'buffers included, or set norm_cfg of the backbone to the norm that it was trained with'
+            f'{name}: the checkpoint holds {", ".join(weight.key for weight in given.values())}: neither a complete '
+            f'{type(norm).__name__}, as in the model, nor a complete {", ".join(KEYS_OF_KIND)}; give a checkpoint with '
+            'all parameters and buffers, or set norm_cfg of the backbone to the norm of the checkpoint'
         )
     fit = next((FITS[kind, base] for base in type(norm).__mro__ if (kind, base) in FITS), None)
     if fit is None:
         suited = 'TokenBN' if kind == 'BatchNorm' else kind
         raise CheckpointError(
-            f'{name}: the checkpoint holds a {kind}, the model a {type(norm).__name__}, which cannot take it; set '
+            f'{name}: the checkpoint holds a {kind}, which cannot become the {type(norm).__name__} of the model; set '
             f"norm_cfg (and out_norm_cfg for output norms) of the backbone to dict(type='{suited}')"
         )
     prefix, implied = fit
@@ -118,7 +118,7 @@ def is_fused(model: nn.Module) -> bool:
 
 
 def _folded_norms(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the keys that the norms had which fusion removed from ``model``."""
+    """Prefixes of the keys of norms that fusion removed from ``model``."""
     report = getattr(model, 'fusion_report', None)
     return tuple(f'{fusion.norm}.' for fusion in report.norms if fusion.outcome != 'kept') if report else ()
 
@@ -127,12 +127,12 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
     """Refuses a fused checkpoint for an unfused model and the reverse.
 
     Args:
-        keys: The names of the checkpoint's weights, in the model's layout.
-        model: The detector or backbone that they are for.
-        prefix: ``backbone.`` for a detector: only its backbone is looked at, as norms of heads are never fused.
+        keys: Keys of the checkpoint, in the model's layout.
+        model: The detector or backbone to load.
+        prefix: ``backbone.`` for a detector, because norms of heads are never fused.
 
     Raises:
-        CheckpointError: If only one of them is fused, or if the checkpoint has norms that were folded in the model.
+        CheckpointError: If only one of both is fused, or the checkpoint has norms that were folded in the model.
     """
     targets = model.state_dict().keys()
     if folded := _folded_norms(model):
@@ -143,7 +143,7 @@ def check_fused(keys: Collection[str], model: nn.Module, prefix: str = '') -> No
             )
         return
     norms = tuple(f'{name}.' for name, _ in named_norms(model, OfflineNorm, nn.LayerNorm) if name.startswith(prefix))
-    # A norm that cannot be folded becomes a ChannelAffine, whose scale and shift are no weights of a norm.
+    # Fusion replaces a norm that cannot be folded by a ChannelAffine, whose keys are scale and shift.
     norm_keys = [key for key in keys if key in targets or not key.endswith(('.scale', '.shift'))]
     lacking = [norm for norm in norms if not any(key.startswith(norm) for key in norm_keys)]
     others = {key for key in targets if key.startswith(prefix) and not key.startswith(norms)}

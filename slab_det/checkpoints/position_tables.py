@@ -18,7 +18,7 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
     Swin's tables are interpolated bicubically, as by its authors; PVT's bilinearly, as PVT does in every forward.
 
     Raises:
-        CheckpointError: If the positions of a table make no square.
+        CheckpointError: If the number of positions in a table is no square.
     """
     targets = model.state_dict()
     resized = dict(weights)
@@ -32,8 +32,8 @@ def resize_tables(weights: Weights, model: nn.Module) -> Weights:
         side = math.isqrt(table.shape[-2])
         if side * side != table.shape[-2]:
             raise CheckpointError(
-                f'{weight.key} has {table.shape[-2]} positions, which make no square: how to interpolate them cannot '
-                'be known; give the model the image and window sizes that the checkpoint was trained with'
+                f'{weight.key} has {table.shape[-2]} positions, no square number, so their height and width are '
+                'unknown; give the model the image and window sizes that the checkpoint was trained with'
             )
         module = model.get_submodule(owner)
         shape = None if table.ndim == 2 else getattr(module, 'pos_shape', getattr(module, 'table_shape', None))

@@ -46,7 +46,7 @@ class LoadReport:
         return not self.missing_unexpected and not self.unused_unexpected
 
     def check_complete(self) -> None:
-        """Raises CheckpointError if weights of the model are missing without a reason, as testing and resuming need."""
+        """Raises CheckpointError if weights are missing without a reason: testing and resuming need all weights."""
         if missing := self.missing_unexpected:
             raise CheckpointError(
                 f'{self.source}: {len(missing)} weights of the model are missing: {name_some(missing)}; use the config '

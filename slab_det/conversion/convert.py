@@ -19,11 +19,11 @@ from slab_det.runtime.errors import ConversionError
 
 @dataclass
 class ConversionReport:
-    """The norms that :func:`convert_norms` replaced or left; a norm with several names counts under the first.
+    """The norms that :func:`convert_norms` replaced or left; a norm with several names is listed once, by the first.
 
     Attributes:
         converted: Names of the norms that were replaced.
-        kept: Name and reason of every LayerNorm that was not.
+        kept: Every LayerNorm that was not replaced, and the reason.
     """
 
     converted: list[str] = field(default_factory=list)
@@ -53,16 +53,16 @@ def convert_norms(
         skip: Names of norms, or of modules that hold them, that stay as they are.
 
     Raises:
-        ConversionError: If no norm was converted, the new norm is none of ours, or the model is deployed; ``model`` is
-            then as it was.
+        ConversionError: If no norm can be converted, ``norm_cfg`` is no offline norm of slab_det, or the model is
+            deployed. ``model`` stays unchanged.
     """
     if is_deployed(model):
-        raise ConversionError('the model is deployed, which cannot be trained; convert the one that it was made of')
+        raise ConversionError('a deployed model cannot be trained; convert the model that was deployed')
     norm_cfg = norm_cfg or dict(type='PRepBN')
     if not inplace:
         model = copy_module(model)
     report, replaced, skipped = ConversionReport(), {}, tuple(f'{name}.' for name in skip)
-    # Not the LayerNorm of a PRepBN, which is converted already.
+    # named_norms leaves out the LayerNorm inside a PRepBN, which is converted already.
     for name, norm in named_norms(model, nn.LayerNorm):
         is_skipped = f'{name}.'.startswith(skipped)
         owner = model.get_submodule(name.rpartition('.')[0])
@@ -101,7 +101,7 @@ def _build_converted(norm: nn.LayerNorm, norm_cfg: dict, model: nn.Module) -> Of
     for name, parameter in given.items():
         getattr(target, name).copy_(parameter).requires_grad_(parameter.requires_grad)
     if given and not any(parameter.requires_grad for parameter in given.values()):
-        # DDP would wait for gradients of what only the new norm has, and a frozen stage gives none.
+        # DDP would wait for gradients of the new norm's other parameters, and a frozen stage gives none.
         new.requires_grad_(False)
     example = next(chain(given.values(), model.parameters()), None)
     if example is not None:

@@ -36,10 +36,10 @@ class Distillation:
 
     - ``loss_features``: the feature maps that ``extract_feat`` returns.
     - ``loss_dense``: logits and deltas of the RPN, or all outputs of a dense head.
-    - ``loss_roi``: logits and deltas of a StandardRoIHead on the teacher's proposals, and masks on 100 of them in all.
+    - ``loss_roi``: logits and deltas of a StandardRoIHead on the teacher's proposals, and masks on 100 proposals.
 
     Other heads, such as a cascade's or DETR's, are not compared. Heads of the student run in eval mode, because some
-    compute something else in training mode.
+    return other outputs in training mode.
 
     Args:
         teacher: A detector; it is set to eval mode and gets no gradient.
@@ -56,7 +56,7 @@ class Distillation:
 
         Args:
             student: A detector with the heads of the teacher.
-            features: Feature maps that its ``extract_feat`` returns for the images.
+            features: Feature maps that the student's ``extract_feat`` returns for the images.
             images: (B, 3, H, W), as the data preprocessor returns them.
             samples: One for each image, with its shapes; labels are not read.
         """
@@ -74,7 +74,7 @@ class Distillation:
             with torch.no_grad():
                 metas = [sample.metainfo for sample in samples]
                 proposals = teacher.rpn_head.predict_by_feat(*wanted, batch_img_metas=metas, rescale=False)
-                # The first have the highest scores. All of them would cost more than the rest of both detectors.
+                # Sorted by score. All proposals would cost more than the rest of both detectors.
                 proposals = [found[:NUM_PROPOSALS] for found in proposals]
                 wanted = _roi_outputs(teacher.roi_head, targets, proposals)
             with evaluating(student.roi_head):
@@ -93,7 +93,7 @@ def mean_relative_error(outputs: object, targets: object) -> Tensor:
     errors = []
     for output, target in zip(outputs, targets, strict=True):
         if target.numel():
-            # A sum of squares soon exceeds half precision.
+            # A sum of squares overflows half precision.
             output, target = (t if t.dtype == torch.float64 else t.float() for t in (output, target))
             smallest = torch.finfo(target.dtype).tiny
             errors.append((output - target).square().sum() / target.square().sum().clamp(min=smallest))
@@ -109,9 +109,9 @@ def DistilledDetector(  # noqa: N802 (a config's type)
 ) -> nn.Module:
     """Builds a detector that learns from another one as well as from labels.
 
-    The result is the student, of a class that differs in ``loss`` alone: its checkpoints load into the student's
-    config. The teacher is no submodule of it: it follows to each device, stays in eval mode, and is in no checkpoint.
-    Drop-path is off, because the teacher has none.
+    The result is the student with another ``loss``; its checkpoints load into the student's config. The teacher is not
+    a submodule: it moves to the student's device, stays in eval mode, and is not saved in checkpoints. Drop-path of the
+    student is off, because the teacher runs without it.
 
     Args:
         student: Config of the detector to train; its weights come from a checkpoint (``load_from``).
@@ -128,7 +128,7 @@ def DistilledDetector(  # noqa: N802 (a config's type)
     teacher_cfg = dict(model=copy.deepcopy(teacher), default_scope=scope.scope_name if scope else 'mmdet')
     reference = build_detector(Config(teacher_cfg), teacher_checkpoint).requires_grad_(False)
     for module in detector.modules():
-        # mmcv and timm have a class each, both with this attribute.
+        # DropPath of mmcv and DropPath of timm both have this attribute.
         if hasattr(module, 'drop_prob'):
             module.drop_prob = 0.0
     kind = type(detector)
@@ -154,13 +154,13 @@ class _Distilled:
         return losses
 
     def _apply(self, *args: object, **kwargs: object) -> nn.Module:
-        # to(), cuda(), half() and the like.
+        # to(), cuda() and half() call it.
         self.distillation.teacher._apply(*args, **kwargs)
         return super()._apply(*args, **kwargs)
 
 
 def _find_dense_head(model: nn.Module) -> str | None:
-    """The name of the head whose forward takes all feature maps; None where there is none."""
+    """The name of the RPN or dense head; None if the detector has neither."""
     if isinstance(getattr(model, 'rpn_head', None), RPNHead):
         return 'rpn_head'
     return 'bbox_head' if isinstance(getattr(model, 'bbox_head', None), BaseDenseHead) else None
@@ -170,7 +170,7 @@ def _roi_outputs(head: StandardRoIHead, features: Sequence[Tensor], proposals: l
     boxes = head._bbox_forward(features, bbox2roi([found.bboxes for found in proposals]))
     outputs = [boxes['cls_score'], boxes['bbox_pred']]
     if head.with_mask:
-        # The head's own forward would take the first hundred boxes of the first image.
+        # StandardRoIHead.forward would take the first 100 boxes, all from the first image.
         surest = [found.bboxes[: max(1, NUM_PROPOSALS // len(proposals))] for found in proposals]
         outputs.append(head._mask_forward(features, bbox2roi(surest))['mask_preds'])
     return outputs

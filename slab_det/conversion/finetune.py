@@ -1,4 +1,4 @@
-"""Writes configs that train a converted detector: the fine-tune of a PRepBN one, the tune of an absorbed one."""
+"""Writes configs that fine-tune a converted PRepBN detector, or tune an absorbed detector."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DEFAULT_HOOKS = dict(
     exact_resume=dict(type='ExactResumeHook'),
     norm_state=dict(type='NormStateHook'),
 )
-# What a written config takes from the schedule. Everything else stays as in the detector's config.
+# Keys that a written config takes from the schedule; all other keys stay as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')
-# Custom hooks of the detector's config that do not stay: the first two are for the norms that it had, and the average
+# Custom hooks of the detector's config that a written config drops: the first two served its old norms, and the average
 # of EMAHook hardly moves in so short a training.
 REPLACED_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
 
@@ -36,7 +36,7 @@ REPLACED_HOOKS = ('ProgressiveNormHook', 'RecalibrateFuseHook', 'EMAHook')
 def convert_detector(
     cfg: Config, checkpoint: str, out: str | Path, schedule: Config
 ) -> tuple[Path, Path, ConversionReport]:
-    """Writes a PRepBN checkpoint and, beside it, ``<stem>_config.py``, which fine-tunes it.
+    """Converts a trained LayerNorm detector to a PRepBN checkpoint and ``<stem>_config.py``, which fine-tunes it.
 
     Args:
         cfg: The config that the LayerNorm detector was trained with.
@@ -45,7 +45,7 @@ def convert_detector(
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/finetune_prepbn.py.
 
     Returns:
-        The checkpoint's path, the config's path, and a report that names the norms as the detector does.
+        The checkpoint's path, the config's path, and a report with the detector's names of the norms.
 
     Raises:
         ConversionError: If the detector is fused or has a teacher, if its backbone has no LayerNorm or cannot be built
@@ -72,12 +72,12 @@ def convert_detector(
     rebuilt = MODELS.build(copy.deepcopy(new_cfg.model))
     if more_eps or rebuilt.state_dict().keys() != model.state_dict().keys():
         raise ConversionError(
-            f'not all norms of {type(model.backbone).__name__} follow its norm_cfg, so no config says what the '
-            'converted detector is; convert the model in Python with slab_det.convert_norms'
+            f'not all norms of {type(model.backbone).__name__} follow its norm_cfg, so no config can build '
+            'the converted detector; convert the model in Python with slab_det.convert_norms'
         )
     meta = dict(slab_det_version=slab_det.__version__)
     if model.dataset_meta is not None:
-        # DetInferencer fails where the key is there and None.
+        # DetInferencer fails if dataset_meta is None.
         meta['dataset_meta'] = model.dataset_meta
     return *save_with_config(dict(meta=meta, state_dict=model.state_dict()), new_cfg, out), report
 
@@ -90,7 +90,7 @@ def write_tune_config(
     schedule: Config,
     images: str | Path | None = None,
 ) -> Path:
-    """Writes ``<stem>_tune_config.py``, which trains an absorbed detector a little more, beside its checkpoint.
+    """Writes ``<stem>_tune_config.py`` beside an absorbed detector's checkpoint; it trains the detector further.
 
     The detector learns from its teacher, see :func:`slab_det.conversion.distill.DistilledDetector`, and from the labels
     of the training set. Checkpoints of the run load into ``fused_config``.
@@ -101,7 +101,7 @@ def write_tune_config(
         fused_checkpoint: The weights of the absorbed detector, ending in .pth.
         teacher_checkpoint: The teacher's weights.
         schedule: A config with any of ``SCHEDULE_KEYS``, for example configs/_base_/schedules/tune_absorbed.py.
-        images: A folder of images to train on instead, as inference sees them, without labels, validation and test.
+        images: A folder of images to train on, with the test-time pipeline, without labels, validation and test.
 
     Returns:
         The path of the written config.
@@ -115,7 +115,7 @@ def write_tune_config(
     teacher = values['model']
     drop_pretrained(teacher)
     if 'data_preprocessor' in values:
-        # The runner would hand it to DistilledDetector.
+        # The runner would pass it to DistilledDetector, which does not take it.
         teacher.setdefault('data_preprocessor', values.pop('data_preprocessor'))
     values['model'] = dict(
         type='mmdet.DistilledDetector',
@@ -129,14 +129,14 @@ def write_tune_config(
         if isinstance(dataset_meta, dict) and dataset_meta.get('classes'):
             # Only the classes: other entries, such as OpenImages' matrix, cannot be written to a config.
             dataset['metainfo'] = dict(classes=tuple(dataset_meta['classes']))
-        _train_on_pictures(values, dataset)
+        _train_without_labels(values, dataset)
     path = fused_checkpoint.with_name(f'{fused_checkpoint.stem}_tune_config.py')
     put_text(_with_schedule(values, schedule, fused_checkpoint).pretty_text, str(path))
     return path
 
 
-def _train_on_pictures(values: dict, dataset: dict) -> None:
-    """Makes a dataset without labels the training set of a config, in place, and removes all that reads labels."""
+def _train_without_labels(values: dict, dataset: dict) -> None:
+    """Makes a dataset without labels the training set of a config, in place, and removes what reads labels."""
     values['train_dataloader'] = dict(
         batch_size=4,
         num_workers=2,
@@ -148,21 +148,21 @@ def _train_on_pictures(values: dict, dataset: dict) -> None:
     preprocessor = detector_config(values['model']).get('data_preprocessor') or {}
     for key in ('batch_augments', 'pad_mask', 'pad_seg'):
         preprocessor.pop(key, None)
-    # Heads that are not compared, such as those of a cascade, get no gradient.
+    # Heads that are not compared, such as a cascade's, get no gradient.
     values.update(custom_hooks=[], find_unused_parameters=True)
     values.update({f'{split}_{part}': None for split in ('val', 'test') for part in ('cfg', 'dataloader', 'evaluator')})
 
 
-def _absolute(checkpoint: str | Path) -> str:
-    """The absolute path of a file, for a config that may be read from any folder; an address stays as it is."""
-    return str(checkpoint) if '://' in str(checkpoint) else str(Path(checkpoint).resolve())
+def _absolute(path: str | Path) -> str:
+    """The absolute path, for a config that may be read from any folder; a URL stays as it is."""
+    return str(path) if '://' in str(path) else str(Path(path).resolve())
 
 
 def _with_schedule(values: dict, schedule: Config, checkpoint: Path) -> Config:
-    """Returns a config that trains ``checkpoint`` by ``schedule``; ``values`` is the rest of it, and is edited.
+    """Returns a config that trains ``checkpoint`` by ``schedule``; edits ``values``, the detector's config.
 
-    Custom hooks of ``values`` stay, except for ``REPLACED_HOOKS``. Checkpoints, logs and the sampler count epochs or
-    iterations as the training does.
+    Custom hooks of ``values`` stay, except for ``REPLACED_HOOKS``. Checkpoints, logs and the sampler follow
+    ``train_cfg``: they count epochs or iterations.
     """
     hooks = [hook for hook in values.get('custom_hooks') or [] if type_name(hook['type']) not in REPLACED_HOOKS]
     changes = schedule.to_dict()

@@ -4,13 +4,13 @@ Hooks run in the order of their priorities, together with mmengine's:
 
 | priority | hook | because |
 |---|---|---|
-| 10 VERY_HIGH | CheckedLoadHook | it converts what EMAHook loads next |
+| 10 VERY_HIGH | CheckedLoadHook | it converts the weights that EMAHook loads next |
 | 50 NORMAL | mmengine's EMAHook; NormStateHook | |
 | 55 | ProgressiveNormHook | after EMAHook, which averages gamma too |
 | 60 BELOW_NORMAL | mmengine's LoggerHook | it logs gamma |
 | 70 LOW | ExactResumeHook | other hooks draw random numbers before it saves the generators |
 | 85 | RecalibrateFuseHook | it reads and rewrites the last checkpoint |
-| 90 VERY_LOW | mmengine's CheckpointHook | it publishes what RecalibrateFuseHook wrote |
+| 90 VERY_LOW | mmengine's CheckpointHook | it publishes the checkpoint that RecalibrateFuseHook rewrote |
 """
 
 from slab_det.hooks.checked_load import CheckedLoadHook

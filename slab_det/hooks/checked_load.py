@@ -1,4 +1,4 @@
-"""CheckedLoadHook: checks and converts what a run loads."""
+"""CheckedLoadHook: checks and converts the checkpoint that a run loads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from slab_det.runtime.errors import CheckpointError
 
 @HOOKS.register_module()
 class CheckedLoadHook(Hook):
-    """Checks what ``load_from``, ``--resume`` or a test loads, converts foreign backbones, and logs a report.
+    """Checks the checkpoint of ``load_from``, ``--resume`` or a test, converts foreign backbones, logs a report.
 
     CheckpointError is raised if nothing matches, a shape does not fit, or only one of checkpoint and model is fused.
     Missing weights are errors when resuming and testing; a training that starts from ``load_from`` only reports them.
 
     Args:
         reinitialize: Prefixes of keys that are not loaded, such as ``('roi_head.bbox_head.fc_cls',)`` for another
-            number of classes. Only where a training starts: resuming and testing load them.
+            number of classes. Used only where a training starts; resuming and testing load all keys.
     """
 
-    # Before EMAHook, which loads the same weights: they must be converted by then.
+    # Before EMAHook, which loads the converted weights.
     priority = 'VERY_HIGH'
 
     def __init__(self, reinitialize: Sequence[str] = ()) -> None:
@@ -35,7 +35,7 @@ class CheckedLoadHook(Hook):
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         model = unwrap(runner.model)
-        # A config may describe training; only train() builds its loop, and does so before it loads.
+        # Only train() builds the training loop, before it loads. The config of a test may describe a training too.
         is_training = isinstance(runner._train_loop, BaseLoop)
         starts = is_training and not runner._resume
         name = runner._load_from or 'the checkpoint'
@@ -53,12 +53,12 @@ def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:
             f'{name} cannot be resumed from: it holds weights, but not the state of a training. '
             'Resume from iter_N.pth or epoch_N.pth, or start a new training with --cfg-options load_from=FILE'
         )
-    # What a model of the same config may lack or leave unused is computed or bookkeeping.
+    # A checkpoint of the same config may lack only keys that are computed or bookkeeping.
     others = {key: reason for key, reason in report.missing.items() if reason not in EXPECTED_MISSING.values()}
     changed = {**report.converted, **others, **dict.fromkeys(report.unused_unexpected, 'not in this model')}
     if changed:
         key, reason = next(iter(changed.items()))
         raise CheckpointError(
-            f'{name} cannot be resumed from: {len(changed)} values are of another model ({key}: {reason}). '
+            f'{name} cannot be resumed from: {len(changed)} values belong to another model ({key}: {reason}). '
             'Resume with the config in its work_dir, or start a new training with --cfg-options load_from=FILE'
         )

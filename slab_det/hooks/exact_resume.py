@@ -18,20 +18,20 @@ from slab_det.runtime.random_state import random_state, set_random_state
 class ExactResumeHook(Hook):
     """Saves random states and accumulated gradients in checkpoints, and restores them on ``--resume``.
 
-    mmengine saves neither, and starts the generators of random numbers anew, from which RoI sampling, drop-path and
-    augmentation draw. With this hook and ``num_workers=0``, in one process on a CPU, an interrupted and resumed run
-    equals the uninterrupted one to the last bit. Workers of data loaders and processes other than the first go on with
-    other random numbers. The order of images goes on, also without a seed in the config. Validation leaves the
-    generators as it found them, because mmengine leaves out a validation that was due where a run is resumed.
+    mmengine saves neither, and seeds the generators anew, from which RoI sampling, drop-path and augmentation draw.
+    With this hook and ``num_workers=0``, in one process on a CPU, an interrupted and resumed run equals the
+    uninterrupted one to the last bit. Workers of data loaders and processes other than the first continue with other
+    random numbers. The order of images continues, with or without a seed in the config. Validation restores the
+    generators afterwards, because a resumed run skips the validation that was due at its checkpoint.
 
     A checkpoint between two updates of gradient accumulation also holds the gradients summed so far, and is larger by
-    the size of the weights. With several processes all get the gradients of the main one. Resumed with another
-    ``accumulative_counts``, they are dropped.
+    the size of the weights. All processes get the gradients of the main process. The gradients are dropped
+    if ``accumulative_counts`` was changed.
 
     If processes would start at different iterations, because only some of them see the checkpoint, all stop.
     """
 
-    # Other hooks draw before this one saves; CheckpointHook (VERY_LOW) comes after.
+    # After hooks that draw random numbers, before CheckpointHook (VERY_LOW).
     priority = 'LOW'
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class ExactResumeHook(Hook):
         starts = all_gather_object(runner.iter)
         if len(set(starts)) > 1:
             raise SlabDetError(
-                f'the processes start at iterations {starts}: the checkpoint to resume from must be where each of them '
-                'looks for it; copy it there, or name it with --resume'
+                f'the processes start at iterations {starts}: some do not find the checkpoint to resume from; copy it '
+                'to the work_dir of each machine, or name it with --resume'
             )
-        # A DataLoader draws the seed of its workers from the global generator, in a resumed run once more than
-        # otherwise. A generator of its own gives the workers of each process and of each start another seed.
+        # Without its own generator, a DataLoader draws the seed of its workers from the global one, and a resumed run
+        # draws once more. Seeds differ between processes and between starts.
         seed = runner.seed + runner.iter * get_world_size() + get_rank()
         runner.train_dataloader.generator = torch.Generator().manual_seed(seed)
-        # The checkpoint has the state of the main process, and the others must not draw the same numbers.
+        # The checkpoint has the state of the main process; the other processes must not draw the same numbers.
         if self._random is not None and get_rank() == 0:
             set_random_state(self._random)
         if self._gradients is not None and self._gradients['counts'] == _accumulative_counts(runner):

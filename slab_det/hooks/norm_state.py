@@ -1,4 +1,4 @@
-"""NormStateHook: starts the moving averages of norms with a run, and warns of missing hooks."""
+"""NormStateHook: resets moving averages of norms for a new run, and warns of missing hooks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class NormStateHook(Hook):
     """Resets moving averages where a training starts, keeps them on ``--resume``, and warns of missing hooks.
 
     - UN, MABN and PowerNorm begin a fine-tuning with a warm-up and empty windows, because its batches and gradients
-      are not those of the training before. Their running variance stays.
-    - ``norm_eval`` freezes statistics that a checkpoint brought. A resumed run does not freeze statistics that the run
-      itself began.
+      differ from the earlier training's. Their running variance stays.
+    - ``norm_eval`` freezes statistics that were loaded from a checkpoint. A resumed run does not freeze statistics that
+      the run itself estimates.
     - ``custom_hooks`` of a config replaces the hooks of its base. A warning before the first iteration names PRepBN
       that no ProgressiveNormHook lowers and norms that no RecalibrateFuseHook fuses.
     """
 
     def __init__(self) -> None:
-        # What the checkpoint says that this run is resumed from; None for a new run.
+        # The entry 'slab_det' of the checkpoint that this run resumes from; None for a new run.
         self._resumed: dict | None = None
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:

@@ -14,7 +14,7 @@ from slab_det.norms import PRepBN, named_progressive_norms
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import SlabDetError
 
-# Share of gamma_start that is left when a fraction t of the decay is over (SLAB, eq. 4, is the linear one).
+# gamma / gamma_start after a fraction t of the decay. 'linear' is eq. 4 of SLAB.
 DECAYS: dict[str, Callable[[float], float]] = {
     'linear': lambda t: 1.0 - t,
     'cosine': lambda t: 0.5 * (1.0 + math.cos(math.pi * t)),
@@ -27,10 +27,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class ProgressiveNormHook(Hook):
     """Lowers gamma of every PRepBN: ``gamma(t) = gamma_start * decay(t / T)``, and 0 from iteration T on.
 
-    t is the runner's iteration, whatever gradient accumulation, activation checkpointing and validation do. Iteration t
-    runs with gamma(t); right after it gamma(t + 1) is set, which validation and checkpoints then have. gamma_start is
-    the gamma of each norm once weights are loaded: 1 for LayerNorm weights or from scratch, 0 where the decay of the
-    checkpoint was finished. gamma is never raised, goes on after ``--resume`` where it was, and is logged as ``gamma``.
+    t is the runner's iteration; gradient accumulation, activation checkpointing and validation do not change it.
+    Iteration t runs with gamma(t); validation and checkpoints after it have gamma(t + 1). gamma_start is the gamma of
+    each norm once weights are loaded: 1 for LayerNorm weights or from scratch, 0 if the checkpoint's decay was
+    finished. gamma never rises, continues after ``--resume``, and is logged as ``gamma``.
 
     Args:
         decay: Shape of the decay.
@@ -55,7 +55,7 @@ class ProgressiveNormHook(Hook):
         if unit not in ('fraction', 'iter', 'epoch'):
             raise ValueError(f"unknown unit {unit!r}: choose from ['epoch', 'fraction', 'iter']")
         if total < 0 or (unit == 'fraction' and total > 1):
-            raise ValueError(f'total={total} {unit} is no length of a decay; for a fraction of the run use 0 to 1')
+            raise ValueError(f'total={total} {unit} must not be negative, nor above 1 as a fraction of the run')
         self.decay = DECAYS[decay]
         self.total = total
         self.unit = unit
@@ -88,8 +88,8 @@ class ProgressiveNormHook(Hook):
         )
 
     def _check_frozen(self, runner: Runner) -> None:
-        """Raises SlabDetError if gamma would hand over to the RepBN of a frozen norm, which has no statistics."""
-        # mmdet's MeanTeacherHook gives a frozen teacher the statistics of its student, if asked to.
+        """Raises SlabDetError if lowering gamma would turn a frozen norm into a RepBN without statistics."""
+        # With skip_buffer=False, mmdet's MeanTeacherHook averages the student's statistics into the frozen teacher.
         has_teacher = any(getattr(hook, 'skip_buffers', True) is False for hook in runner.hooks)
         frozen = [
             name
@@ -126,7 +126,7 @@ class ProgressiveNormHook(Hook):
         if self._gamma_start is None:
             return
         checkpoint.setdefault('slab_det', {})['gamma_start'] = self._gamma_start
-        # EMAHook may have put an average of gamma there; gamma belongs to the runner.
+        # EMAHook averages gamma too; the checkpoint must hold the runner's gamma.
         for state_dict, prefix in ((checkpoint['state_dict'], ''), (checkpoint.get('ema_state_dict', {}), 'module.')):
             for name, norm in self._norms.items():
                 key = f'{prefix}{name}._gamma'
@@ -140,7 +140,7 @@ class ProgressiveNormHook(Hook):
     def _set_gamma(self, iteration: int) -> None:
         left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)
         for name, norm in self._norms.items():
-            # A finished run that is resumed with more iterations has a longer decay, but no way back.
+            # A finished run that is resumed with more iterations has a longer decay; min() keeps gamma from rising.
             norm.gamma = min(norm.gamma, self._gamma_start[name] * left)
 
     def _largest_gamma(self) -> float:

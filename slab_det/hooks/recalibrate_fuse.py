@@ -33,7 +33,7 @@ class RecalibrateFuseHook(Hook):
     """After training: recalibrates the last checkpoint, saves it again, validates it, and writes a fused one beside it.
 
     The work directory then has the last checkpoint (recalibrated, unfused, with its optimizer), ``fused.pth``,
-    ``fused_config.py`` and ``report.json``. A run that ends with gamma > 0 gets an error in the log and nothing else.
+    ``fused_config.py`` and ``report.json``. If the run ends with gamma > 0, the hook only logs an error.
     With EMAHook the averaged weights are recalibrated and fused. Checkpoints of ``save_best`` stay as they were saved;
     one with gamma > 0 cannot be fused. Resuming a finished run repeats this hook alone, with the same result.
 
@@ -43,7 +43,7 @@ class RecalibrateFuseHook(Hook):
     Args:
         num_images: Training images to recalibrate on.
         max_passes: See :func:`slab_det.recalibrate`.
-        recalibrate: False leaves the running statistics alone, for weights that were trained with frozen ones.
+        recalibrate: False keeps the running statistics, for weights that were trained with frozen statistics.
         pipeline: 'train' for these images as training saw them, 'test' for them as inference sees them; see
             :func:`slab_det.recalibration.recalibration_dataloader`.
 
@@ -106,7 +106,7 @@ class RecalibrateFuseHook(Hook):
 
 
 def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
-    """The path and the content of the checkpoint of the last iteration, saved now if no CheckpointHook has done it."""
+    """Returns path and content of the last iteration's checkpoint; saves it first if no CheckpointHook did."""
     paths = [hook.last_ckpt for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     if runner._resume:
         paths.append(find_latest_checkpoint(runner.work_dir))
@@ -150,8 +150,8 @@ def validate(runner: Runner, model: BaseModel) -> dict[str, float]:
 def write_fused(
     runner: Runner, model: BaseModel, images: DataLoader, path: Path, metrics: dict, recalibration: dict | None
 ) -> None:
-    """Fuses ``model``, whose checkpoint is ``path``, compares both, and writes the fused one and ``report.json``."""
-    # Hooks are registered without mmdet's models, which take a second to import.
+    """Fuses ``model``, compares it with the fused model, and writes the fused checkpoint and ``report.json``."""
+    # mmdet's models take a second to import, and registering the hooks does not need them.
     from slab_det.fusion import fuse, save_fused, verify_fusion
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.report import ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report

@@ -1,4 +1,4 @@
-"""recalibrate: replaces running statistics by those that inference sees on given images (SLAB, section 4.1)."""
+"""recalibrate: re-estimates running statistics from images, as inference sees them (SLAB, section 4.1)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import RecalibrationError, collect_moments, one_pass
 
-# A norm whose statistics moved further than this in a pass, in sigmas or log variances, had inputs that are far from
-# final. It normalises by batch again in the next pass, or errors would grow from norm to norm, to 1e14 sigmas after 32
-# norms. A threshold of 1 took more passes than 3 (33 against 23).
+# In sigmas or log variances. If the statistics of a norm change by more in a pass, its inputs were far from final, and
+# it normalises by batch again in the next pass. Otherwise errors grow from norm to norm, to 1e14 sigmas after 32 norms.
+# A threshold of 1 took more passes than 3 (33 against 23).
 JUMP = 3.0
 
 
@@ -44,8 +44,8 @@ class RecalibrationReport:
         text = f'Recalibrated {self.num_norms} norms on {self.num_batches} batches; change per pass: {residuals}'
         if self.residuals and not self.converged:
             text += (
-                f'; the last is above tol={self.tol}, so statistics of late norms may be far off: give it more passes, '
-                'and every pass the same images'
+                f'; the last is above tol={self.tol}, so statistics of late norms may be far off: raise max_passes, '
+                'and give every pass the same images'
             )
         return text
 
@@ -57,10 +57,10 @@ def recalibrate(
     tol: float = 0.01,
     progress: bool = True,
 ) -> RecalibrationReport:
-    """Replaces the running statistics of every offline norm by those that inference sees on ``batches``.
+    """Re-estimates the running statistics of every offline norm from its inputs at inference on ``batches``.
 
-    The input of a late norm depends on the statistics of the earlier ones. In the first pass every norm normalises
-    with the statistics of its batch; in further passes with those found so far, until the largest change is at most
+    The input of a late norm depends on the statistics of the earlier norms. In the first pass every norm normalises
+    with the statistics of each batch, in further passes with its latest statistics, until the largest change is at most
     ``tol``. The statistics of the first p norms are final after pass p: as many passes as norms suffice. Fewer passes
     may leave statistics that are worse than the running averages of the training (benchmarks/README.md shows a case).
 
@@ -68,13 +68,13 @@ def recalibrate(
     (benchmarks/README.md).
 
     Parameters, gamma and training flags stay as they are; drop-path is off. Norms that were frozen in training get new
-    statistics too. In a distributed run each rank gives its own batches, and all end with the statistics that one
-    process finds on all batches.
+    statistics too. In a distributed run each rank reads its own batches, and all ranks end with the statistics of
+    all batches.
 
     Args:
         model: A detector or a backbone.
-        batches: A data loader, or image tensors (B, 3, H, W) that can be read more than once. Of a loader, every pass
-            reads the same epoch. Its batches are prepared as ``test_step`` does; where the data preprocessor pads to a
+        batches: A data loader, or image tensors (B, 3, H, W) that can be read more than once. Every pass reads the
+            same epoch of a loader. Its batches are prepared as in ``test_step``. If the data preprocessor pads to a
             fixed size in training (``BatchFixedSizePad``), they are padded too, unless the loader's dataset has
             ``test_mode``.
         max_passes: Passes over ``batches``, at least 1; None for as many as it takes.
@@ -85,9 +85,9 @@ def recalibrate(
         The number of passes and the change that each made.
 
     Raises:
-        RecalibrationError: Without offline norms or batches, if ``batches`` can be read only once, or if statistics
-            are not finite; the model then has its old ones.
-        RankError: On all other ranks, if one cannot go on.
+        RecalibrationError: If there are no offline norms or batches, ``batches`` can be read only once, or statistics
+            are not finite. The model keeps its old statistics.
+        RankError: On all other ranks, if one rank fails.
     """
     norms = dict(named_offline_norms(model))
     if not norms:
@@ -98,7 +98,7 @@ def recalibrate(
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
     if max_passes is None:
-        # The last pass finds that nothing changed. A norm that is called twice may need more than one pass.
+        # One pass for each norm, and a last one that finds no change. Norms that are called twice may need more.
         max_passes = max(len(norms) + 1, 8)
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
@@ -158,8 +158,8 @@ def copy_statistics(norms: Mapping[str, OfflineNorm]) -> dict[str, tuple[Tensor,
 
 
 def largest_change(norm: OfflineNorm, before: tuple[Tensor, ...]) -> float:
-    """The largest change of a channel's mean since ``before``, in sigmas, or log variance, with eps in the variance."""
-    # statistics(), not the moments found: a norm without mean has none, and its variance is the mean of x^2.
+    """The largest change of a channel since ``before``: of its mean in sigmas, or of its log variance, eps added."""
+    # Not the collected moments: a norm that subtracts no mean has mean 0, and the mean of x^2 as variance.
     old_mean, old_var, mean, var = (values.double() for values in (*before, *norm.statistics()))
     means = (mean - old_mean).abs() / (old_var + norm.eps).sqrt()
     log_vars = ((var + norm.eps) / (old_var + norm.eps)).log().abs()

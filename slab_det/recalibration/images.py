@@ -21,11 +21,11 @@ PIPELINES = ('train', 'test')
 
 
 def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'train') -> DataLoader:
-    """Loads images of the training set, the same whenever they are read.
+    """Returns a loader of training images, which are the same in every pass over it.
 
     Args:
         cfg: A config with ``train_dataloader``, and for the pipeline 'test' ``test_dataloader`` or ``val_dataloader``.
-        num_images: The number of images, evenly spaced over the training set; all of a smaller one.
+        num_images: The number of images, evenly spaced over the training set; all images of a smaller set.
         pipeline: 'train': as training saw them, augmented and in batches of the training's size, padded to the largest
             image of each; a hook that switches the pipeline during training, as RTMDet's, is not followed. 'test': as
             inference sees them, one by one, without augmentation or batch padding.
@@ -44,17 +44,17 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
     train = cfg.train_dataloader
     dataset, batching = copy.deepcopy(train.dataset), dict(batch_size=1)
     while type_name(dataset['type']) == 'RepeatDataset':
-        # Evenly spaced images of a repeated dataset could be the same few.
+        # Evenly spaced indices of a repeated dataset could give the same few images.
         dataset = dataset['dataset']
     if pipeline == 'test':
         steps = inference_steps(cfg)
         for part in walk_datasets(dataset):
             is_wrapper = 'dataset' in part or 'datasets' in part
-            # Wrappers that mix images have a pipeline of their own, which must not change them here.
+            # Wrappers that mix images have a pipeline of their own, which must not change test images.
             if 'pipeline' in part or not is_wrapper:
                 part['pipeline'] = [] if is_wrapper else steps
     else:
-        # Which images share a batch decides how much of it is padding.
+        # Images are padded to the largest image of their batch, so batches must be as in training.
         batching = {key: copy.deepcopy(train[key]) for key in ('batch_size', 'batch_sampler') if train.get(key)}
         batching.get('batch_sampler', {}).pop('drop_last', None)
     # Names of transforms are looked up in the default scope, which only a runner would set.

@@ -1,4 +1,4 @@
-"""Collects mean and variance of what modules of a model read, over batches and processes."""
+"""Collects means and variances of the inputs of modules, over batches and processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Moments:
 
     def add(self, values: Tensor) -> None:
         """Adds tokens, (..., C)."""
-        # One copy to work in: on large maps another array costs more than the arithmetic.
+        # One copy, changed in place: on large maps another array costs more than the arithmetic.
         tokens = values.detach().flatten(0, -2).to(torch.float64, copy=True)
         part = Moments()
         part.count, part.mean = len(tokens), tokens.mean(0)
@@ -57,11 +57,11 @@ class Moments:
 def collect_moments(
     model: nn.Module, modules: Mapping[str, nn.Module], batches: Iterable, title: str | None
 ) -> tuple[dict[str, Moments], int]:
-    """Runs ``model`` in eval mode and collects moments of what modules read, over all batches and processes.
+    """Runs ``model`` in eval mode and collects moments of the inputs of modules, over batches and processes.
 
     Args:
         model: A detector or a backbone.
-        modules: Modules of ``model`` that read (..., C), by their names.
+        modules: Modules of ``model`` with inputs (..., C), by their names.
         batches: Batches of this process; see :func:`slab_det.recalibrate`.
         title: Title of the progress bar; None for no bar.
 
@@ -70,7 +70,7 @@ def collect_moments(
 
     Raises:
         RecalibrationError: If there is no batch, or a module was never reached.
-        RankError: On all other ranks, if one cannot go on.
+        RankError: On all other ranks, if one rank fails.
     """
     prepare = prepare_inputs(model, batches)
     # Heads run only where they have norms too.
@@ -98,7 +98,7 @@ def collect_moments(
             part.mean, part.scatter = part.mean.cpu(), part.scatter.cpu()
     pooled: dict[str, Moments] = {}
     num_batches = 0
-    # In the order of the ranks: equal in all processes to the last bit.
+    # Merged in the order of ranks, so that results are equal in all processes to the last bit.
     for count, moments_of_rank in all_gather_object((num_batches_here, moments)):
         num_batches += count
         for name, part in moments_of_rank.items():
@@ -112,10 +112,10 @@ def collect_moments(
 
 
 def one_pass(batches: Iterable) -> Iterable:
-    """Returns the batches of one epoch of a loader, in an order that is drawn now and the same whenever they are read.
+    """Fixes one epoch of a loader: every pass over the result reads the same batches in the same order.
 
-    The loader of a config that counts iterations never ends, and others shuffle anew. Anything but a DataLoader is
-    returned as it is.
+    The loader of a config that counts iterations never ends, and other loaders shuffle every pass. Anything but a
+    DataLoader is returned as it is.
     """
     if not isinstance(batches, DataLoader):
         return batches
@@ -130,7 +130,7 @@ def one_pass(batches: Iterable) -> Iterable:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module of ``model`` into eval mode, and back afterwards; mmdet's ``train`` would unfreeze some."""
+    """Puts every module of ``model`` into eval mode, and back afterwards; ``train()`` would not restore all."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, 'training', module.training)
@@ -139,15 +139,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tuple[Tensor, list[DetDataSample]]]:
-    """Returns a function from one of ``batches`` to images (B, 3, H, W) and samples that a detector predicts on.
+    """Returns a function that turns one of ``batches`` into images (B, 3, H, W) and data samples for a detector.
 
     Batches of a data loader are prepared as ``test_step`` does, and padded to the fixed size of the training unless the
     loader's dataset has ``test_mode``. Image tensors (B, 3, H, W) are taken as they are, without padding.
     """
-    # Hooks are registered without mmdet's models, which take a second to import.
+    # mmdet's models take a second to import, and registering the hooks does not need them.
     from mmdet.models import BatchFixedSizePad
 
-    # Other augmentations of batches draw random numbers, and every pass must see the same images.
+    # Other batch augmentations are left out: they are random, and every pass must see the same images.
     parts = () if getattr(getattr(batches, 'dataset', None), 'test_mode', False) else model.modules()
     pads = [part for part in parts if isinstance(part, BatchFixedSizePad)]
 

@@ -22,16 +22,16 @@ SAFETENSORS, TIMM = '.safetensors', 'timm://'
 
 
 def install_safe_reading() -> None:
-    """Makes mmengine read every checkpoint with the allow-list of this module, ``timm://NAME`` too.
+    """Makes mmengine read every checkpoint with the allow-list of this module, and adds ``timm://NAME``.
 
-    Patches ``_safe_torch_load``, which tries again with ``weights_only=False`` where the allow-list refuses a file, and
+    Patches ``_safe_torch_load``, which retries with ``weights_only=False`` a file that the allow-list refuses, and
     ``load_from_http``, which has no allow-list (mmengine/runner/checkpoint.py, onedl-mmengine 0.10.12).
     """
     CheckpointLoader.register_scheme(TIMM, load_from_timm, force=True)
     # An empty prefix matches every path; mmengine tries it last.
     CheckpointLoader.register_scheme('', load_from_local, force=True)
     CheckpointLoader.register_scheme(('http://', 'https://'), load_from_http, force=True)
-    # torchvision:// and open-mmlab:// call the first function by name, s3:// the second.
+    # torchvision:// and open-mmlab:// look up load_from_http in mmengine's module, s3:// _safe_torch_load.
     mmengine.runner.checkpoint.load_from_http = load_from_http
     mmengine.runner.checkpoint._safe_torch_load = read_torch_file
 
@@ -61,7 +61,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
         )
     if not path.endswith(SAFETENSORS):
         return read_torch_file(path, map_location)
-    # A requirement of timm.
+    # Installed with timm.
     from safetensors.torch import load_file
 
     with safe_reading(path):
@@ -71,7 +71,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
 def load_from_http(filename: str, map_location: Any = None) -> Any:
     """Downloads a checkpoint once, into torch's cache; raises as :func:`read_checkpoint`.
 
-    All processes of a run call it.
+    All processes of a run must call it.
     """
 
     def load() -> Any:
@@ -87,7 +87,7 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
                 '--cfg-options model.backbone.init_cfg=None'
             ) from error
 
-    # The other processes read the copy of the main one, or raise its error.
+    # The other processes read the file that the main process downloaded, or raise its error.
     checkpoint = run_on_main(load)
     return checkpoint if is_main_process() else load()
 
@@ -97,7 +97,7 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
     import timm
 
     name = filename.removeprefix(TIMM)
-    # Others, such as hf-hub:, may be anybody's.
+    # Other names, such as hf-hub:, may load anybody's files.
     if not timm.models.is_model_pretrained(name):
         raise CheckpointError(
             f'{filename}: timm has no pretrained weights of this name; python -c "import timm; '
@@ -141,7 +141,7 @@ def safe_reading(file: Any) -> Iterator[None]:
 
 
 def known_method(owner: type, name: str) -> Callable:
-    """Stands in for ``getattr``, and returns methods of the classes in ``METHOD_OWNERS`` alone."""
+    """Replaces ``getattr`` in checkpoints: returns only methods of the classes in ``METHOD_OWNERS``."""
     if owner not in METHOD_OWNERS or name.startswith('__'):
         raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
     return getattr(owner, name)

@@ -1,5 +1,4 @@
-"""The forwards of the PVT authors' PVT and of the SLAB authors' PVT and DeiT, written from their key names: there is no
-package."""
+"""Forwards of the official PVT, SLAB-PVT and SLAB-DeiT, written from their key names, as no package has them."""
 
 import math
 
@@ -12,7 +11,7 @@ DIMS, DEPTHS, HEADS, RATIOS, REDUCTIONS = (8, 16, 16, 32), (1, 2, 1, 1), (1, 2, 
 
 
 def official_shapes(version: int = 1, linear: bool = False) -> dict:
-    """Shapes of a small PVT for images of 64 in the authors' names; ``linear``: of SLAB's, but for its norms."""
+    """Shapes of a small PVT for images of 64, under the authors' names; ``linear``: of SLAB-PVT with LayerNorms."""
     shapes = {}
 
     def affine(name: str, *shape: int) -> None:
@@ -173,8 +172,8 @@ def slab_deit_map(state: dict, image: Tensor, heads: int) -> Tensor:
 
 
 def slab_state(remaining: int | None, original: dict | None = None) -> dict:
-    """A small SLAB-PVT, or ``original`` with SLAB's norms, whose decay has ``remaining`` of 40 steps to go; None makes
-    them plain RepBN without counters."""
+    """A small SLAB-PVT, or ``original`` with SLAB's norms. ``remaining`` of 40 decay steps are left; None gives plain
+    RepBN without counters."""
     state = {}
     for key, value in (original or official_state(linear=True)).items():
         name, _, part = key.rpartition('.')

@@ -33,12 +33,12 @@ def checkpoint_of(model: nn.Module, prefix: str = '') -> dict:
         prefix + key: torch.rand_like(value) if value.is_floating_point() else value
         for key, value in model.state_dict().items()
     }
-    # As mmengine saves it, with what it resumes from.
+    # As mmengine saves a checkpoint that can be resumed.
     return dict(meta=dict(epoch=0, iter=0), message_hub={}, state_dict=state)
 
 
 def load(model: nn.Module, checkpoint: dict, complete: bool = False, **options) -> None:
-    """As a runner with CheckedLoadHook loads a checkpoint, and takes ``module.`` off the names."""
+    """Loads as a runner with CheckedLoadHook does, and removes ``module.`` from the names."""
     report = check_detector_checkpoint(model, checkpoint, **options)
     if complete:
         report.check_complete()
@@ -106,7 +106,7 @@ def test_missing_weights_are_errors_where_all_are_needed_and_surplus_ones_are_re
 
 @pytest.mark.parametrize('norm', ['LN', 'PRepBN', 'UN'])
 def test_a_checkpoint_of_the_same_model_stays_as_it_is(norm):
-    # EMAHook swaps its weights with these by name.
+    # EMAHook swaps its weights with this state dict by name.
     model = Detector(norm_cfg=dict(type=norm))
     checkpoint = checkpoint_of(model)
     state = checkpoint['state_dict']
@@ -154,10 +154,10 @@ def resize(key):
     ],
 )
 @pytest.mark.parametrize('way', ['init_detector', 'load_state_dict'])
-def test_what_does_not_fill_a_detector_is_refused(unfused_and_fused, tmp_path, config, weights, change, words, way):
+def test_misfits_and_missing_weights_are_refused(unfused_and_fused, tmp_path, config, weights, change, words, way):
     pairs = dict(zip(('unfused', 'fused'), unfused_and_fused, strict=True))
     checkpoint = torch.load(pairs[weights][1], weights_only=True)
-    # Without the word of the file: the keys alone tell.
+    # Without meta: only the keys tell whether the file is fused.
     checkpoint = dict(state_dict=change(checkpoint['state_dict']), meta=dict(dataset_meta=dict(classes='abc')))
     path, cfg = tmp_path / 'weights.pth', pairs[config][0]
     torch.save(checkpoint, path)

@@ -1,4 +1,4 @@
-"""Every layout is read whole: models that load it compute what the models compute that wrote it."""
+"""Every layout loads completely, and the loaded model computes the outputs of the original model."""
 
 import gzip
 import json
@@ -106,7 +106,7 @@ def test_other_families_are_refused(model, family):
         for name, shapes in MANIFESTS.items()
         if not re.search(family, name)
     }
-    # The second has the names of Swin, but is another function.
+    # swinv2_tiny_window8_256 has the names of Swin, but computes another attention.
     others = ('swinv2_cr_tiny_224', 'swinv2_tiny_window8_256', 'resnet18', 'deit_tiny_patch16_224')
     for state in [*states.values(), *map(timm_shapes, others)]:
         refuse(backbone, state, 'nothing matches the model')
@@ -124,12 +124,12 @@ def test_a_running_decay_keeps_its_gamma():
 
 @pytest.mark.parametrize(
     ('name', 'stable_stages'),
-    # From its third stage on this one has logits of 10^6, where one rounding lets another token win.
+    # From its third stage on prepbn_swin_official has logits of 10^6: rounding changes which token wins.
     [('slab_swin_official', 4), ('prepbn_swin_official', 2)],
 )
 @torch.no_grad()
 def test_official_outputs_are_reproduced(name, stable_stages, tmp_path):
-    """Ours is at most 3 times as far from the official float32 outputs as those are from exact arithmetic."""
+    """Our float32 error against the official outputs is at most 3 times the rounding error of these."""
     fixture = torch.load(DATA / f'{name}.pt', weights_only=True)
     path, config = tmp_path / 'official.pth', fixture['config']
     torch.save(fixture['state_dict'], path)
@@ -194,11 +194,11 @@ def timm_features(theirs: nn.Module, image: Tensor) -> list[Tensor]:
         (dict(), (224, 224)),
         # Neither maps nor windows are even, and windows fill every map.
         (dict(depths=(2, 2), num_heads=(1, 2), window_size=3), (72, 120)),
-        # Windows do not fill the maps, which is the same without shifted windows; merging pads odd maps.
+        # Windows do not fill the maps: timm and mmdet agree if no window is shifted. Merging pads odd maps.
         (dict(depths=(1, 1, 1, 1)), (92, 116)),
     ],
 )
-def test_swin_features_are_those_of_timm(options, size):
+def test_swin_features_equal_timm(options, size):
     theirs = timm_swin(**options)
     ours = swin_like(theirs, options.get('window_size', 7))
     report = load_pretrained(ours, theirs.state_dict())
@@ -207,7 +207,7 @@ def test_swin_features_are_those_of_timm(options, size):
     assert relative_difference(ours(image), timm_features(theirs, image)) < 1e-10
 
 
-def test_pvt_v2_features_are_those_of_timm():
+def test_pvt_v2_features_equal_timm():
     config = dict(num_heads=(1, 2, 5, 8))
     theirs = timm.models.pvt_v2.PyramidVisionTransformerV2(
         embed_dims=(8, 16, 40, 64), depths=(1, 2, 1, 1), num_classes=5, **config
@@ -265,7 +265,7 @@ SMALL_VIT = dict(embed_dims=16, num_layers=2, num_heads=2, pretrain_img_size=64)
 
 
 @torch.no_grad()
-def test_vit_features_are_those_of_timm():
+def test_vit_features_equal_timm():
     image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     theirs = timm_vit()
     ours = SLABViT(**SMALL_VIT, out_type='cls_token').double().eval()
@@ -320,8 +320,8 @@ def test_cswin_equals_the_official_forward(slab):
 
 @pytest.mark.parametrize('has_row', [False, True])
 @pytest.mark.parametrize('size', [(64, 160), (96, 96), (160, 32)])
-def test_maps_that_are_no_square_keep_their_first_position(size, has_row):
-    """Official detectors keep the position of a token that they do not have."""
+def test_only_a_class_tokens_position_is_dropped_from_maps_of_any_shape(size, has_row):
+    """Official detectors keep the class token's position without the token."""
     state = {key: value for key, value in official_state().items() if key != 'cls_token'}
     for stage in range(4):
         # A map of 2x5 has one position more than one of 3x3.
@@ -332,7 +332,7 @@ def test_maps_that_are_no_square_keep_their_first_position(size, has_row):
     assert torch.equal(model.state_dict()['layers.3.1.0.pos_embed'], state['pos_embed4'][:, int(has_row) :])
 
 
-def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
+def test_position_tables_of_another_image_size_are_interpolated_as_in_the_forward():
     state = official_state()
     same, other = small_pvt(), small_pvt(size=(96, 160))
     load_pretrained(same, state)
@@ -342,7 +342,7 @@ def test_tables_of_another_image_size_become_what_the_forward_makes_of_them():
     assert len(changes) == 4 and all('position table interpolated' in change for change in changes.values())
     image = torch.randn(1, 3, 96, 160, dtype=torch.float64)
     assert relative_difference(other(image), same(image)) < 1e-10
-    # Rows of a table that says where it is: the new rows must be the old ones' neighbours, in order.
+    # Each value of this table is its row number, so the new rows must be interpolated row numbers, in order.
     ramp = torch.arange(16.0, dtype=torch.float64)[:, None].expand(16, 16).reshape(1, -1, 1)
     load_pretrained(other, state | {'pos_embed1': ramp.expand(-1, -1, 8)})
     got = other.state_dict()['layers.0.1.0.pos_embed'].view(24, 40, 8)

@@ -1,4 +1,4 @@
-"""Norms of a checkpoint and of a model: what may go where, and what of it."""
+"""Norms of a checkpoint are converted to the model's norms, or refused."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def build(norm, **options):
 
 
 def trained(norm, **options):
-    """Every tensor of it is one that a fresh model has not; a decay is finished."""
+    """A model whose every tensor differs from a fresh model's, and whose decay is finished."""
     model = as_trained(build(norm, **options))
     for name, value in model.state_dict().items():
         if name.endswith(('iteration', 'count', 'num_filtered')):
@@ -55,7 +55,7 @@ def test_offline_norms_exchange_exactly(source, target):
     ],
     ids=str,
 )
-def test_other_quadratic_norms_give_what_inference_needs(source, target, options):
+def test_quadratic_norms_of_another_kind_or_window_load_inference_values(source, target, options):
     source, target = trained(source), build(target, **options)
     report = load_pretrained(target, copy_state(source))
     assert report.complete, str(report)
@@ -66,7 +66,7 @@ def test_other_quadratic_norms_give_what_inference_needs(source, target, options
 
 
 @pytest.mark.parametrize('norm', ['TokenBN', 'RepBN', 'PRepBN', *QUADRATIC])
-def test_a_checkpoint_from_before_training_holds_no_statistics(norm):
+def test_an_untrained_checkpoint_holds_no_statistics(norm):
     target = build(norm)
     assert load_pretrained(target, copy_state(build(norm))).complete
     assert not target.norm0.statistics_loaded
@@ -95,13 +95,12 @@ def test_layernorm_weights_are_a_start_and_the_report_says_so(norm):
         *((source, 'UN', rf"dict\(type='{source}'\)") for source in ('TokenBN', 'RepBN', 'PRepBN')),
     ],
 )
-def test_norms_that_cannot_hold_the_checkpoint_name_the_remedy(source, target, remedy):
+def test_norms_that_cannot_be_converted_are_refused_with_a_remedy(source, target, remedy):
     backbone = build(target)
     before = copy_state(backbone)
     holder = 'LayerNorm' if target == 'LN' else target
-    with pytest.raises(
-        CheckpointError, match=rf'patch_embed\.norm: .*{holder}.*cannot take it; set norm_cfg.*{remedy}'
-    ):
+    message = rf'patch_embed\.norm: .*cannot become the {holder} of the model; set norm_cfg.*{remedy}'
+    with pytest.raises(CheckpointError, match=message):
         load_pretrained(backbone, copy_state(build(source)))
     assert not differing(backbone, before)
 
@@ -113,15 +112,15 @@ def test_norms_that_cannot_hold_the_checkpoint_name_the_remedy(source, target, r
         ('TokenBN', 'TokenBN', 'running_var'),
     ],
 )
-def test_own_norms_without_statistics_are_refused(source, target, lost):
+def test_norms_that_lack_a_statistic_are_refused(source, target, lost):
     state = {key: value for key, value in copy_state(trained(source)).items() if not key.endswith(lost)}
     with pytest.raises(
-        CheckpointError, match=r'norm: the checkpoint holds .*, which make neither .* nor a whole LayerNorm'
+        CheckpointError, match=r'norm: the checkpoint holds .*: neither a complete .* nor a complete LayerNorm'
     ):
         load_pretrained(build(target), state)
 
 
 @pytest.mark.parametrize(('source', 'target'), [('UN', 'LN'), ('MABN', 'PRepBN'), ('PowerNorm', 'TokenBN')])
-def test_a_quadratic_norm_is_no_other_norm(source, target):
-    with pytest.raises(CheckpointError, match=rf'the {"LayerNorm" if target == "LN" else target} of the model'):
+def test_quadratic_norms_do_not_become_other_norms(source, target):
+    with pytest.raises(CheckpointError, match=f'complete {"LayerNorm" if target == "LN" else target}, as in the'):
         load_pretrained(build(target), copy_state(trained(source)))

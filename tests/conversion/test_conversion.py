@@ -60,13 +60,13 @@ def test_eps_and_weights_are_kept_and_options_win():
 
 
 class CenteredNorm(nn.LayerNorm):
-    """Its name does not tell that it is another map."""
+    """A subclass of LayerNorm that computes another function."""
 
     def forward(self, x):
         return super().forward(x) - x.mean(-2, keepdim=True)
 
 
-def test_skip_and_what_cannot_be_converted_are_reported():
+def test_skipped_and_unconvertible_norms_are_reported():
     model = nn.ModuleDict(
         dict(
             a=nn.LayerNorm(4),
@@ -120,7 +120,7 @@ def test_frozen_norms_are_frozen_whole(gamma):
         *(f'stages.0.blocks.{i}.norm{j}' for i in range(2) for j in (1, 2)),
     }
     set_gamma(model, gamma)
-    # As before conversion: eval mode for what is frozen, and what it outputs takes no gradient.
+    # Frozen stages must stay in eval mode, and their outputs must take no gradient.
     sum(output.square().sum() for output in model.train()(images())).backward()
     without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not [name for name in without if gamma > 0 or '.ln.' not in name]
@@ -137,12 +137,12 @@ def test_a_failed_conversion_in_place_leaves_the_model():
     assert not hasattr(model, 'conversion_report')
 
 
-def test_wrong_uses_are_named():
+def test_wrong_uses_are_refused():
     deployed = slab_det.deploy(swin('LN').float())
     for norms, message in (
         (nn.Linear(2, 2), 'no LayerNorm'),
         (nn.LayerNorm(2), 'whole model'),
-        (deployed, 'deployed.*; convert the one that it was made of'),
+        (deployed, 'deployed.*; convert the model that was deployed'),
     ):
         with pytest.raises(ConversionError, match=message):
             slab_det.convert_norms(norms)

@@ -33,7 +33,7 @@ def relative(outputs, targets):
     return sum((s - t).pow(2).sum() / t.pow(2).sum() for s, t in zip(outputs, targets, strict=True)) / len(outputs)
 
 
-def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teacher(small_detector):
+def test_losses_compare_features_rpn_and_roi_head_on_the_teachers_boxes(small_detector):
     teacher, student = small_detector(seed=0), small_detector(seed=1)
     teacher.rpn_head.test_cfg.update(nms_pre=300, max_per_img=300)
     images = torch.randn(2, 3, 64, 96)
@@ -58,7 +58,7 @@ def test_losses_are_those_of_features_rpn_and_roi_head_on_the_boxes_of_the_teach
     torch.testing.assert_close(losses, expected)
 
 
-# Behind it windows are padded; the FPN alone reads the other.
+# The padded windows follow the first norm; only the FPN reads the second.
 KEPT = ['backbone.stages.0.blocks.0.norm1', 'backbone.norm3']
 
 
@@ -147,12 +147,12 @@ def test_without_a_task_loss_no_labels_are_read(absorbed):
     losses = model(images, describe_images(images), mode='loss')
     assert losses.keys() == {'loss_features', 'loss_dense', 'loss_roi'}
     assert sum(losses.values()).requires_grad
-    # Drop-path of 0.5 would be drawn anew.
+    # With drop-path 0.5 the two losses would differ.
     torch.testing.assert_close(model(images, describe_images(images), mode='loss'), losses)
     assert model.state_dict().keys() == MODELS.build(cfg.model.student).state_dict().keys()
 
 
-def test_a_tune_on_pictures_takes_nothing_that_needs_labels(absorbed, tmp_path):
+def test_tuning_on_unlabelled_images_drops_everything_that_reads_labels(absorbed, tmp_path):
     cfg, teacher, fused_config, checkpoint = absorbed
     (tmp_path / 'elsewhere').mkdir()
     for i, size in enumerate([(70, 90), (96, 64), (64, 64)]):

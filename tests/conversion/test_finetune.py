@@ -68,7 +68,7 @@ CLASSES, PALETTE = ('a', 'b', 'c', 'd'), [(1, 2, 3)] * 4
         (dict(dataset_meta=dict(classes=CLASSES, palette=PALETTE)), dict(classes=CLASSES, palette=PALETTE)),
     ],
 )
-def test_class_names_of_every_mmdet_survive(small_run_cfg, schedule, tmp_path, meta, expected):
+def test_class_names_of_mmdet_2_and_3_survive(small_run_cfg, schedule, tmp_path, meta, expected):
     cfg = layernorm_run(small_run_cfg, None)
     torch.save(dict(meta=meta, state_dict=build_detector(cfg).state_dict()), tmp_path / 'random.pth')
     checkpoint, config, report = convert_detector(cfg, str(tmp_path / 'random.pth'), tmp_path / 'out.pth', schedule)
@@ -85,7 +85,7 @@ def tune(cfg, schedule, folder):
     return Config.fromfile(write_tune_config(cfg, folder / 'fused_config.py', folder / 'fused.pth', 'a.pth', schedule))
 
 
-def test_what_is_no_schedule_stays_except_for_hooks_of_norms_and_averages(small_run_cfg, schedule, tmp_path):
+def test_everything_but_the_schedule_stays_except_norm_and_ema_hooks(small_run_cfg, schedule, tmp_path):
     cfg = layernorm_run(small_run_cfg, None)
     stays = dict(type='NumClassCheckHook')
     cfg.custom_hooks = [stays, dict(type='EMAHook'), dict(type='mmengine.ProgressiveNormHook')]

@@ -1,4 +1,4 @@
-"""Averages of weights beside our hooks: what is validated and saved is the mean of what was trained."""
+"""With our hooks, averaged weights that are validated and saved equal the mean of the trained weights."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ MOMENTUM = 0.25
 
 
 class Features(BaseModel):
-    """Learns feature maps of pictures made of the points of a regression."""
+    """Learns feature maps of images that are made from regression points."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def copy_state(model):
 
 
 class Watch(Hook):
-    """Notes what each iteration trained, and what each validation has."""
+    """Records the weights after each iteration and at each validation."""
 
     priority = 'LOWEST'
 
@@ -73,7 +73,7 @@ def assert_equals(state, expected, keys):
     """Both in mmdet's order of channels, as state dicts have them."""
     keys = [key for key in keys if state[key].is_floating_point() and not key.endswith('_gamma')]
     assert any('downsample.reduction' in key for key in keys) and any('downsample.norm' in key for key in keys)
-    # Parameters of another order, or ones that stood still, are off by more.
+    # Parameters in another channel order, or that were never trained, differ by more.
     different = [key for key in keys if not torch.allclose(state[key], expected[key], rtol=1e-4, atol=1e-6)]
     assert not different, f'{len(different)} of {len(keys)} are not the mean: {different}'
 
@@ -104,7 +104,7 @@ def test_validated_and_saved_weights_are_the_average_of_the_trained_ones(tmp_pat
         assert_equals({k.removeprefix('module.'): v for k, v in saved['ema_state_dict'].items()}, trained, keys)
         if iteration in watch.validated:
             assert_equals(watch.validated[iteration], mean, keys)
-    # Nothing of it leaks into the training.
+    # The average does not leak into the training.
     assert any(not torch.allclose(mean[key], watch.trained[-1][key]) for key in keys)
 
 
@@ -123,6 +123,6 @@ def test_a_mean_teacher_is_the_average_of_its_student(tmp_path):
     assert norms and {(norm.gamma, norm._gamma.item()) for norm in norms.values()} == {(0.0, 0.0)}
 
 
-def test_a_mean_teacher_whose_statistics_nobody_averages_is_refused(tmp_path):
+def test_a_mean_teacher_without_averaged_statistics_is_refused(tmp_path):
     with pytest.raises(SlabDetError, match=r'teacher\.backbone.*MeanTeacherHook needs its skip_buffer=False'):
         run(tmp_path, MeanTeacherHook(momentum=MOMENTUM), MeanTeacher)

@@ -1,4 +1,4 @@
-"""NormStateHook: averages start with a run; missing hooks are warned of."""
+"""NormStateHook: averages are reset for a new run; missing hooks are warned of."""
 
 import re
 
@@ -23,7 +23,7 @@ class Start(Hook):
     priority = 'LOWEST'
 
     def before_run(self, runner):
-        # As the weights of a pretrained model may have it.
+        # Pretrained weights may bring any state.
         runner.model.norms[0].iteration.fill_(9)
 
     def before_train(self, runner):
@@ -50,7 +50,7 @@ def test_fine_tuning_starts_with_a_warm_up_and_a_resumed_run_does_not(tmp_path):
 
 @pytest.mark.parametrize('norm', [TokenBN, PRepBN])
 def test_a_resumed_run_leaves_its_own_statistics_live(tmp_path, norm):
-    """norm_eval freezes those that count as loaded."""
+    """norm_eval freezes statistics that count as loaded."""
     for stop, resume in ((3, False), (5, True), (None, True)):
         hooks = [NormStateHook(), StopAfter(stop)]
         model = train(tmp_path, hooks, lambda: Regression(norm), resume=resume).model
@@ -66,7 +66,7 @@ def test_a_resumed_run_leaves_its_own_statistics_live(tmp_path, norm):
         (nn.LayerNorm, [], set()),
     ],
 )
-def test_hooks_that_the_norms_need_are_missed_before_training(tmp_path, norm, hooks, missing):
+def test_missing_hooks_are_warned_of_before_training(tmp_path, norm, hooks, missing):
     train(tmp_path, [NormStateHook(), *hooks], lambda: Regression(norm), max_iters=2)
     log = next(tmp_path.glob('*/*.log')).read_text()
     assert set(re.findall('WARNING - this run has no ([A-Za-z]*), so 2 norms', log)) == missing

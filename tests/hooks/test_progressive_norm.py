@@ -88,7 +88,7 @@ def test_validation_accumulation_and_activation_checkpointing_count_no_iteration
     assert recorder.validated_with == pytest.approx([0.75, 0.5, 0.25, 0, 0], abs=1e-12)
     accumulated, recorder = run(tmp_path / 'accumulated', accumulate=2)
     assert recorder.ran_with == default_gammas()
-    # The first norm's input depends on no weight: its statistics see every iteration once, whoever steps when.
+    # The first norm's input depends on no weight, so accumulation must not change its statistics.
     changed = differing(accumulated, whole[1])
     assert changed and not [key for key in changed if key.startswith('norms.0.repbn.running')]
 

@@ -54,7 +54,7 @@ def test_training_images_are_augmented_and_batched_as_in_training_and_alike_in_e
     for batch, again in zip(first, images_of(recalibration_dataloader(cfg, 10)), strict=True):
         assert all(map(torch.equal, batch, again))
     ids = sum(ids_of(loader), [])
-    # Mixed: neighbours of a dataset need not share a batch.
+    # Shuffled, so that neighbours of a dataset need not share a batch.
     assert len({*ids}) == 10 and ids != sorted(ids)
 
 
@@ -71,11 +71,11 @@ def test_test_images_are_neither_augmented_nor_padded_to_each_other(cfg):
     'augments, size',
     [
         ([dict(type='BatchFixedSizePad', size=(288, 320))], (288, 320)),
-        # Its sizes are random, and would differ from pass to pass.
+        # Left out: the sizes of BatchSyncRandomResize would differ from pass to pass.
         ([dict(type='BatchSyncRandomResize', random_size_range=(480, 800), interval=1)], (128, 160)),
     ],
 )
-def test_a_fixed_size_of_the_training_is_padded_to(cfg, small_detector_cfg, augments, size):
+def test_images_are_padded_to_the_fixed_size_of_the_training(cfg, small_detector_cfg, augments, size):
     cfg.train_dataloader.dataset.pipeline[2].ratio_range = (0.75, 0.75)
     model_cfg = small_detector_cfg()
     model_cfg.data_preprocessor.batch_augments = augments
@@ -85,7 +85,7 @@ def test_a_fixed_size_of_the_training_is_padded_to(cfg, small_detector_cfg, augm
     for pipeline in ('test', 'train'):
         loader = recalibration_dataloader(cfg, 3, pipeline)
         slab_det.recalibrate(model, loader, max_passes=1, progress=False)
-    # One by one as inference has them, then in the batches of the training.
+    # 'test' gives three single images, 'train' one batch.
     assert seen == [(160, 192)] * 3 + [size]
 
 

@@ -20,7 +20,7 @@ def parts(offset=0.0):
 # At 1e6 a sum of squares has lost all digits of a variance of 1 in float32, and six of them in float64.
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 @pytest.mark.parametrize(('offset', 'rtol'), [(0.0, 1e-13), (1e6, 1e-9)])
-def test_moments_of_batches_are_those_of_all_tokens(offset, rtol, dtype):
+def test_merged_moments_equal_the_moments_of_all_tokens(offset, rtol, dtype):
     batches, moments = [part.to(dtype) for part in parts(offset)], Moments()
     for batch in batches:
         moments.add(batch[None])

@@ -35,7 +35,7 @@ def recalibrate(model, batches, **options):
 
 
 def changed(model, before):
-    """Kinds of parameters and buffers that are not what they were."""
+    """The last part of the names of parameters and buffers that changed."""
     return {key.rpartition('.')[2] for key in differing(model, before)}
 
 
@@ -59,7 +59,7 @@ def inputs_of_norms(model, batches):
     [{}, SLA, dict(norm_cfg=dict(type='UN'))],
     ids=['softmax', 'sla', 'UN'],
 )
-def test_statistics_are_those_that_inference_sees_and_nothing_else_changes(options):
+def test_statistics_match_the_inputs_at_inference_and_nothing_else_changes(options):
     model, batches = build_backbone(**options), build_batches()
     before = copy.deepcopy(model.state_dict())
     report = recalibrate(model, batches, max_passes=60, tol=1e-10)
@@ -75,11 +75,11 @@ def test_statistics_are_those_that_inference_sees_and_nothing_else_changes(optio
 
 
 @pytest.mark.parametrize('norm', ['PRepBN', 'UN'])
-def test_as_many_passes_as_norms_find_the_fixed_point_of_images_that_have_nothing_in_common(norm):
+def test_as_many_passes_as_norms_find_the_fixed_point_of_unrelated_images(norm):
     model, batches = build_backbone(depths=(2, 2, 2, 2), norm_cfg=dict(type=norm)), build_batches(10)
     settled = copy.deepcopy(model)
     every_pass = recalibrate(settled, batches, tol=0)
-    # Not nearly: what a norm sees in the last pass is what it saw in the last but one.
+    # Exactly 0: in the last two passes every norm has the same inputs.
     assert every_pass.converged and every_pass.residuals[-1] == 0 and len(every_pass.residuals) <= every_pass.num_norms
     norms = dict(named_offline_norms(model))
     before, after = copy_statistics(norms), copy_statistics(dict(named_offline_norms(settled)))
@@ -140,9 +140,9 @@ def test_old_statistics_gamma_and_modes_do_not_matter_and_stay():
     assert not differing(*results)
 
 
-# Moments are float64, where 1e25 is finite; buffers are not. The next norm is the first to see what this layer gives.
+# The variance at 1e25 fits the float64 moments, not the float32 buffers. The damaged layer feeds the next norm.
 @pytest.mark.parametrize('bad', [math.inf, 1e25])
-def test_values_that_are_not_finite_stop_it_with_the_layers_name_and_keep_the_old_statistics(bad):
+def test_non_finite_values_are_refused_with_the_layers_name_and_keep_the_old_statistics(bad):
     model = build_backbone(norm_cfg=dict(type='TokenBN')).float()
     with torch.no_grad():
         model.stages[1].blocks[0].ffn.layers[1].weight[2] *= bad
