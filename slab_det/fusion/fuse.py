@@ -32,8 +32,8 @@ def check_statistics(model: nn.Module, checkpoint: str) -> None:
     unset = [name for name, norm in norms.items() if not norm.statistics_loaded]
     if unset:
         raise FusionError(
-            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data ({name_some(unset)}), and the '
-            'fused model would detect nothing; train with this config first'
+            f'{checkpoint}: {len(unset)} of {len(norms)} norms have no statistics of data ({name_some(unset)}), and '
+            'the fused model would detect nothing; train with this config first'
         )
 
 

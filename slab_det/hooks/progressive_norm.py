@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+from mmengine.dataset import InfiniteSampler
+from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -70,7 +72,12 @@ class ProgressiveNormHook(Hook):
                 "ProgressiveNormHook: the model has no PRepBN; use norm_cfg=dict(type='PRepBN') or remove the hook"
             )
         if self.unit == 'epoch':
-            self._num_iters = round(self.total * len(runner.train_dataloader))
+            loader = runner.train_dataloader
+            # The length of mmengine's InfiniteSampler is that of the dataset, not of the share of a process.
+            ranks = (
+                get_world_size() if isinstance(getattr(loader.batch_sampler, 'sampler', None), InfiniteSampler) else 1
+            )
+            self._num_iters = round(self.total * len(loader) / ranks)
         else:
             self._num_iters = round(self.total * (runner.max_iters if self.unit == 'fraction' else 1))
         if self._gamma_start is None:

@@ -66,7 +66,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
             dataset=RepeatableImages(dataset, num_images, test_mode=pipeline == 'test'),
             # A worker begins each pass with a fresh copy of the transforms, some of which have generators or caches of
             # their own (Albu, CachedMosaic).
-            num_workers=max(train.get('num_workers', 0), pipeline == 'train'),
+            num_workers=max(train.get('num_workers', 0), int(pipeline == 'train')),
             # Shuffled: images of one kind may follow each other in a dataset.
             sampler=dict(type='DefaultSampler', shuffle=pipeline == 'train', round_up=False, seed=0),
             collate_fn=dict(type='pseudo_collate'),

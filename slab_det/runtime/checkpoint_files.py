@@ -125,7 +125,7 @@ def safe_reading(file: Any) -> Iterator[None]:
     try:
         with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
             yield
-    except (MemoryError, torch.cuda.OutOfMemoryError, URLError, PermissionError):
+    except (MemoryError, torch.cuda.OutOfMemoryError, URLError, ConnectionError, TimeoutError, PermissionError):
         raise
     except Exception as error:
         _, _, unsafe = str(error).partition(' GLOBAL ')

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from conftest import SMALL_SWIN, as_trained, relative_difference
 from mmdet.registry import MODELS
-from mmengine.dist import get_rank, init_dist
+from mmengine.dist import get_rank, get_world_size, init_dist
 from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
-from regression import Regression, train
+from regression import Points, Regression, train
 from torch import nn
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import start_processes
@@ -171,7 +171,12 @@ def training(folder):
 
     def run(**options):
         norms = iter([PRepBN(4), UN(4, warmup_iters=1)])
-        hooks = [ProgressiveNormHook(total=4, unit='iter'), EMAHook(), ExactResumeHook(), watch]
+        hooks = [
+            ProgressiveNormHook(total=4 * get_world_size() / len(Points()), unit='epoch'),
+            EMAHook(),
+            ExactResumeHook(),
+            watch,
+        ]
         options.update(launcher='pytorch', default_scope='mmengine', max_iters=6, batch_size=1, interval=3)
         return train(folder, hooks, lambda: Regression(lambda c: next(norms)), val=True, accumulate=2, **options)
 
