@@ -33,7 +33,7 @@ def stops_all(errors, rank, kind, text):
 def test_the_launcher_takes_gloo_where_there_is_no_gpu_and_says_so(ranks):
     for found in of_all(ranks, 'launch'):
         assert found['backend'] == 'gloo'
-        assert [text for text in found['warnings'] if 'no GPU' in text.lower() and 'nccl' in text]
+        assert [text for text in found['warnings'] if 'There is no GPU' in text and 'gloo instead of nccl' in text]
 
 
 def test_norms_of_several_processes_are_those_of_one_whatever_the_shares(ranks):
