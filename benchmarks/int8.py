@@ -79,7 +79,7 @@ def main() -> None:
 
     for name, *paths in args.detector:
         detector = [Path(path).resolve() for path in paths]
-        # Another checkpoint of this name has other files.
+        # Another checkpoint with the same name gets its own folder.
         digest = hashlib.sha256(detector[1].read_bytes()).hexdigest()[:12]
         folder = args.work_dir.resolve() / args.dataset / f'{name}-{digest}'
         for form in FORMS:

@@ -1,13 +1,13 @@
-"""Measures latency in every runtime on a CPU, each detector in the same rounds as LayerNorm and mmdet's detector.
+"""Measures CPU latency in every runtime, each detector interleaved with its LayerNorm and mmdet counterparts.
 
     export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=16000000000
     python -m benchmarks.runtimes --threads 2
     python -m benchmarks.runtimes --figure docs/latency.svg
 
 Needs `pip install -e ".[openvino]"`. Weights are random, with 32 objects in every detector; int8 is calibrated on
-noise, which costs the same. The rows of a column are measured at once, interleaved, and added to
-benchmarks/results/runtimes.json; rows that are missing later are measured beside their LayerNorm. Freed memory is
-kept, because equal models differ by it otherwise (docs/latency.md, Memory).
+noise, which does not change latency. All detectors of one form are measured in the same rounds, and added to
+benchmarks/results/runtimes.json; a later run measures missing detectors beside their LayerNorm detectors. MALLOC_*
+keeps freed memory; without it, equal models differ in latency (docs/latency.md, Memory).
 """
 
 import slab_det  # noqa: I001 (before mmdet: registers everything)
@@ -111,7 +111,7 @@ FORMS = {
 
 
 def build(row: Row) -> nn.Module:
-    """The detector of a row, fused where its norms can be."""
+    """Builds the detector of a row, with its offline norms fused."""
     config = ROOT / 'configs' / f'{row.config}.py'
     if row.kept is None:
         return build_untrained(config, {'type': row.type} if row.type else {})
@@ -122,9 +122,9 @@ def build(row: Row) -> nn.Module:
 
 
 def make_call(model: nn.Module, scope: str, form: Form, content: bytes, file: Path, threads: int) -> Call:
-    """A call from the bytes of an image file to boxes and masks, or of the backbone alone.
+    """Returns the call to measure: from the bytes of an image file to boxes and masks, or the backbone alone.
 
-    The exported ``file`` is written if another runtime needs it and it does not exist.
+    Exports ``file`` first, if a runtime other than PyTorch needs it and it does not exist.
     """
     pixels = ImagePipeline(STEPS)(content)['inputs']
     if form.runtime == 'torch':
@@ -172,7 +172,7 @@ def measure_column(
     folder: Path,
     args: argparse.Namespace,
 ) -> dict[str, dict]:
-    """Times of each row, and the medians over rounds of the ratios to its LayerNorm row and to mmdet's eager mode."""
+    """Measures rows in one form; returns times, and median ratios to the LayerNorm row and to mmdet's eager row."""
     height, width = map(int, size.split('x'))
     pixels = random_images([(height, width)])[0][0].transpose(1, 2, 0).astype('uint8')
     content = cv2.imencode('.jpg', pixels)[1].tobytes()
@@ -208,7 +208,7 @@ def by_name_and_form(rows: Sequence[dict]) -> tuple[dict[tuple[str, str], dict],
 def table(rows: Sequence[dict]) -> str:
     """The rows of one size and scope, with a column for each form.
 
-    Every ratio is to mmdet's eager mode; mmdet's detector and ours with LayerNorm have milliseconds too.
+    Every ratio is to mmdet's eager mode; the rows of mmdet and of LayerNorm also show milliseconds.
     """
     measured, forms = by_name_and_form(rows)
     lines = []
@@ -224,7 +224,7 @@ def table(rows: Sequence[dict]) -> str:
 
 @styled
 def draw(rows: Sequence[dict], path: Path) -> None:
-    """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, over mmdet's eager mode."""
+    """Draws the time of LayerNorm, absorbed and SLAB detectors in each form, relative to mmdet's eager mode."""
     measured, forms = by_name_and_form(rows)
     models = {
         SWIN[1]: ('0.6', 'with LayerNorm'),
@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--threads', type=int, default=2)
     parser.add_argument('--out', type=Path, default=FOLDER / 'runtimes.json')
-    parser.add_argument('--figure', type=Path, metavar='SVG', help="draw the first size's whole detectors, and stop")
+    parser.add_argument('--figure', type=Path, metavar='SVG', help='draw whole detectors at the first size, and exit')
     args = parser.parse_args()
     if args.figure:
         return draw(Results(args.out).select(size=args.sizes[0], scope='detector'), args.figure)

@@ -1,4 +1,4 @@
-"""Exports a detector to ONNX, fused, for images of any size, and compares the file with the detector."""
+"""Exports a fused detector to ONNX for images of any size, and compares the file with PyTorch."""
 
 import argparse
 from pathlib import Path
@@ -12,13 +12,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--out', required=True, metavar='FILE.onnx')
     choices = 'backbone', 'detector'
     parser.add_argument('--scope', choices=choices, default='detector', help='(default %(default)s)')
-    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='compare at this size too')
-    parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='compare on photographs too')
+    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='also compare on noise of this size')
+    parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='also compare on photographs')
     group = parser.add_argument_group('int8')
     group.add_argument('--int8', action='store_true', help='also write FILE_int8.onnx, calibrated on images')
     group.add_argument('--images', metavar='DIR', help='pictures to calibrate on (default: training images)')
     group.add_argument('--num-images', type=int, default=100, help='calibration images (default %(default)s)')
-    group.add_argument('--calibrate-with', metavar='CONFIG', help='config with the training images (default: CONFIG)')
+    group.add_argument('--calibrate-with', metavar='CONFIG', help='config with the training images (default: config)')
     group.add_argument('--data-root', metavar='DIR', help='read every dataset of the config below DIR')
 
 
@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
-    # Missing images, and folders that cannot be written to, are found before minutes of exporting.
+    # Missing images and read-only folders must raise before minutes of export.
     check_writable(args.out, int8 if args.int8 else None)
     if args.int8:
         cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     for path in args.check_images:
         image = mmcv.imread(path) if Path(path).is_file() else None
         if image is None:
-            raise SlabDetError(f'--check-images: {path} is no image that can be decoded')
+            raise SlabDetError(f'--check-images: {path} is not a readable image')
         image = mmcv.imrescale(image, (max(height, width), min(height, width)))
         images.append(np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32))
     detector = build_detector(read_config(args.config), args.checkpoint)

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--runtime', choices=runtimes, default=runtimes[0], help='(default %(default)s)')
     parser.add_argument('--precision', choices=('f32', 'bf16'), default='f32', help='bf16 needs --runtime openvino')
     parser.add_argument('--threads', type=int, default=0, help='CPU threads (default: the runtime chooses)')
-    parser.add_argument('--json', metavar='FILE', help='write AP and its scope to FILE')
+    parser.add_argument('--json', metavar='FILE', help='write AP, dataset and versions to FILE')
 
 
 @command(add_arguments)
@@ -38,9 +38,9 @@ def main(args: argparse.Namespace) -> None:
     check_data(cfg, ('test',))
     options = dict(runtime=args.runtime, threads=args.threads, precision=args.precision)
     cfg.model = dict(type='ExportedDetector', file=args.file, pipeline=inference_steps(cfg), **options)
-    # The file has its own weights, and no layers for the hooks of a training.
+    # The file holds its own weights, and training hooks would find no layers in it.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
-    # The runner would pass it to ExportedDetector.
+    # The runner would pass data_preprocessor to ExportedDetector, which preprocesses in the file.
     cfg.pop('data_preprocessor', None)
     runner = build_test_runner(cfg)
     metrics = runner.test()

@@ -1,4 +1,4 @@
-"""Replaces mmdet's blocks by ours, and finds the layers that deployed forms know."""
+"""Replaces mmdet's transformer blocks with slab_det's, and recognises the layers that deploy can replace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN}
 
 
 def replace_stock_blocks(backbone: nn.Module) -> None:
-    """Replaces mmdet's blocks by ours, in place; a block that computes something else stays."""
+    """Replaces mmdet's Swin and PVT blocks with slab_det's, in place; a block with modified layers stays."""
     for name, block in known_blocks(backbone, {SwinBlock, PVTEncoderLayer}):
         try:
             replace_module(backbone, name, _own_block(block))
@@ -31,7 +31,7 @@ def replace_stock_blocks(backbone: nn.Module) -> None:
 
 
 def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Module]]:
-    """Names and blocks of exactly these kinds, without hooks: a subclass may compute something else."""
+    """Names and modules of the blocks of exactly these classes; leaves out subclasses and blocks with hooks."""
     return [
         (name, block)
         for name, block in backbone.named_modules()
@@ -40,13 +40,13 @@ def known_blocks(backbone: nn.Module, kinds: set[type]) -> list[tuple[str, nn.Mo
 
 
 def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
-    """Our block with the layers of mmdet's, for inference; raises CannotFold if mmdet's computes something else."""
+    """Builds our Block from the layers of an mmdet block, for inference; raises CannotFold if they are modified."""
     replace, kind = find_rule(block.attn, 'replace'), OWN_FFNS.get(type(block.ffn))
     attn = replace() if replace else block.attn
-    has_two_layers = kind is not LinearFFN or (block.ffn.num_fcs == 2 and block.ffn.add_identity)
-    if not isinstance(attn, ShiftedWindowAttention | MapAttention) or kind is None or not has_two_layers:
-        raise CannotFold('its attention or its FFN is not of mmdet')
-    # On the meta device no weight is drawn; every layer comes from the original.
+    is_known_ffn = kind is not LinearFFN or (block.ffn.num_fcs == 2 and block.ffn.add_identity)
+    if not isinstance(attn, ShiftedWindowAttention | MapAttention) or kind is None or not is_known_ffn:
+        raise CannotFold("its attention or its FFN is not mmdet's own")
+    # The meta device skips weight initialisation; every layer comes from the mmdet block.
     with torch.device('meta'):
         own = Block(attn, LinearFFN(1, 1, dict(type='GELU')), dict(type='LN'))
         own.ffn = kind(1, 1, dict(type='GELU'))
@@ -81,13 +81,13 @@ def ffn_layers(ffn: nn.Module) -> FFNLayers | None:
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """Whether ``layer`` computes ``x weight^T + bias`` of its parameters and nothing else."""
+    """Whether ``layer`` computes ``x weight^T + bias`` and nothing else."""
     # Exact classes: a subclass may compute its weight, or add something.
     return type(layer) in (nn.Linear, Linear) and 'weight' in layer._parameters
 
 
 def replace_layers(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replaces each layer below ``module`` by what ``replacement`` makes of it, if that is not None.
+    """Replaces each submodule by the layer that ``replacement`` returns, in place; None keeps the submodule.
 
     A layer with hooks stays: its replacement would not call them.
     """

@@ -30,33 +30,33 @@ def deploy(
 ) -> nn.Module:
     """Makes a detector faster for inference; its results differ by rounding.
 
-    Our blocks replace mmdet's, and maps are channels last. On a CPU, blocks run tile by tile, and linear layers,
-    RoIAlign and 3x3 convolutions have faster forms. On a GPU, blocks run as kernels in Triton, and ``predict`` of a
-    single image replays a CUDA graph for images of its size.
+    slab_det's blocks replace mmdet's, and feature maps are channels last. On a CPU, blocks run tile by tile, and linear
+    layers, RoIAlign and 3x3 convolutions have faster forms. On a GPU, blocks run as Triton kernels, and ``predict`` of
+    a single image replays the CUDA graph for its size.
 
-    A deployed model has no gradients, and its state dict has keys of its own: save the model that it was made of.
+    A deployed model has no gradients, and its state dict has other keys: save the original model instead.
 
-    Both models run on a small image of noise (:func:`~slab_det.deployment.trial.try_deployed`). A deployed model that
-    does not run, or computes something else, is refused. Its ``deployment_check`` says how far the two are apart.
+    The original and the deployed model run on a small noise image (:func:`~slab_det.deployment.trial.try_deployed`).
+    The deployed model's ``deployment_check`` holds their difference.
 
     Args:
-        model: A detector or backbone, ours or mmdet's, in eval mode, on the device where it will run; fused, for the
-            fastest form.
+        model: A detector or backbone of slab_det or mmdet, in eval mode, on the device where it will run. Its offline
+            norms must be fused.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None, or
             ``torch.float32``, keeps the dtype of the model.
-        inplace: Change ``model`` itself instead of a copy; the copy is then the reference of the check.
-        masks: 'full', or 'rle' for a list of COCO RLE in ``pred_instances.masks``, see :func:`slab_det.load_detector`.
+        inplace: Change ``model`` itself instead of a copy.
+        masks: 'full', or 'rle': ``pred_instances.masks`` is a list of COCO RLE; see :func:`slab_det.load_detector`.
 
     Returns:
         The deployed model, with the same methods.
 
     Raises:
-        DeploymentError: If the model is in training mode, has norms that :func:`slab_det.fuse` would fold or weights
-            that are not finite, or cannot compute in this form or in ``dtype``, or cannot encode masks. The model is
-            then unchanged.
+        DeploymentError: If the model is in training mode, deployed already or not fused, has weights that are
+            not finite or no masks to encode, or its deployed form does not run or computes something else. The
+            model is then unchanged.
     """
     if not hasattr(model, 'backbone') and (hasattr(model, 'module') or not isinstance(model, BaseModule)):
-        raise DeploymentError(f'{type(model).__name__} is no detector or backbone; deploy what it wraps')
+        raise DeploymentError(f'{type(model).__name__} is not a detector or backbone; deploy the model that it wraps')
     if any(module.training for module in model.modules()):
         raise DeploymentError('the model is in training mode; call model.eval() before slab_det.deploy')
     if is_deployed(model):
@@ -81,7 +81,7 @@ def deploy(
             if check is not None:
                 deployed.deployment_check = check
     except Exception:
-        # With inplace this is the caller's model, whose modules have been replaced and cast by now.
+        # With inplace, ``deployed`` is the caller's model, and some of its layers are replaced by now.
         vars(deployed).update(vars(original))
         raise
     deployed.deployed = True
@@ -97,7 +97,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
     replace_stock_blocks(backbone)
     for module in backbone.modules():
         if isinstance(module, Backbone):
-            # Tokens are channels last: maps are then views of them.
+            # Tokens are (B, L, C): a channels-last map is a view of them.
             module.channels_last = True
     replace_layers(backbone, deployed_merging)
     if on_cpu:
@@ -119,21 +119,21 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
     model.eval()
     if dtype is not None:
         lower_precision(model, dtype)
-    backbone.register_forward_pre_hook(_refuse_other_uses)
+    backbone.register_forward_pre_hook(_check_inference_only)
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
     return next(model.parameters()).device.type == 'cpu'
 
 
-def _refuse_other_uses(backbone: nn.Module, inputs: tuple) -> None:
+def _check_inference_only(backbone: nn.Module, inputs: tuple) -> None:
     has_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    # Tiles in a traced graph would fit images of one size.
+    # A traced graph would contain the tiles of one image size.
     is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
     if backbone.training or has_gradients or is_traced:
         raise DeploymentError(
-            'a deployed model predicts in eval mode, without gradients, tracing and export: use the fused model that '
-            'it was made of; slab_det.deployment.export.export_onnx makes an ONNX file of that'
+            'a deployed model only predicts, in eval mode, without gradients, tracing and export: use the fused model '
+            'that it was made of; slab_det.deployment.export.export_onnx exports the fused model to ONNX'
         )
 
 

@@ -20,7 +20,7 @@ from slab_det.runtime.errors import DeploymentError, SlabDetError
 MASK_FORMS = ('full', 'rle')
 # Number of pixels that are sampled at once; each takes 13 bytes.
 BAND = 2**20
-# Some columns of the window of a box: x and y of the first pixel, and the pixels (w, h), in the order of RLE.
+# Adjacent columns of a pasted mask: x and y of the first pixel, and the pixels (w, h), in the order of RLE.
 Band = tuple[int, int, Tensor]
 
 
@@ -33,7 +33,7 @@ def check_form(form: str, error: type[SlabDetError]) -> None:
 def paste_masks(
     probabilities: Tensor, boxes: Tensor, shape: Sequence[int], threshold: float, form: str = 'full'
 ) -> Tensor | list[dict]:
-    """Pastes masks into their image as mmdet does on a CPU, to the last bit.
+    """Pastes masks into their image; the result equals mmdet's on a CPU bit by bit.
 
     Args:
         probabilities: Sigmoids of the mask logits, (n, 28, 28).
@@ -59,7 +59,7 @@ def paste_masks(
 
 
 def _paste_bands(probability: Tensor, box: Tensor, shape: Sequence[int], threshold: float) -> Iterator[Band]:
-    """Pastes one mask into the window of its box, outside of which it has no pixel, some columns at a time."""
+    """Pastes one mask into the pixels that its box touches; yields some columns at a time."""
     left, top = (max(0, math.floor(low) - 1) for low in box[:2].tolist())
     right, bottom = (min(side, math.ceil(high) + 1) for side, high in zip(shape[::-1], box[2:].tolist(), strict=True))
     bottom = max(top, bottom)
@@ -73,20 +73,20 @@ def _paste_bands(probability: Tensor, box: Tensor, shape: Sequence[int], thresho
 
 
 def _sample_points(start: int, end: int, low: Tensor, high: Tensor) -> Tensor:
-    """Centres of pixels on an axis where the box is -1 to 1, computed in mmdet's order for the same last bit."""
+    """Pixel centres on an axis where the box is -1 to 1; keeps mmdet's order of operations, so that all bits agree."""
     points = (torch.arange(start, end, device=low.device).float() + 0.5 - low) / (high - low) * 2 - 1
     return points.masked_fill(points.isinf(), 0)
 
 
 def _encode_bands(bands: Iterable[Band], height: int, width: int) -> dict:
-    """The RLE of an image (H, W) whose pixels outside of the bands are 0: lengths of runs of 0 and 1, by columns."""
+    """Encodes the bands as COCO RLE of a (height, width) mask, whose pixels outside of the bands are 0."""
     edges = [np.empty(0, int)]
     for x, y, pixels in bands:
         # A 0 above each column ends the runs of the column before.
         flat = np.pad(pixels.numpy(), ((0, 1), (1, 0))).ravel()
         column, row = divmod(np.flatnonzero(flat[1:] != flat[:-1]), pixels.shape[1] + 1)
         edges.append((x + column) * height + y + row)
-    # Where an edge is there twice, a run continues from one column to the next.
+    # An edge that occurs twice is none: the run continues from one column to the next.
     places, times = np.unique(np.concatenate(edges), return_counts=True)
     places = places[(times == 1) & (places < height * width)]
     counts = np.diff(places, prepend=0, append=height * width)
@@ -97,7 +97,7 @@ def encode_masks(detector: nn.Module) -> None:
     """Makes a detector predict masks as RLE, in place: ``pred_instances.masks`` is then a list of dicts.
 
     Raises:
-        DeploymentError: If the detector has no masks that mmdet's FCNMaskHead pastes.
+        DeploymentError: If the detector has no masks, or another head than mmdet's FCNMaskHead pastes them.
     """
     roi_head = getattr(detector, 'roi_head', None)
     heads = getattr(roi_head, 'mask_head', None)
@@ -106,7 +106,7 @@ def encode_masks(detector: nn.Module) -> None:
     if any(getattr(type(head), '_predict_by_feat_single', None) is not pastes for head in heads):
         found = 'no RoI head with masks' if None in heads else type(heads[-1]).__name__
         raise DeploymentError(
-            f"masks='rle' encodes what FCNMaskHead pastes, and {type(detector).__name__} has {found}; leave masks= out"
+            f"masks='rle' needs what FCNMaskHead pastes, and {type(detector).__name__} has {found}; leave masks= out"
         )
     for head in heads:
         head._predict_by_feat_single = partial(_predict_encoded, head)
@@ -123,7 +123,7 @@ def _predict_encoded(
     rescale: bool = False,
     activate_map: bool = False,
 ) -> list[dict]:
-    """Replaces the method of FCNMaskHead that pastes all masks of an image."""
+    """Returns RLE dicts; replaces ``FCNMaskHead._predict_by_feat_single``, which returns all masks at full size."""
     scale, shape = bboxes.new_tensor(img_meta['scale_factor']), img_meta['ori_shape'][:2]
     if rescale:
         # In place, as mmdet does, because these are the boxes of the results.
@@ -136,7 +136,7 @@ def _predict_encoded(
 
 
 def _predict_lists(predict_mask: Callable[..., list[InstanceData]], *args: Any, **options: Any) -> list[InstanceData]:
-    """Calls ``predict_mask`` of a RoI head, which returns an empty tensor where no object is found."""
+    """Calls ``predict_mask`` of a RoI head, and replaces its empty tensor for an image without objects by a list."""
     results = predict_mask(*args, **options)
     for found in results:
         found.masks = found.masks if len(found) else []

@@ -1,4 +1,4 @@
-"""Patch merging that reads the tokens of a block in their order in memory."""
+"""Patch merging with reordered weights, which reads tokens without transposing them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slab_det.norms import ChannelAffine
 
 
 class DeployedPatchMerging(PatchMerging):
-    """A patch merging whose weights have the order (row, column, C) of the tokens, so that no token is transposed.
+    """Patch merging with weights in the order (row, column, C) of the tokens, so that no token is transposed.
 
     Args:
         merging: The patch merging to deploy, ours or mmdet's; its weights are permuted in place.
-        stride: Side of a block.
+        stride: Side of a merged block, in tokens.
     """
 
     def __init__(self, merging: nn.Module, stride: int) -> None:

@@ -1,7 +1,7 @@
 """Half precision for the layers of a detector; anchors, boxes, scores and RoIAlign stay in float32.
 
-A coordinate has 8 significant bits in bfloat16 and 11 in float16: on an image of 1333 pixels that is an error of
-several pixels, or of one. mmdet makes anchors, and so boxes, in the dtype of the scores.
+On an image of 1333 pixels, a coordinate in bfloat16 (8 significant bits) is wrong by several pixels, and in float16
+(11 bits) by one. mmdet computes anchors, and so boxes, in the dtype of the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slab_det.runtime.errors import DeploymentError
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
-# Heads return scores, deltas or logits. Coordinates are computed from these later, outside the heads.
+# The forward of a head returns scores, deltas or logits; mmdet computes coordinates from them afterwards.
 HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
 
 
@@ -38,7 +38,7 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
 
     Raises:
-        DeploymentError: If ``dtype`` is no half precision, or the detector has parameters outside of these parts.
+        DeploymentError: If ``dtype`` is not a half precision, or a parameter is outside of backbone, neck and heads.
     """
     if dtype not in HALF_PRECISIONS:
         raise DeploymentError(f'cannot deploy in {dtype}: choose from {", ".join(map(str, HALF_PRECISIONS))}, or None')
@@ -49,7 +49,7 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if parameter not in known:
             raise DeploymentError(
-                f'{type(model).__name__}: whether {name} computes coordinates is not known; '
+                f'{type(model).__name__}: {name} may compute coordinates, which need float32; '
                 'deploy this detector in float32'
             )
     for part in parts:

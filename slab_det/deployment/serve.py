@@ -1,4 +1,4 @@
-"""load_detector: a detector that takes images in any form, in any runtime."""
+"""load_detector: loads a detector that predicts from files, bytes or arrays, in PyTorch or an ONNX runtime."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from slab_det.runtime.scope import enter_scope
 
 
 class ImageListError(DataError):
-    """Some images of a list were refused; ``results`` holds the objects of the others.
+    """Some images of a list were refused; ``results`` holds the predictions for the others.
 
     Attributes:
-        results: A DetDataSample for each image of the list, and None for those that were refused.
+        results: A DetDataSample for each image of the list, or None for a refused image.
         errors: The DataError of each refused image, by its index.
     """
 
@@ -34,15 +34,15 @@ class ImageListError(DataError):
 
 
 class ServedDetector:
-    """Finds objects in images: files, bytes, arrays or images of Pillow.
+    """Finds objects in images: files, bytes, arrays or Pillow images.
 
-    Several threads may call it at the same time. Images of a list run one by one: padding to a common size would change
-    their objects.
+    Several threads may call it at the same time. Images of a list run one by one, because padding to a common size
+    changes predictions.
 
     Args:
         model: A detector with ``test_step``, in eval mode.
         steps: Configs of the test pipeline, see :class:`~slab_det.runtime.pipeline.ImagePipeline`.
-        classes: The name of each label; empty if the file of the weights has no names.
+        classes: The class name of each label; empty if the checkpoint or exported file has no names.
     """
 
     def __init__(self, model: nn.Module, steps: Sequence[dict], classes: Sequence[str] = ()) -> None:
@@ -52,8 +52,8 @@ class ServedDetector:
         """Predicts the objects of one image, or of each image of a list; results are on the CPU.
 
         Raises:
-            DataError: If the image cannot be read, or has other values or another shape than training images.
-            ImageListError: If this holds for images of a list; raised after its last image.
+            DataError: If the image cannot be read, or its shape or range of values is wrong.
+            ImageListError: If images of a list are refused with a DataError; raised after the last image.
         """
         if not isinstance(images, (list, tuple)):
             return self._detect(images)
@@ -84,21 +84,20 @@ def load_detector(
     masks: str = 'full',
     **options: object,
 ) -> ServedDetector:
-    """Loads a detector for serving: ``detector(image)`` is a DetDataSample, ``detector([image, ...])`` a list of them.
+    """Loads a detector for serving: ``detector(image)`` returns a DetDataSample, ``detector([image, ...])`` a list.
 
-    An image is a path, the bytes of a file, an array in BGR, or an image of Pillow; see
-    :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes are in its pixels, and masks have its size, as in
-    ``pred_instances`` of mmdet. ``detector.classes`` names the labels. The first image of a size costs more than the
-    next.
+    An image is a path, the bytes of a file, an array in BGR, or a Pillow image; see
+    :class:`~slab_det.runtime.pipeline.ImagePipeline`. Boxes and masks refer to the original image, as in mmdet's
+    ``pred_instances``. ``detector.classes`` holds the class names. The first image of each size is slower.
 
     Args:
         config: A config with the test pipeline, fused or not.
-        weights: A checkpoint, which is fused if it is not; for other runtimes than 'torch' the file that
+        weights: For 'torch' a checkpoint, fused or not; for other runtimes a file that
             :func:`slab_det.deployment.export.export_onnx` wrote.
-        runtime: 'torch', in the form of :func:`slab_det.deploy`; 'onnxruntime' or 'openvino'.
-        device: Device of the runtime 'torch'; None takes a GPU where PyTorch finds one. Others run on the CPU.
-        masks: 'full', as mmdet gives them, (n, H, W): 100 masks of 4000x8000 are 3.2 GB. Or 'rle': a list of n dicts,
-            as ``pycocotools.mask.encode`` gives them; one mask at a time is in memory. mmdet's evaluators take both.
+        runtime: 'torch' (runs the deployed detector, see :func:`slab_det.deploy`), 'onnxruntime' or 'openvino'.
+        device: Device for 'torch'; None selects a GPU if PyTorch finds one. Other runtimes run on the CPU.
+        masks: 'full' for mmdet's tensor (n, H, W): 100 masks of 4000x8000 are 3.2 GB. 'rle' for a list of n dicts, as
+            ``pycocotools.mask.encode`` returns them, made one mask at a time. mmdet's evaluators take both.
         **options: ``dtype`` of :func:`slab_det.deploy`, or ``threads`` and ``precision`` of
             :func:`slab_det.deployment.export.load_runtime`.
 
@@ -106,13 +105,13 @@ def load_detector(
         ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit.
         FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics.
-        ExportError: If there is no such runtime, it cannot run the file, the file is for images of another resize, or
-            an option or a ``device`` is not for this runtime.
+        ExportError: If the runtime is unknown or cannot run the file, the file was exported for another resize, or the
+            runtime does not take ``device`` or an option.
     """
     known = ('dtype',) if runtime == 'torch' else ('threads', 'precision')
     for name in options:
         if name not in known:
-            raise ExportError(f'{name}= is no option of the runtime {runtime}, which takes {" and ".join(known)}')
+            raise ExportError(f'{name}= is not an option of the runtime {runtime}, which takes {" and ".join(known)}')
     if not isinstance(config, Config) and not Path(config).is_file():
         raise ConfigError(f'{config}: there is no such config; check its name')
     cfg = config if isinstance(config, Config) else Config.fromfile(config)

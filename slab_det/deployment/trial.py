@@ -1,4 +1,4 @@
-"""Runs a deployed model once on a small image, beside the model that it was made of."""
+"""Compares a deployed model with its original on a small noise image."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from slab_det.norms import copy_module
 from slab_det.runtime.errors import DeploymentError
 from slab_det.runtime.tensors import tensors_in
 
-# Sides that halve six times, as some necks ask for; a hundredth of the pixels of a COCO image.
+# Multiples of 64, as some necks need; a hundredth of the pixels of a COCO image.
 SIZE = (64, 128)
-# Values of a test_cfg during the trial.
+# Replaces these values of every test_cfg during the trial.
 FEW_OBJECTS = dict(score_thr=0.0, max_per_img=20)
-# Largest DeploymentCheck.difference. float32 has about 1e-6, bfloat16 0.01, behind a hundred untrained layers up to
-# 0.4: the bound of half precision refuses nonsense and says nothing about AP.
+# Largest accepted DeploymentCheck.difference. Usual are 1e-6 in float32 and 0.01 in bfloat16, up to 0.4 after a hundred
+# untrained layers. HALF_BOUND only catches wrong results; it says nothing about AP.
 BOUND, HALF_BOUND = 0.01, 0.5
 
 
 @dataclass(frozen=True)
 class DeploymentCheck:
-    """How far a deployed model is from the model that it was made of, on an image of noise.
+    """Difference between a deployed model and its original, on a noise image.
 
     Attributes:
         difference: Largest difference of the feature maps, relative to the largest value of a map.
@@ -38,10 +38,10 @@ class DeploymentCheck:
 
 @torch.no_grad()
 def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | None) -> DeploymentCheck | None:
-    """Compares the feature maps of two models for one image, and runs the heads of both.
+    """Compares the feature maps of a model and its deployed form, and runs the heads of both.
 
     Args:
-        model: The model as it was given.
+        model: The original model.
         deployed: Its deployed form.
         dtype: The half precision of ``deployed``, or None.
 
@@ -59,10 +59,10 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
     for mode in modes:
         try:
             reference = _run(model, mode)
-        except Exception as error:  # the model asks for text, frames or other channels
+        except Exception as error:  # the model may need text, frames or other channels
             MMLogger.get_current_instance().warning(
-                f'slab_det.deploy could not try {kind}, which does not run on an image of {SIZE[0]}x{SIZE[1]} itself '
-                f'({mode}: {_one_line(error)}): compare its results with the results of the model before'
+                f'slab_det.deploy could not check {kind}: the original does not run on an image of {SIZE[0]}x{SIZE[1]} '
+                f'({mode}: {_one_line(error)}); compare the results of both models on your own images'
             )
             continue
         try:
@@ -74,7 +74,7 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
             is_same = check.difference <= (HALF_BOUND if dtype else BOUND)
             is_same = is_same or check.difference <= _rounding(model, dtype, reference)
         else:
-            # By rounding, the heads see other boxes.
+            # Rounding changes the boxes that heads receive, so that their outputs cannot be compared.
             is_same = _are_finite(found) or not _are_finite(reference)
         if not is_same:
             raise DeploymentError(f'{kind} computes something else {form}: {check}; {remedy}')
@@ -82,7 +82,7 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
 
 
 def _run(model: nn.Module, mode: str) -> list[Tensor]:
-    """The feature maps of a detector or backbone; or the tensors that a detector returns in one of mmdet's modes."""
+    """Runs a model on seeded noise; returns its feature maps ('features'), or its outputs in that mode of mmdet."""
     generator = torch.Generator().manual_seed(0)
     if mode == 'features':
         return extract_features(model, torch.randn(1, 3, *SIZE, generator=generator).to(next(model.parameters())))
@@ -94,7 +94,7 @@ def _run(model: nn.Module, mode: str) -> list[Tensor]:
     before = [dict(cfg) for cfg in cfgs]
     try:
         for cfg in cfgs:
-            # Some heads run only where an object is found, and each proposal and object costs time.
+            # Some heads run only if an object is found; fewer proposals and objects save time.
             cfg.update({name: value for name, value in FEW_OBJECTS.items() if name in cfg})
         return tensors_in(model(**data, mode=mode))
     finally:
@@ -108,7 +108,7 @@ def _are_finite(outputs: list[Tensor]) -> bool:
 
 
 def _rounding(model: nn.Module, dtype: torch.dtype | None, reference: list[Tensor]) -> float:
-    """Ten times the difference that rounding explains: untrained deep models without norms amplify it."""
+    """Ten times the rounding error of ``model`` in ``dtype``, which deep untrained models without norms amplify."""
     own = relative_difference(reference, _run(copy_module(model).double(), 'features'))
     return FLOAT32_FACTOR * own * torch.finfo(dtype or torch.float32).eps / torch.finfo(torch.float32).eps
 

@@ -1,4 +1,4 @@
-"""Computes which token lies where in the windows of a map, by arithmetic that an exported graph can repeat."""
+"""Computes the token in each slot of each window from the size of the map, also inside an exported graph."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slab_det.attention.geometry import Windows, mask_regions
 
 
 class WindowIndex(Windows):
-    """The windows of a map of one image; the gathers that cut them also split heads and fill padding.
+    """The windows of one image's map, cut by gathers that also split heads and fill padding.
 
     Attributes:
-        tokens: The token in each slot, (nW, N), or H * W in slots of padding.
+        tokens: Index of the token in each slot, (nW, N); H * W in padding slots.
 
     Args:
-        height: Rows of the map, in tokens, perhaps symbolic.
+        height: Rows of the map, in tokens; symbolic in a trace.
         width: Columns of the map.
         window_size: Side w of a window; N = w * w slots.
         shift: Cyclic shift towards the top left, in tokens.
@@ -44,7 +44,7 @@ class WindowIndex(Windows):
         return tuple(_gather_rows(rows, first + part * groups) for part in range(3))
 
     def merge(self, windows: Tensor) -> Tensor:
-        # The weights fix both sizes; int() keeps an exported graph from computing them.
+        # Both sizes depend on weights alone; int() makes them constants of an exported graph.
         groups, channels = int(windows.shape[1]), int(windows.shape[3])
         rows, columns = self._rows, self._columns
         window = (rows.window[:, None] * columns.num_windows + columns.window).reshape(-1)
@@ -70,10 +70,10 @@ class _Axis(NamedTuple):
 
     Attributes:
         num_windows: Windows along this side.
-        source: The row of the unrolled map that each place of each window holds, (windows, w).
-        band: 0, 1 or 2: untouched by the shift, kept, wrapped around; (windows, w).
-        window: The window of each row of the map, (side,).
-        place: The place in its window of each row of the map, (side,).
+        source: Position on the unrolled map of each place in each window, (windows, w).
+        band: 0 before the last window; in the last window 1, or 2 for places that wrapped around; (windows, w).
+        window: The window that holds each position of the map, (side,).
+        place: The place in that window, (side,).
     """
 
     num_windows: int

@@ -1,4 +1,4 @@
-"""Runs the test pipeline of a config on an image in any form: a file, bytes, an array, an image of Pillow."""
+"""Runs the test pipeline of a config on an image in any form: a file, bytes, an array, a Pillow image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
 
 
 def inference_steps(cfg: Config) -> list[dict]:
-    """Returns the transforms of ``test_dataloader``, or ``val_dataloader``, or of a training on a folder of pictures.
+    """Returns the transforms of ``test_dataloader``, else of ``val_dataloader``, else of training on an ImageFolder.
 
     Raises:
         DataError: If the config has none of them.
@@ -40,17 +40,17 @@ def inference_steps(cfg: Config) -> list[dict]:
 class ImagePipeline:
     """Turns an image into a sample of a test dataset: 'inputs' (3, H, W) and 'data_samples'.
 
-    OpenCV decodes files and bytes as in training, to eight bits of BGR: it expands gray and palettes, drops alpha,
-    keeps the high byte of 16 bits, and turns JPEG, PNG and TIFF upright by their EXIF. Arrays and images of Pillow are
-    not turned.
+    OpenCV decodes files and bytes as in training, to 8-bit BGR: it expands gray and palettes, drops alpha, keeps the
+    high byte of 16-bit values, and rotates JPEG, PNG and TIFF by their EXIF orientation. Arrays and Pillow images are
+    not rotated.
 
     Args:
-        steps: Configs of the transforms, LoadImageFromFile first, in mmengine's default scope. Annotations are not
-            loaded.
+        steps: Configs of the transforms, LoadImageFromFile first, in mmengine's default scope. Transforms of
+            annotations are left out.
 
     Raises:
-        DataError: If the first transform is not LoadImageFromFile. Also when an image cannot be read or decoded, has
-            values outside of 0 to 255, or does not pass the transforms.
+        DataError: If the first transform is not LoadImageFromFile. When called: if an image cannot be read or
+            decoded, has values outside of 0 to 255, or a transform fails.
     """
 
     def __init__(self, steps: Sequence[dict]) -> None:
@@ -63,7 +63,7 @@ class ImagePipeline:
         """Runs the transforms.
 
         Args:
-            image: A file, the bytes of a file, an image of Pillow, or an array (H, W), (H, W, 1), (H, W, 3) in BGR or
+            image: A file, the bytes of a file, a Pillow image, or an array (H, W), (H, W, 1), (H, W, 3) in BGR or
                 (H, W, 4) in BGRA, 0 to 255.
             **values: Further entries for the transforms, such as ``img_id``.
         """
@@ -82,7 +82,7 @@ class ImagePipeline:
                 data = transform(data)
             except Exception as error:
                 raise DataError(
-                    f'{name}, {shape[0]}x{shape[1]} (HxW), does not pass {type(transform).__name__} of the test '
+                    f'{name}, {shape[0]}x{shape[1]} (HxW), fails in {type(transform).__name__} of the test '
                     f'pipeline: {" ".join(str(error).split())}'
                 ) from error
         return data
@@ -93,13 +93,13 @@ class ImagePipeline:
             _check_header(image)
             pixels = mmcv.imfrombytes(image, self.loader.color_type, backend=self.loader.imdecode_backend)
             if pixels is None:
-                raise ValueError('damaged, or of no kind that OpenCV decodes')
+                raise ValueError('damaged, or in a format that OpenCV does not decode')
             return pixels.astype(np.float32) if self.loader.to_float32 else pixels
         if isinstance(image, PIL.Image.Image):
-            # convert() would cut more than eight bits to 255.
+            # convert() would clip values of more than eight bits to 255.
             image = np.asarray(image) if image.mode[0] in 'IF' else np.asarray(image.convert('RGB'))[..., ::-1]
         if not isinstance(image, np.ndarray):
-            raise DataError(f'an image is a path, bytes, an array or an image of Pillow, not a {type(image).__name__}')
+            raise DataError(f'an image is a path, bytes, an array or a Pillow image, not a {type(image).__name__}')
         image = image[..., None] if image.ndim == 2 else image
         if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or 0 in image.shape:
             raise DataError(
@@ -109,15 +109,15 @@ class ImagePipeline:
         image = image[..., :3]
         check_range(image)
         image = image.repeat(3, 2) if image.shape[2] == 1 else image
-        # OpenCV resizes these two types.
+        # OpenCV resizes uint8 and float32, but not every other dtype.
         return image if image.dtype == np.uint8 else image.astype(np.float32)
 
 
 def check_range(image: np.ndarray) -> None:
-    """Raises DataError unless the values of an array, of any shape, round to 0 to 255.
+    """Raises DataError unless all values of an array round to 0 to 255.
 
-    A detector finds anything in other values. An array whose largest value is below 4 counts as 0 to 1, unless it is
-    black.
+    On other values, detections would be wrong without an error. A largest value below 4 counts as an image from 0 to
+    1 and is refused, unless the largest value is 0.
     """
     if image.dtype == np.uint8:
         return
@@ -131,17 +131,17 @@ def check_range(image: np.ndarray) -> None:
 
 
 def _check_header(content: bytes) -> None:
-    """Raises ValueError, before the decoding, for a file with floats or with more pixels than Pillow's limit."""
+    """Raises ValueError, before decoding, for a file with 32-bit values or with more pixels than Pillow's limit."""
     try:
         with PIL.Image.open(BytesIO(content)) as image:
             num_pixels, kind = image.width * image.height, (image.format, image.mode)
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         num_pixels, kind = math.inf, None
     except Exception as error:
-        raise ValueError('damaged, or no image of 8 or 16 bits') from error
+        raise ValueError('damaged, or not an image of 8 or 16 bits') from error
     limit = PIL.Image.MAX_IMAGE_PIXELS
     if limit and num_pixels > limit:
         raise ValueError(f'more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS')
-    # OpenCV would cut floats to eight bits, and make noise of a TIFF of 32 bits.
+    # OpenCV would clip floats to eight bits, and decode a 32-bit TIFF as noise.
     if kind in (('TIFF', 'I'), ('TIFF', 'F'), ('PPM', 'F')):
         raise ValueError('32 bits per value, not 8 or 16')

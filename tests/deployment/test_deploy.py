@@ -76,14 +76,14 @@ def fused_backbone():
 @pytest.fixture(params=['cpu', 'gpu'])
 def form(request, monkeypatch) -> str:
     """The device that models are deployed for; both forms run on the CPU here."""
-    # The name deploy is a function in the package, so that the module is imported by its path.
+    # The attribute slab_det.deployment.deploy is the function; import_module returns the module.
     module = importlib.import_module('slab_det.deployment.deploy')
     monkeypatch.setattr(module, '_is_on_cpu', lambda model: request.param == 'cpu')
     return request.param
 
 
 CPU_FORMS = {'many tiles, oneDNN': ('cpu', 3 * 49, True), 'few tiles, public operators': ('cpu', 2048, False)}
-# A kernel for GPUs hands over to the eager form on a CPU.
+# On a CPU, a GPU kernel falls back to its eager form.
 GPU_FORMS = {'on a GPU': ('gpu', 2048, False)}
 
 
@@ -135,7 +135,7 @@ def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_de
 
 @pytest.mark.parametrize('name', ['swin', 'pvt, no bias', 'swin, sla', 'pvt, sla'])
 @torch.no_grad()
-def test_bfloat16_stays_near(fused_backbone, name):
+def test_bfloat16_features_are_near_float32(fused_backbone, name):
     """Each of a few dozen layers rounds to 8 significant bits."""
     model, images = fused_backbone(name), torch.randn(2, 3, 90, 110)
     reference = model(images)
@@ -164,7 +164,7 @@ class OwnLinear(nn.Linear):
 
 
 @torch.no_grad()
-def test_what_computes_in_another_way_stays(fused_backbone):
+def test_modified_layers_are_not_replaced(fused_backbone):
     model, images = fused_backbone('swin'), torch.randn(1, 3, 64, 64)
     blocks = [block for stage in model.stages for block in stage.blocks]
     blocks[0].attn.w_msa.__class__ = OwnAttention
@@ -204,14 +204,14 @@ def test_blocks_of_mmdet_are_deployed_too(stock, arguments, num_blocks, num_ffns
 
 
 class OwnFFN(FFN):
-    """Half of an FFN."""
+    """An FFN whose output is halved."""
 
     def forward(self, x, identity):
         return identity + super().forward(x, torch.zeros_like(x)) / 2
 
 
 @torch.no_grad()
-def test_a_block_of_mmdet_that_computes_in_another_way_stays():
+def test_modified_mmdet_blocks_are_not_replaced():
     model = MODELS.build(dict(SWIN, type='SwinTransformer'))
     model.eval()
     seen, images, blocks = [], torch.randn(1, 3, 64, 64), [block for stage in model.stages for block in stage.blocks]
@@ -229,7 +229,7 @@ def test_a_block_of_mmdet_that_computes_in_another_way_stays():
 
 @torch.no_grad()
 @pytest.mark.parametrize('kind', ['SwinTransformer', 'SLABSwin'])
-def test_a_norm_that_sees_more_than_a_tile_keeps_its_block(kind):
+def test_block_with_a_norm_over_all_tokens_is_not_tiled(kind):
     class GlobalNorm(nn.Module):
         def forward(self, x):
             return x / x.norm(dim=1, keepdim=True)
@@ -248,16 +248,16 @@ def test_a_norm_that_sees_more_than_a_tile_keeps_its_block(kind):
         (lambda model: model, {}, 'not fused .* call slab_det.fuse'),
         (lambda model: slab_det.fuse(model).train(), {}, r'call model.eval\(\)'),
         (lambda model: slab_det.deploy(slab_det.fuse(model)), {}, 'deployed already'),
-        (lambda model: nn.DataParallel(slab_det.fuse(model)), {}, 'deploy what it wraps'),
+        (lambda model: nn.DataParallel(slab_det.fuse(model)), {}, 'deploy the model that it wraps'),
         (
             with_unknown_head,
             dict(dtype=torch.bfloat16),
-            'MaskRCNN: whether keypoint_head.weight computes coordinates is not known.*float32',
+            'MaskRCNN: keypoint_head.weight may compute coordinates, which need float32; deploy',
         ),
     ],
     ids=['dtype', 'unfused', 'training', 'deployed', 'wrapped', 'unknown head'],
 )
-def test_refused_models_stay_as_they_were(small_detector, prepare, arguments, message):
+def test_refused_model_is_unchanged(small_detector, prepare, arguments, message):
     model = prepare(small_detector())
     before = {name: (type(module), module.training) for name, module in model.named_modules()}
     gradients = [parameter.requires_grad for parameter in model.parameters()]
@@ -287,7 +287,7 @@ def does_not_run(monkeypatch):
         (does_not_run, r'MaskRCNN does not run in its deployed form \(RuntimeError: view size is not compatible\)'),
     ],
 )
-def test_a_form_that_fails_its_trial_leaves_the_model_as_it_was(small_detector, monkeypatch, fault, message, inplace):
+def test_model_is_unchanged_if_its_deployed_form_is_refused(small_detector, monkeypatch, fault, message, inplace):
     model, image = slab_det.fuse(small_detector()), torch.randn(1, 3, 64, 64)
     expected, kinds = raw_outputs(model, image), [*map(type, model.modules())]
     with monkeypatch.context() as patch, pytest.raises(DeploymentError, match=message):
@@ -322,7 +322,7 @@ def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_warning(fus
     model.patch_embed.projection = nn.Conv2d(7, 16, 4, 4)
     model.eval()
     assert not hasattr(slab_det.deploy(model), 'deployment_check')
-    assert 'could not try SLABSwin, which does not run on an image of 64x128' in caplog.text
+    assert 'could not check SLABSwin: the original does not run on an image of 64x128' in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -335,13 +335,13 @@ def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_warning(fus
     ],
     ids=['train', 'trace', 'export', 'gradients'],
 )
-def test_other_uses_of_a_deployed_model_are_one_clear_error(fused_backbone, use):
+def test_deployed_model_refuses_training_gradients_tracing_and_export(fused_backbone, use):
     deployed = slab_det.deploy(fused_backbone('swin'))
     with pytest.raises(DeploymentError, match='without gradients, tracing and export: use the fused model'):
         use(deployed, torch.randn(1, 3, 64, 64))
 
 
-def test_rounding_that_an_untrained_model_without_norms_amplifies_is_no_reason_to_refuse():
+def test_rounding_amplified_by_an_untrained_model_without_norms_is_accepted():
     cfg = Config.fromfile(CONFIGS / 'mask_rcnn_slab_swin_t.py').model
     cfg.backbone.init_cfg = None
     model = MODELS.build(cfg).eval()

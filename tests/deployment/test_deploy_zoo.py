@@ -15,9 +15,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)
-COORDINATES = dict.fromkeys(
-    HALF, 'whether (level_embed|query_embedding.weight|roi_head.grid_head.*) computes coordinates'
-)
+COORDINATES = dict.fromkeys(HALF, '(level_embed|query_embedding.weight|roi_head.grid_head.*) may compute coordinates')
 QUERIES = dict.fromkeys(HALF, r'does not run in torch.*same dtype.*; deploy it in float32')
 REFUSED = {
     'GridRCNN': {None: r'does not run in its deployed form .*view.*; use the model as it is', **COORDINATES},
@@ -75,7 +73,7 @@ def test_a_detector_is_deployed_and_finds_the_same_or_is_refused_with_the_reason
     try:
         expected = predict(model)
     except Exception:
-        # The detector asks for text or frames, or its small form does not fit together.
+        # The detector needs text or frames, or the sizes in its small config do not match.
         expected = None
     for dtype in (None, *HALF):
         message = REFUSED.get(type(model).__name__, {}).get(dtype)

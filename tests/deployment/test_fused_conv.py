@@ -1,4 +1,4 @@
-"""Convolutions of a GPU's deployed form compute what the layers compute that they replace."""
+"""Fused convolutions for GPUs equal the layers that they replace."""
 
 import copy
 
@@ -29,12 +29,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize('name', LAYERS)
-def test_fused_convolution_computes_what_the_layer_does(name):
+def test_fused_convolution_equals_its_layer(name):
     layer, x = LAYERS[name].eval(), torch.randn(2, 8, 9, 11)
     fused = fused_conv(copy.deepcopy(layer))
     torch.testing.assert_close(fused(x), layer(x), msg=lambda text: f'{name}: {text}')
 
 
 @pytest.mark.parametrize('name', OTHERS)
-def test_other_convolutions_stay(name):
+def test_other_convolutions_are_not_replaced(name):
     assert fused_conv(copy.deepcopy(OTHERS[name])) is None, name

@@ -32,8 +32,8 @@ SIZE = (60, 90)
 BOXES = {
     'inside': [[10, 20, 40, 50], [10.3, 20.7, 40.2, 21.1], [0, 0, 90, 60], [0, 0, 5, 60], [80, 5, 90, 60]],
     'partly outside': [[-30, 10, 20, 80], [70, -20, 120, 30], [-10, -10, 100, 70], [-200, 3, 300, 9]],
-    'of no width': [[30, 10, 30, 40], [30, 10, 60, 10], [5, 5, 5, 5], [30.5, 10.5, 30.5, 40]],
-    'of the last pixels': [[89, 59, 90, 60], [90, 60, 90, 60], [0, 0, 1, 1], [0, 0, 0, 0]],
+    'without width or height': [[30, 10, 30, 40], [30, 10, 60, 10], [5, 5, 5, 5], [30.5, 10.5, 30.5, 40]],
+    'at the corners of the image': [[89, 59, 90, 60], [90, 60, 90, 60], [0, 0, 1, 1], [0, 0, 0, 0]],
     'none': [],
 }
 
@@ -53,7 +53,7 @@ def random_logits(count: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(('band', 'threshold'), [(7, 0.2), (500, 0.5), (masks.BAND, 0.5)])
 @pytest.mark.parametrize('kind', BOXES)
-def test_masks_are_those_of_mmdet_and_pycocotools(kind, threshold, band, monkeypatch):
+def test_masks_equal_mmdet_and_pycocotools(kind, threshold, band, monkeypatch):
     monkeypatch.setattr(masks, 'BAND', band)
     boxes = torch.tensor(BOXES[kind], dtype=torch.float32).view(-1, 4)
     logits = random_logits(len(boxes))
@@ -116,7 +116,7 @@ def detector(small_detector: Callable[..., nn.Module]) -> nn.Module:
 
 
 @torch.no_grad()
-def test_agreement_reads_both_forms(detector):
+def test_agreement_is_the_same_for_full_and_rle_masks(detector):
     images = torch.randn(1, 3, 96, 128)
     (full,), (encoded,) = (detect(slab_det.deploy(detector, masks=form), [images]) for form in masks.MASK_FORMS)
     assert len(full.scores) > 5 and full.regions == encoded.regions
@@ -126,7 +126,7 @@ def test_agreement_reads_both_forms(detector):
 @pytest.mark.parametrize(
     ('name', 'rescale'), [('mask', True), ('mask', False), ('cascade', True), ('class-agnostic', True)]
 )
-def test_deployed_detectors_encode_what_they_would_paste(name, rescale, detector):
+def test_rle_masks_of_deployed_detectors_equal_their_full_masks(name, rescale, detector):
     if name == 'cascade':
         backbone = SMALL_SWIN | dict(norm_cfg=dict(type='LN'))
         cfg = small_mmdet_cfg('cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco', backbone)
@@ -153,7 +153,7 @@ def test_deployed_detectors_encode_what_they_would_paste(name, rescale, detector
 
 
 @torch.no_grad()
-def test_nothing_found_is_an_empty_list(detector):
+def test_image_without_objects_has_an_empty_list_of_masks(detector):
     encoding = slab_det.deploy(detector, masks='rle')
     features = encoding.extract_feat(torch.randn(2, 3, 96, 128))
     metas = [dict(img_shape=(96, 128), ori_shape=(96, 128), scale_factor=(1.0, 1.0))] * 2
@@ -166,7 +166,7 @@ def test_nothing_found_is_an_empty_list(detector):
         assert [len(one.masks) for one in found] == [*counts] and all(type(one.masks) is list for one in found)
 
 
-def test_what_cannot_be_encoded_is_refused(detector, small_detector, tmp_path):
+def test_detector_without_masks_of_fcn_mask_head_refuses_rle(detector, small_detector, tmp_path):
     boxes_alone = slab_det.fuse(small_detector('faster_rcnn'))
     cfg = Config.fromstring("_base_ = ['mmdet::rtmdet/rtmdet-ins_tiny_8xb32-300e_coco.py']", '.py').model
     other_head = copy.deepcopy(detector)
@@ -181,6 +181,6 @@ def test_what_cannot_be_encoded_is_refused(detector, small_detector, tmp_path):
         with pytest.raises(DeploymentError, match=message):
             slab_det.deploy(model, masks=form)
     export_onnx(boxes_alone, tmp_path / 'boxes.onnx')
-    for form, message in (('RLE', 'is not one of full, rle'), ('rle', 'boxes.onnx finds none; leave masks= out')):
+    for form, message in (('RLE', 'is not one of full, rle'), ('rle', 'boxes.onnx outputs no masks; leave masks= out')):
         with pytest.raises(ExportError, match=message):
             ExportedDetector(str(tmp_path / 'boxes.onnx'), masks=form)

@@ -20,7 +20,7 @@ def rois():
 
 
 @torch.no_grad()
-def test_values_are_those_of_torchvision(rois):
+def test_values_equal_torchvision(rois):
     x = torch.randn(2, 5, 40, 61, dtype=torch.float64).to(memory_format=torch.channels_last)
     for part in (rois, rois[:1], rois[43:45], rois[:0]):
         out = DeployedRoIAlign(RoIAlign((7, 5), 0.25))(x, part)
@@ -29,14 +29,14 @@ def test_values_are_those_of_torchvision(rois):
 
 
 @torch.no_grad()
-def test_a_broken_model_does_not_look_healthy(rois):
+def test_nan_in_rois_or_maps_gives_nan(rois):
     layer = DeployedRoIAlign(RoIAlign(7, 0.25))
     rois[3, 1:] = torch.nan
     assert layer(torch.randn(2, 4, 40, 40, dtype=torch.float64), rois)[3].isnan().all()
     assert layer(torch.full((2, 4, 40, 40), torch.nan), rois[:1].float()).isnan().all()
 
 
-def test_only_what_computes_this_is_replaced():
+def test_only_aligned_average_pooling_without_sampling_ratio_is_replaced():
     assert type(deployed_roi_align(RoIAlign(7, 0.25))) is DeployedRoIAlign
     for options in (dict(pool_mode='max'), dict(sampling_ratio=2), dict(aligned=False)):
         assert deployed_roi_align(RoIAlign(7, 0.25, **options)) is None, options

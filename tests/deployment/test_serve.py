@@ -92,7 +92,7 @@ def assert_same(found: DetDataSample, wanted: DetDataSample, exact: bool) -> Non
 
 
 @pytest.mark.parametrize('runtime', RUNTIMES)
-def test_every_runtime_finds_in_any_form_what_mmdet_finds(runtime, files, served, tmp_path):
+def test_detections_of_every_runtime_and_image_form_equal_mmdets(runtime, files, served, tmp_path):
     detector = served(runtime)
     model = init_detector(str(files[0]), str(files[1]), device='cpu')
     wanted = inference_detector(model, IMAGES[:3])
@@ -122,7 +122,7 @@ def test_threads_share_a_detector(runtime, served):
 
 
 @pytest.mark.parametrize('runtime', RUNTIMES)
-def test_encoded_masks_are_those_at_full_size_and_mmdets_evaluator_takes_them(runtime, files, served, tmp_path):
+def test_rle_masks_and_their_ap_equal_full_masks(runtime, files, served, tmp_path):
     options = dict(device='cpu') if runtime == 'torch' else dict(threads=1)
     full = served(runtime)
     encoded = slab_det.load_detector(files[0], files[1 if runtime == 'torch' else 2], runtime, masks='rle', **options)
@@ -144,7 +144,7 @@ def test_encoded_masks_are_those_at_full_size_and_mmdets_evaluator_takes_them(ru
     assert results[0] == results[1] and len(json.loads(results[0])) > 20
 
 
-def test_a_list_is_run_to_its_end_and_then_names_each_image_that_was_refused(served):
+def test_list_runs_to_its_end_and_names_each_refused_image(served):
     detector = served('torch')
     wanted = detector(IMAGES[:3])
     images = [IMAGES[0], 'nowhere.jpg', IMAGES[1], [IMAGES[2]], IMAGES[2]]
@@ -159,7 +159,7 @@ def test_a_list_is_run_to_its_end_and_then_names_each_image_that_was_refused(ser
     assert detector([]) == []
 
 
-def test_the_functions_of_the_docs_serve_a_file_as_load_detector_does(files, served):
+def test_functions_in_docs_give_the_results_of_load_detector(files, served):
     page = (CONFIGS.parent / 'docs/deploy.md').read_text().partition('## Serve without slab_det')[2]
     functions = {}
     exec(re.search(r'```python\n(.*?)```', page, re.S)[1], functions)
@@ -198,7 +198,7 @@ def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_p
     [
         (2, dict(), CheckpointError, 'cannot be read as a checkpoint'),
         (1, dict(masks='RLE'), DeploymentError, "masks='RLE' is not one of"),
-        (1, dict(threads=2), ExportError, 'threads= is no option of the runtime torch, which takes dtype$'),
+        (1, dict(threads=2), ExportError, 'threads= is not an option of the runtime torch, which takes dtype$'),
         (1, dict(runtime='onnxruntime'), ExportError, 'was not written by slab-det export'),
         (2, dict(runtime='onnxruntime', device='cpu'), ExportError, "device='cpu' is for"),
         (2, dict(runtime='onnxruntime', masks='RLE'), ExportError, "masks='RLE' is not one of"),
@@ -206,7 +206,7 @@ def test_unfused_weights_are_fused_and_deployed_in_a_dtype(module_run_cfg, tmp_p
     ],
     ids=str,
 )
-def test_what_a_runtime_cannot_load_is_refused(files, file, options, error, message):
+def test_wrong_file_or_option_is_refused(files, file, options, error, message):
     with pytest.raises(error, match=message):
         slab_det.load_detector(files[0], files[file], **options)
 
@@ -216,7 +216,7 @@ def test_a_missing_config_is_named(files):
         slab_det.load_detector('missing.py', files[1])
 
 
-def test_a_file_and_a_config_of_another_resize_do_not_belong_together(files, served):
+def test_file_exported_for_another_resize_is_refused(files, served):
     cfg = Config.fromfile(files[0])
     (resize,) = [step for step in cfg.test_dataloader.dataset.pipeline if step.type == 'Resize']
     assert served('onnxruntime')
@@ -225,5 +225,5 @@ def test_a_file_and_a_config_of_another_resize_do_not_belong_together(files, ser
     model = build_detector(cfg, str(files[1]))
     export_onnx(model, files[2].with_name('other.onnx'))
     slab_det.load_detector(cfg, files[2].with_name('other.onnx'), 'onnxruntime')
-    with pytest.raises(ExportError, match=r'exported for images after .*96, 80.*would find other objects'):
+    with pytest.raises(ExportError, match=r'exported for the resize .*96, 80.*would find other objects'):
         slab_det.load_detector(files[0], files[2].with_name('other.onnx'), 'onnxruntime')

@@ -12,7 +12,7 @@ SIZES = [(1, 5, 8, 8), (3, 5, 13, 19), (2, 4, 1, 1), (1, 3, 2, 30), (5, 4, 14, 1
 @pytest.mark.parametrize('chunk', [3, 512])
 @pytest.mark.parametrize('size', SIZES)
 @torch.no_grad()
-def test_output_is_that_of_the_convolution(monkeypatch, size, chunk):
+def test_output_equals_the_convolution(monkeypatch, size, chunk):
     monkeypatch.setattr(winograd, 'CHUNK_TILES', chunk)
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(size, dtype=torch.float64).to(memory_format=memory_format)
@@ -22,13 +22,13 @@ def test_output_is_that_of_the_convolution(monkeypatch, size, chunk):
 
 
 @torch.no_grad()
-def test_rounding_is_that_of_float32():
+def test_float32_output_differs_by_rounding():
     conv, x = nn.Conv2d(256, 256, 3, padding=1), torch.randn(1, 256, 20, 20)
     expected = conv.double()(x.double())
     assert relative_difference([WinogradConv(conv.float())(x)], [expected]) < 3e-5
 
 
-def test_only_what_computes_this_is_replaced():
+def test_only_plain_3x3_convolutions_with_many_channels_are_replaced():
     channels = winograd.MIN_CHANNELS
     for changes in (
         dict(stride=2),

@@ -1,1 +1,1 @@
-"""A deployed detector on a CPU: blocks in tiles that stay in its cache, oneDNN, Winograd and RoIAlign."""
+"""Fast layers for CPUs: blocks in tiles that fit the cache, linear layers in oneDNN, Winograd and RoIAlign."""

@@ -21,7 +21,7 @@ class TiledAttention(nn.Module):
         attention: The attention to deploy; its parameters are shared.
 
     Shape:
-        (B, H * W, C); changed in place, where it is contiguous, and returned contiguous.
+        (B, H * W, C); a contiguous input is overwritten and returned.
     """
 
     def __init__(self, norm: nn.Module, attention: nn.Module) -> None:
@@ -33,7 +33,7 @@ class TiledWindowAttention(TiledAttention):
     """A :class:`~slab_det.attention.ShiftedWindowAttention` that runs tile by tile."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
-        # Tokens of mmdet's patch embedding lie one channel after the other.
+        # mmdet's patch embedding returns a transposed view.
         x = x.contiguous()
         w_msa, proj = self.attention.w_msa, self.attention.w_msa.proj
         geometry = *hw_shape, w_msa.window_size, self.attention.shift_size
@@ -48,10 +48,10 @@ class TiledWindowAttention(TiledAttention):
 
 
 class TiledMapAttention(TiledAttention):
-    """A :class:`~slab_det.attention.MapAttention` that runs tile by tile if each query is mixed by itself."""
+    """A :class:`~slab_det.attention.MapAttention` that runs tile by tile if its queries are independent."""
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
-        # Tokens of mmdet's patch embedding lie one channel after the other.
+        # mmdet's patch embedding returns a transposed view.
         x = x.contiguous()
         attention, out_proj = self.attention, self.attention.attn.out_proj
         normed = self.norm(x)

@@ -1,7 +1,7 @@
 """Linear layers on oneDNN, with the activation or the residual in the same kernel, on CPUs where that is faster.
 
-The library behind ``F.linear`` chooses kernels by the maker of the processor, oneDNN by its instructions. On AMD's
-processors oneDNN multiplies float32 at one to two times the speed of ``F.linear`` with AVX-512, and slower with AVX2.
+The library behind ``F.linear`` chooses kernels by CPU vendor, oneDNN by instruction set. On AMD CPUs with AVX-512,
+oneDNN multiplies float32 at one to two times the speed of ``F.linear``; with AVX2 it is slower than ``F.linear``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ONEDNN_DTYPES = _onednn_dtypes()
 
 
 def takes_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies ``x`` and ``weight``."""
-    # The operators belong to PyTorch's compiler, and are not public. Autocast and torch.compile do not know them.
-    is_watched = torch.is_autocast_enabled('cpu') or torch.compiler.is_compiling()
-    return x.device.type == 'cpu' and x.dtype == weight.dtype and x.dtype in ONEDNN_DTYPES and not is_watched
+    """Whether :func:`linear` uses oneDNN for ``x`` and ``weight``."""
+    # torch.ops.mkldnn is internal to PyTorch's compiler; autocast and torch.compile do not support its operators.
+    needs_public_ops = torch.is_autocast_enabled('cpu') or torch.compiler.is_compiling()
+    return x.device.type == 'cpu' and x.dtype == weight.dtype and x.dtype in ONEDNN_DTYPES and not needs_public_ops
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = 'none') -> Tensor:
-    """``activation(x weight^T + bias)`` of x (..., C) and a weight (C_out, C); 'none', 'gelu' (by erf) or 'relu'."""
+    """``activation(x weight^T + bias)`` for x (..., C), weight (C_out, C); 'none', 'gelu' (exact) or 'relu'."""
     # oneDNN's ReLU turns NaN into 0, which would hide a broken checkpoint.
     if activation != 'relu' and takes_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], 'none')

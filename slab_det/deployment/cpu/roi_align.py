@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class DeployedRoIAlign(RoIAlign):
-    """RoIAlign (He et al., ICCV 2017) by average pooling, with as many samples in a bin as it has pixels.
+    """RoIAlign (He et al., ICCV 2017) with average pooling and one sample per pixel of a bin, rounded up.
 
-    The value of a bin is the mean of its samples, and the value of a sample is bilinear between four pixels. Rows and
-    columns are independent, so that a bin is a sum over the pixels that its samples touch::
+    A bin is the mean of its samples, and a sample interpolates bilinearly between four pixels. Weights of rows and
+    columns are independent, so that a bin is a weighted sum of the pixels that its samples touch::
 
         sum_r sum_c wy[r] wx[c] x[r, c],    wy[r] = mean over samples y of max(0, 1 - |y - r|)
 
@@ -56,12 +56,12 @@ class DeployedRoIAlign(RoIAlign):
 
 
 class _Samples:
-    """Where RoIs are sampled along one side of the map.
+    """Samples of RoIs along one side of the map.
 
     Attributes:
         places: Place of each sample on the map, (K, bins, samples of the largest RoI).
-        weight: Weight of each sample: one over the RoI's number of samples in a bin, or 0 for samples outside of the
-            map and beyond this number.
+        weight: Weight of each sample: 1 / (samples per bin of its RoI); 0 outside of the map, and for places that hold
+            no sample.
         first: The first pixel of each bin, (K, bins).
         touched: How many pixels the largest bin of each RoI touches, (K,).
     """
@@ -72,16 +72,16 @@ class _Samples:
         start, step, number = (value[:, None, None] for value in (start, length / bins, number))
         bin, sample = torch.arange(bins)[:, None], torch.arange(int(number.max().clamp(1)))
         places = start + step * (bin + (sample + 0.5) / number.clamp(min=1))
-        # Samples up to one pixel outside of the map count as on its edge.
+        # Samples up to one pixel outside of the map move to its edge.
         counts = (places >= -1) & (places <= size) & (sample < number)
         self.weight, self.places = counts / number.clamp(min=1), places.clamp(0, size - 1)
         ends = torch.where(sample < number, self.places, self.places[..., :1]).aminmax(dim=-1)
-        # Where places are NaN, the sums are NaN too.
+        # An index cannot be NaN; the weights of NaN places are NaN, and so are their sums.
         self.first, last = (end.nan_to_num().long() for end in ends)
         self.touched = (last - self.first).amax(-1) + 2
 
     def pixels(self, chosen: Tensor, touched: int) -> tuple[Tensor, Tensor]:
-        """The pixels of the bins of some RoIs, and their weights, (n, bins, touched)."""
+        """The pixels that each bin of the chosen RoIs touches, and their weights, (n, bins, touched)."""
         pixels = self.first[chosen, :, None] + torch.arange(touched)
         distance = (self.places[chosen, :, :, None] - pixels[:, :, None]).abs()
         return pixels.clamp(max=self.size - 1), ((1 - distance).clamp(min=0) * self.weight[chosen, ..., None]).sum(2)

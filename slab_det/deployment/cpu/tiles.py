@@ -1,4 +1,4 @@
-"""Cuts maps into tiles of whole windows, so small that the results of a tile stay in the cache of a CPU."""
+"""Cuts maps into tiles of whole windows, small enough that the results of a tile stay in the CPU cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from slab_det.attention.geometry import Windows, join_groups, mask_regions, split_qkv
 from slab_det.deployment.window_index import WindowIndex
 
-# glibc reuses the memory of results as small as a tile's, and asks the system for new pages for every result of a whole
-# map (docs/latency.md, Memory). Smaller tiles cost more calls than they save.
+# glibc reuses freed memory for the results of a tile, but requests new pages for each result of a whole map
+# (docs/latency.md, Memory). With smaller tiles, the additional calls cost more time than they save.
 TILE_TOKENS = 2048
 
 
@@ -24,9 +24,9 @@ class WindowTile(Windows):
     Attributes:
         window_size: Side w of a window; N = w * w slots.
         num_windows: Windows m of the tile.
-        tokens: The map's token in each slot that holds one, (n,).
-        slots: The slots of the tile that hold these tokens, (n,); None for all.
-        regions: (m, N), as in WindowIndex; None where each window lies in one region.
+        tokens: Index of the token in each slot that is not padding, (n,).
+        slots: Slot of each of these tokens in the tile, (n,); None if no slot is padding.
+        regions: Region of each slot, (m, N), see WindowIndex.regions; None if the tile needs no mask.
     """
 
     window_size: int
@@ -51,14 +51,14 @@ class WindowTile(Windows):
 
 
 @lru_cache(maxsize=64)
-# Tensors in the cache outlive the mode that they were made in.
+# Cached tensors must also serve callers outside of inference mode.
 @torch.inference_mode(False)
 def window_tiles(
     height: int, width: int, window_size: int, shift: int, max_tokens: int, device: torch.device
 ) -> list[WindowTile]:
-    """All windows of a (height, width) map in tiles, which are computed once per size.
+    """Groups the windows of a (height, width) map into tiles; tiles are cached by size.
 
-    Windows that lie in one region come first, in tiles of their own, which need no mask.
+    Windows within one region come first, in separate tiles, which need no mask.
 
     Args:
         height: Rows of the map, in tokens.

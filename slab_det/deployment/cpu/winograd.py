@@ -1,4 +1,4 @@
-"""3x3 convolutions of float32 on a CPU with a quarter of the multiplications."""
+"""Winograd's 3x3 convolution in float32 on a CPU, with a quarter of the multiplications."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FILTER = (
     (0, 0, 1),
 )
 _OUTPUT = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
-# Number of tiles that stay in the cache while they are transformed, multiplied and transformed back.
+# Tiles in one step: few enough to stay in the cache through the transforms and the product.
 CHUNK_TILES = 512
-# With fewer channels the transforms take the time that the products save.
+# With fewer channels, the transforms cost as much time as the products save.
 MIN_CHANNELS = 128
 
 

@@ -1,4 +1,4 @@
-"""Replaces layers of backbones by forms for export, which compute the sizes of maps instead of storing them."""
+"""Replaces backbone layers by export forms, which read the sizes of maps from the input instead of fixing them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slab_det.runtime.errors import ExportError
 
 
 class RowsLinear(DeployedLinear):
-    """A linear layer on the rows of one image: a Gemm, which has an int8 kernel, instead of MatMul and Add.
+    """A linear layer for batch 1, exported as a Gemm, which has an int8 kernel, instead of MatMul and Add.
 
     Shape:
         (1, L, C) -> (1, L, C').
@@ -33,12 +33,12 @@ class RowsLinear(DeployedLinear):
 
 
 def _rows_linear(layer: nn.Module) -> RowsLinear | None:
-    """A plain linear layer on the rows of one image; None for every other layer."""
+    """The :class:`RowsLinear` of a plain linear layer; None for every other layer."""
     return RowsLinear(layer) if is_plain_linear(layer) else None
 
 
 def make_size_free(model: nn.Module) -> None:
-    """Replaces, in place, every module whose traced forward would be right for images of one size alone.
+    """Replaces, in place, every module whose trace would only be correct for one image size.
 
     Raises:
         ExportError: If a patch embedding or patch merging has no export form.
@@ -49,11 +49,11 @@ def make_size_free(model: nn.Module) -> None:
             stride = module.projection.stride
             if module.adap_padding.padding != 'corner' or module.projection.kernel_size != stride:
                 raise ExportError("a patch embedding with padding='same' or overlapping patches has no export form")
-            # The convolution ignores what is padded beyond the last patch.
+            # The convolution ignores padding beyond the last patch.
             module.adap_padding = nn.ZeroPad2d((0, stride[1] - 1, 0, stride[0] - 1))
         if isinstance(module, ShiftedWindowAttention):
             module.make_windows = WindowIndex
-            # Other layers of an attention may read windows, which are more than the rows of one image.
+            # Only these two always read batch 1: other layers of an attention may read a batch of windows.
             for name in ('qkv', 'proj'):
                 layer = getattr(module.w_msa, name)
                 setattr(module.w_msa, name, _rows_linear(layer) or layer)
@@ -62,7 +62,7 @@ def make_size_free(model: nn.Module) -> None:
 
 
 def _export_form(layer: nn.Module) -> nn.Module | None:
-    """Our attention with the layers of mmdet's, or the deployed form of a patch merging; None for every other layer."""
+    """The export form of an mmdet attention or of a patch merging; None for every other layer."""
     if isinstance(layer, PatchMerging | MmdetPatchMerging):
         merging = deployed_merging(layer)
         if merging is None and isinstance(layer, MmdetPatchMerging):

@@ -1,4 +1,4 @@
-"""The modules that are traced: a backbone, or a whole Mask or Faster R-CNN from raw pixels to detections."""
+"""The modules that export_onnx traces: a backbone, or a whole Mask or Faster R-CNN from raw pixels to detections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BackboneGraph(nn.Module):
     """Preprocessing and backbone of a detector, after :func:`make_size_free`.
 
     Shape:
-        (1, 3, H, W), 0 to 255 -> the feature map of each stage that the backbone puts out.
+        (1, 3, H, W), 0 to 255 -> the feature maps that the backbone returns.
     """
 
     def __init__(self, detector: TwoStageDetector) -> None:
@@ -35,7 +35,7 @@ class BackboneGraph(nn.Module):
         return tuple(self.detector.backbone(self._preprocess(image)))
 
     def _preprocess(self, image: Tensor) -> Tensor:
-        """Computes what the data_preprocessor does in testing; each side becomes the next multiple of its divisor."""
+        """Normalises and pads as ``data_preprocessor`` does at test time."""
         preprocessor = self.detector.data_preprocessor
         if preprocessor._channel_conversion:
             image = image.flip(1)
@@ -54,10 +54,10 @@ class BackboneGraph(nn.Module):
 
 
 class DetectorGraph(BackboneGraph):
-    """The whole detector without the pasting of masks; boxes are in pixels of the input image, sorted by score.
+    """The whole detector, with masks as logits; boxes are in pixels of the input image, sorted by score.
 
     Attributes:
-        score_thr: Detections have a larger score.
+        score_thr: Detections with this score or a smaller one are dropped.
 
     Shape:
         (1, 3, H, W) -> boxes (n, 4), scores (n,), labels (n,) and, with a mask head, mask logits (n, 28, 28).
@@ -70,7 +70,7 @@ class DetectorGraph(BackboneGraph):
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         rpn_head, roi_head, boxes = self.detector.rpn_head, self.detector.roi_head, DynamicBoxes()
-        # The tracer makes constants of the numbers in image.shape.
+        # The tracer would store the numbers in image.shape as constants.
         limits = torch._shape_as_tensor(image)[[3, 2, 3, 2]].to(image.dtype)
         features = self.detector.extract_feat(self._preprocess(image))
         logits, deltas = rpn_head(features)
@@ -87,7 +87,6 @@ class DetectorGraph(BackboneGraph):
             return corners, scores, labels
         regions, order = boxes.pool(roi_head.mask_roi_extractor, features, corners, scores)
         row = torch.arange(order.shape[0])
-        # The mask of each detection's class.
         label = torch.zeros_like(order) if roi_head.mask_head.class_agnostic else labels[order]
         logits = roi_head.mask_head(regions)[row, label]
         return corners, scores, labels, logits[torch.zeros_like(order).scatter(0, order, row)]
@@ -101,7 +100,7 @@ class DetectorGraph(BackboneGraph):
 
 
 class DynamicBoxes(Boxes):
-    """Operators on as many boxes as there are, made of operators that ONNX has."""
+    """Box operators for any number of boxes, built from operators that ONNX has."""
 
     def priors(self, head: RPNHead, maps: Sequence[Tensor]) -> Tensor:
         sizes = [x.shape[-2:] for x in maps]
@@ -110,7 +109,7 @@ class DynamicBoxes(Boxes):
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         found, start = [], 0
         for i, logits in enumerate(levels):
-            # The tracer makes a constant of min().
+            # The tracer would store the result of Python's min() as a constant.
             size = torch._shape_as_tensor(logits)[0]
             k = torch.minimum(size, torch.tensor(count)) if count > 0 else size
             scores, place = logits.sigmoid().topk(k)
@@ -121,7 +120,7 @@ class DynamicBoxes(Boxes):
 
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         place = _nonzero(scores > EMPTY)
-        # The file needs the shape of a box.
+        # The reshape keeps the size of a box in the file.
         corners, scores = corners[place].reshape(-1, 4), scores[place]
         return corners, scores, place, self.stride(corners, scores), None
 
@@ -154,7 +153,7 @@ class DynamicBoxes(Boxes):
 
 
 class _Suppression(torch.autograd.Function):
-    """Greedy NMS of boxes that are not empty, up to ``limit`` boxes; in ONNX, NonMaxSuppression of one class."""
+    """Greedy NMS of non-empty boxes, which keeps at most ``limit``; in ONNX, NonMaxSuppression of one class."""
 
     @staticmethod
     def forward(ctx: Any, boxes: Tensor, scores: Tensor, iou_threshold: float, limit: int) -> Tensor:
@@ -167,10 +166,10 @@ class _Suppression(torch.autograd.Function):
             return g.op('Constant', value_t=torch.tensor(values))
 
         boxes, scores = g.op('Unsqueeze', boxes, constant(0)), g.op('Unsqueeze', scores, constant(0, 1))
-        # Runtimes differ in whether a score equal to the threshold passes.
+        # EMPTY / 2, because runtimes differ in whether a score equal to the threshold passes.
         limits = constant(limit), constant(iou_threshold), constant(EMPTY / 2)
         selected = g.op('NonMaxSuppression', boxes, scores, *limits)
-        # Rows of (image, class, box).
+        # Each row is (image, class, box).
         return g.op('Gather', selected, g.op('Constant', value_t=torch.tensor(2)), axis_i=1)
 
 

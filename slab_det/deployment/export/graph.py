@@ -25,14 +25,14 @@ from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import whole_file
 
 SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
-# The RoiAlign of ONNX knows half pixels from opset 16 on, and ONNX Runtime has no kernel for the one of opset 22.
+# RoiAlign has half-pixel coordinates from opset 16 on, and ONNX Runtime has no kernel for RoiAlign of opset 22.
 OPSET = 17
-# Small, because tracing runs the model, and no multiple of a window or a stride.
+# Small, because tracing runs the model; sides are not multiples of a window or a stride.
 TRACED_SIZE = (161, 227)
 
 
 def build_graph(detector: nn.Module, scope: str = 'detector') -> nn.Module:
-    """The module that :func:`export_onnx` traces, made of a copy of the detector; see there."""
+    """Builds the module that :func:`export_onnx` traces from a copy of the detector; takes the same arguments."""
     if scope not in SCOPES:
         raise ExportError(f'scope {scope!r} is not one of {", ".join(SCOPES)}')
     check_finite(detector, ExportError)
@@ -51,7 +51,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     """Writes a detector as ONNX, for images of any height and width, batch 1.
 
     Args:
-        detector: A two-stage detector in eval mode. Its offline norms are fused.
+        detector: A two-stage detector in eval mode; export fuses its offline norms in a copy.
         path: The file, ending in .onnx.
         scope: 'backbone' or 'detector'.
 
@@ -66,9 +66,9 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     graph = build_graph(detector, scope).float()
     image, buffer = torch.rand(1, 3, *TRACED_SIZE) * 255, io.BytesIO()
     try:
-        with _traced_sizes():
-            # torch.export takes minutes for a Swin-T, the tracer seconds: to torch.export each size is a formula, which
-            # every operator simplifies again. The parity check finds sizes that the tracer took for constants.
+        with _tracer_workarounds():
+            # The tracer takes seconds for a Swin-T; torch.export takes minutes, because every operator simplifies its
+            # symbolic sizes again. check_parity finds sizes that the tracer stored as constants.
             torch.onnx.export(
                 graph,
                 (image,),
@@ -80,7 +80,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
                 dynamic_axes={'image': {2: 'height', 3: 'width'}, **graph.dynamic_axes()},
             )
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-        # The rest of the message asks for a report to PyTorch.
+        # The rest of the message asks the user to report a bug to PyTorch.
         reason = str(error).strip().partition('\n')[0].partition('. ')[0].rstrip('.')
         raise ExportError(f'a part of this {type(detector).__name__} has no export form: {reason}') from error
     model = onnx.load_from_string(buffer.getvalue())
@@ -115,13 +115,13 @@ def _describe_input(detector: nn.Module) -> dict:
 
 
 @contextmanager
-def _traced_sizes() -> Iterator[None]:
-    """Keeps ``Tensor.unflatten`` from making constants of sizes, leaves out dropout, and mutes the tracer."""
+def _tracer_workarounds() -> Iterator[None]:
+    """Keeps sizes in ``Tensor.unflatten`` dynamic, leaves out dropout, and mutes warnings of the tracer."""
     original = Tensor.unflatten
 
     def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         dim %= self.ndim
-        # The tracer keeps sizes that come from the shape.
+        # Sizes that are read from self.shape stay dynamic in a trace.
         return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
 
     Tensor.unflatten = unflatten

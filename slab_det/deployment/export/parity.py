@@ -17,31 +17,31 @@ from slab_det.deployment.export.runtime import Run, Runtime
 from slab_det.fusion.verify import FLOAT32_FACTOR, FLOAT64_BOUND, relative_difference
 from slab_det.runtime.errors import ExportError
 
-# Multiples of 32 and others, small and large, upright and lying.
+# Multiples of 32 and others, small and large, portrait and landscape.
 SIZES = ((96, 160), (131, 203), (331, 97))
-# Images on which PyTorch in float32 is farther from float64 prove nothing.
-MOST_OWN = 0.01
-# Largest share of detections without partner: rounding moves scores and overlaps across thresholds.
+# Largest difference between PyTorch in float32 and in float64 on a conclusive image.
+MAX_OWN_DIFFERENCE = 0.01
+# Largest share of unmatched detections: rounding moves scores and overlaps across thresholds.
 UNMATCHED_SHARE = 0.02
-# Two detections are the same if corners differ by less than this share of the image, and scores by less than this.
+# Two detections match if corners differ by less than this share of the image, and scores by less than this.
 NEAR = 1e-4
-# Number of detections that are compared on an image at least, whatever their scores.
-LEAST_DETECTIONS = 100
+# Number of detections to compare on an image: where fewer pass the score threshold, a lower one is used.
+MIN_DETECTIONS = 100
 
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """How far a file is from its detector on one image.
+    """Difference between an exported file and its detector on one image.
 
     Attributes:
         size: (H, W) of the image.
         num_values: How many values of the outputs were compared.
         difference: Largest difference of the file from the detector in float64, relative to the largest value of an
             output.
-        own: The same difference of the detector in float32.
-        unmatched: Share of detections that are in the file's or the detector's results alone; fewer than 50 detections
-            count as 50. Values of the others are compared.
-        own_unmatched: The same share of the detector in float32.
+        own: The same difference for the detector in float32.
+        unmatched: Share of detections in the results of the file or of the detector that have no match in the other
+            results; fewer than 50 detections count as 50. The values of matched detections are compared.
+        own_unmatched: The same share for the detector in float32.
         detections: How many detections the file has; None for the scope 'backbone'.
     """
 
@@ -56,7 +56,7 @@ class ParityCheck:
     @property
     def conclusive(self) -> bool:
         """Whether PyTorch in float32 agrees with float64 on this image; otherwise no runtime could."""
-        return self.num_values > 0 and self.own <= MOST_OWN and self.own_unmatched <= UNMATCHED_SHARE
+        return self.num_values > 0 and self.own <= MAX_OWN_DIFFERENCE and self.own_unmatched <= UNMATCHED_SHARE
 
     @property
     def exact(self) -> bool:
@@ -71,9 +71,9 @@ class ParityCheck:
             f'{self.difference:.1e} (PyTorch in float32: {self.own:.1e})'
         )
         if self.detections is not None:
-            text += f'; {self.detections} detections, {self.unmatched:.1%} without partner'
+            text += f'; {self.detections} detections, {self.unmatched:.1%} unmatched'
         if not self.conclusive:
-            text += f' (PyTorch in float32: {self.own_unmatched:.1%} without partner): this image proves nothing'
+            text += f' (PyTorch in float32: {self.own_unmatched:.1%} unmatched): this image is inconclusive'
         return text
 
 
@@ -81,8 +81,8 @@ class ParityCheck:
 def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndarray]) -> list[ParityCheck]:
     """Compares the outputs of an exported file with the outputs of its detector.
 
-    A detector finds little in noise. Where fewer than ``LEAST_DETECTIONS`` pass its threshold of scores, both are
-    compared at a lower threshold.
+    A detector finds little in noise. Where fewer than ``MIN_DETECTIONS`` pass its score threshold, file and detector
+    are compared at a lower threshold.
 
     Args:
         detector: The detector, in eval mode.
@@ -106,21 +106,21 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     if not any(check.conclusive for check in checks):
         raise ExportError(
             f'none of {len(checks)} images shows whether the file is right: PyTorch itself differs between float32 and '
-            'float64, as detectors without norms do on noise; name photographs with --check-images'
+            'float64, as detectors without norms do on noise; pass photographs with --check-images'
         )
     return checks
 
 
 def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run, image: Tensor) -> ParityCheck:
     found, compare = _outputs(graph, run, image), _compare_maps
-    detections, other_threshold = None, 0.0
+    detections, threshold_unmatched = None, 0.0
     if isinstance(graph, DetectorGraph):
         compare, detections = _compare_detections, len(found[1])
-        # Suppression keeps the same best detections, whatever the threshold of scores.
+        # NMS keeps the same best detections at every score threshold.
         everything = _outputs(graph, run_all, image)
         score_thr = graph.detector.roi_head.test_cfg.score_thr
-        other_threshold = compare(found, _above(score_thr, everything), image)[1]
-        score_thr = min([score_thr, *(0.999 * everything[1][:LEAST_DETECTIONS][-1:]).tolist()])
+        threshold_unmatched = compare(found, _above(score_thr, everything), image)[1]
+        score_thr = min([score_thr, *(0.999 * everything[1][:MIN_DETECTIONS][-1:]).tolist()])
         found = _above(score_thr, everything)
         for module in (graph, graph64):
             module.score_thr.fill_(score_thr)
@@ -132,7 +132,7 @@ def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run, i
         num_values=num_values,
         difference=difference,
         own=own,
-        unmatched=max(unmatched, other_threshold),
+        unmatched=max(unmatched, threshold_unmatched),
         own_unmatched=own_unmatched,
         detections=detections,
     )
@@ -156,11 +156,11 @@ def _compare_maps(first: Sequence[Tensor], second: Sequence[Tensor], image: Tens
 
 
 def _compare_detections(first: Sequence[Tensor], second: Sequence[Tensor], image: Tensor) -> tuple[float, float, int]:
-    """Compares each detection with the nearest one of another run: boxes, scores, labels and perhaps mask logits.
+    """Compares each detection with the nearest one of another run: boxes, scores, labels and mask logits, if any.
 
     Returns:
-        The largest relative difference of the values of pairs; the share of detections without partner, where fewer
-        than 50 detections count as 50; and the number of values that were compared.
+        The largest relative difference of the values of matched detections; the share of unmatched detections, where
+        fewer than 50 detections count as 50; and the number of values that were compared.
     """
     rows = [
         torch.cat([boxes.double() / max(image.shape), scores.double()[:, None], labels.double()[:, None]], 1)
@@ -168,8 +168,8 @@ def _compare_detections(first: Sequence[Tensor], second: Sequence[Tensor], image
     ]
     distance = torch.cdist(*rows, p=math.inf)
     near = distance <= NEAR
-    lonely = max(abs(len(rows[0]) - len(rows[1])), *((~near.any(dim)).sum().item() for dim in (0, 1)))
-    share = lonely / max(*map(len, rows), 1 / UNMATCHED_SHARE)
+    num_unmatched = max(abs(len(rows[0]) - len(rows[1])), *((~near.any(dim)).sum().item() for dim in (0, 1)))
+    share = num_unmatched / max(*map(len, rows), 1 / UNMATCHED_SHARE)
     paired = near.any(1).nonzero()[:, 0]
     partner = distance[paired].argmin(1) if len(paired) else paired
     values = [x[paired] for x in first], [x[partner] for x in second]
@@ -177,6 +177,6 @@ def _compare_detections(first: Sequence[Tensor], second: Sequence[Tensor], image
 
 
 def random_images(sizes: Sequence[tuple[int, int]] = SIZES) -> list[np.ndarray]:
-    """Seeded noise in each size."""
+    """Seeded noise images (1, 3, H, W), 0 to 255, one of each size."""
     generator = torch.Generator().manual_seed(0)
     return [(torch.rand(1, 3, *size, generator=generator) * 255).numpy() for size in sizes]

@@ -11,8 +11,8 @@ import numpy as np
 from slab_det.deployment.export.runtime import import_extra
 from slab_det.runtime.run_folder import whole_file
 
-# Layers that stay in float32, by a part of their node's name. The first reads pixels, and is a hundredth of the work.
-# The last ones decide boxes and masks: one int8 step of a delta moves a large anchor by pixels.
+# Parts of the node names of layers that stay in float32. The first layer reads pixels, and is a hundredth of the work.
+# The others predict boxes and masks: one int8 step of a delta moves a large anchor by pixels.
 FLOAT_LAYERS = ('projection', 'rpn_cls', 'rpn_reg', 'fc_cls', 'fc_reg', 'conv_logits')
 OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 
@@ -60,7 +60,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             nodes_to_quantize=nodes,
-            # A GELU behind a rounded output would be four kernels instead of one.
+            # With quantized outputs, the GELU that follows would run as four kernels instead of one.
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
         quantized = onnx.load(name)

@@ -28,7 +28,7 @@ Run = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 def find_resize(steps: Sequence[dict]) -> dict | None:
-    """The config of the transform that resizes in a test pipeline, as JSON stores it; None if there is none."""
+    """The config of the resize transform of a test pipeline, as JSON stores it; None if no transform resizes."""
     step = next((step for step in steps if 'Resize' in type_name(step['type'])), None)
     return step and json.loads(json.dumps(dict(step, type=type_name(step['type']))))
 
@@ -48,7 +48,7 @@ def import_extra(name: str) -> ModuleType:
 
 def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Run:
     if precision != 'f32':
-        raise ExportError(f'ONNX Runtime computes as the file says, not in {precision}: use runtime openvino')
+        raise ExportError(f'ONNX Runtime runs a file in its own precision, not in {precision}: use runtime openvino')
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -83,9 +83,9 @@ class Runtime:
 
     Attributes:
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
-        run: Gives the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
+        run: Returns the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
-        with_threshold: Returns a ``run`` with another threshold of scores.
+        with_threshold: Returns a ``run`` with another score threshold.
     """
 
     metadata: dict
@@ -103,7 +103,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         precision: 'f32' or, with OpenVINO, 'bf16'.
 
     Raises:
-        ExportError: If the runtime is unknown or not installed, or the file is damaged or by another program.
+        ExportError: If the runtime is unknown or not installed, or the file is missing, damaged or not from slab-det.
     """
     if runtime not in RUNTIMES:
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
@@ -137,16 +137,16 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
 
 @MODELS.register_module()
 class ExportedDetector(BaseModel):
-    """A model of mmdet that predicts by running an exported file.
+    """An mmdet model that predicts by running an exported file.
 
     Args:
         file: The ONNX file, of scope 'detector'.
-        pipeline: Configs of the test pipeline, whose resize has to be the file's; None skips this check.
+        pipeline: Configs of the test pipeline, whose resize must equal the file's; None skips this check.
         masks: 'full' or 'rle', see :func:`slab_det.load_detector`.
         **options: Options of :func:`load_runtime`.
 
     Raises:
-        ExportError: If the file has another scope or no masks to encode, was exported for images of another resize, or
+        ExportError: If the file has another scope or no masks to encode, was exported for another resize, or
             the runtime is not installed.
     """
 
@@ -159,11 +159,11 @@ class ExportedDetector(BaseModel):
         expected, resize = self.runtime.metadata['image']['resize'], find_resize(pipeline or ())
         if pipeline is not None and expected is not None and resize != expected:
             raise ExportError(
-                f'{file} was exported for images after {expected}, and this config has {resize or "no resize"}: it '
-                'would find other objects; give the config that it was exported with, or export it with this one'
+                f'{file} was exported for the resize {expected}, and this config has {resize or "no resize"}: the file '
+                'would find other objects; use the config of the export, or export again with this config'
             )
         if masks == 'rle' and 'mask_threshold' not in self.runtime.metadata:
-            raise ExportError(f"masks='rle' encodes masks, and the detector of {file} finds none; leave masks= out")
+            raise ExportError(f"masks='rle' encodes masks, and {file} outputs no masks; leave masks= out")
         # The runner reads the device of a model from its tensors.
         self.register_buffer('_device', torch.zeros(()), persistent=False)
 

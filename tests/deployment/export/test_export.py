@@ -1,4 +1,4 @@
-"""The exported graph against mmdet's own prediction, the file against the graph, int8, and the file as a model."""
+"""The export graph equals mmdet, the ONNX file equals the graph, and int8 differs by rounding."""
 
 import copy
 import re
@@ -130,7 +130,7 @@ def test_graph_finds_what_mmdet_finds(detector, row, agnostic):
         torch.testing.assert_close(logits, expected_logits, rtol=1e-6, atol=1e-7)
 
 
-def test_no_limit_is_no_limit(detector, tmp_path):
+def test_negative_max_per_img_keeps_all_detections(detector, tmp_path):
     model = detector()
     model.roi_head.test_cfg.update(max_per_img=-1, score_thr=0.0)
     export_onnx(model, tmp_path / 'model.onnx')
@@ -190,7 +190,7 @@ def test_detector_that_finds_nothing_returns_empty_outputs(exported):
 
 
 @pytest.mark.parametrize('score_thr', [0.05, 0.995])
-def test_parity_check_compares_heads_whatever_is_detected(exported, score_thr):
+def test_parity_check_compares_heads_even_if_nothing_is_detected(exported, score_thr):
     model, file = exported(score_thr=score_thr)
     (check,) = check_parity(model, load_runtime(file, threads=1), random_images(SIZES[:1]))
     assert check.num_values > 10_000 and bool(check.detections) == (score_thr < 0.5)
@@ -207,7 +207,7 @@ def test_parity_check_compares_heads_whatever_is_detected(exported, score_thr):
         ('backbone.stages.3.blocks.0.ffn.layers.1', 0.05),
     ],
 )
-def test_parity_check_sees_24_halved_weights(exported, layer, score_thr):
+def test_parity_check_detects_24_halved_weights(exported, layer, score_thr):
     model, file = exported(score_thr=score_thr)
     other = copy.deepcopy(model)
     other.get_submodule(layer).weight.data.view(-1)[:24] /= 2
@@ -228,12 +228,12 @@ def test_parity_check_refuses_a_file_of_other_thresholds(exported, change):
     model, file = exported()
     other = copy.deepcopy(model)
     change(other)
-    with pytest.raises(ExportError, match=r'does not compute what the detector does: .* [1-9][\d.]*% without partner'):
+    with pytest.raises(ExportError, match=r'does not compute what the detector does: .* [1-9][\d.]*% unmatched'):
         check_parity(other, load_runtime(file, threads=1), random_images(SIZES[:1]))
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
-def test_a_detector_that_is_not_finite_has_no_export_form(exported, detector, tmp_path, value):
+def test_weights_that_are_not_finite_are_refused(exported, detector, tmp_path, value):
     model = detector()
     model.roi_head.mask_head.conv_logits.weight.data[0, 0] = value
     message = r'1 of \d+ tensors hold NaN or infinite values \(roi_head.mask_head.conv_logits.weight\)'
@@ -244,7 +244,7 @@ def test_a_detector_that_is_not_finite_has_no_export_form(exported, detector, tm
         check_parity(model, load_runtime(exported()[1], threads=1), random_images(SIZES[:1]))
 
 
-def test_images_on_which_pytorch_itself_rounds_too_much_prove_nothing(detector, tmp_path):
+def test_images_with_large_rounding_in_pytorch_are_inconclusive(detector, tmp_path):
     model = detector()
     # In float32 1e6 + x - 1e6 loses most digits of x.
     model.rpn_head.rpn_conv.bias.data += 1e6
@@ -254,7 +254,7 @@ def test_images_on_which_pytorch_itself_rounds_too_much_prove_nothing(detector, 
         check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(SIZES[:1]))
 
 
-def test_a_full_disk_leaves_the_file_before(exported, tmp_path):
+def test_full_disk_leaves_the_previous_file(exported, tmp_path):
     model, path = exported('backbone')[0], tmp_path / 'model.onnx'
     path.write_text('before')
     message = on_a_full_disk(lambda: export_onnx(model, path, 'backbone'))
@@ -262,14 +262,14 @@ def test_a_full_disk_leaves_the_file_before(exported, tmp_path):
     assert path.read_text() == 'before' and len([*tmp_path.iterdir()]) == 1
 
 
-def test_a_file_that_was_cut_off_is_refused_as_such(exported, tmp_path):
+def test_truncated_file_is_refused(exported, tmp_path):
     path = tmp_path / 'model.onnx'
     path.write_bytes(exported()[1].read_bytes()[:-1000])
     with pytest.raises(ExportError, match='model.onnx .* was cut off while it was written or copied: export it again'):
         load_runtime(path)
 
 
-def test_what_has_no_export_form_is_named(detector, tmp_path):
+def test_unsupported_part_of_a_detector_is_named(detector, tmp_path):
     model = detector()
 
     def refuses(message, **options):
@@ -297,7 +297,7 @@ def test_what_has_no_export_form_is_named(detector, tmp_path):
     refuses('needs RPNHead as rpn_head, not NoneType')
 
 
-def test_a_neck_without_export_form_is_one_line(small_detector_cfg, tmp_path):
+def test_neck_without_export_form_raises_one_line(small_detector_cfg, tmp_path):
     cfg = small_detector_cfg()
     # The neck of Libra R-CNN.
     refine = dict(type='BFP', in_channels=cfg.neck.out_channels, num_levels=5, refine_level=2, refine_type='non_local')
@@ -314,7 +314,7 @@ def test_attention_with_hooks_has_no_export_form(small_detector):
         build_graph(model)
 
 
-def test_file_of_others_is_refused(tmp_path):
+def test_file_of_another_program_is_refused(tmp_path):
     model = '<ir_version: 8, opset_import: ["": 17]> other (float[1] x) => (float[1] x) {}'
     onnx.save(onnx.parser.parse_model(model), tmp_path / 'other.onnx')
     with pytest.raises(ExportError, match='was not written by slab-det export'):
@@ -327,14 +327,14 @@ def test_file_of_others_is_refused(tmp_path):
         load_runtime(tmp_path / 'other.onnx', 'openvino', precision='fp16')
 
 
-def test_layers_of_tokens_copy_nothing(exported):
+def test_linear_layers_of_tokens_need_no_gather(exported):
     graph = onnx.load(exported('backbone')[1]).graph
     # Each x[0] would be a Gather.
     gathers = [node.name for node in graph.node if node.op_type == 'Gather']
     assert not [name for name in gathers if re.search('qkv|proj|ffn|reduction', name)]
 
 
-def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_path):
+def test_layers_with_weights_run_in_int8_and_output_layers_in_float32(exported, tmp_path):
     source, target = exported()[1], tmp_path / 'int8.onnx'
     nodes = quantize_onnx(source, target, random_images([(96, 128), (75, 131)]))
     graph = onnx.load(target).graph
@@ -357,7 +357,7 @@ def test_layers_with_weights_run_in_int8_and_the_answers_in_float(exported, tmp_
         assert part not in names, part
 
 
-def test_int8_rounds_and_computes_nothing_else(exported, tmp_path):
+def test_int8_differs_by_rounding(exported, tmp_path):
     source, target = exported('backbone')[1], tmp_path / 'int8.onnx'
     quantize_onnx(source, target, random_images([(96, 128), (75, 131)]))
     exact, rounded = (load_runtime(path, threads=1).run(random_images([(131, 100)])[0]) for path in (source, target))
@@ -366,7 +366,7 @@ def test_int8_rounds_and_computes_nothing_else(exported, tmp_path):
         assert 1e-4 < error < 0.2, (name, error)
 
 
-def test_openvino_finds_what_onnx_runtime_finds(exported):
+def test_openvino_features_equal_onnx_runtime(exported):
     file = exported('backbone')[1]
     with pytest.raises(ExportError, match='--scope detector'):
         MODELS.build(dict(type='ExportedDetector', file=str(file)))

@@ -61,7 +61,7 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     assert 'NaN or infinite values (roi_head.mask_head.conv_logits.bias)' in outcome.err and out.read_bytes() == before
 
 
-def test_pictures_of_a_folder_calibrate_as_training_images_do(run, call, tmp_path, monkeypatch):
+def test_folder_of_the_training_images_gives_the_same_int8_file(run, call, tmp_path, monkeypatch):
     monkeypatch.setattr(parity, 'SIZES', parity.SIZES[:1])
     cfg = Config.fromfile(run[0])
     pictures = generate(**cfg.train_dataloader.dataset.generator) / 'images/train'
@@ -79,10 +79,10 @@ def test_pictures_of_a_folder_calibrate_as_training_images_do(run, call, tmp_pat
     [
         (['--out', 'model.pth'], 'must end in .onnx'),
         (['--out', 'config.py/model.onnx'], 'config.py/model.onnx: Not a directory'),
-        (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg is no image that can be decoded'),
-        (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is no image that can be decoded'),
+        (['--out', 'model.onnx', '--check-images', 'nothing.jpg'], 'nothing.jpg is not a readable image'),
+        (['--out', 'model.onnx', '--check-images', __file__], 'test_export_tools.py is not a readable image'),
     ],
 )
-def test_impossible_requests_are_one_line(run, call, options, message):
+def test_invalid_arguments_raise_one_line(run, call, options, message):
     outcome = call('export_onnx.py', *run, *options, '--scope', 'backbone', code=1)
     assert message in outcome.err
