@@ -39,6 +39,8 @@ def main(args: argparse.Namespace) -> None:
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
+    if (args.images or args.calibrate_with or args.data_root) and not args.int8:
+        raise SlabDetError('--images, --calibrate-with and --data-root choose calibration images; add --int8')
     # Missing images and read-only folders must raise before minutes of export.
     check_writable(args.out, int8 if args.int8 else None)
     if args.int8:

@@ -66,7 +66,9 @@ def _export_form(layer: nn.Module) -> nn.Module | None:
     if isinstance(layer, PatchMerging | MmdetPatchMerging):
         merging = deployed_merging(layer)
         if merging is None and isinstance(layer, MmdetPatchMerging):
-            raise ExportError('the patch merging of this mmdet Swin does not take 2x2 blocks: it has no export form')
+            raise ExportError(
+                'the patch merging of this mmdet Swin has no export form: it has no 2x2 blocks, or a norm of its own'
+            )
         return merging
     if type(layer) is not ShiftWindowMSA:
         return None
