@@ -91,7 +91,7 @@ COMMANDS = [
     ('train.py notes.txt', r'notes\.txt.*\.py'),
     ('test.py broken.py small.pth', r'broken\.py: SyntaxError'),
     ('latency.py nothing.py', r'nothing\.py.*model=dict'),
-    ('train.py small.py --cfg-options custom_hooks.0.total=-1', 'total=-1.* 0 to 1'),
+    ('train.py small.py --cfg-options custom_hooks.0.total=-1', 'total=-1.* must not be negative'),
     ('train.py small.py --auto-scale-lr --cfg-options auto_scale_lr=None', r'small\.py.*\.base_batch_size'),
     ('train.py small.py --work-dir notes.txt/run', r'notes\.txt/run: Not a directory'),
     ('test.py small.py resnet.pth', r'resnet\.pth: nothing matches'),

@@ -30,7 +30,7 @@ def absorption_table(datasets: dict[str, list[dict]]) -> str:
         if way == 'default':
             counts = [sorted(len(row['kept']) for row in rows if row['name'] == way) for rows in datasets.values()]
             ranges = [' to '.join(map(str, dict.fromkeys((found[0], found[-1])))) for found in counts]
-            cells.append(['LayerNorms that it keeps, of 24', *ranges])
+            cells.append(['LayerNorms kept, of 24', *ranges])
     return format_table(['', *datasets], cells)
 
 
