@@ -131,9 +131,8 @@ class WindowGeometry(Windows):
 
     def cut(self, x: Tensor, attention: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         qkv = attention.qkv(self._to_windows(x.unflatten(1, (self.height, self.width))))
-        if attention.padding_qkv is not None and (self.height % self.window_size or self.width % self.window_size):
-            is_token = self._to_windows(torch.ones(1, self.height, self.width, 1, dtype=torch.bool, device=self.device))
-            qkv = torch.where(repeat_windows(is_token, len(qkv)), qkv, attention.padding_qkv.to(qkv.dtype))
+        if attention.padding_qkv is not None:
+            self._fill_padding(qkv, attention.padding_qkv)
         return split_qkv(qkv, attention.groups)
 
     def merge(self, windows: Tensor) -> Tensor:
@@ -165,6 +164,17 @@ class WindowGeometry(Windows):
         if self.shift:
             image = image.roll((-self.shift, -self.shift), (1, 2))
         return self._partition(image)
+
+    def _fill_padding(self, qkv: Tensor, row: Tensor) -> None:
+        """Writes ``row``, (3C,), into the padding slots of windows (B * nW, N, 3C), in place."""
+        size = self.window_size
+        rows, columns = -(-self.height // size), -(-self.width // size)
+        slots = qkv.view(-1, rows, columns, size, size, len(row))
+        # Below 0 these are places at the end: the shift has wrapped the map around.
+        for y in range(self.height - self.shift, rows * size - self.shift):
+            slots[:, y // size, :, y % size] = row
+        for x in range(self.width - self.shift, columns * size - self.shift):
+            slots[:, :, x // size, :, x % size] = row
 
     def _partition(self, image: Tensor) -> Tensor:
         """(B, H', W', C) of whole windows -> (B * nW, N, C)."""
