@@ -22,8 +22,8 @@ from benchmarks.results import FOLDER, Results
 from slab_det.measure.figure import COLOURS, INK, WIDTH, save_figure, styled
 
 DATASETS = {
-    'bccd': 'box AP on BCCD (images alike),\nminus that of LayerNorm',
-    'dsb2018': 'mask AP on DSB2018 (images differ),\nminus that of LayerNorm',
+    'bccd': "box AP on BCCD (similar images),\nminus LayerNorm's",
+    'dsb2018': "mask AP on DSB2018 (different images),\nminus LayerNorm's",
 }
 MACHINES = {
     'cpu': 'CPU with 2 threads, 800x1216, float32',
@@ -139,4 +139,4 @@ def draw(path: Path) -> None:
 
 
 if __name__ == '__main__':
-    draw(Path(sys.argv[1]))
+    draw(Path(sys.argv[1] if len(sys.argv) > 1 else 'docs/ap_latency.svg'))

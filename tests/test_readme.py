@@ -96,7 +96,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     links = [link.partition('#')[0] for link in re.findall(r'\]\(([^)\s]+)\)', text) if '://' not in link]
     assert not [link for link in links if link and not (page.parent / link).exists()]
-    # Paths in sentences are those of the repository.
+    # Paths in sentences are relative to the repository.
     named = re.findall(r'(?<![\w/.-])((?:configs|tools|benchmarks|docs|tests|slab_det)/[\w./{},-]*[\w}/])', text)
     assert not [name for path in named for name in expand(path) if not (ROOT / name).exists()]
 

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument('--data-root', help='default: data/DATASET')
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     parser.add_argument('--only', nargs='+', choices=RUNS, help='only these rows')
-    parser.add_argument('--iterations', type=int, help='instead of those of the study; the name of the results says so')
+    parser.add_argument('--iterations', type=int, help="instead of the study's; they stand in the name of the results")
     parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/norms'))
     parser.add_argument('--table-only', action='store_true', help='run nothing: write the table again')
     args = parser.parse_args()

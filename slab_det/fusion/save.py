@@ -73,7 +73,7 @@ def _with_changes(model: dict, **changes: object) -> dict:
 def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
     if type_name(values['model']['type']) == 'FusedDetector':
-        # The new ``folds`` and ``ffns`` include those of the earlier fusion.
+        # The new ``folds`` and ``ffns`` include the folds and FFNs of the earlier fusion.
         values['model'] = _with_changes(**{key: part for key, part in values['model'].items() if key not in FUSED_KEYS})
     # Only training needs the teacher of a DistilledDetector.
     values['model'] = detector_config(values['model'])

@@ -73,7 +73,7 @@ class ProgressiveNormHook(Hook):
             )
         if self.unit == 'epoch':
             loader = runner.train_dataloader
-            # The length of mmengine's InfiniteSampler is that of the dataset, not of the share of a process.
+            # mmengine's InfiniteSampler has the length of the dataset, and each process sees a share of it.
             ranks = (
                 get_world_size() if isinstance(getattr(loader.batch_sampler, 'sampler', None), InfiniteSampler) else 1
             )

@@ -98,7 +98,7 @@ def by_column(text: str) -> dict[str, dict[str, str]]:
 
 
 def check_part(header: str, full: str) -> None:
-    """Every cell of a table of docs/latency.md is that of the full one."""
+    """Checks that every cell of a table of docs/latency.md stands in the full table."""
     page, full_cells = (ROOT / 'docs/latency.md').read_text(), by_column(full)
     for name, cells in by_column(page[page.index(header) :].split('\n\n')[0]).items():
         assert cells == {title: full_cells[name][title] for title in cells}, name
