@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ def ap_latency_figure(entries: Sequence[ReportEntry]) -> Figure:
     parts = figure.subfigures(len(groups), 1, squeeze=False)[:, 0]
     for part, ((detector, latency, data), shown) in zip(parts, groups.items(), strict=True):
         kinds = measured_kinds(shown)
+        # The key of a cache folder says nothing to a reader.
+        data = re.sub(r'-[0-9a-f]{8,}(?=/)', '', data)
         lines = (f'{detector}, measured on {data}', f'ms: median latency, {latency}; filled: fused')
         part.suptitle('\n'.join(textwrap.fill(line, 110) for line in lines))
         looks = dict(zip(dict.fromkeys(entry.name for entry in shown), MARKS(), strict=False))
