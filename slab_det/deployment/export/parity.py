@@ -94,7 +94,9 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
             more than rounding, or no image is :attr:`~ParityCheck.conclusive`.
     """
     graph = build_graph(detector, runtime.metadata['scope']).float()
-    graph64, run_all, checks = copy.deepcopy(graph).double(), runtime.with_threshold(0.0), []
+    graph64, checks = copy.deepcopy(graph).double(), []
+    # A backbone has no score threshold, and would be loaded twice.
+    run_all = runtime.with_threshold(0.0) if isinstance(graph, DetectorGraph) else None
     for image in images:
         check = _check_image(graph, graph64, runtime.run, run_all, torch.from_numpy(image))
         if check.conclusive and not check.exact:
@@ -111,7 +113,7 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     return checks
 
 
-def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run, image: Tensor) -> ParityCheck:
+def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run | None, image: Tensor) -> ParityCheck:
     found, compare = _outputs(graph, run, image), _compare_maps
     detections, threshold_unmatched = None, 0.0
     if isinstance(graph, DetectorGraph):

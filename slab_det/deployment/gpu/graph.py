@@ -119,7 +119,7 @@ class GraphCache:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode='thread_local'):
                 outputs = self._function(*inputs)
             self._pool = self._pool or graph.pool()
-            weights = [*self._model.parameters(), *self._model.buffers()] if self._model else []
+            weights = [*self._model.parameters(), *self._model.buffers()] if self._model is not None else []
             reads = [*constants, *(weight.detach() for weight in weights)]
             return _Graph(graph, inputs, outputs, reads, torch.cuda.memory_reserved() - before)
 
