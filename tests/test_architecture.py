@@ -22,7 +22,7 @@ LAYERS = (
     ('deployment',),
     ('backbones',),
     ('fusion', 'recalibration'),
-    ('checkpoints', 'data'),
+    ('checkpoints', 'data', 'compare'),
     ('norms', 'attention', 'runtime'),
 )
 HEIGHTS = {package: -depth for depth, layer in enumerate(LAYERS) for package in layer}

@@ -10,6 +10,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
 import slab_det
+from slab_det.compare.kernels import warn_of_wrong_kernels
 from slab_det.deployment.precision import autocast_forward
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
@@ -64,6 +65,7 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     if args.deploy:
         slab_det.deploy(model, dtype, inplace=True)
     elif args.dtype != 'float32':
+        warn_of_wrong_kernels(model, dtype)
         autocast_forward(model, dtype)
     if args.out:
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))

@@ -16,6 +16,7 @@ from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.backbones.blocks import Block, ConvFFN, LinearFFN
 from slab_det.fusion.folds import CannotFold, find_hooks, find_rule
 from slab_det.fusion.fuse import replace_module
+from slab_det.fusion.stock_mmdet import is_two_layers
 
 ACTIVATIONS = {nn.GELU: 'gelu', nn.ReLU: 'relu'}
 OWN_FFNS = {FFN: LinearFFN, MixFFN: ConvFFN}
@@ -43,7 +44,7 @@ def _own_block(block: SwinBlock | PVTEncoderLayer) -> Block:
     """Builds our Block from the layers of an mmdet block, for inference; raises CannotFold if they are modified."""
     replace, kind = find_rule(block.attn, 'replace'), OWN_FFNS.get(type(block.ffn))
     attn = replace() if replace else block.attn
-    is_known_ffn = kind is not LinearFFN or (block.ffn.num_fcs == 2 and block.ffn.add_identity)
+    is_known_ffn = kind is not LinearFFN or is_two_layers(block.ffn)
     if not isinstance(attn, ShiftedWindowAttention | MapAttention) or kind is None or not is_known_ffn:
         raise CannotFold("its attention or its FFN is not mmdet's own")
     # The meta device skips weight initialisation; every layer comes from the mmdet block.

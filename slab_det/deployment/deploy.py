@@ -7,9 +7,11 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from slab_det.backbones.base import Backbone
+from slab_det.compare.kernels import warn_of_wrong_kernels
 from slab_det.deployment.blocks import replace_layers, replace_stock_blocks
 from slab_det.deployment.cpu.blocks import tile_blocks
 from slab_det.deployment.cpu.linear import deployed_linear
+from slab_det.deployment.cpu.patch_conv import patch_conv
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
 from slab_det.deployment.cpu.winograd import winograd_conv
 from slab_det.deployment.gpu.ffn_kernels import fused_ffn
@@ -18,7 +20,7 @@ from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
 from slab_det.deployment.gpu.window_kernels import fused_windows
 from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
-from slab_det.deployment.precision import lower_precision
+from slab_det.deployment.precision import HALF_PRECISIONS, lower_precision
 from slab_det.deployment.trial import try_deployed
 from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
@@ -69,6 +71,8 @@ def deploy(
     check_form(masks, DeploymentError)
     check_finite(model, DeploymentError)
     dtype = None if dtype == torch.float32 else dtype
+    if dtype in HALF_PRECISIONS:
+        warn_of_wrong_kernels(model, dtype)
     original, deployed = copy_module(model), model
     if not inplace:
         original, deployed = deployed, original
@@ -104,8 +108,8 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         tile_blocks(backbone)
         replace_layers(model, deployed_linear)
         replace_layers(model, deployed_roi_align)
-        if dtype is None:
-            replace_layers(model, winograd_conv)
+        is_half = (dtype or next(model.parameters()).dtype).itemsize == 2
+        replace_layers(model, patch_conv if is_half else winograd_conv)
     else:
         replace_layers(backbone, fused_windows)
         replace_layers(backbone, fused_ffn)

@@ -126,8 +126,13 @@ def _patch_embed_input_layers(embed: PatchEmbed) -> tuple[str]:
     return ('projection',)
 
 
+def is_two_layers(ffn: FFN) -> bool:
+    """Whether an FFN is ``x + fc2(act(fc1(x)))``, without LayerScale."""
+    return ffn.num_fcs == 2 and ffn.add_identity and isinstance(ffn.gamma2, nn.Identity)
+
+
 def _ffn_layers(ffn: FFN) -> tuple[str, str, str]:
-    if ffn.num_fcs != 2 or not ffn.add_identity or not isinstance(ffn.gamma2, nn.Identity):
+    if not is_two_layers(ffn):
         raise CannotFold('it does not have two layers and a residual connection, or has a LayerScale')
     return 'layers.0.0', 'layers.0.1', 'layers.1'
 

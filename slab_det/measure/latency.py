@@ -18,6 +18,7 @@ from mmdet.models.detectors import BaseDetector
 from mmdet.structures import DetDataSample
 from torch import nn
 
+from slab_det.compare.kernels import warn_of_wrong_kernels
 from slab_det.deployment import is_deployed
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
@@ -257,6 +258,8 @@ class _TimedModel:
         has_dtype = is_deployed(model) or self.weights_dtype != torch.float32
         self.dtype = self.weights_dtype if has_dtype else dtype
         self.autocast = self.weights_dtype != self.dtype
+        if self.dtype in (torch.bfloat16, torch.float16):
+            warn_of_wrong_kernels(model, self.dtype)
         self.preprocess = getattr(model, 'data_preprocessor', None) or DetDataPreprocessor(
             mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True, pad_size_divisor=32
         ).to(device)
