@@ -1,0 +1,47 @@
+"""Compares class names, in their order: a label must stand for one name in a training, its checkpoint and its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from torch import nn
+
+from slab_det.runtime.config import detector_config
+from slab_det.runtime.distributed import unwrap
+from slab_det.runtime.errors import DataError, name_some
+
+
+def check_classes(expected: Sequence[str] | None, classes: Sequence[str] | None, what: str, source: str) -> None:
+    """Raises DataError unless two lists of class names are equal, also in their order.
+
+    Args:
+        expected: The names that the labels of the detector stand for; None or empty where nothing tells them.
+        classes: The names of a dataset; None or empty where it has none.
+        what: The dataset, such as 'test dataset'.
+        source: Where ``expected`` comes from.
+    """
+    if not expected or not classes or [*expected] == [*classes]:
+        return
+    pairs = enumerate(zip_longest(expected, classes))
+    label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
+    raise DataError(
+        f'{what}: its {len(classes)} classes ({name_some(classes)}) are not the {len(expected)} of {source} '
+        f'({name_some(expected)}), in the same order: label {label} is {there!r} there and {here!r} here, so AP would '
+        f'compare objects of different names. Set metainfo=dict(classes=…) of the {what} to the names of {source}, and '
+        'give "categories" of its annotation file the same names in the same order; a category may have no object'
+    )
+
+
+def classes_of_meta(meta: dict) -> Sequence[str] | None:
+    """The class names beside weights: in the ``meta`` of a checkpoint of mmdet 3 or 2, or of an exported file."""
+    found = meta.get('dataset_meta')
+    # A training on datasets of different metainfo stores a list.
+    return (found.get('classes') if isinstance(found, dict) else None) or meta.get('CLASSES')
+
+
+def names_classes_in_text(model: dict | nn.Module) -> bool:
+    """Whether a detector or its config finds what a text names, so that each dataset may have classes of its own."""
+    if isinstance(model, nn.Module):
+        return hasattr(unwrap(model), 'language_model')
+    return bool(model) and 'language_model' in detector_config(model)
