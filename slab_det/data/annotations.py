@@ -80,9 +80,9 @@ def read_coco(path: str, where: str) -> CocoFile:
 
 
 def require_keys(coco: CocoFile, *keys: str) -> None:
-    """Raises DataError if an annotation lacks one of ``keys``."""
+    """Raises DataError if an annotation lacks one of ``keys``, or has null there."""
     for item in coco.annotations:
-        if absent := [key for key in keys if key not in item]:
+        if absent := [key for key in keys if item.get(key) is None]:
             raise DataError(
                 f'{coco.where}: an annotation of image {item["image_id"]} has no {" and no ".join(absent)}; COCO has '
                 'them in each (area = width * height, iscrowd = 0)'
@@ -145,12 +145,12 @@ def count_objects(coco: CocoFile, classes: Sequence[str]) -> int:
             categories are off by one.
     """
     wanted, lost, first = coco.wanted(classes), Counter(), {}
-    _check_shift(coco, 'image_id', coco.images, [*coco.annotations, *coco.strays])
-    _check_shift(coco, 'category_id', coco.categories, coco.annotations)
     # Categories that classes does not name are left out on purpose.
     others = coco.categories.keys() - wanted
-    items = [item for item in (*coco.annotations, *coco.strays) if item.get('category_id') not in others]
     with _coco_errors(coco.where):
+        _check_shift(coco, 'image_id', coco.images, [*coco.annotations, *coco.strays])
+        _check_shift(coco, 'category_id', coco.categories, coco.annotations)
+        items = [item for item in (*coco.annotations, *coco.strays) if item.get('category_id') not in others]
         for item in items:
             if reason := find_loss(item, coco.images.get(item['image_id']), wanted):
                 lost[reason] += 1
@@ -172,7 +172,7 @@ def count_objects(coco: CocoFile, classes: Sequence[str]) -> int:
             f'{coco.where}: {lost.total()} of its {total} annotations are no objects to learn or to find: {told}. '
             'Correct them, or take them out of the file'
         )
-    MMLogger.get_current_instance().warning(
+    MMLogger.get_current_instance().info(
         f'{coco.where}: {lost.total()} of its {total} annotations are no objects to learn or to find: {told}'
     )
     return total - lost.total()

@@ -1,9 +1,8 @@
 """Checks that a config's data exists and fits the config, before training or testing starts."""
 
 import os.path as osp
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from functools import cache
 
 from mmdet.datasets import BaseDetDataset, CocoDataset
 from mmdet.registry import DATASETS
@@ -13,7 +12,7 @@ from torch.utils.data import Dataset
 
 from slab_det.data.annotations import read_coco
 from slab_det.data.check_coco import CheckedDataset, check_coco_dataset, check_evaluator, check_path, is_readable
-from slab_det.data.classes import check_classes, names_classes_in_text
+from slab_det.data.classes import check_classes, metainfo_of, names_classes_in_text
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
@@ -40,11 +39,10 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     enter_scope(cfg)
     for split in splits:
         check_class_order(cfg, split)
-        # A validation set and its evaluator read one file.
-        read = cache(read_coco)
         evaluators = _evaluators(cfg, split)
+        # An evaluator without ann_file reads the masks of the dataset.
         with_masks = any('segm' in evaluator.get('metric', ()) for evaluator in evaluators)
-        found = [_check_dataset(dataset, split, with_masks, read) for dataset in _file_datasets(cfg, split)]
+        found = [_check_dataset(dataset, split, with_masks) for dataset in _file_datasets(cfg, split)]
         if split == 'train' and found and None not in found and not sum(dataset.num_objects for dataset in found):
             raise DataError(
                 f'{found[0].coco.where}: there is no object of the classes ({name_some(found[0].classes)}) in the '
@@ -58,7 +56,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
         for index, evaluator in enumerate(evaluators):
             datasets = found[index : index + 1] if is_multiple and len(found) > 1 else found
             if datasets and None not in datasets:
-                check_evaluator(evaluator, datasets, split, read)
+                check_evaluator(evaluator, datasets, split)
 
 
 def check_class_order(cfg: Config, split: str, expected: Sequence[str] | None = None, source: str = '') -> None:
@@ -91,10 +89,10 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     mmdet would predict classes that do not exist, or train objects of surplus classes as background.
     """
     model = unwrap(model)
-    metainfo = getattr(dataset, 'metainfo', {})
-    # In Grounding DINO num_classes is the length of the text, and each of several datasets has classes of its own.
-    classes = None if names_classes_in_text(model) else metainfo.get('classes')
-    if not classes:
+    metainfo = metainfo_of(dataset)
+    classes = metainfo.get('classes')
+    # In Grounding DINO num_classes is the length of the text.
+    if not classes or names_classes_in_text(model):
         return
     # The box heads of panoptic detectors predict thing classes only.
     numbers = (len(classes), len(metainfo.get('thing_classes', classes)))
@@ -171,14 +169,14 @@ def _dataset_class(dataset: ConfigDict, split: str) -> type:
 
 
 def _classes_of(dataset: ConfigDict, split: str) -> tuple:
-    """The class names of a dataset for detection; none for other datasets."""
-    kind = _dataset_class(dataset, split)
-    if not issubclass(kind, BaseDetDataset):
-        return ()
-    return tuple(kind._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
+    """The class names of a dataset; none where nothing but its files tells them."""
+    kind, metainfo = _dataset_class(dataset, split), dataset.get('metainfo')
+    # ImageFolder has the names of the detector, and classification datasets may find theirs in a folder.
+    metainfo = kind._load_metainfo(deepcopy(metainfo)) if issubclass(kind, BaseDetDataset) else metainfo or {}
+    return tuple(metainfo.get('classes') or ())
 
 
-def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool, read: Callable) -> CheckedDataset | None:
+def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool) -> CheckedDataset | None:
     """Checks the files of a dataset; returns what was found in its annotations if they are COCO's, else None."""
     kind = _dataset_class(dataset, split)
     # Classification datasets report missing files themselves.
@@ -196,6 +194,6 @@ def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool, read: Call
     reads_coco = all(getattr(kind, name, None) is getattr(CocoDataset, name) for name in methods)
     if not (reads_coco and classes and is_readable(ann_file)):
         return None
-    coco = read(ann_file, f'{split} annotation file {ann_file}')
+    coco = read_coco(ann_file, f'{split} annotation file {ann_file}')
     folder = osp.join(root, prefixes.get('img', ''))
     return check_coco_dataset(coco, ann_file, dataset, folder, classes, split, with_masks)

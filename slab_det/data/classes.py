@@ -7,8 +7,6 @@ from itertools import zip_longest
 
 from torch import nn
 
-from slab_det.runtime.config import detector_config
-from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import DataError, name_some
 
 
@@ -27,8 +25,8 @@ def check_classes(expected: Sequence[str] | None, classes: Sequence[str] | None,
     label, (there, here) = next((label, pair) for label, pair in pairs if pair[0] != pair[1])
     raise DataError(
         f'{what}: its {len(classes)} classes ({name_some(classes)}) are not the {len(expected)} of {source} '
-        f'({name_some(expected)}), in the same order: label {label} is {there!r} there and {here!r} here, so AP would '
-        f'compare objects of different names. Set metainfo=dict(classes=…) of the {what} to the names of {source}, and '
+        f'({name_some(expected)}), in the same order: label {label} is {there!r} there and {here!r} here, so one '
+        f'label would stand for two names. Set metainfo=dict(classes=…) of the {what} to the names of {source}, and '
         'give "categories" of its annotation file the same names in the same order; a category may have no object'
     )
 
@@ -40,8 +38,16 @@ def classes_of_meta(meta: dict) -> Sequence[str] | None:
     return (found.get('classes') if isinstance(found, dict) else None) or meta.get('CLASSES')
 
 
-def names_classes_in_text(model: dict | nn.Module) -> bool:
+def metainfo_of(dataset: object) -> dict:
+    """The metainfo of a dataset; of the first one inside if they differ, in a palette for example."""
+    metainfo = getattr(dataset, 'metainfo', {})
+    return metainfo[0] if isinstance(metainfo, (list, tuple)) else metainfo
+
+
+def names_classes_in_text(model: object) -> bool:
     """Whether a detector or its config finds what a text names, so that each dataset may have classes of its own."""
+    name = 'language_model'
     if isinstance(model, nn.Module):
-        return hasattr(unwrap(model), 'language_model')
-    return bool(model) and 'language_model' in detector_config(model)
+        return any(path.rpartition('.')[2] == name for path, _ in model.named_modules())
+    # Wrappers for semi-supervised training and test-time augmentation hold the config of a detector.
+    return isinstance(model, dict) and (name in model or any(map(names_classes_in_text, model.values())))

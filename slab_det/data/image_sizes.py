@@ -88,10 +88,12 @@ def _agree(size: tuple[int, int], image: dict) -> bool:
 
 
 def _explain(stated: tuple[int, int], size: tuple[int, int], has_orientation: bool, color: str, turns: bool) -> str:
+    if 0 in stated:
+        return ': give the sizes of the files'
     if stated != size[::-1]:
         return (
             '. The images were resized after they were labelled, or the annotations are of other images: multiply '
-            f'boxes, masks, width and height by {size[0] / max(stated[0], 1):.3g}, or give the original images'
+            f'boxes, masks, width and height by {size[0] / stated[0]:.3g}, or give the original images'
         )
     if not has_orientation:
         return ': width and height are exchanged'

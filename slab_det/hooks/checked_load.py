@@ -52,15 +52,13 @@ class CheckedLoadHook(Hook):
 def _check_dataset_classes(runner: Runner, checkpoint: dict, name: str) -> None:
     """Raises DataError if the datasets of this run have other classes than ``checkpoint``, or in another order."""
     # Imports mmdet's datasets, which takes seconds, and registering the hooks does not need them.
-    from slab_det.data.classes import check_classes, classes_of_meta, names_classes_in_text
+    from slab_det.data.classes import check_classes, classes_of_meta, metainfo_of, names_classes_in_text
 
     expected = None if names_classes_in_text(runner.model) else classes_of_meta(checkpoint.get('meta') or {})
     for split, loop in (('train', runner._train_loop), ('val', runner._val_loop), ('test', runner._test_loop)):
         # A loop that this run has not built is a config.
         if isinstance(loop, BaseLoop):
-            metainfo = getattr(loop.dataloader.dataset, 'metainfo', {})
-            # Datasets of different metainfo have a list; each detector that takes them finds what a text names.
-            classes = metainfo.get('classes') if isinstance(metainfo, dict) else None
+            classes = metainfo_of(loop.dataloader.dataset).get('classes')
             check_classes(expected, classes, f'{split} dataset', name)
 
 

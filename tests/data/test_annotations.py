@@ -28,10 +28,10 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines = []
-    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', lines.append)
-    return lines
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found = []
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'info', found.append)
+    return found
 
 
 def change_all(content: dict, **changes: object) -> dict:
@@ -62,14 +62,14 @@ def test_a_split_without_an_object_is_an_error(root: Path, split: str, changes: 
         check_data(run_cfg(root))
 
 
-def test_more_than_a_quarter_of_lost_objects_is_an_error_and_fewer_a_line(root: Path, warnings: list[str]) -> None:
+def test_more_than_a_quarter_of_lost_objects_is_an_error_and_fewer_a_line(root: Path, lines: list[str]) -> None:
     content = make_content()
     for item in content['annotations'][:5]:
         item['iscrowd'] = 1
     content['annotations'][0]['area'] = 0
     write_split(root, 'train', content)
     check_data(run_cfg(root))
-    (line,) = warnings
+    (line,) = lines
     assert 'train.json: 5 of its 20 annotations' in line and '4 are marked "iscrowd"' in line
     assert '1 have an area of 0 or less (annotation 1 has area = 0)' in line
     content['annotations'][5]['iscrowd'] = 1
@@ -115,11 +115,11 @@ def test_ids_that_are_off_by_one_are_an_error(root: Path) -> None:
             check_data(run_cfg(root))
 
 
-def test_annotations_of_a_list_of_images_that_was_cut_short_are_no_fault(root: Path, warnings: list[str]) -> None:
+def test_annotations_of_a_list_of_images_that_was_cut_short_are_no_fault(root: Path, lines: list[str]) -> None:
     content = make_content()
     write_split(root, 'train', content | dict(images=content['images'][:2]))
     check_data(run_cfg(root))
-    assert '16 name no image of "images"' in warnings[0]
+    assert '16 name no image of "images"' in lines[0]
     # These belong to images that have no annotation, and would be trained as background.
     content['annotations'] = [
         item | dict(image_id=item['image_id'] + 50 * (i > 7)) for i, item in enumerate(content['annotations'])
@@ -214,10 +214,20 @@ def test_iscrowd_is_needed_where_pycocotools_reads_it(root: Path) -> None:
     write_split(root, 'val', content)
     with pytest.raises(DataError, match=r'val\.json: an annotation of image 0 has no iscrowd'):
         check_data(run_cfg(root))
+    write_split(root, 'val', change_all(content, iscrowd=None))
+    with pytest.raises(DataError, match='has no iscrowd'):
+        check_data(run_cfg(root))
     # By the instances in the samples.
     cfg = run_cfg(root)
     cfg.val_evaluator.pop('ann_file'), cfg.test_evaluator.pop('ann_file')
     check_data(cfg)
+
+
+@pytest.mark.parametrize('changes', [dict(category_id=[1]), dict(image_id=[0]), dict(area='400'), dict(bbox='box')])
+def test_values_of_other_types_are_no_coco_json(root: Path, changes: dict) -> None:
+    write_split(root, 'train', change_all(make_content(), **changes))
+    with pytest.raises(DataError, match=r'train\.json is not COCO JSON: (Type|Value)Error'):
+        check_data(run_cfg(root))
 
 
 def test_ids_may_be_sparse_or_text_and_a_category_without_objects_may_come_first(root: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from coco_files import dataset_cfg, make_content, run_cfg, write_split
+from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.runner import Runner
+from torch import nn
 
 from slab_det.data import SyntheticShapes, check_class_order, check_data, check_num_classes
 from slab_det.runtime.errors import DataError
@@ -81,7 +83,12 @@ def test_files_of_one_training_have_the_same_classes(root: Path) -> None:
     cfg.train_dataloader.dataset = dict(type='RepeatDataset', times=2, dataset=both)
     with pytest.raises(DataError, match=r'^train dataset: its 2 classes \(dog, cat\)'):
         check_data(cfg)
+    # A folder of pictures, beside a teacher.
+    cfg.train_dataloader.dataset = dict(type='ImageFolder', folder='pictures', metainfo=dict(classes=('dog', 'cat')))
+    with pytest.raises(DataError, match=r'^val dataset: its 2 classes \(cat, dog\) are not .* \(dog, cat\)'):
+        check_data(cfg)
     # Grounding DINO and GLIP find what a text names, in each dataset another one.
+    cfg.train_dataloader.dataset = both
     cfg.model = dict(type='GLIP', language_model=dict(type='BertModel'))
     check_data(cfg)
 
@@ -120,7 +127,7 @@ def test_a_test_compares_the_classes_of_the_checkpoint(
     for name, meta in metas.items():
         save(cfg, tmp_path / f'{name}.pth', meta)
         command = ('test.py', 'small.py', f'{name}.pth', '--work-dir', 'run')
-        expected = r'error: test dataset: its 4 classes .* are not the .*label \d is .* AP would compare'
+        expected = r'error: test dataset: its 4 classes .* are not the .*label \d is .* one label would stand'
         if name in ('same', 'untold'):
             call(*command)
         else:
@@ -152,11 +159,13 @@ def test_a_run_resumes_with_the_same_classes_and_starts_from_any(small_run_cfg: 
     Runner.from_cfg(cfg.copy()).train()
 
 
-def test_datasets_with_classes_of_their_own_are_for_text() -> None:
-    model = torch.nn.Module()
-    model.language_model = torch.nn.Identity()
-
-    class Datasets:
-        metainfo = [dict(classes=('cat',)), dict(classes=('dog',))]
-
-    check_num_classes(model, Datasets(), 'train')
+def test_files_whose_palettes_differ_are_compared_with_the_heads(root: Path) -> None:
+    parts = [dataset_cfg(root, 'val', metainfo=dict(classes=('cat', 'dog'), palette=[(i, 0, 0)] * 2)) for i in (1, 2)]
+    both = DATASETS.build(dict(type='ConcatDataset', datasets=parts))
+    assert isinstance(both.metainfo, list)
+    model = nn.ModuleDict(dict(bbox_head=nn.Identity()))
+    model.bbox_head.num_classes = 2
+    check_num_classes(model, both, 'val')
+    model.bbox_head.num_classes = 3
+    with pytest.raises(DataError, match='bbox_head has num_classes=3, but the val dataset has 2 classes'):
+        check_num_classes(model, both, 'val')
