@@ -80,7 +80,8 @@ def check_class_order(cfg: Config, split: str, expected: Sequence[str] | None = 
         known = [classes for dataset in _file_datasets(cfg, 'train') if (classes := _classes_of(dataset, 'train'))]
         expected, source = known[0] if known else None, 'the training split'
     for dataset in _file_datasets(cfg, split):
-        check_classes(expected, _classes_of(dataset, split), f'{split} dataset', source)
+        ann_file = dataset.get('ann_file') and osp.join(dataset.get('data_root') or '', dataset.ann_file)
+        check_classes(expected, _classes_of(dataset, split), f'{split} dataset', source, ann_file)
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:

@@ -10,7 +10,9 @@ from torch import nn
 from slab_det.runtime.errors import DataError, name_some
 
 
-def check_classes(expected: Sequence[str] | None, classes: Sequence[str] | None, what: str, source: str) -> None:
+def check_classes(
+    expected: Sequence[str] | None, classes: Sequence[str] | None, what: str, source: str, ann_file: str = ''
+) -> None:
     """Raises DataError unless two lists of class names are equal, also in their order.
 
     Args:
@@ -18,6 +20,7 @@ def check_classes(expected: Sequence[str] | None, classes: Sequence[str] | None,
         classes: The names of a dataset; None or empty where it has none.
         what: The dataset, such as 'test dataset'.
         source: Where ``expected`` comes from.
+        ann_file: The annotation file of the dataset, if it is known.
     """
     if not expected or not classes or [*expected] == [*classes]:
         return
@@ -27,20 +30,23 @@ def check_classes(expected: Sequence[str] | None, classes: Sequence[str] | None,
         f'{what}: its {len(classes)} classes ({name_some(classes)}) are not the {len(expected)} of {source} '
         f'({name_some(expected)}), in the same order: label {label} is {there!r} there and {here!r} here, so one '
         f'label would stand for two names. Set metainfo=dict(classes=…) of the {what} to the names of {source}, and '
-        'give "categories" of its annotation file the same names in the same order; a category may have no object'
+        f'give "categories" of {ann_file or "its annotation file"} the same names in the same order; a category may '
+        'have no object'
     )
 
 
 def classes_of_meta(meta: dict) -> Sequence[str] | None:
     """The class names beside weights: in the ``meta`` of a checkpoint of mmdet 3 or 2, or of an exported file."""
-    found = meta.get('dataset_meta')
-    # A training on datasets of different metainfo stores a list.
-    return (found.get('classes') if isinstance(found, dict) else None) or meta.get('CLASSES')
+    return _first(meta.get('dataset_meta') or {}).get('classes') or meta.get('CLASSES')
 
 
 def metainfo_of(dataset: object) -> dict:
-    """The metainfo of a dataset; of the first one inside if they differ, in a palette for example."""
-    metainfo = getattr(dataset, 'metainfo', {})
+    """The metainfo of a dataset."""
+    return _first(getattr(dataset, 'metainfo', {}))
+
+
+def _first(metainfo: dict | Sequence[dict]) -> dict:
+    # Datasets that differ, in a palette for example, have a list.
     return metainfo[0] if isinstance(metainfo, (list, tuple)) else metainfo
 
 

@@ -58,8 +58,9 @@ def _check_dataset_classes(runner: Runner, checkpoint: dict, name: str) -> None:
     for split, loop in (('train', runner._train_loop), ('val', runner._val_loop), ('test', runner._test_loop)):
         # A loop that this run has not built is a config.
         if isinstance(loop, BaseLoop):
-            classes = metainfo_of(loop.dataloader.dataset).get('classes')
-            check_classes(expected, classes, f'{split} dataset', name)
+            dataset = loop.dataloader.dataset
+            classes, ann_file = metainfo_of(dataset).get('classes'), getattr(dataset, 'ann_file', '')
+            check_classes(expected, classes, f'{split} dataset', name, ann_file)
 
 
 def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:

@@ -38,7 +38,10 @@ def test_a_validation_file_in_another_order_is_to_be_reordered(root: Path) -> No
     for loader in (cfg.val_dataloader, cfg.test_dataloader):
         loader.dataset.metainfo.classes = ('dog', 'cat')
     for split in ('val', 'test'):
-        with pytest.raises(DataError, match=rf"^{split} dataset: .* label 0 is 'cat' there and 'dog' here.*categories"):
+        with pytest.raises(
+            DataError,
+            match=rf"^{split} dataset: .* label 0 is 'cat' there and 'dog' here.*categories. of .*val\.json the",
+        ):
             check_data(cfg, (split,))
     # The remedy.
     write_split(root, 'val', make_content(categories=SWAPPED[::-1]))
