@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coco_files import dataset_cfg, make_content, write_split
 from conftest import RunsCode, randomize
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -63,6 +64,17 @@ def world(tmp_path_factory: pytest.TempPathFactory, module_run_cfg: Callable[...
         loader.dataset = dict(type='CocoDataset', data_root='data/coco', ann_file='annotations.json')
     cfg.dump(folder / 'coco.py')
 
+    crowds = make_content()
+    for item in crowds['annotations']:
+        item['iscrowd'] = 1
+    write_split(folder / 'pets', 'train', crowds)
+    write_split(folder / 'pets', 'val')
+    for split, loader in (('train', cfg.train_dataloader), ('val', cfg.val_dataloader), ('val', cfg.test_dataloader)):
+        loader.dataset = dataset_cfg(Path('pets'), split)
+    cfg.dump(folder / 'crowds.py')
+    cfg.test_dataloader.dataset.metainfo.classes = ('dog', 'cat')
+    cfg.dump(folder / 'swapped.py')
+
     (folder / 'bad_backbone.py').write_text("_base_ = 'small.py'\nmodel = dict(backbone=dict(embed_dim=8))\n")
     no_test = ''.join(f'test_{part} = None\n' for part in ('cfg', 'dataloader', 'evaluator'))
     (folder / 'no_test.py').write_text(f"_base_ = 'small.py'\n{no_test}")
@@ -85,6 +97,8 @@ def run(world: Path, call: Callable, monkeypatch: pytest.MonkeyPatch) -> Callabl
 # A command, and the culprit and the remedy that its message names.
 COMMANDS = [
     ('train.py coco.py', 'data/coco/annotations.json.*--data-root'),
+    ('train.py crowds.py', r'pets/annotations/train\.json.* 20 of its 20 .* "iscrowd".* Correct them'),
+    ('test.py swapped.py small.pth', r"label 0 is 'cat' .* 'dog' here.*categories. of pets/annotations/val\.json"),
     ('train.py fused_config.py', r'fused_config\.py.*train_dataloader'),
     ('train.py small.py --cfg-options model.roi_head.mask_head.num_classes=80', r'mask_head.*80.* 4 .*circle'),
     ('train.py small.py --cfg-options train_dataloader.dataset.type=Coko', "dataset.*'Coko'"),

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints.build import build_detector
     from slab_det.cli.config import check_out, read_config, read_images
     from slab_det.conversion import ConversionError, write_tune_config
-    from slab_det.data import check_data
+    from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.fusion import save_fused
     from slab_det.measure.evaluate import evaluate
     from slab_det.runtime.run_folder import check_writable
@@ -77,6 +77,8 @@ def main(args: argparse.Namespace) -> None:
             raise ConversionError(f'--eval: {args.config} has no val_dataloader and val_evaluator')
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     teacher = build_detector(cfg, args.checkpoint).to(device)
+    if args.eval:
+        check_class_order(cfg, 'val', classes_of_meta(vars(teacher)) or (), args.checkpoint)
     images = read_images(cfg, args.num_images, args.pipeline, args.images)
     keep = int(args.keep[0]) if args.keep and re.fullmatch(r'-?\d+', ' '.join(args.keep)) else args.keep
     student = slab_det.absorb(teacher, images, keep=keep, int8=args.int8, work_dir=args.work_dir, ffn=args.ffn)

@@ -11,7 +11,9 @@ from mmengine.runner import Runner
 
 import slab_det
 from slab_det.compare.kernels import warn_of_wrong_kernels
+from slab_det.data import check_num_classes
 from slab_det.deployment.precision import autocast_forward
+from slab_det.hooks import CheckedLoadHook
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
@@ -42,6 +44,7 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
 
     Raises:
         ConfigError: See :func:`build_test_runner`.
+        DataError: If the test dataset has other classes than the detector.
         SlabDetError: If ``--tta`` is given for a detector that predicts masks.
     """
     # The config that a resumed run wrote has resume=True.
@@ -54,6 +57,10 @@ def run_test(cfg: Config, args: argparse.Namespace) -> tuple[Runner, dict]:
     # recalibrated nor fused.
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks') or [] if type_name(hook.type) != 'EMAHook']
     runner = build_test_runner(cfg)
+    # Configs that do not inherit configs/_base_/runtime.py lack it, and mmengine loads whatever fits.
+    if not any(isinstance(hook, CheckedLoadHook) for hook in runner.hooks):
+        runner.register_hook(CheckedLoadHook())
+    check_num_classes(runner.model, runner.test_loop.dataloader.dataset, 'test')
     model, dtype = unwrap(runner.model), getattr(torch, args.dtype)
     if args.tta and getattr(model, 'with_mask', False):
         raise SlabDetError('--tta: mmdet merges boxes but not masks, and this detector predicts masks; leave out --tta')

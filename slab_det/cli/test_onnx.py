@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
 
     from slab_det.cli.config import config_from_arguments
     from slab_det.cli.runner import build_test_runner
-    from slab_det.data import check_data
+    from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.report import ap_from_metrics, describe_dataset
@@ -43,6 +43,7 @@ def main(args: argparse.Namespace) -> None:
     # The runner would pass data_preprocessor to ExportedDetector, which preprocesses in the file.
     cfg.pop('data_preprocessor', None)
     runner = build_test_runner(cfg)
+    check_class_order(cfg, 'test', classes_of_meta(runner.model.runtime.metadata) or (), args.file)
     metrics = runner.test()
     result = dict(
         config=args.config,

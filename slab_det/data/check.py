@@ -1,6 +1,5 @@
 """Checks that a config's data exists and fits the config, before training or testing starts."""
 
-import json
 import os.path as osp
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -11,6 +10,9 @@ from mmengine.config import Config, ConfigDict
 from torch import nn
 from torch.utils.data import Dataset
 
+from slab_det.data.annotations import read_coco
+from slab_det.data.check_coco import CheckedDataset, check_coco_dataset, check_evaluator, check_path, is_readable
+from slab_det.data.classes import check_classes, metainfo_of, names_classes_in_text
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
@@ -19,13 +21,12 @@ from slab_det.runtime.scope import enter_scope
 
 SPLITS = ('train', 'val', 'test')
 HEADS = ('head', 'bbox_head', 'mask_head', 'panoptic_head')
-# Larger annotation files are not checked: parsing takes seconds, and mmdet parses them again right after.
-MAX_PARSED_BYTES = 50 * 2**20
 
 
 def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
-    """Raises an error if files of datasets or evaluators are missing, or COCO annotations do not fit the config.
+    """Raises an error if files of datasets or evaluators are missing, or COCO annotations do not fit.
 
+    They must fit the config, their images, the classes of the training split, and what mmdet and pycocotools read.
     Remote paths (``s3://…``) and generated images are not checked.
 
     Args:
@@ -33,15 +34,54 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
         splits: The splits that will be used, of 'train', 'val' and 'test'.
 
     Raises:
-        DataError: Naming the split, the missing path, and what to do about it.
+        DataError: Naming the split, the file, and what to do about it.
     """
     enter_scope(cfg)
     for split in splits:
-        for dataset in _file_datasets(cfg, split):
-            _check_dataset(dataset, split)
-        for evaluator in _evaluators(cfg, split):
+        check_class_order(cfg, split)
+        evaluators = _evaluators(cfg, split)
+        # An evaluator without ann_file reads the masks of the dataset.
+        with_masks = any('segm' in evaluator.get('metric', ()) for evaluator in evaluators)
+        found = [_check_dataset(dataset, split, with_masks) for dataset in _file_datasets(cfg, split)]
+        if split == 'train' and found and None not in found and not sum(dataset.num_objects for dataset in found):
+            raise DataError(
+                f'{found[0].coco.where}: there is no object of the classes ({name_some(found[0].classes)}) in the '
+                'training split, so nothing could be learnt; correct ann_file=… or metainfo=dict(classes=…)'
+            )
+        for evaluator in evaluators:
             if evaluator.get('ann_file'):
-                _check_path(evaluator['ann_file'], f'{split} evaluator: annotation file', 'ann_file=…')
+                check_path(evaluator['ann_file'], f'{split} evaluator: annotation file', 'ann_file=…')
+        # MultiDatasetsEvaluator has one metric for each dataset.
+        is_multiple = 'metrics' in (cfg.get(f'{split}_evaluator') or ())
+        for index, evaluator in enumerate(evaluators):
+            datasets = found[index : index + 1] if is_multiple and len(found) > 1 else found
+            if datasets and None not in datasets:
+                check_evaluator(evaluator, datasets, split)
+
+
+def check_class_order(cfg: Config, split: str, expected: Sequence[str] | None = None, source: str = '') -> None:
+    """Checks that the datasets of a split have the classes of the training, or of a detector, in the same order.
+
+    mmdet's labels are numbers: a label stands for the name at its place in ``classes``, whatever a dataset calls it.
+
+    Args:
+        cfg: A config with ``<split>_dataloader``. Detectors that find what a text names are not checked.
+        split: 'train', 'val' or 'test'.
+        expected: Names of the labels of the detector; None means those of ``train_dataloader``.
+        source: Where ``expected`` comes from, for the message.
+
+    Raises:
+        DataError: If classes or their order differ.
+    """
+    enter_scope(cfg)
+    if names_classes_in_text(cfg.get('model')):
+        return
+    if expected is None:
+        known = [classes for dataset in _file_datasets(cfg, 'train') if (classes := _classes_of(dataset, 'train'))]
+        expected, source = known[0] if known else None, 'the training split'
+    for dataset in _file_datasets(cfg, split):
+        ann_file = dataset.get('ann_file') and osp.join(dataset.get('data_root') or '', dataset.ann_file)
+        check_classes(expected, _classes_of(dataset, split), f'{split} dataset', source, ann_file)
 
 
 def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
@@ -50,10 +90,10 @@ def check_num_classes(model: nn.Module, dataset: Dataset, split: str) -> None:
     mmdet would predict classes that do not exist, or train objects of surplus classes as background.
     """
     model = unwrap(model)
-    metainfo = getattr(dataset, 'metainfo', {})
+    metainfo = metainfo_of(dataset)
     classes = metainfo.get('classes')
     # In Grounding DINO num_classes is the length of the text.
-    if not classes or hasattr(model, 'language_model'):
+    if not classes or names_classes_in_text(model):
         return
     # The box heads of panoptic detectors predict thing classes only.
     numbers = (len(classes), len(metainfo.get('thing_classes', classes)))
@@ -113,79 +153,48 @@ def _file_datasets(cfg: Config, split: str) -> Iterator[ConfigDict]:
 
 
 def _evaluators(cfg: Config, split: str) -> list[ConfigDict]:
+    """The metrics of a split, also those inside an evaluator of mmengine or mmdet."""
     evaluators = cfg.get(f'{split}_evaluator') or []
-    return evaluators if isinstance(evaluators, list) else [evaluators]
+    if 'metrics' in evaluators:
+        evaluators = evaluators['metrics']
+    return [*evaluators] if isinstance(evaluators, (list, tuple)) else [evaluators]
 
 
-def _check_path(path: str, what: str, argument: str) -> None:
-    # Remote paths are not checked: only mmengine's file backends can read them.
-    if not osp.exists(path) and '://' not in path:
-        raise DataError(
-            f'{what} {osp.abspath(path)} not found: correct {argument}, or add --data-root DIR; docs/models.md '
-            'shows how to download COCO; `slab-det quickstart` trains on generated images'
-        )
-
-
-def _check_dataset(dataset: ConfigDict, split: str) -> None:
+def _dataset_class(dataset: ConfigDict, split: str) -> type:
     # The runner finds the class in the same way.
     with DATASETS.switch_scope_and_registry(dataset.get('_scope_')) as registry:
         kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     if kind is None:
         raise DataError(f'{split}_dataloader: no dataset is called {dataset.type!r}')
+    return kind
+
+
+def _classes_of(dataset: ConfigDict, split: str) -> tuple:
+    """The class names of a dataset; none where nothing but its files tells them."""
+    kind, metainfo = _dataset_class(dataset, split), dataset.get('metainfo')
+    # ImageFolder has the names of the detector, and classification datasets may find theirs in a folder.
+    metainfo = kind._load_metainfo(deepcopy(metainfo)) if issubclass(kind, BaseDetDataset) else metainfo or {}
+    return tuple(metainfo.get('classes') or ())
+
+
+def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool) -> CheckedDataset | None:
+    """Checks the files of a dataset; returns what was found in its annotations if they are COCO's, else None."""
+    kind = _dataset_class(dataset, split)
     # Classification datasets report missing files themselves.
     if issubclass(kind, SyntheticShapes) or not issubclass(kind, BaseDetDataset):
-        return
+        return None
     root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
     ann_file = osp.join(root, dataset.get('ann_file') or '')
     if dataset.get('ann_file'):
-        _check_path(ann_file, f'{split} annotation file', 'ann_file=…')
+        check_path(ann_file, f'{split} annotation file', 'ann_file=…')
     for prefix in prefixes.values():
-        _check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
-    classes = tuple(kind._load_metainfo(deepcopy(dataset.get('metainfo'))).get('classes') or ())
+        check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
+    classes = _classes_of(dataset, split)
     # LVIS and the panoptic datasets have other annotation formats.
     methods = ('load_data_list', 'parse_data_info')
     reads_coco = all(getattr(kind, name, None) is getattr(CocoDataset, name) for name in methods)
-    if reads_coco and classes and osp.isfile(ann_file) and osp.getsize(ann_file) <= MAX_PARSED_BYTES:
-        _check_annotations(ann_file, osp.join(root, prefixes.get('img', '')), classes, split)
-
-
-def _check_annotations(ann_file: str, folder: str, classes: Sequence[str], split: str) -> None:
-    """Checks image files, annotation keys, boxes and class names of a COCO file."""
-    where, outside = f'{split} annotation file {ann_file}', []
-    try:
-        with open(ann_file) as file:
-            content = json.load(file)
-        names = [category['name'] for category in content['categories']]
-        images = {image['id']: image for image in content['images']}
-        files = [osp.join(folder, image['file_name']) for image in images.values()]
-        # Test sets are published without annotations.
-        annotations = [item for item in content.get('annotations', ()) if item['image_id'] in images]
-        for item in annotations:
-            (x, y, width, height), image = item['bbox'], images[item['image_id']]
-            # Boxes of real data leave their image by a few pixels.
-            if x + width > 1.05 * image['width'] or y + height > 1.05 * image['height']:
-                outside.append(item['bbox'])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{where} is not COCO JSON: {error!r}') from error
-    for item in annotations:
-        # pycocotools fails on a missing key only after the first epoch, and does not name the file.
-        if absent := [key for key in ('id', 'category_id', 'area', 'iscrowd') if key not in item]:
-            raise DataError(
-                f'{where}: an annotation of image {item["image_id"]} has no {" and no ".join(absent)}; COCO has them '
-                'in each (area = width * height, iscrowd = 0)'
-            )
-    for path in files:
-        _check_path(path, f'{split} image', 'data_prefix=dict(img=…)')
-    # mmdet numbers the classes in the order of the file.
-    if [name for name in names if name in classes] != [*classes]:
-        raise DataError(
-            f"{where}: the config's {len(classes)} classes ({name_some(classes)}) are not among its {len(names)} "
-            f'categories ({name_some(names)}), or not in the same order: set metainfo=dict(classes={(*names,)}) in the '
-            f'dataset and num_classes={len(names)} in the heads'
-        )
-    # If the boxes are corners, half of them or more end outside.
-    if len(outside) > len(annotations) / 4:
-        raise DataError(
-            f'{where}: {len(outside)} of its {len(annotations)} boxes end outside of their image, such as '
-            f'{outside[0]}: COCO boxes are [x, y, width, height], not corners'
-        )
+    if not (reads_coco and classes and is_readable(ann_file)):
+        return None
+    coco = read_coco(ann_file, f'{split} annotation file {ann_file}')
+    folder = osp.join(root, prefixes.get('img', ''))
+    return check_coco_dataset(coco, ann_file, dataset, folder, classes, split, with_masks)

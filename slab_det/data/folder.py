@@ -1,7 +1,7 @@
 """ImageFolder: a dataset of the images in a folder, for absorption, recalibration and distillation."""
 
-from collections.abc import Sequence
-from glob import glob
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmdet.registry import DATASETS
@@ -27,9 +27,7 @@ class ImageFolder(Dataset):
     """
 
     def __init__(self, folder: str | Path, pipeline: Sequence[dict], metainfo: dict | None = None) -> None:
-        # Unlike rglob, glob follows links to folders.
-        found = [Path(folder, name) for name in glob('**/*', root_dir=folder, recursive=True)]
-        self.files = sorted(path for path in found if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+        self.files = sorted(list_images(Path(folder)))
         if not self.files:
             what = 'holds no image' if Path(folder).is_dir() else 'is not a folder'
             raise DataError(f'{folder} {what}; give a folder of {", ".join(IMAGE_SUFFIXES)} files')
@@ -43,3 +41,19 @@ class ImageFolder(Dataset):
 
     def __getitem__(self, index: int) -> dict:
         return self.pipeline(self.files[index], img_id=index)
+
+
+def list_images(folder: Path) -> Iterator[Path]:
+    """Yields the images in a folder, its subfolders and linked folders; each folder once, and no hidden ones."""
+    # A link to a folder above, followed without end, would also list images again and again.
+    seen = {str(parent) for parent in Path(os.path.realpath(folder)).parents}
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith('.'))
+        for path in (Path(place, name) for name in files if not name.startswith('.')):
+            if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+                yield path

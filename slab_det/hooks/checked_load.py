@@ -21,6 +21,8 @@ class CheckedLoadHook(Hook):
 
     CheckpointError is raised if nothing matches, a shape does not fit, or only one of checkpoint and model is fused.
     Missing weights are errors when resuming and testing; a training that starts from ``load_from`` only reports them.
+    DataError is raised when resuming and testing if the checkpoint names other classes than the datasets, or in another
+    order.
 
     Args:
         reinitialize: Prefixes of keys that are not loaded, such as ``('roi_head.bbox_head.fc_cls',)`` for another
@@ -42,8 +44,23 @@ class CheckedLoadHook(Hook):
         report = check_detector_checkpoint(model, checkpoint, name, self.reinitialize if starts else ())
         if not starts:
             report.check_complete()
+            _check_dataset_classes(runner, checkpoint, name)
         if runner._resume:
             _check_resumable(checkpoint, report, name)
+
+
+def _check_dataset_classes(runner: Runner, checkpoint: dict, name: str) -> None:
+    """Raises DataError if the datasets of this run have other classes than ``checkpoint``, or in another order."""
+    # Imports mmdet's datasets, which takes seconds, and registering the hooks does not need them.
+    from slab_det.data.classes import check_classes, classes_of_meta, metainfo_of, names_classes_in_text
+
+    expected = None if names_classes_in_text(runner.model) else classes_of_meta(checkpoint.get('meta') or {})
+    for split, loop in (('train', runner._train_loop), ('val', runner._val_loop), ('test', runner._test_loop)):
+        # A loop that this run has not built is a config.
+        if isinstance(loop, BaseLoop):
+            dataset = loop.dataloader.dataset
+            classes, ann_file = metainfo_of(dataset).get('classes'), getattr(dataset, 'ann_file', '')
+            check_classes(expected, classes, f'{split} dataset', name, ann_file)
 
 
 def _check_resumable(checkpoint: dict, report: LoadReport, name: str) -> None:

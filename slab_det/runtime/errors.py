@@ -55,9 +55,9 @@ def config_errors(config: str) -> Iterator[None]:
         raise ConfigError(f'{config}: {type(error).__name__}: {reason}; correct the config') from error
 
 
-def name_some(names: Iterable[str]) -> str:
+def name_some(names: Iterable[object]) -> str:
     """Joins the first five names with commas, followed by the number of remaining names."""
-    names = [*names]
+    names = [str(name) for name in names]
     more = f' and {len(names) - 5} more' if len(names) > 5 else ''
     return ', '.join(names[:5]) + more
 

@@ -170,7 +170,9 @@ def test_file_that_is_not_coco_json_is_an_error(root: Path, text: str) -> None:
 
 def test_remote_and_generated_data_are_not_checked() -> None:
     cfg = config('s3://bucket/coco')
-    cfg.val_dataloader.dataset = {'type': 'SyntheticShapes', 'split': 'val'}
+    check_data(cfg)
+    for loader in (cfg.train_dataloader, cfg.val_dataloader):
+        loader.dataset = {'type': 'SyntheticShapes', 'split': 'val'}
     check_data(cfg)
 
 

@@ -37,14 +37,27 @@ def detector(tmp_path: Path, small_detector_cfg: Callable[..., Config]) -> Path:
     cfg.val_evaluator.metric = cfg.test_evaluator.metric = 'bbox'
     cfg.dump(tmp_path / 'small.py')
     model = randomize(MODELS.build(cfg.model))
-    meta = dict(dataset_meta=dict(classes=('a', 'b', 'c', 'd')))
-    torch.save(dict(state_dict=model.state_dict(), meta=meta), tmp_path / 'small.pth')
-    return tmp_path / 'small.pth'
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'small.pth')
+    return name_classes(tmp_path / 'small.pth', ('a', 'b', 'c', 'd'))
+
+
+def name_classes(checkpoint: Path, classes: tuple[str, ...]) -> Path:
+    """Writes class names into a checkpoint."""
+    torch.save({**torch.load(checkpoint), 'meta': dict(dataset_meta=dict(classes=classes))}, checkpoint)
+    return checkpoint
 
 
 def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, call, tmp_path: Path) -> None:
     options = ('--keep', 2, '--eval', '--json', 'report.json')
-    result = call('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *options, *QUICK)
+    command = ('absorb.py', 'small.py', detector, '--data-root', 'data', '--out', 'fused.pth', *options, *QUICK)
+    # AP would be about other names than the detector's.
+    refused = call(*command, code=1).err.splitlines()[-1]
+    assert re.search(r'error: val dataset: .*\(circle, .*\) are not the 4 of .*small\.pth \(a, b, c, d\)', refused), (
+        refused
+    )
+    assert not Path('fused.pth').exists()
+    name_classes(detector, SyntheticShapes.METAINFO['classes'])
+    result = call(*command)
     rows = re.findall(
         r'^\| ([^|]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \([^|]*\) \| ([\d.]+) \|$', result.out, re.MULTILINE
     )
@@ -63,7 +76,7 @@ def test_a_detector_is_absorbed_and_measured_beside_its_teacher(detector: Path, 
     kept = [norm['norm'] for norm in report['norms'] if norm['outcome'] == 'kept']
     assert sorted(layer_norms(student)) == sorted(kept) and len(kept) == 2
     assert all(norm['reason'] for norm in report['norms'] if norm['outcome'] == 'kept')
-    assert student.dataset_meta['classes'] == ('a', 'b', 'c', 'd')
+    assert student.dataset_meta == dict(classes=SyntheticShapes.METAINFO['classes'])
     loader = image_folder_dataloader(Config.fromfile('small.py'), 'data/images/train', 5)
     held_out = Batches([*loader][4::5])
     held_out.dataset = loader.dataset

@@ -3,14 +3,18 @@
 import json
 import re
 
+import onnx
 import pytest
 import torch
 from conftest import as_trained
 from mmdet.registry import MODELS
 from mmengine.config import Config
 
-from slab_det.data import generate
+from slab_det.data import SyntheticShapes, generate
 from slab_det.deployment.export import load_runtime, parity
+from slab_det.deployment.export.runtime import METADATA_KEY
+
+CLASSES = [*SyntheticShapes.METAINFO['classes']]
 
 
 @pytest.fixture
@@ -18,7 +22,7 @@ def run(small_run_cfg, tmp_path):
     """Config and checkpoint of a detector as a finished training leaves them."""
     cfg = small_run_cfg()
     model = as_trained(MODELS.build(cfg.model))
-    meta = dict(dataset_meta=dict(classes=['a', 'b', 'c', 'd']))
+    meta = dict(dataset_meta=dict(classes=CLASSES))
     torch.save(dict(meta=meta, state_dict=model.state_dict()), tmp_path / 'last.pth')
     cfg.dump(tmp_path / 'config.py')
     return tmp_path / 'config.py', tmp_path / 'last.pth'
@@ -32,7 +36,7 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     assert outcome.out.count('largest relative difference') == 2 and '96x128' in outcome.out
     assert out.stat().st_size > quantized.stat().st_size
     metadata = load_runtime(out).metadata
-    assert metadata == load_runtime(quantized).metadata and metadata['dataset_meta']['classes'] == ['a', 'b', 'c', 'd']
+    assert metadata == load_runtime(quantized).metadata and metadata['dataset_meta']['classes'] == CLASSES
     resize = dict(type='Resize', scale=[192, 160], keep_ratio=True)
     assert metadata['image'] == dict(channel_order='BGR', range=[0, 255], resize=resize)
     normalization = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
@@ -47,6 +51,14 @@ def test_detector_is_exported_quantized_and_evaluated(run, call, tmp_path, monke
     result = json.loads((tmp_path / 'ap.json').read_text())
     assert result['ap'].keys() == {'bbox', 'segm'} and result['dataset']['images'] == 4
     assert result['file'].endswith('int8.onnx') and result['runtime'] == 'onnxruntime'
+    # The same names in another order: label 0 would be compared with another class.
+    model = onnx.load(quantized)
+    metadata = load_runtime(quantized).metadata | dict(dataset_meta=dict(classes=CLASSES[::-1]))
+    onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
+    onnx.save(model, tmp_path / 'reversed.onnx')
+    outcome = call('test_onnx.py', run[0], tmp_path / 'reversed.onnx', *arguments, code=1)
+    message = r"error: test dataset: .* not the 4 of .*reversed\.onnx .* label 0 is 'star' there and 'circle' here"
+    assert re.search(message, outcome.err.splitlines()[-1]), outcome.err
     option = 'test_dataloader.dataset.pipeline.1.scale=(96,80)'
     outcome = call('test_onnx.py', run[0], out, *arguments, '--cfg-options', option, code=1)
     message = r"model.onnx was exported for .*'scale': \[192, 160\].* this config has .*\[96, 80\].*other objects"

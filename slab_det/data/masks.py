@@ -1,0 +1,67 @@
+"""Finds masks of a COCO file that mmdet or pycocotools would fail on, in the middle of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slab_det.data.annotations import CocoFile, find_loss
+from slab_det.runtime.errors import DataError
+
+
+def check_masks(coco: CocoFile, classes: Sequence[str], evaluated: bool, polygons_only: bool = False) -> None:
+    """Checks the segmentation of every object that is trained on or evaluated.
+
+    Args:
+        coco: The file.
+        classes: The classes; other categories are not read.
+        evaluated: Whether pycocotools reads the masks, also those of boxes that mmdet drops.
+        polygons_only: Whether ``LoadAnnotations(poly2mask=False)`` reads them, which ignores other masks.
+
+    Raises:
+        DataError: Naming the first annotation whose mask cannot be read, and their number.
+    """
+    wanted, faults = coco.wanted(classes), []
+    for item in coco.annotations:
+        image = coco.images[item['image_id']]
+        read = item['category_id'] in wanted and (evaluated or find_loss(item, image, wanted) in (None, 'crowd'))
+        # A crowd is ignored anyhow.
+        only = polygons_only and not item.get('iscrowd')
+        if read and (fault := find_fault(item.get('segmentation'), image, evaluated, only)):
+            faults.append((item, fault))
+    if faults:
+        item, fault = faults[0]
+        raise DataError(
+            f'{coco.where}: annotation {item["id"]!r} of image {item["image_id"]!r} {fault}; {len(faults)} of its '
+            f'{len(coco.annotations)} annotations have no mask that can be read. Correct or remove them, or take a '
+            "detector without masks (with_mask=False, metric='bbox')"
+        )
+
+
+def find_fault(segmentation: object, image: dict, evaluated: bool, polygons_only: bool) -> str | None:
+    """What is wrong with a segmentation; None if nothing is."""
+    if not segmentation:
+        return 'has no segmentation'
+    if isinstance(segmentation, dict):
+        return _rle_fault(segmentation, image, polygons_only)
+    if not isinstance(segmentation, list) or not all(isinstance(polygon, list) for polygon in segmentation):
+        return 'has a segmentation that is not a list of polygons: COCO has [[x1, y1, x2, y2, …], …]'
+    if not all(isinstance(value, (int, float)) for polygon in segmentation for value in polygon[:1]):
+        return 'has polygons that are not lists of numbers: COCO has [[x1, y1, x2, y2, …], …]'
+    valid = [len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in segmentation]
+    # mmdet leaves out invalid polygons. pycocotools takes the kind of all from the first one.
+    if not any(valid) or (evaluated and not valid[0]):
+        return f'has a polygon of {len(segmentation[valid.index(False)])} numbers: three points are six'
+    return None
+
+
+def _rle_fault(rle: dict, image: dict, polygons_only: bool) -> str | None:
+    if polygons_only:
+        return 'has an RLE mask, which LoadAnnotations(poly2mask=False) ignores: give polygons'
+    size, counts = [image['height'], image['width']], rle.get('counts')
+    if rle.get('size') != size:
+        return f'has an RLE mask of size {rle.get("size")}, and its image has [height, width] = {size}'
+    if not isinstance(counts, (str, list)):
+        return 'has an RLE mask without "counts"'
+    if isinstance(counts, list) and sum(counts) != size[0] * size[1]:
+        return f'has an RLE mask of {sum(counts)} pixels, and its image has {size[0] * size[1]}'
+    return None
