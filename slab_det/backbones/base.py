@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from slab_det.attention import SoftmaxWindowAttention
 from slab_det.checkpoints import check_state_dict, load_pretrained
 from slab_det.norms import named_offline_norms
+from slab_det.norms.base import set_mode
 
 
 class Backbone(BaseModule):
@@ -89,12 +90,16 @@ class Backbone(BaseModule):
 
     def train(self, mode: bool = True) -> Backbone:
         """Sets training mode, except for frozen modules and, with ``norm_eval``, norms with loaded statistics."""
+        if mode and self.training:
+            # mmengine calls this in each iteration: a frozen norm must not read its numbers from the device each time.
+            for _, norm in named_offline_norms(self):
+                set_mode(norm, True)
         super().train(mode)
         self.freeze()
         if mode and self.norm_eval:
             for _, norm in named_offline_norms(self):
                 if norm.statistics_loaded:
-                    norm.eval()
+                    set_mode(norm, False)
         return self
 
     def freeze(self) -> None:

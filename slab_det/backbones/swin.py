@@ -17,6 +17,7 @@ from slab_det.attention.geometry import resize_table
 from slab_det.backbones.base import Backbone, find_attention, per_stage
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.fusion.stock_mmdet import swin_output_folds
+from slab_det.norms.base import set_mode
 
 
 class SwinStage(BaseModule):
@@ -185,7 +186,7 @@ class SLABSwin(Backbone):
             return
         frozen = [self.patch_embed, self.drop_after_pos, *self.stages[: self.frozen_stages]]
         for module in frozen + [getattr(self, f'norm{i}') for i in self.out_indices if i < self.frozen_stages]:
-            module.eval().requires_grad_(False)
+            set_mode(module.requires_grad_(False), False)
         if self.absolute_pos_embed is not None:
             self.absolute_pos_embed.requires_grad = False
 

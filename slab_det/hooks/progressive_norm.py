@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from mmengine.dataset import InfiniteSampler
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
@@ -32,7 +33,8 @@ class ProgressiveNormHook(Hook):
     t is the runner's iteration; gradient accumulation, activation checkpointing and validation do not change it.
     Iteration t runs with gamma(t); validation and checkpoints after it have gamma(t + 1). gamma_start is the gamma of
     each norm once weights are loaded: 1 for LayerNorm weights or from scratch, 0 if the checkpoint's decay was
-    finished. gamma never rises, continues after ``--resume``, and is logged as ``gamma``.
+    finished. gamma never rises, continues after ``--resume``, and is logged as ``gamma``. The averaged weights of
+    EMAHook and of a mean teacher get the gamma of the run, not an average of gamma.
 
     Args:
         decay: Shape of the decay.
@@ -63,6 +65,9 @@ class ProgressiveNormHook(Hook):
         self.unit = unit
         self._gamma_start: dict[str, float] | None = None
         self._norms: dict[str, PRepBN] = {}
+        # The same norms in averaged models, and the gamma of the run, which no average and no swap changes.
+        self._averaged: list[dict[str, PRepBN]] = []
+        self._gamma: dict[str, float] = {}
         self._num_iters = 0
 
     def before_train(self, runner: Runner) -> None:
@@ -87,6 +92,9 @@ class ProgressiveNormHook(Hook):
                 'the checkpoint to resume from was trained with other PRepBN layers than this config has; resume with '
                 'the config in its work_dir'
             )
+        averages = [average for hook in runner.hooks if (average := getattr(hook, 'ema_model', None)) is not None]
+        self._averaged = [named_progressive_norms(average.module) for average in averages]
+        self._gamma = {name: norm.gamma for name, norm in self._norms.items()}
         self._check_frozen(runner)
         self._set_gamma(runner.iter)
         runner.logger.info(
@@ -101,7 +109,7 @@ class ProgressiveNormHook(Hook):
         frozen = [
             name
             for name, norm in self._norms.items()
-            if norm.gamma > 0
+            if self._gamma[name] > 0
             and not norm.statistics_loaded
             and not any(parameter.requires_grad for parameter in norm.parameters())
             and not (has_teacher and name.startswith('teacher.'))
@@ -133,12 +141,12 @@ class ProgressiveNormHook(Hook):
         if self._gamma_start is None:
             return
         checkpoint.setdefault('slab_det', {})['gamma_start'] = self._gamma_start
-        # EMAHook averages gamma too; the checkpoint must hold the runner's gamma.
+        # The float64 of an average may have been rounded since; the checkpoint must hold the runner's gamma.
         for state_dict, prefix in ((checkpoint['state_dict'], ''), (checkpoint.get('ema_state_dict', {}), 'module.')):
-            for name, norm in self._norms.items():
+            for name, gamma in self._gamma.items():
                 key = f'{prefix}{name}._gamma'
                 if key in state_dict:
-                    state_dict[key] = norm._gamma.detach().cpu().clone()
+                    state_dict[key] = torch.tensor(gamma, dtype=torch.float64)
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         if runner._resume:
@@ -146,9 +154,12 @@ class ProgressiveNormHook(Hook):
 
     def _set_gamma(self, iteration: int) -> None:
         left = 0.0 if iteration >= self._num_iters else self.decay(iteration / self._num_iters)
-        for name, norm in self._norms.items():
+        for name, gamma in self._gamma.items():
             # A finished run that is resumed with more iterations has a longer decay; min() keeps gamma from rising.
-            norm.gamma = min(norm.gamma, self._gamma_start[name] * left)
+            self._gamma[name] = min(gamma, self._gamma_start[name] * left)
+            # EMAHook swaps weights with its average for each validation: the average must hold the same gamma.
+            for norms in (self._norms, *self._averaged):
+                norms[name].gamma = self._gamma[name]
 
     def _largest_gamma(self) -> float:
-        return max((norm.gamma for norm in self._norms.values()), default=0.0)
+        return max(self._gamma.values(), default=0.0)

@@ -92,11 +92,13 @@ class OfflineNorm(nn.GroupNorm, ABC):
     def read_numbers(self) -> None:
         """Copies 0-d buffers to Python numbers, which forward reads without a device sync.
 
-        Called after loading, and by ``train()`` and ``eval()``, because EMA writes into buffers before them.
+        Called after loading, and by ``eval()`` and the ``train()`` after it, because averages such as EMA write into
+        buffers before both. ``train()`` in training mode does not: mmengine calls it in each iteration.
         """
 
     def train(self, mode: bool = True) -> OfflineNorm:
-        self.read_numbers()
+        if not (mode and self.training):
+            self.read_numbers()
         return super().train(mode)
 
     def check_channels(self, x: Tensor) -> None:
@@ -152,6 +154,12 @@ def copy_module(module: nn.Module) -> nn.Module:
     """Returns a deep copy; tensors that a module such as CondInst keeps from its last step are detached."""
     with _DetachedCopies():
         return copy.deepcopy(module)
+
+
+def set_mode(module: nn.Module, training: bool) -> None:
+    """Sets the mode of a module and its parts as ``train()`` does, but norms keep their numbers: no device sync."""
+    for part in module.modules():
+        part.training = training
 
 
 def read_number(tensor: Tensor, default: float) -> float:

@@ -36,13 +36,14 @@ class PRepBN(OfflineNorm):
         super().__init__(num_features, eps)
         self.ln = nn.LayerNorm(num_features, eps=eps if ln_eps is None else ln_eps)
         self.repbn = RepBN(num_features, eps, momentum, eta)
-        # The buffer is for checkpoints; forward reads the float, without a device sync.
+        # The buffer is for checkpoints and averages; forward reads the float, without a device sync.
         self.register_buffer('_gamma', torch.ones((), dtype=torch.float64))
         self._gamma_value = 1.0
 
     @property
     def gamma(self) -> float:
-        """Share of LayerNorm in the mixture, in [0, 1]."""
+        """Share of LayerNorm in the mixture, in [0, 1]. Reads the buffer, which an average may have changed."""
+        self.read_numbers()
         return self._gamma_value
 
     @gamma.setter
@@ -79,8 +80,8 @@ class PRepBN(OfflineNorm):
 
     def inference_affine(self) -> tuple[Tensor, Tensor]:
         """The affine of the RepBN; ValueError while gamma > 0, because LayerNorm is not affine in its input."""
-        if self._gamma_value > 0.0:
-            raise ValueError(f'PRepBN at gamma = {self._gamma_value:g} still contains LayerNorm and is not affine')
+        if self.gamma > 0.0:
+            raise ValueError(f'PRepBN at gamma = {self.gamma:g} still contains LayerNorm and is not affine')
         return self.repbn.inference_affine()
 
     def statistics(self) -> tuple[Tensor, Tensor]:

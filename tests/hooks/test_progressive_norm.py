@@ -11,7 +11,8 @@ from regression import Regression, train
 
 import slab_det
 from slab_det.hooks import ProgressiveNormHook
-from slab_det.norms import PRepBN
+from slab_det.norms import UN, PRepBN
+from slab_det.norms.base import read_number
 from slab_det.runtime.errors import SlabDetError
 
 NUM_ITERS = 10
@@ -110,12 +111,58 @@ def test_prolonging_a_finished_run_does_not_raise_gamma(tmp_path):
     assert recorder.ran_with == [0.0] * NUM_ITERS
 
 
-def test_averaged_weights_carry_the_runners_gamma(tmp_path):
-    run(tmp_path, hooks=[EMAHook(momentum=0.1, update_buffers=True)], val=True)
+RTMDET_EMA = dict(ema_type='mmdet.ExpMomentumEMA', momentum=0.0002, update_buffers=True)
+
+
+@pytest.mark.parametrize('priority', [49, 'LOW'])
+@pytest.mark.parametrize('average', [dict(momentum=0.1, update_buffers=True), RTMDET_EMA], ids=str)
+def test_averaged_weights_carry_the_runners_gamma(tmp_path, average, priority):
+    """EMAHook swaps weights and average by ``.data``; no number may be stale afterwards."""
+    ema = EMAHook(**average)
+    ema.priority = priority
+    model, recorder = run(tmp_path, hooks=[ema], val=True)
+    # After every other iteration, the last included: the gamma that the checkpoint of the same iteration holds.
+    assert recorder.validated_with == pytest.approx([0.75, 0.5, 0.25, 0, 0], abs=1e-12)
     for t, gamma in ((4, 0.5), (NUM_ITERS, 0.0)):
         saved = torch.load(tmp_path / f'iter_{t}.pth', weights_only=False)
         assert saved['state_dict']['norms.0._gamma'].item() == gamma
         assert saved['ema_state_dict']['module.norms.0._gamma'].item() == gamma
+    assert [norm.gamma for norm in (*model.norms, *ema.ema_model.module.norms)] == [0.0] * 4
+    assert 'The run ended with gamma' not in next(tmp_path.glob('*/*.log')).read_text()
+    # The last validation leaves the numbers of forward as they are.
+    model.train()
+    inputs = torch.randn(2, 5, 4)
+    assert torch.equal(model.norms[0](inputs), model.norms[0].repbn(inputs))
+
+
+class CountReads(Hook):
+    """Counts the numbers that norms read from their device from one iteration to the next."""
+
+    priority = 'HIGHEST'
+
+    def __init__(self, monkeypatch):
+        self.reads, read = [0], read_number
+
+        def count(tensor, default):
+            self.reads[-1] += 1
+            return read(tensor, default)
+
+        for module in ('base', 'progressive', 'quadratic'):
+            monkeypatch.setattr(f'slab_det.norms.{module}.read_number', count)
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.reads.append(0)
+
+
+@pytest.mark.parametrize('norm', [PRepBN, UN])
+def test_no_iteration_waits_for_the_device_to_read_a_number(tmp_path, monkeypatch, norm):
+    """mmengine calls ``train()`` in each iteration."""
+    count = CountReads(monkeypatch)
+    hooks = [count] if norm is UN else [count, ProgressiveNormHook()]
+    train(tmp_path, hooks, lambda: Regression(norm), max_iters=4, interval=9)
+    before, *iterations = count.reads
+    assert before == 0 or norm is PRepBN, 'the hook reads gamma once'
+    assert iterations == [0] * 4
 
 
 @pytest.mark.parametrize('gamma, loaded, refused', [(1.0, False, True), (1.0, True, False), (0.0, False, False)])

@@ -124,7 +124,9 @@ def test_an_epoch_based_run_serves_averaged_weights_and_best_checkpoints_keep_th
     cfg.log_processor.by_epoch = True
     cfg.custom_hooks[0].update(total=2, unit='epoch')
     cfg.custom_hooks[1].update(pipeline='test', num_images=5)
-    cfg.custom_hooks.append(dict(type='EMAHook', momentum=0.3))
+    # RTMDet's own.
+    ema = dict(type='EMAHook', ema_type='ExpMomentumEMA', momentum=0.0002, update_buffers=True, priority=49)
+    cfg.custom_hooks.append(ema)
     runner, work_dir = train(cfg)
     last = load(work_dir / 'epoch_2.pth')
     entry = read_report(work_dir / 'report.json')[0]

@@ -97,3 +97,16 @@ def test_one_token_has_no_batch_statistics(kind):
     ):
         norm(x)
     assert norm.eval()(x).isfinite().all()
+
+
+def test_gamma_that_an_average_wrote_past_the_setter_is_noticed():
+    """EMA, SWA and mean teachers write into ``.data``, which leaves no trace at the tensor."""
+    norm, x = PRepBN(4), torch.randn(2, 5, 4)
+    norm._gamma.data.fill_(0.25)
+    assert norm.gamma == 0.25
+    norm._gamma.data.fill_(0.0)
+    norm.eval()
+    assert torch.equal(norm(x), norm.repbn(x))
+    norm._gamma.data.fill_(0.5)
+    norm.train()
+    torch.testing.assert_close(norm(x), (norm.ln(x) + norm.repbn(x)) / 2)
