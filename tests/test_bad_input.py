@@ -236,3 +236,6 @@ def test_custom_hooks_that_replace_those_of_the_base_are_told_of(run, world):
     log = next((world / 'bare').glob('*/*.log')).read_text()
     for hook in ('ProgressiveNormHook', 'RecalibrateFuseHook'):
         assert log.count(f'this run has no {hook}') == 1, log[-3000:]
+    # The same config, with a loss of NaN.
+    result = run('train.py bare.py --work-dir nan --cfg-options optim_wrapper.optimizer.lr=1e30')
+    assert re.match(r'error: iteration \d: the loss is not finite \(', result.err.splitlines()[-1]), result.err

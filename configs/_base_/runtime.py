@@ -1,4 +1,4 @@
-# mmdet's defaults, with slab_det registered, every checkpoint checked, a warning where statistics are not finite, and
+# mmdet's defaults, with slab_det registered, every checkpoint checked, an error where the loss is NaN or infinite, and
 # after --resume the random numbers and gradients of the uninterrupted run.
 _base_ = ['mmdet::_base_/default_runtime.py']
 
@@ -8,4 +8,5 @@ default_hooks = dict(
     checked_load=dict(type='CheckedLoadHook'),
     exact_resume=dict(type='ExactResumeHook'),
     norm_state=dict(type='NormStateHook'),
+    finite_loss=dict(type='FiniteLossHook'),
 )

@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
 
     from slab_det.cli.config import config_from_arguments
     from slab_det.data import check_data, check_num_classes
-    from slab_det.hooks import NormStateHook
+    from slab_det.hooks import FiniteLossHook, NormStateHook
     from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
     from slab_det.runtime.run_folder import find_latest_checkpoint
 
@@ -63,9 +63,10 @@ def main(args: argparse.Namespace) -> None:
             if loop is not None:
                 check_num_classes(runner.model, loop.dataloader.dataset, split)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-    # NormStateHook reports missing hooks; configs that do not inherit configs/_base_/runtime.py lack it.
-    if not any(isinstance(hook, NormStateHook) for hook in runner.hooks):
-        runner.register_hook(NormStateHook())
+    # NormStateHook reports missing hooks. Configs that do not inherit configs/_base_/runtime.py lack both.
+    for kind in (NormStateHook, FiniteLossHook):
+        if not any(isinstance(hook, kind) for hook in runner.hooks):
+            runner.register_hook(kind())
     try:
         runner.train()
     except KeyboardInterrupt:

@@ -25,6 +25,7 @@ DEFAULT_HOOKS = dict(
     checked_load=dict(type='CheckedLoadHook'),
     exact_resume=dict(type='ExactResumeHook'),
     norm_state=dict(type='NormStateHook'),
+    finite_loss=dict(type='FiniteLossHook'),
 )
 # Keys that a written config takes from the schedule; all other keys stay as in the detector's config.
 SCHEDULE_KEYS = ('train_cfg', 'optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'custom_hooks')

@@ -18,6 +18,10 @@ class DataError(SlabDetError):
     """Annotations or images that are missing, or do not match the config or the model."""
 
 
+class TrainingError(SlabDetError):
+    """A training whose loss or weights are not finite."""
+
+
 class AgreementError(SlabDetError):
     """Detections of two detectors that cannot be compared."""
 
