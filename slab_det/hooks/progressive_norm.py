@@ -101,6 +101,10 @@ class ProgressiveNormHook(Hook):
             f'ProgressiveNormHook: {len(self._norms)} norms reach gamma = 0 after {self._num_iters} of '
             f'{runner.max_iters} iterations; now gamma = {self._largest_gamma():g}'
         )
+        if self._largest_gamma() > 0 and self._num_iters > runner.max_iters:
+            runner.logger.warning(
+                f'this run ends before gamma is 0, so that nothing is fused; lower `total` ({self.total} {self.unit})'
+            )
 
     def _check_frozen(self, runner: Runner) -> None:
         """Raises SlabDetError if lowering gamma would turn a frozen norm into a RepBN without statistics."""

@@ -6,23 +6,23 @@ import logging
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from mmengine.dist import get_world_size, is_main_process
-from mmengine.hooks import CheckpointHook, EMAHook, Hook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner, save_checkpoint
+from mmengine.runner import Runner
 from mmengine.runner.amp import autocast
-from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch.utils.data import DataLoader
 
-from slab_det.checkpoints.build import build_detector
+from slab_det.hooks.run_end import OwnCheckpoint, build_for_end
 from slab_det.norms import named_progressive_norms
 from slab_det.recalibration import PIPELINES, recalibrate, recalibration_dataloader
-from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
 from slab_det.runtime.progress import Progress
+from slab_det.runtime.random_state import fixed_random_state
 
 # Images on which the fused model is compared with the unfused one, one from each batch.
 NUM_VERIFIED = 2
@@ -49,6 +49,9 @@ class RecalibrateFuseHook(Hook):
 
     Raises:
         ValueError: If a count is below 1 or the pipeline unknown.
+        ConfigError, FusionError: Before the first iteration, if the end cannot be done; see
+            :func:`slab_det.hooks.run_end.build_for_end`.
+        CheckpointError: At the end, if another run in the same folder has replaced the last checkpoint.
     """
 
     # Before CheckpointHook (VERY_LOW), which publishes the last checkpoint at the end of training.
@@ -70,6 +73,22 @@ class RecalibrateFuseHook(Hook):
         self.max_passes = max_passes
         self.recalibrate = recalibrate
         self.pipeline = pipeline
+        # The identity of this run in its checkpoints; None before a training.
+        self._run: str | None = None
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        checkpoint.setdefault('slab_det', {})['run'] = self._run
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        self._run = checkpoint.get('slab_det', {}).get('run') if runner._resume else None
+
+    def before_train(self, runner: Runner) -> None:
+        # Building draws random numbers, which the training must not miss.
+        with fixed_random_state(0):
+            run_on_main(build_for_end, runner, self.pipeline)
+        # A finished run that is resumed saves nothing more: its checkpoint keeps its identity.
+        if not runner._resume or runner.iter < runner.max_iters:
+            self._run = uuid4().hex
 
     def after_train(self, runner: Runner) -> None:
         mixed = [name for name, norm in named_progressive_norms(unwrap(runner.model)).items() if norm.gamma > 0]
@@ -79,51 +98,30 @@ class RecalibrateFuseHook(Hook):
                 f'still contain LayerNorm (gamma > 0), {mixed[0]} for one'
             )
             return
+        # Only the main process reads it.
+        last = run_on_main(OwnCheckpoint, runner, self._run)
         try:
             with raise_on_all_ranks():
                 images = recalibration_dataloader(runner.cfg, self.num_images, self.pipeline)
-            path, checkpoint = run_on_main(last_checkpoint, runner) or (None, None)
-            model = build_detector(runner.cfg).to(next(runner.model.parameters()).device)
-            # Only the main process has read the checkpoint.
-            model.load_state_dict(broadcast_from_main(checkpoint and checkpoint['state_dict']))
+                model = build_for_end(runner, self.pipeline).to(next(runner.model.parameters()).device)
+            model.load_state_dict(broadcast_from_main(last and last.content['state_dict']))
             recalibration = None
             if self.recalibrate:
                 report = recalibrate(model, images, max_passes=self.max_passes)
                 runner.logger.log(logging.INFO if report.converged else logging.WARNING, str(report))
                 recalibration = dict(report.to_dict(), pipeline=self.pipeline)
-                run_on_main(save_weights, model, checkpoint, path)
+                run_on_main(lambda: last.save(model))
                 # With EMAHook the runner's model has other weights than the last checkpoint.
                 if not any(isinstance(hook, EMAHook) for hook in runner.hooks):
                     unwrap(runner.model).load_state_dict(model.state_dict())
             metrics = validate(runner, model)
-            run_on_main(write_fused, runner, model, images, path, metrics, recalibration)
+            run_on_main(write_fused, runner, model, images, last and last.path, metrics, recalibration)
         except Exception:
             runner.logger.error(
                 'RecalibrateFuseHook failed, see below. The training is over and its last checkpoint is whole: once '
                 'the cause is removed, the same command with --resume recalibrates and fuses'
             )
             raise
-
-
-def last_checkpoint(runner: Runner) -> tuple[Path, dict]:
-    """Returns path and content of the last iteration's checkpoint; saves it first if no CheckpointHook did."""
-    paths = [hook.last_ckpt for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-    if runner._resume:
-        paths.append(find_latest_checkpoint(runner.work_dir))
-    for path in paths:
-        if path is not None and Path(path).is_file():
-            checkpoint = read_checkpoint(path)
-            if checkpoint.get('meta', {}).get('iter') == runner.iter:
-                return Path(path), checkpoint
-    path = Path(runner.work_dir) / f'iter_{runner.iter}.pth'
-    runner.save_checkpoint(runner.work_dir, path.name, by_epoch=False, meta=dict(epoch=runner.epoch, iter=runner.iter))
-    return path, read_checkpoint(path)
-
-
-def save_weights(model: BaseModel, checkpoint: dict, path: Path) -> None:
-    """Writes ``checkpoint`` to ``path`` with the weights and statistics of ``model`` in place of its own."""
-    checkpoint['state_dict'] = weights_to_cpu(get_state_dict(model))
-    save_checkpoint(checkpoint, str(path))
 
 
 @torch.no_grad()
@@ -175,7 +173,8 @@ def write_fused(
     unfused_entry = ReportEntry(
         **shared,
         variant='unfused',
-        config=str(runner.cfg.filename),
+        # A config without a file has the name under which the runner dumps it.
+        config=str(runner.cfg.filename or Path(runner.work_dir) / f'{runner.timestamp}.py'),
         checkpoint=str(path),
         dataset=runner.val_loop and describe_dataset(runner.val_loop.dataloader.dataset),
         ap=ap_from_metrics(metrics) or None,

@@ -158,6 +158,8 @@ def test_a_run_that_ends_with_gamma_above_0_keeps_its_checkpoint_and_is_not_fuse
     log = next(work_dir.glob('*/*.log')).read_text()
     assert 'The run ended with gamma = 0.8' in log and 'nothing was recalibrated or fused' in log
     assert 'Lower `total`' in log
+    before, _, _ = log.partition('Saving checkpoint')
+    assert 'this run ends before gamma is 0' in before
 
 
 def test_nan_statistics_stop_recalibration_and_keep_the_checkpoint(small_run_cfg):
