@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slab_det.measure.environment import describe_environment
+from slab_det.runtime.run_folder import locked, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / 'benchmarks' / 'results'
@@ -29,36 +30,43 @@ class Results:
     """
 
     def __init__(self, path: Path, device: str = 'cpu', **setting: object) -> None:
-        stored = json.loads(path.read_text()) if path.exists() else {}
         self.path, self.device = path, device
+        self.environments: list[dict] = []
+        self.rows: list[dict] = []
+        stored = self._read()
         self.setting: dict = json.loads(json.dumps(setting)) | stored.get('setting', {})
         for key, value in json.loads(json.dumps(setting)).items():
             if self.setting[key] != value:
                 raise ValueError(f'{path} has {key} {self.setting[key]}, not {value}; move it away or write elsewhere')
-        self.environments: list[dict] = stored.get('environments', [])
-        self.rows: list[dict] = stored.get('rows', [])
+
+    def _read(self) -> dict:
+        stored = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.environments, self.rows = (stored.get(key, getattr(self, key)) for key in ('environments', 'rows'))
+        return stored
 
     def select(self, **values: object) -> list[dict]:
         """The rows that have these values."""
         return [row for row in self.rows if all(row.get(key) == value for key, value in values.items())]
 
     def add(self, identity: dict, values: dict) -> dict:
-        """Adds a row, or replaces the row of this identity, and writes the file.
+        """Adds a row, or replaces the row of this identity, and writes the file, which another script may have changed.
 
         Args:
             identity: What tells the row from others, such as its name and seed.
             values: What was measured.
         """
         environment = describe_environment(self.device)
-        if environment not in self.environments:
-            self.environments.append(environment)
-        row = {**identity, **values, 'environment': self.environments.index(environment)}
-        known = self.select(**identity)
-        if known:
-            self.rows[self.rows.index(known[0])] = row
-        else:
-            self.rows.append(row)
-        self.write()
+        with locked(self.path):
+            self._read()
+            if environment not in self.environments:
+                self.environments.append(environment)
+            row = {**identity, **values, 'environment': self.environments.index(environment)}
+            known = self.select(**identity)
+            if known:
+                self.rows[self.rows.index(known[0])] = row
+            else:
+                self.rows.append(row)
+            self.write()
         return row
 
     def measure_once(self, identity: dict, measure: Callable[[], dict]) -> dict:
@@ -76,5 +84,5 @@ class Results:
             f' "{key}": [\n  ' + ',\n  '.join(map(json.dumps, values)) + '\n ]'
             for key, values in (('environments', self.environments), ('rows', self.rows))
         ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text('{\n' + ',\n'.join([f' "setting": {json.dumps(self.setting)}', *lists]) + '\n}\n')
+        with whole_file(self.path) as name:
+            name.write_text('{\n' + ',\n'.join([f' "setting": {json.dumps(self.setting)}', *lists]) + '\n}\n')

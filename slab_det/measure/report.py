@@ -14,6 +14,7 @@ from slab_det.measure.latency import describe_scope
 from slab_det.measure.markdown import format_table
 from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.run_folder import locked
 
 SCHEMA = 1
 AP_KINDS = {'bbox': 'box AP', 'segm': 'mask AP', 'accuracy': 'top-1 accuracy'}
@@ -145,15 +146,21 @@ def read_report(path: str | Path) -> list[ReportEntry]:
 
 
 def write_report(path: str | Path, entries: Iterable[ReportEntry]) -> None:
-    """Writes a report.json."""
+    """Writes a report.json, in place of any other one."""
+    with locked(path):
+        _write(path, entries)
+
+
+def _write(path: str | Path, entries: Iterable[ReportEntry]) -> None:
     content = {'entries': [asdict(entry) for entry in entries], 'schema': SCHEMA}
     put_text(json.dumps(content, indent=1, allow_nan=False) + '\n', str(path))
 
 
 def update_report(path: str | Path, *entries: ReportEntry) -> None:
-    """Merges entries into a report.json; creates the file if it does not exist."""
-    old = read_report(path) if Path(path).exists() else []
-    write_report(path, merge_entries([*old, *entries]))
+    """Merges entries into a report.json; creates the file if it does not exist. Several processes may do so at once."""
+    with locked(path):
+        old = read_report(path) if Path(path).exists() else []
+        _write(path, merge_entries([*old, *entries]))
 
 
 def merge_entries(entries: Iterable[ReportEntry]) -> list[ReportEntry]:

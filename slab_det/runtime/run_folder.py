@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import glob
 import os
+import platform
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,14 +14,15 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from zlib import crc32
 
 import torch
 from mmengine.config import Config
-from mmengine.dist import get_rank
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
+from mmengine.logging import MMLogger
 
 from slab_det.runtime.errors import CheckpointError
 
@@ -58,18 +61,23 @@ def check_writable(*files: str | Path | None) -> None:
 def whole_file(file: str | Path) -> Iterator[Path]:
     """Yields a temporary path beside ``file`` to write to, and renames it to ``file`` after the block.
 
-    An error in the block leaves the previous ``file`` unchanged. A killed program leaves the temporary file, whose name
-    ends with ``.tmp``; the next write of ``file`` replaces it.
+    An error in the block leaves the previous ``file`` unchanged. Of several processes that write at once the last one
+    wins. A killed program leaves the temporary file, whose name ends with ``.tmp``; the next write of ``file`` on the
+    same machine removes it.
 
     Raises:
         OSError: With the name of the file that could not be written.
     """
     # Replaces the target of a symbolic link, not the link.
     path = Path(file).resolve()
-    # All processes of a distributed run may write into one work directory.
-    unfinished = path.with_name(f'.{path.name}.{get_rank()}.tmp')
+    # Processes of two machines may have the same number, and share the folder.
+    machine = f'.{path.name}.{crc32(platform.node().encode()):08x}'
+    unfinished = path.with_name(f'{machine}-{os.getpid()}.tmp')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f'{glob.escape(machine)}-*.tmp'):
+            if not _is_running(int(left.stem.rpartition('-')[2])):
+                left.unlink(missing_ok=True)
         yield unfinished
         with open(unfinished, 'rb+') as stream:
             os.fsync(stream.fileno())
@@ -83,6 +91,56 @@ def whole_file(file: str | Path) -> Iterator[Path]:
         # An error of the block must not be hidden by one of the removal.
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this machine runs; on Windows, where a signal would end it, True."""
+    try:
+        if os.name == 'posix':
+            os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # It belongs to somebody else.
+        pass
+    return True
+
+
+def _is_at(stream: IO, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    return False
+
+
+@contextmanager
+def locked(file: str | Path) -> Iterator[None]:
+    """Keeps other processes from changing ``file`` in the block, which reads it and writes what it has read and more.
+
+    The lock is on ``.<name>.lock`` beside it, because :func:`whole_file` replaces the file itself. Where the file
+    system has no locks, as some network file systems, a warning says so: of two writers one may lose its changes.
+    """
+    path = Path(file).resolve()
+    lock = path.with_name(f'.{path.name}.lock')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        # NFS locks only files that are open for writing.
+        with open(lock, 'a') as stream:
+            try:
+                import fcntl
+
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            except (ImportError, OSError) as error:
+                MMLogger.get_current_instance().warning(f'{path} cannot be locked ({error}): let one process write it')
+            # The process that held the lock has removed the file; another one may have created it again.
+            if not _is_at(stream, lock):
+                continue
+            try:
+                yield
+            finally:
+                # Windows does not remove open files.
+                with suppress(OSError):
+                    lock.unlink()
+            return
 
 
 def save_with_config(checkpoint: dict, cfg: Config, path: str | Path) -> tuple[Path, Path]:

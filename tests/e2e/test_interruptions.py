@@ -79,7 +79,8 @@ def test_a_run_that_is_killed_three_times_ends_as_the_uninterrupted_one(cfg, tmp
     # While gamma falls, when the last checkpoint is replaced by the recalibrated one, and at the fused checkpoint.
     for name, count, left in (('iter_4.pth', 1, 'iter_2.pth'), (LAST, 2, LAST), ('fused.pth', 1, LAST)):
         run(killed, *resume, kill_at=(name, count))
-        assert [path.name for path in killed.glob('.*.tmp')] == [f'.{name}.0.tmp'], 'it died while it wrote'
+        left_over = [path.name for path in killed.glob('.*.tmp')]
+        assert len(left_over) == 1 and left_over[0].startswith(f'.{name}.'), 'it died while it wrote'
         # Every file under its final name is whole.
         assert [path.name for path in killed.glob('*.pth')] == [left]
         assert read_checkpoint(killed / left)['meta']['iter'] == int(re.search(r'\d+', left)[0])

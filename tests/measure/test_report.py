@@ -1,5 +1,6 @@
 """report.json and its table."""
 
+import multiprocessing
 import re
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_written_report_is_read_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         write_report(path, [entry(ap={'bbox': {'AP': float('nan')}})])
     assert read_report(path) == entries and list(path.parent.iterdir()) == [path], 'the old report stays'
+
+
+def test_two_processes_may_update_one_report(tmp_path: Path) -> None:
+    path = tmp_path / 'report.json'
+
+    def update(own: str) -> None:
+        for index in range(30):
+            update_report(path, entry(checkpoint=f'{own}{index}.pth'))
+
+    other = multiprocessing.get_context('fork').Process(target=update, args=('b',))
+    other.start()
+    update('a')
+    other.join()
+    assert (other.exitcode, len(read_report(path))) == (0, 60)
 
 
 def test_update_merges_entries_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """A run that is killed or runs out of disk space leaves only complete files."""
 
 import errno
+import multiprocessing
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import mmengine.fileio
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 import torch
 from conftest import on_a_full_disk
 from mmengine.evaluator import BaseMetric
+from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from torch import nn
@@ -18,7 +22,7 @@ from torch.utils.data import Dataset
 
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.errors import CheckpointError
-from slab_det.runtime.run_folder import check_writable
+from slab_det.runtime.run_folder import check_writable, locked, whole_file
 
 
 class TinyModel(BaseModel):
@@ -190,3 +194,64 @@ def test_latest_checkpoint_is_found_if_last_checkpoint_is_stale(tmp_path):
     original.touch()
     marker.write_text(str(original))
     assert find_latest_checkpoint(tmp_path) == str(last)
+
+
+def in_another_process(function):
+    """Calls ``function`` in a process with this one's modules, and waits for it."""
+    process = multiprocessing.get_context('fork').Process(target=function)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_two_processes_may_write_one_file_at_once(tmp_path):
+    file = tmp_path / 'iter_2.pth'
+    with whole_file(file) as name:
+        name.write_bytes(b'a' * 100)
+        in_another_process(lambda: mmengine.fileio.put(b'b' * 50, file))
+        assert file.read_bytes() == b'b' * 50
+    assert file.read_bytes() == b'a' * 100 and os.listdir(tmp_path) == ['iter_2.pth']
+
+
+def test_the_leftover_of_a_killed_process_is_removed_and_that_of_a_running_one_stays(tmp_path):
+    file = tmp_path / 'a[1].pth'
+
+    def be_killed():
+        with pytest.raises(KeyboardInterrupt), whole_file(file) as name:
+            name.write_bytes(b'half')
+            os._exit(0)
+
+    in_another_process(be_killed)
+    assert len(os.listdir(tmp_path)) == 1
+    with whole_file(file) as name:
+        name.write_bytes(b'whole')
+        (found,) = os.listdir(tmp_path)
+        assert found == name.name
+        in_another_process(lambda: mmengine.fileio.put(b'other', file))
+        assert name.read_bytes() == b'whole'
+
+
+def test_a_locked_file_is_changed_by_one_process_at_a_time(tmp_path):
+    count = tmp_path / 'new' / 'count'
+
+    def add(times):
+        for _ in range(times):
+            with locked(count):
+                value = int(count.read_text()) if count.exists() else 0
+                mmengine.fileio.put_text(str(value + 1), count)
+
+    other = multiprocessing.get_context('fork').Process(target=add, args=(60,))
+    other.start()
+    add(60)
+    other.join()
+    assert (other.exitcode, count.read_text(), os.listdir(count.parent)) == (0, '120', ['count'])
+
+
+def test_without_locks_a_file_is_changed_all_the_same_and_a_warning_says_so(tmp_path, monkeypatch):
+    """As on some network file systems."""
+    monkeypatch.setattr('fcntl.flock', Mock(side_effect=OSError(errno.ENOLCK, 'No locks available')))
+    warnings = []
+    monkeypatch.setattr(MMLogger, 'get_current_instance', lambda: SimpleNamespace(warning=warnings.append))
+    with locked(tmp_path / 'report.json'):
+        pass
+    assert len(warnings) == 1 and 'report.json cannot be locked' in warnings[0] and not os.listdir(tmp_path)
