@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+import slab_det
 from slab_det.absorption.images import Images, read_images, to_bytes
 from slab_det.absorption.report import KEPT_BY_CHOICE
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
 from slab_det.fusion.report import NormFusion
+from slab_det.measure.environment import describe_environment
 from slab_det.norms import named_norms
 from slab_det.runtime.errors import ConversionError
 
@@ -56,7 +58,7 @@ class AbsorptionPlan:
         reasons: Why each LayerNorm has to stay, or '', by the name of the norm.
         blocks: The steps of each block in the order of the forward, by the name of the block.
         reads: See :class:`slab_det.absorption.walk.Walk`.
-        digest: Digest of the images, the teacher's weights and the plan.
+        digest: Digest of all that determines a fit: images, the teacher's weights and settings, the plan and the code.
         own: :attr:`NormAbsorption.own` of each norm that a student has measured; it is the same for all students.
     """
 
@@ -117,10 +119,34 @@ def make_plan(
     for block, parts in blocks.items():
         reads[block] |= {step.finishes for step in parts} - {block}
     digest = images.digest.copy()
-    digest.update(repr((fusions, int8, ffn, blocks)).encode())
+    digest.update(repr((fusions, int8, ffn, blocks, _settings(model), describe_environment()['versions'])).encode())
+    digest.update(source_digest(Path(slab_det.__file__).parent))
     for name, value in model.state_dict().items():
-        digest.update(name.encode() + to_bytes(value))
+        digest.update(f'{name} {value.dtype} {tuple(value.shape)}'.encode() + to_bytes(value))
     return AbsorptionPlan(model, images, folder, int8, ffn, forward, fusions, reasons, blocks, reads, digest)
+
+
+def source_digest(package: Path) -> bytes:
+    """Digest of the source of a package: another commit of the same version may make other fits."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob('*.py')):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.digest()
+
+
+def _settings(model: nn.Module) -> list[tuple]:
+    """What modules hold beside weights, such as eps, heads and window sizes: their types, numbers and words."""
+
+    def is_plain(value: object) -> bool:
+        return all(map(is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, (int, float, str))
+
+    # Private attributes are caches and flags, which may change between two calls.
+    return [
+        (name, type(module).__qualname__, key, repr(value))
+        for name, module in model.named_modules()
+        for key, value in sorted(vars(module).items())
+        if not key.startswith('_') and is_plain(value)
+    ]
 
 
 def _prefix(model: nn.Module) -> str:

@@ -247,6 +247,28 @@ def test_a_resumed_absorption_equals_an_uninterrupted_one(teacher, tmp_path, mon
             absorb(*arguments, work_dir=tmp_path, keep=0, progress=False)
 
 
+def test_a_work_dir_keeps_the_fits_of_other_settings_and_of_other_code_apart(teacher, tmp_path, monkeypatch):
+    """The weights are the same, and the fits are not."""
+
+    def count_files(model):
+        absorb(model, pictures(2), keep=0, work_dir=tmp_path / 'fits', progress=False)
+        return len(list((tmp_path / 'fits').iterdir()))
+
+    blocks = count_files(teacher())
+    assert count_files(teacher()) == blocks
+    other = teacher()
+    other.backbone.stages[0].blocks[0].norm1.eps = 0.1
+    assert count_files(other) == 2 * blocks
+    # Another commit of the same version.
+    package = tmp_path / 'slab_det'
+    package.mkdir()
+    (package / '__init__.py').write_text('')
+    monkeypatch.setattr(slab_det, '__file__', str(package / '__init__.py'))
+    assert count_files(teacher()) == 3 * blocks
+    (package / 'absorption.py').write_text('# fits otherwise')
+    assert count_files(teacher()) == 4 * blocks
+
+
 def test_students_share_saved_blocks_before_the_first_different_norm(teacher, tmp_path, monkeypatch):
     model, fit, fitted = teacher(), Absorption.fit_block, []
     monkeypatch.setattr(Absorption, 'fit_block', lambda self, block: fitted.append(block) or fit(self, block))
