@@ -21,6 +21,7 @@ from slab_det.hooks.run_end import OwnCheckpoint, build_for_end
 from slab_det.norms import named_progressive_norms
 from slab_det.recalibration import PIPELINES, recalibrate, recalibration_dataloader
 from slab_det.runtime.distributed import broadcast_from_main, raise_on_all_ranks, run_on_main, unwrap
+from slab_det.runtime.errors import CheckpointError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.random_state import fixed_random_state
 
@@ -116,6 +117,9 @@ class RecalibrateFuseHook(Hook):
                     unwrap(runner.model).load_state_dict(model.state_dict())
             metrics = validate(runner, model)
             run_on_main(write_fused, runner, model, images, last and last.path, metrics, recalibration)
+        except CheckpointError:
+            # Of another run in the folder, which --resume would take; the message says how to go on.
+            raise
         except Exception:
             runner.logger.error(
                 'RecalibrateFuseHook failed, see below. The training is over and its last checkpoint is whole: once '

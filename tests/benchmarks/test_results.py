@@ -43,3 +43,10 @@ def test_every_file_has_the_one_schema(path):
     content = json.loads(path.read_text())
     assert [*content] == ['setting', 'environments', 'rows'] and content['rows']
     assert all(row['name'] and row.get('environment', -1) < len(content['environments']) for row in content['rows'])
+
+
+def test_two_scripts_may_add_to_one_file(tmp_path):
+    first, second = (Results(tmp_path / 'rows.json', size=64) for _ in range(2))
+    for results, name in ((first, 'a'), (second, 'b'), (first, 'c')):
+        results.add(dict(name=name), dict(ms=1.0))
+    assert [row['name'] for row in Results(tmp_path / 'rows.json').rows] == ['a', 'b', 'c']

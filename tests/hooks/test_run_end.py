@@ -7,11 +7,13 @@ import torch
 from conftest import differing
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.fileio import put
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 import slab_det
 from slab_det.backbones import SLABSwin
+from slab_det.hooks import recalibrate_fuse
 from slab_det.runtime.errors import CheckpointError, SlabDetError
 
 FUSE = dict(type='RecalibrateFuseHook', num_images=4, max_passes=2)
@@ -101,8 +103,11 @@ def test_the_check_before_a_run_changes_no_random_number(small_run_cfg):
     assert torch.equal(*drawn)
 
 
-def test_a_run_does_not_fuse_the_weights_of_another_run_in_its_folder(small_run_cfg):
-    def run_cfg(name):
+@pytest.fixture
+def shared_run_cfg(small_run_cfg):
+    """A function: the config of a short run in a folder that all such runs share."""
+
+    def build(name):
         cfg = small_run_cfg('shared', max_iters=2, norm_cfg=dict(type='TokenBN'))
         cfg.custom_hooks, cfg.experiment_name, cfg.randomness = [dict(FUSE)], name, dict(seed=ord(name[0]))
         # No validation: nothing looks at AP here.
@@ -110,6 +115,29 @@ def test_a_run_does_not_fuse_the_weights_of_another_run_in_its_folder(small_run_
             cfg[f'val_{part}'] = None
         return cfg
 
+    return build
+
+
+def test_a_checkpoint_that_is_replaced_during_recalibration_is_not_overwritten(shared_run_cfg, monkeypatch):
+    runner = Runner.from_cfg(shared_run_cfg('first'))
+    last = Path(runner.work_dir) / 'iter_2.pth'
+    recalibrate = recalibrate_fuse.recalibrate
+
+    def replace_meanwhile(*args, **kwargs):
+        put(b'of another run', last)
+        return recalibrate(*args, **kwargs)
+
+    monkeypatch.setattr(recalibrate_fuse, 'recalibrate', replace_meanwhile)
+    with pytest.raises(CheckpointError, match='is of another run'):
+        runner.train()
+    assert last.read_bytes() == b'of another run' and not (last.parent / 'fused.pth').exists()
+    (own,) = last.parent.glob('iter_2_*.pth')
+    assert not differing(torch.load(own, weights_only=False)['state_dict'], runner.model)
+    # --resume alone would take the file of the other run.
+    assert 'the same command with --resume recalibrates' not in next(last.parent.glob('*/*.log')).read_text()
+
+
+def test_a_run_does_not_fuse_the_weights_of_another_run_in_its_folder(shared_run_cfg):
     class OtherRun(Hook):
         """Another run saves the last iteration in the same folder, after the first has saved it."""
 
@@ -118,7 +146,7 @@ def test_a_run_does_not_fuse_the_weights_of_another_run_in_its_folder(small_run_
         def after_train(self, runner):
             other.train()
 
-    first, other = (Runner.from_cfg(run_cfg(name)) for name in ('first', 'other'))
+    first, other = (Runner.from_cfg(shared_run_cfg(name)) for name in ('first', 'other'))
     first.register_hook(OtherRun())
     with pytest.raises(CheckpointError, match='is of another run, which trains in the same work_dir') as error:
         first.train()
@@ -127,7 +155,7 @@ def test_a_run_does_not_fuse_the_weights_of_another_run_in_its_folder(small_run_
     assert str(own) in str(error.value)
     # The other run has its results; the first one's weights are not lost, and fused as the message says.
     weight = 'backbone.stages.0.blocks.0.ffn.layers.1.weight'
-    cfg = run_cfg('resumed')
+    cfg = shared_run_cfg('resumed')
     cfg.work_dir, cfg.resume, cfg.load_from = str(folder / 'own'), True, str(own)
     Runner.from_cfg(cfg).train()
     for runner, fused in ((other, folder / 'fused.pth'), (first, folder / 'own/fused.pth')):
