@@ -122,28 +122,32 @@ def call(command: list[str]) -> None:
     subprocess.run(command, check=True)
 
 
-def train(study: Study, name: str, seed: int, folder: Path, data_root: str) -> dict:
-    """Trains a run in a folder, unless it is done, and returns its AP.
+def train(config: Config, folder: Path, data_root: str) -> None:
+    """Trains a config in a folder, unless that is done; an interrupted training goes on.
 
     Raises:
         subprocess.CalledProcessError: If the training fails.
     """
     if not (folder / 'done').exists():
-        config = folder / 'merged' / 'config.py'
-        config.parent.mkdir(parents=True, exist_ok=True)
-        run_config(study, name, seed).dump(config)
-        arguments = [str(config), '--work-dir', str(folder), '--data-root', data_root, '--resume']
+        file = folder / 'merged' / 'config.py'
+        file.parent.mkdir(parents=True, exist_ok=True)
+        config.dump(file)
+        arguments = [str(file), '--work-dir', str(folder), '--data-root', data_root, '--resume']
         call([sys.executable, 'tools/train.py', *arguments])
         (folder / 'done').touch()
+
+
+def read_ap(folder: Path, metric: str) -> dict:
+    """The last AP of a training in a folder, 'bbox' or 'segm', and that of the recalibrated model if there is one."""
     logs = ''.join(file.read_text() for file in sorted(folder.glob('*/vis_data/scalars.json')))
     # The keys of the recalibrated model only end like this one.
-    key = f'coco/{study.metric}_mAP'
+    key = f'coco/{metric}_mAP'
     all_ap = ap_from_metrics([values for values in map(json.loads, logs.splitlines()) if key in values][-1])
-    result = dict(AP=all_ap[study.metric]['AP'], all_ap=all_ap)
+    result = dict(AP=all_ap[metric]['AP'], all_ap=all_ap)
     if (folder / 'report.json').exists():
         entry = read_report(folder / 'report.json')[0]
         before = dict(AP_before_recalibration=result['AP'], recalibration=entry.recalibration)
-        result = dict(AP=entry.ap[study.metric]['AP'], all_ap=entry.ap, **before)
+        result = dict(AP=entry.ap[metric]['AP'], all_ap=entry.ap, **before)
     return result
 
 
@@ -177,12 +181,13 @@ def main() -> None:
         for name in args.only or RUNS:
             folder = args.work_dir / title / name / f'seed{seed}'
             try:
-                result = train(study, name, seed, folder, args.data_root or f'data/{args.study.partition("-")[0]}')
+                data_root = args.data_root or f'data/{args.study.partition("-")[0]}'
+                train(run_config(study, name, seed), folder, data_root)
             except subprocess.CalledProcessError:
                 # A run that fails does not stop the others.
                 failed.append(f'{name} seed {seed} failed: call again to go on, output above')
                 continue
-            label = RUNS[name][0]
+            label, result = RUNS[name][0], read_ap(folder, study.metric)
             results.add(dict(name=label, seed=seed) | ({} if label == control else dict(control=control)), result)
     publish(title, PAGE, FOLDER)
     if failed:
