@@ -20,7 +20,7 @@ from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
 from slab_det.deployment.gpu.window_kernels import fused_windows
 from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
-from slab_det.deployment.precision import HALF_PRECISIONS, lower_precision
+from slab_det.deployment.precision import HALF_PRECISIONS, keep_boxes_float32, lower_precision
 from slab_det.deployment.trial import try_deployed
 from slab_det.fusion.verify import check_finite
 from slab_det.norms import copy_module, named_offline_norms
@@ -46,7 +46,8 @@ def deploy(
             norms must be fused.
         dtype: ``torch.bfloat16`` or ``torch.float16`` for the layers; boxes stay float32. None, or
             ``torch.float32``, keeps the dtype of the model.
-        inplace: Change ``model`` itself instead of a copy.
+        inplace: Change ``model`` itself instead of a copy: it gets new submodules. References to its former
+            submodules and parameters, as optimizers hold them, still refer to the original ones.
         masks: 'full', or 'rle': ``pred_instances.masks`` is a list of COCO RLE; see :func:`slab_det.load_detector`.
 
     Returns:
@@ -73,22 +74,20 @@ def deploy(
     dtype = None if dtype == torch.float32 else dtype
     if dtype in HALF_PRECISIONS:
         warn_of_wrong_kernels(model, dtype)
-    original, deployed = copy_module(model), model
-    if not inplace:
-        original, deployed = deployed, original
-    try:
-        if masks == 'rle':
-            encode_masks(deployed)
-        _change_form(deployed, dtype)
-        if not next(deployed.parameters()).is_meta:
-            check = try_deployed(original, deployed, dtype)
-            if check is not None:
-                deployed.deployment_check = check
-    except Exception:
-        # With inplace, ``deployed`` is the caller's model, and some of its layers are replaced by now.
-        vars(deployed).update(vars(original))
-        raise
+    deployed = copy_module(model)
+    if masks == 'rle':
+        encode_masks(deployed)
+    _change_form(deployed, dtype)
+    if not next(deployed.parameters()).is_meta:
+        check = try_deployed(model, deployed, dtype)
+        if check is not None:
+            deployed.deployment_check = check
     deployed.deployed = True
+    if inplace:
+        # Only now: until here an error leaves every module and parameter of ``model`` as it was.
+        vars(model).clear()
+        vars(model).update(vars(deployed))
+        deployed = model
     if hasattr(deployed, 'data_preprocessor') and not _is_on_cpu(deployed):
         use_graphs(deployed, masks)
     return deployed
@@ -123,6 +122,7 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
     model.eval()
     if dtype is not None:
         lower_precision(model, dtype)
+    keep_boxes_float32(model)
     backbone.register_forward_pre_hook(_check_inference_only)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmdet.models.layers import PatchMerging as MmdetPatchMerging
+from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from slab_det.backbones.blocks import PatchMerging
@@ -18,7 +19,7 @@ class DeployedPatchMerging(PatchMerging):
     """
 
     def __init__(self, merging: nn.Module, stride: int) -> None:
-        nn.Module.__init__(self)
+        BaseModule.__init__(self)
         self.in_channels, self.stride = merging.in_channels, stride
         self.norm, self.reduction = merging.norm, merging.reduction
         for parameter in (self.reduction.weight, *(self.norm.parameters() if self.norm else ())):

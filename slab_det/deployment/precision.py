@@ -6,6 +6,7 @@ On an image of 1333 pixels, a coordinate in bfloat16 (8 significant bits) is wro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from mmdet.models.roi_heads.roi_extractors.base_roi_extractor import BaseRoIExtr
 from mmengine.utils import apply_to
 from torch import Tensor, nn
 
+from slab_det.norms.base import at_least_float32
 from slab_det.runtime.errors import DeploymentError
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
@@ -25,13 +27,13 @@ HEADS = (BaseDenseHead, BBoxHead, FCNMaskHead)
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
-    """Runs every forward of a detector under autocast to ``dtype``; its heads return float32."""
+    """Runs every forward of a detector under autocast to ``dtype``, with boxes in float32."""
     model.forward = torch.autocast(next(model.parameters()).device.type, dtype)(model.forward)
-    _return_float32(model)
+    keep_boxes_float32(model)
 
 
 def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts backbone, neck and heads to ``dtype``, in place; RoI extractors read, and heads return, float32.
+    """Casts backbone, neck and heads to ``dtype``, in place; :func:`keep_boxes_float32` must follow.
 
     Args:
         model: A detector or a backbone.
@@ -54,28 +56,32 @@ def lower_precision(model: nn.Module, dtype: torch.dtype) -> None:
             )
     for part in parts:
         part.to(dtype).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-    _return_float32(model)
-    for extractor in _modules(model, BaseRoIExtractor):
-        extractor.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
 
 
-def _return_float32(model: nn.Module) -> None:
+def keep_boxes_float32(model: nn.Module) -> None:
+    """Makes heads return, and RoI extractors read, at least float32, in half precision and under autocast."""
     for head in _modules(model, HEADS):
-        head.register_forward_hook(_cast_outputs)
-
-
-def _cast_outputs(head: nn.Module, args: tuple, outputs: Any) -> Any:
-    return _cast(torch.float32, outputs)
+        head.register_forward_hook(_raise_outputs)
+    for extractor in _modules(model, BaseRoIExtractor):
+        extractor.register_forward_pre_hook(_raise_inputs, with_kwargs=True)
 
 
 def _modules(model: nn.Module, kinds: type | tuple[type, ...]) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, kinds)]
 
 
-def _cast(dtype: torch.dtype, values: Any) -> Any:
+def _cast(cast: Callable[[Tensor], Tensor], values: Any) -> Any:
     """Casts the floating-point tensors in nested tuples, lists and dicts."""
-    return apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), lambda x: x.to(dtype))
+    return apply_to(values, lambda x: isinstance(x, Tensor) and x.is_floating_point(), cast)
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, *inputs: Any) -> Any:
-    return _cast(dtype, inputs)
+    return _cast(lambda x: x.to(dtype), inputs)
+
+
+def _raise_inputs(module: nn.Module, *inputs: Any) -> Any:
+    return _cast(at_least_float32, inputs)
+
+
+def _raise_outputs(module: nn.Module, args: tuple, outputs: Any) -> Any:
+    return _cast(at_least_float32, outputs)

@@ -1,5 +1,6 @@
 import copy
 import importlib
+import operator
 from collections import Counter
 
 import pytest
@@ -131,6 +132,7 @@ def test_deployed_detector_computes_the_same_and_leaves_its_model_alone(small_de
         assert difference <= 1e-9, (images.shape, difference)
         assert all(map(torch.equal, raw_outputs(model, images), reference))
     assert all(p.requires_grad for p in model.parameters())
+    assert repr(deployed).count('(downsample): DeployedPatchMerging') == 3
     assert slab_det.deploy(model, inplace=True) is model
 
 
@@ -159,6 +161,16 @@ def test_bfloat16_features_are_as_near_to_float32_as_rounding(fused_backbone, na
     found = slab_det.deploy(model, torch.bfloat16)(images)
     assert {x.dtype for x in found} == {torch.bfloat16}
     assert_rounded(found, rounded_layers(model, images, torch.bfloat16), model(images))
+
+
+@pytest.mark.parametrize('name', [name for name in BACKBONES if 'sla' not in name])
+@torch.no_grad()
+def test_float32_form_runs_under_autocast(fused_backbone, name):
+    model, images = fused_backbone(name), torch.randn(2, 3, 90, 110)
+    reference, deployed = model(images), slab_det.deploy(model)
+    with torch.autocast('cpu', torch.bfloat16):
+        own, difference = (relative_difference(form(images), reference) for form in (model, deployed))
+    assert own > 1e-3 and difference < 3 * own, (name, difference, own)
 
 
 def with_unknown_head(model):
@@ -314,18 +326,33 @@ def does_not_run(monkeypatch):
 @pytest.mark.parametrize(
     ('fault', 'message'),
     [
-        (computes_something_else, r'computes something else in its deployed form: .*difference=\d.*num_values=\d{4}'),
-        (does_not_run, r'MaskRCNN does not run in its deployed form \(RuntimeError: view size is not compatible\)'),
+        (computes_something_else, r'computes something else {}: .*difference=\d.*num_values=\d{{4}}'),
+        (does_not_run, r'MaskRCNN does not run {} \(RuntimeError: view size is not compatible\)'),
     ],
 )
 def test_model_is_unchanged_if_its_deployed_form_is_refused(small_detector, monkeypatch, fault, message, inplace):
     model, image = slab_det.fuse(small_detector()), torch.randn(1, 3, 64, 64)
     expected, kinds = raw_outputs(model, image), [*map(type, model.modules())]
-    with monkeypatch.context() as patch, pytest.raises(DeploymentError, match=message):
-        fault(patch)
-        slab_det.deploy(model, inplace=inplace)
-    assert [*map(type, model.modules())] == kinds and all(map(torch.equal, raw_outputs(model, image), expected))
+    # What the caller holds: a head, and an optimizer's parameters.
+    modules, weights = [*model.modules()], [(p, p.data_ptr(), p.dtype, p.stride()) for p in model.parameters()]
+    for dtype, form in ((None, 'in its deployed form'), (torch.bfloat16, 'in torch.bfloat16')):
+        with monkeypatch.context() as patch, pytest.raises(DeploymentError, match=message.format(form)):
+            fault(patch)
+            slab_det.deploy(model, dtype, inplace=inplace)
+        assert all(map(operator.is_, model.modules(), modules)) and [*map(type, modules)] == kinds
+        assert [(p, p.data_ptr(), p.dtype, p.stride()) for p in model.parameters()] == weights
+        assert all(weight[0].requires_grad for weight in weights)
+        assert all(map(torch.equal, raw_outputs(model, image), expected))
     assert slab_det.deploy(model, inplace=inplace).deployment_check.difference < 1e-4
+
+
+def test_former_submodules_of_a_model_deployed_in_place_stay_whole(small_detector):
+    model, image = slab_det.fuse(small_detector()), torch.randn(1, 3, 64, 64)
+    backbone = model.backbone
+    expected = backbone(image)
+    assert slab_det.deploy(model, torch.bfloat16, inplace=True) is model
+    assert all(map(torch.equal, backbone(image), expected)) and model.backbone is not backbone
+    assert model.backbone.patch_embed.projection.weight.dtype == torch.bfloat16
 
 
 def test_a_head_that_overflows_in_half_precision_is_refused(small_detector):

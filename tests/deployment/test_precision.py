@@ -1,4 +1,4 @@
-"""Detectors in half precision: deployed, and under autocast, as tools/test.py --dtype runs them."""
+"""Detectors in half precision: deployed, under autocast as tools/test.py --dtype runs them, and both."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def predict(model, images):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize('form', ['autocast', 'deployed'])
+@pytest.mark.parametrize('form', ['autocast', 'deployed', 'deployed in float32, autocast'])
 def test_layers_compute_in_half_precision_and_boxes_in_float32(small_detector, form, dtype):
     model, images = slab_det.fuse(small_detector()), torch.randn(1, 3, HEIGHT, WIDTH)
     model.test_cfg.rcnn.score_thr = 0.0
@@ -36,8 +36,11 @@ def test_layers_compute_in_half_precision_and_boxes_in_float32(small_detector, f
     if form == 'deployed':
         model = slab_det.deploy(model, dtype, inplace=True)
         assert {p.dtype for p in model.parameters()} == {dtype}
-    else:
+    elif form == 'autocast':
         autocast_forward(model, dtype)
+    else:
+        model = slab_det.deploy(model, inplace=True)
+        model.forward = torch.autocast('cpu', dtype)(model.forward)
     # deploy has run both models on its own image.
     del priors[1:]
     found = predict(model, images)
@@ -47,3 +50,16 @@ def test_layers_compute_in_half_precision_and_boxes_in_float32(small_detector, f
     assert len(found) and found.bboxes.dtype == found.scores.dtype == torch.float32
     assert (found.bboxes != found.bboxes.bfloat16().float()).float().mean() > 0.2
     assert found.bboxes.isfinite().all()
+
+
+def test_default_dtype_changes_nothing_in_a_deployed_detector(small_detector):
+    model, images = slab_det.fuse(small_detector()), torch.randn(1, 3, HEIGHT, WIDTH)
+    expected = predict(slab_det.deploy(model), images)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = predict(slab_det.deploy(model), images)
+    finally:
+        torch.set_default_dtype(before)
+    assert len(found) == len(expected) > 5 and found.bboxes.dtype == torch.float32
+    assert all(torch.equal(found[name], expected[name]) for name in expected.keys())

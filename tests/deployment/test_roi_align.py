@@ -29,6 +29,18 @@ def test_values_equal_torchvision(rois):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+def test_maps_in_half_precision_are_pooled_in_float32(rois, dtype):
+    x, layer = torch.randn(2, 5, 400, 400).to(dtype), DeployedRoIAlign(RoIAlign(7, 1.0))
+    rois = rois[:40].float() + 70
+    rois[:, 0] = torch.arange(40) % 2
+    found = layer(x, rois)
+    expected = torchvision.ops.roi_align(x.float(), rois, 7, 1.0, 0, True)
+    # Coordinates in the dtype of the maps would be wrong by a pixel, and the maps are noise.
+    torch.testing.assert_close(found, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@torch.no_grad()
 def test_nan_in_rois_or_maps_gives_nan(rois):
     layer = DeployedRoIAlign(RoIAlign(7, 0.25))
     rois[3, 1:] = torch.nan

@@ -42,8 +42,9 @@ class TiledWindowAttention(TiledAttention):
             for tile in parts:
                 rows = image.index_select(0, tile.tokens)
                 mixed = w_msa.attend(self.norm(rows), tile)
-                # No other tile reads these tokens.
-                image.index_copy_(0, tile.tokens, linear_add(mixed, proj.weight, proj.bias, rows))
+                written = linear_add(mixed, proj.weight, proj.bias, rows)
+                # No other tile reads these tokens. Under autocast, products have another dtype than the stream.
+                image.index_copy_(0, tile.tokens, written.to(image.dtype))
         return x
 
 

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from mmcv.ops import RoIAlign
 from torch import Tensor, nn
 
+from slab_det.norms.base import at_least_float32
+
 
 class DeployedRoIAlign(RoIAlign):
     """RoIAlign (He et al., ICCV 2017) with average pooling and one sample per pixel of a bin, rounded up.
@@ -16,7 +18,8 @@ class DeployedRoIAlign(RoIAlign):
 
         sum_r sum_c wy[r] wx[c] x[r, c],    wy[r] = mean over samples y of max(0, 1 - |y - r|)
 
-    The operators of mmcv and torchvision copy a channels-last map first, and run on one thread.
+    The operators of mmcv and torchvision copy a channels-last map first, and run on one thread. Half precision is
+    raised to float32: a coordinate in bfloat16 is wrong by several pixels.
 
     Args:
         layer: The layer to deploy, with ``pool_mode='avg'``, ``sampling_ratio=0`` and ``aligned=True``.
@@ -33,12 +36,12 @@ class DeployedRoIAlign(RoIAlign):
         if x.device.type != 'cpu' or not len(rois):
             return super().forward(x, rois)
         (_, channels, height, width), (bins_y, bins_x) = x.shape, self.output_size
-        pixels = x.permute(0, 2, 3, 1).reshape(-1, channels)
-        corners = rois[:, 1:].to(x.dtype) * self.spatial_scale
+        pixels = at_least_float32(x).permute(0, 2, 3, 1).reshape(-1, channels)
+        corners = rois[:, 1:].to(pixels.dtype) * self.spatial_scale
         starts, sizes = corners[:, :2] - 0.5, corners[:, 2:] - corners[:, :2]
         rows = _Samples(starts[:, 1], sizes[:, 1], bins_y, height)
         columns = _Samples(starts[:, 0], sizes[:, 0], bins_x, width)
-        output = x.new_empty(len(rois), bins_y * bins_x, channels)
+        output = pixels.new_empty(len(rois), bins_y * bins_x, channels)
         # RoIs whose bins touch equally many pixels are summed together.
         touched, group = torch.unique(torch.stack([rows.touched, columns.touched], 1), dim=0, return_inverse=True)
         for index, (num_rows, num_columns) in enumerate(touched.tolist()):
@@ -52,7 +55,7 @@ class DeployedRoIAlign(RoIAlign):
             shape = (-1, num_rows * num_columns)
             sums = F.embedding_bag(place.view(shape), pixels, per_sample_weights=weight.view(shape), mode='sum')
             output[chosen] = sums.view(len(chosen), -1, channels)
-        return output.view(len(rois), bins_y, bins_x, channels).permute(0, 3, 1, 2)
+        return output.view(len(rois), bins_y, bins_x, channels).permute(0, 3, 1, 2).to(x.dtype)
 
 
 class _Samples:
@@ -70,7 +73,9 @@ class _Samples:
         self.size = size
         number = (length / bins).ceil().nan_to_num()
         start, step, number = (value[:, None, None] for value in (start, length / bins, number))
-        bin, sample = torch.arange(bins)[:, None], torch.arange(int(number.max().clamp(1)))
+        # In the dtype of the coordinates: an integer plus 0.5 would have the default dtype.
+        bin, sample = (torch.arange(count).to(start) for count in (bins, int(number.max().clamp(1))))
+        bin = bin[:, None]
         places = start + step * (bin + (sample + 0.5) / number.clamp(min=1))
         # Samples up to one pixel outside of the map move to its edge.
         counts = (places >= -1) & (places <= size) & (sample < number)

@@ -58,6 +58,11 @@ class WinogradConv(nn.Module):
             self.register_buffer(name, torch.kron(matrix, matrix), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        # In half precision, the transforms would lose most digits: their terms are large and cancel.
+        with torch.autocast('cpu', enabled=False):
+            return self._forward(x.to(self.weight.dtype))
+
+    def _forward(self, x: Tensor) -> Tensor:
         images, _, height, width = x.shape
         tiles_y, tiles_x = -(-height // OUT), -(-width // OUT)
         step_y, step_n = max(1, CHUNK_TILES // tiles_x), max(1, CHUNK_TILES // (tiles_y * tiles_x))

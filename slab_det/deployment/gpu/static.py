@@ -73,4 +73,4 @@ class StaticDetector:
 def measure_frame(metainfo: dict) -> Tensor:
     """Returns rows (x, y, x, y): unpadded size of an image, its scale, and the inverse scale, rounded as in mmdet."""
     (height, width), (x, y) = metainfo['img_shape'][:2], metainfo['scale_factor'][:2]
-    return torch.tensor([[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2])
+    return torch.tensor([[width, height] * 2, [x, y] * 2, [1 / x, 1 / y] * 2], dtype=torch.float32)
