@@ -13,7 +13,7 @@ from torch import nn
 
 from slab_det.deployment import is_deployed
 from slab_det.fusion.fuse import reason_to_keep, replace_module
-from slab_det.norms import OfflineNorm, PRepBN, copy_module, named_norms
+from slab_det.norms import OfflineNorm, PRepBN, check_norm_weights, copy_module, named_norms
 from slab_det.runtime.errors import ConversionError
 
 
@@ -79,6 +79,7 @@ def convert_norms(
         for name, child in parent._modules.items():
             if child in replaced:
                 replace_module(parent, name, replaced[child])
+    model.register_load_state_dict_pre_hook(check_norm_weights)
     model.conversion_report = report
     return model
 

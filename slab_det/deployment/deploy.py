@@ -124,6 +124,10 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         lower_precision(model, dtype)
     keep_boxes_float32(model)
     backbone.register_forward_pre_hook(_check_inference_only)
+    for module in model.modules():
+        # Of each module, because a part may be loaded by itself. The other checks are of the model before deployment.
+        module._load_state_dict_pre_hooks.clear()
+        module.register_load_state_dict_pre_hook(_refuse_weights)
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
@@ -139,6 +143,13 @@ def _check_inference_only(backbone: nn.Module, inputs: tuple) -> None:
             'a deployed model only predicts, in eval mode, without gradients, tracing and export: use the fused model '
             'that it was made of; slab_det.deployment.export.export_onnx exports the fused model to ONNX'
         )
+
+
+def _refuse_weights(module: nn.Module, *_: object) -> None:
+    raise DeploymentError(
+        f'this {type(module).__name__} is deployed, and its weights have other names and layouts than those of a '
+        'checkpoint; load the checkpoint into the fused model that it was made of, and deploy that model again'
+    )
 
 
 def is_deployed(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
 from slab_det.fusion.report import FusionReport, NormFusion
@@ -117,6 +118,9 @@ def apply_folds(model: nn.Module, fusions: list[NormFusion]) -> nn.Module:
     left = [name for name, _ in named_offline_norms(model)]
     if left:
         raise FusionError(f'{left[0]}: the folds belong to another model: none is for this norm')
+    if not hasattr(model, 'fusion_report'):
+        # Unfused weights have many of the fused model's keys and shapes.
+        model.register_load_state_dict_pre_hook(check_state_dict)
     model.fusion_report = FusionReport(fusions, dict(past.ffns))
     return model
 

@@ -13,7 +13,6 @@ from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 from torch import nn
 
 import slab_det
-from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.ffn_pruning import prune_ffn
 from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFusion
@@ -56,7 +55,6 @@ def FusedDetector(  # noqa: N802 (a config's type)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
     detector.eval()  # no chaining: the eval() of mmdet's backbones returns None
-    detector.register_load_state_dict_pre_hook(check_state_dict)
     apply_folds(detector, [NormFusion(**fold) for fold in folds])
     for name, hidden in (ffns or {}).items():
         prune_ffn(detector.get_submodule(name), torch.arange(hidden))

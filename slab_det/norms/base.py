@@ -109,7 +109,8 @@ class OfflineNorm(nn.GroupNorm, ABC):
                 f'got {tuple(x.shape)}'
             )
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+    def check_weights(self, state_dict: dict, prefix: str) -> None:
+        """Raises RuntimeError if ``state_dict`` holds weights under ``prefix``, and all belong to another norm."""
         given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if given and not self.state_dict().keys() & given:
             # mmdet's own backbones skip keys that do not match, and would train on from random weights.
@@ -119,6 +120,9 @@ class OfflineNorm(nn.GroupNorm, ABC):
                 'config; load a backbone with slab_det.load_pretrained(backbone, FILE), or convert its file first with '
                 'slab-det convert --to native'
             )
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        self.check_weights(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OfflineNorm:
@@ -193,6 +197,12 @@ def named_norms(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[tuple[str
 def named_offline_norms(model: nn.Module) -> Iterator[tuple[str, OfflineNorm]]:
     """Yields the OfflineNorms of ``model`` with their names; see :func:`named_norms`."""
     return named_norms(model, OfflineNorm)
+
+
+def check_norm_weights(model: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
+    """Refuses weights of other norms before the first weight is copied; a pre-hook of ``load_state_dict``."""
+    for name, norm in named_offline_norms(model):
+        norm.check_weights(state_dict, f'{prefix}{name}.')
 
 
 class ChannelAffine(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from conftest import as_trained, randomize
+from conftest import as_trained, differing, randomize
 from mmdet.registry import MODELS
 from timm.models.metaformer import LayerNormNoBias
 from torch import nn
@@ -135,6 +135,17 @@ def test_a_failed_conversion_in_place_leaves_the_model():
     after = dict(model.named_modules(remove_duplicate=False))
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
     assert not hasattr(model, 'conversion_report')
+
+
+def test_converted_model_refuses_weights_of_layernorms_before_it_copies_any():
+    cfg = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
+    model, other = (randomize(MODELS.build(cfg), seed) for seed in (0, 1))
+    converted = slab_det.convert_norms(model)
+    before = {key: value.clone() for key, value in converted.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r'patch_embed\.norm: the weights .* belong to another norm than PRepBN'):
+        converted.load_state_dict(other.state_dict())
+    assert not differing(converted, before)
+    converted.load_state_dict(slab_det.convert_norms(other).state_dict())
 
 
 def test_wrong_uses_are_refused():

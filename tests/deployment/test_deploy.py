@@ -12,6 +12,7 @@ from conftest import (
     SMALL_PVT_V2,
     HalfWindowMSA,
     as_trained,
+    differing,
     random_sizes,
     raw_outputs,
     relative_difference,
@@ -22,6 +23,7 @@ from mmdet.models.backbones.swin import SwinBlock
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
+from mmengine.runner.checkpoint import load_state_dict
 from torch import nn
 
 import slab_det
@@ -397,6 +399,24 @@ def test_deployed_model_refuses_training_gradients_tracing_and_export(fused_back
     deployed = slab_det.deploy(fused_backbone('swin'))
     with pytest.raises(DeploymentError, match='without gradients, tracing and export: use the fused model'):
         use(deployed, torch.randn(1, 3, 64, 64))
+
+
+def test_deployed_model_takes_no_weights(small_detector, form):
+    model, other = (slab_det.fuse(small_detector(seed=seed)) for seed in (0, 1))
+    deployed = slab_det.deploy(model)
+    before = copy.deepcopy(deployed.state_dict())
+    # Every weight of a bbox_head has the name and shape that it had before.
+    for part in ('', 'backbone', 'roi_head.bbox_head'):
+        for load in (nn.Module.load_state_dict, load_state_dict):
+            for strict in (True, False):
+                with pytest.raises(DeploymentError, match='is deployed.* load the checkpoint into the fused model'):
+                    load(deployed.get_submodule(part), other.get_submodule(part).state_dict(), strict)
+        assert not differing(deployed, before), part
+    # A copy refuses too; the model that was deployed takes weights as before.
+    with pytest.raises(DeploymentError, match='is deployed'):
+        copy.deepcopy(deployed).load_state_dict(before)
+    model.load_state_dict(other.state_dict())
+    assert not differing(model, other)
 
 
 def test_rounding_amplified_by_an_untrained_model_without_norms_is_accepted():

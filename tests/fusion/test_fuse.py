@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import PVT_V2, SLA, as_trained, random_sizes
+from conftest import PVT_V2, SLA, as_trained, differing, random_sizes
 from fusion_checks import NORMS, SIZE, assert_fused_equals, left_affine, outputs
 from mmdet.registry import MODELS
 from mmengine.config import Config
@@ -12,6 +12,7 @@ from torch import nn
 
 import slab_det
 from slab_det.fusion import FusionError, save_fused, verify_fusion
+from slab_det.runtime.errors import CheckpointError
 
 SWIN = dict(type='SLABSwin')
 STOCK_SWIN = dict(type='SwinTransformer', depths=(2, 2, 4, 2), window_size=7)
@@ -224,6 +225,21 @@ def test_fuse_refuses_what_it_cannot_fuse_and_changes_nothing(build, change, mes
     with pytest.raises(FusionError, match=message):
         slab_det.fuse(model, inplace=True)
     assert [type(module) for module in model.modules()] == before and not hasattr(model, 'fusion_report')
+
+
+def test_a_fused_model_refuses_other_weights_before_it_copies_any():
+    cfg = dict(type='SwinTransformer', embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
+    unfused, other = (as_trained(MODELS.build(dict(cfg, norm_cfg=dict(type='RepBN'))), seed) for seed in (0, 1))
+    fused, source = slab_det.fuse(unfused), slab_det.fuse(other)
+    before = copy.deepcopy(fused.state_dict())
+    incomplete = {key: value for key, value in source.state_dict().items() if 'reduction' not in key}
+    for state in (other.state_dict(), incomplete):
+        for strict in (True, False):
+            with pytest.raises(CheckpointError):
+                fused.load_state_dict(state, strict=strict)
+            assert not differing(fused, before)
+    fused.load_state_dict(source.state_dict())
+    assert not differing(fused, source)
 
 
 @pytest.mark.parametrize(
