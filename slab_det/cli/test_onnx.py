@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.runner import build_test_runner
     from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
+    from slab_det.deployment.export.settings import detector_settings
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.report import ap_from_metrics, describe_dataset
     from slab_det.runtime.pipeline import inference_steps
@@ -37,7 +38,8 @@ def main(args: argparse.Namespace) -> None:
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))
     options = dict(runtime=args.runtime, threads=args.threads, precision=args.precision)
-    cfg.model = dict(type='ExportedDetector', file=args.file, pipeline=inference_steps(cfg), **options)
+    steps, detector = inference_steps(cfg), detector_settings(cfg)
+    cfg.model = dict(type='ExportedDetector', file=args.file, pipeline=steps, detector=detector, **options)
     # The file holds its own weights, and training hooks would find no layers in it.
     cfg.custom_hooks, cfg.load_from, cfg.resume = [], None, False
     # The runner would pass data_preprocessor to ExportedDetector, which preprocesses in the file.

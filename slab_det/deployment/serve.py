@@ -105,8 +105,9 @@ def load_detector(
         ConfigError: If the model cannot be built.
         CheckpointError: If the checkpoint is missing or does not fit.
         FusionError, DeploymentError: If the detector cannot be fused or deployed, or its norms have no statistics.
-        ExportError: If the runtime is unknown or cannot run the file, the file was exported for another resize, or the
-            runtime does not take ``device`` or an option.
+        ExportError: If the runtime is unknown or cannot run the file, the file was exported for another resize, for
+            other preprocessing or with a ``test_cfg`` that it cannot follow (docs/deploy.md), or the runtime does not
+            take ``device`` or an option.
     """
     known = ('dtype',) if runtime == 'torch' else ('threads', 'precision')
     for name in options:
@@ -126,8 +127,10 @@ def load_detector(
             raise ExportError(f'device={str(device)!r} is for the runtime torch; {runtime} runs on the CPU')
         # The import takes half a second, which the runtime torch does not need.
         from slab_det.deployment.export import ExportedDetector
+        from slab_det.deployment.export.settings import detector_settings
 
         enter_scope(cfg)
-        model = ExportedDetector(str(weights), inference_steps(cfg), masks, runtime=runtime, **options).eval()
+        detector = detector_settings(cfg)
+        model = ExportedDetector(str(weights), inference_steps(cfg), masks, detector, runtime=runtime, **options).eval()
         meta = model.runtime.metadata.get('dataset_meta')
     return ServedDetector(model, inference_steps(cfg), (meta or {}).get('classes', ()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,14 @@ from slab_det.fusion.ffn_pruning import prune_ffn
 from slab_det.fusion.fuse import apply_folds
 from slab_det.fusion.report import NormFusion
 from slab_det.norms import set_gamma
-from slab_det.runtime.config import detector_config, drop_pretrained, import_slab_det, to_values, type_name
+from slab_det.runtime.config import (
+    detector_config,
+    drop_pretrained,
+    import_slab_det,
+    merge_changes,
+    to_values,
+    type_name,
+)
 from slab_det.runtime.run_folder import save_with_config
 
 # Keys that only training reads.
@@ -25,10 +31,6 @@ TRAINING_KEYS = (
     'train_dataloader train_pipeline train_cfg optim_wrapper param_scheduler auto_scale_lr custom_hooks load_from '
     'resume work_dir launcher'
 ).split()
-
-
-# Arguments of FusedDetector other than its model and the changes to it.
-FUSED_KEYS = ('type', 'folds', 'ffns')
 
 
 @MODELS.register_module()
@@ -50,7 +52,7 @@ def FusedDetector(  # noqa: N802 (a config's type)
     Raises:
         FusionError: If ``folds`` belong to another model.
     """
-    model = ConfigDict(_with_changes(model, **changes))
+    model = merge_changes(model, **changes)
     drop_pretrained(model)
     detector = MODELS.build(model)
     set_gamma(detector, 0.0)
@@ -62,19 +64,11 @@ def FusedDetector(  # noqa: N802 (a config's type)
     return detector
 
 
-def _with_changes(model: dict, **changes: object) -> dict:
-    cfg = Config(dict(model=copy.deepcopy(model)))
-    cfg.merge_from_dict(dict(model=changes))
-    return cfg.model.to_dict()
-
-
 def _fused_config(cfg: Config, folds: list[dict], ffns: dict[str, int]) -> Config:
     values = {key: value for key, value in to_values(cfg).items() if key not in TRAINING_KEYS}
-    if type_name(values['model']['type']) == 'FusedDetector':
-        # The new ``folds`` and ``ffns`` include the folds and FFNs of the earlier fusion.
-        values['model'] = _with_changes(**{key: part for key, part in values['model'].items() if key not in FUSED_KEYS})
-    # Only training needs the teacher of a DistilledDetector.
-    values['model'] = detector_config(values['model'])
+    # Only training needs the teacher of a DistilledDetector. The new ``folds`` and ``ffns`` include those of an earlier
+    # fusion.
+    values['model'] = ConfigDict(detector_config(values['model'])).to_dict()
     drop_pretrained(values['model'])
     if 'data_preprocessor' in values:
         # The runner would pass a data_preprocessor outside the model to FusedDetector.

@@ -41,6 +41,12 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
     return model.extract_feat(images) if hasattr(model, 'extract_feat') else model(images)
 
 
+def input_channels(model: nn.Module) -> int:
+    """Number of channels of the images that a detector or backbone reads: its first convolution's, or 3 without one."""
+    convs = (module for module in getattr(model, 'backbone', model).modules() if isinstance(module, nn.Conv2d))
+    return next((conv.in_channels for conv in convs), 3)
+
+
 def check_finite(model: nn.Module, error: type[SlabDetError] = FusionError) -> None:
     """Raises ``error``, which names them, if parameters or buffers of ``model`` hold NaN or infinite values."""
     # A tensor on the meta device has no values.

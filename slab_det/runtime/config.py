@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 
 from mmengine.config import Config, ConfigDict
 
+# Arguments of FusedDetector other than its model and the changes to it.
+FUSED_KEYS = ('type', 'folds', 'ffns')
+
 
 def type_name(kind: str | Callable) -> str:
     """Returns the bare name of a config's ``type``: 'MaskRCNN' for 'mmdet.MaskRCNN', 'MaskRCNN' and the class."""
@@ -38,11 +41,24 @@ def walk_datasets(dataset: ConfigDict) -> Iterator[ConfigDict]:
 
 
 def detector_config(model: dict) -> dict:
-    """Returns the config of the detector inside any DistilledDetector and FusedDetector wrappers."""
-    inside = {'DistilledDetector': 'student', 'FusedDetector': 'model'}
-    while type_name(model['type']) in inside:
-        model = model[inside[type_name(model['type'])]]
+    """Returns the config of the detector inside any DistilledDetector and FusedDetector wrappers.
+
+    Options beside the ``model`` of a FusedDetector, which it merges into it, are merged here too.
+    """
+    while (kind := type_name(model['type'])) in ('DistilledDetector', 'FusedDetector'):
+        if kind == 'DistilledDetector':
+            model = model['student']
+            continue
+        changes = {key: value for key, value in model.items() if key not in (*FUSED_KEYS, 'model') and value != {}}
+        model = merge_changes(model['model'], **changes) if changes else model['model']
     return model
+
+
+def merge_changes(model: dict, **changes: object) -> ConfigDict:
+    """Returns a copy of a detector config, with ``changes`` merged as mmengine merges ``--cfg-options``."""
+    cfg = Config(dict(model=copy.deepcopy(model)))
+    cfg.merge_from_dict(dict(model=changes))
+    return cfg.model
 
 
 def drop_pretrained(model: dict) -> None:

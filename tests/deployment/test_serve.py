@@ -22,6 +22,7 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.mask import encode_mask_results
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
+from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
 import slab_det
@@ -29,6 +30,7 @@ from slab_det.checkpoints.build import build_detector
 from slab_det.deployment import ImageListError, ServedDetector
 from slab_det.deployment.export import export_onnx
 from slab_det.deployment.export.runtime import import_extra
+from slab_det.deployment.export.settings import detector_settings, follow_config
 from slab_det.fusion import FusionError, save_fused
 from slab_det.runtime.errors import CheckpointError, ConfigError, DataError, DeploymentError, ExportError
 
@@ -214,6 +216,69 @@ def test_wrong_file_or_option_is_refused(files, file, options, error, message):
 def test_a_missing_config_is_named(files):
     with pytest.raises(ConfigError, match=r'missing\.py: there is no such config'):
         slab_det.load_detector('missing.py', files[1])
+
+
+def with_settings(config: Path, **settings: object) -> Config:
+    """The fused config with other settings of the detector, such as ``rcnn__score_thr=0.3``."""
+    cfg = Config.fromfile(config)
+    cfg.merge_from_dict({f'model.model.{key.replace("__", ".")}': value for key, value in settings.items()})
+    return cfg
+
+
+def test_file_follows_thresholds_and_limits_of_the_config(files, served):
+    settings = dict(score_thr=0.3, max_per_img=6, mask_thr_binary=0.7)
+    cfg = with_settings(files[0], **{f'test_cfg__rcnn__{key}': value for key, value in settings.items()})
+    wanted = slab_det.load_detector(cfg, files[1], device='cpu')
+    found = slab_det.load_detector(cfg, files[2], 'onnxruntime', threads=1)
+    for image in IMAGES[:3]:
+        assert_same(found(image), wanted(image), exact=False)
+        assert len(found(image).pred_instances) <= 6 < len(served('onnxruntime')(image).pred_instances)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        (dict(test_cfg__rcnn__nms__iou_threshold=0.3), 'test_cfg.rcnn.nms=.*0.5.*0.3.*would find other objects'),
+        (dict(test_cfg__rcnn__nms__type='soft_nms'), 'test_cfg.rcnn.nms=.*soft_nms'),
+        (dict(test_cfg__rcnn__max_per_img=21), 'test_cfg.rcnn.max_per_img=20, and this config 21'),
+        (dict(test_cfg__rcnn__max_per_img=-1), 'test_cfg.rcnn.max_per_img=20, and this config -1'),
+        (dict(test_cfg__rcnn__mask_thr_binary=-1), 'test_cfg.rcnn.mask_thr_binary=0.5, and this config -1'),
+        (dict(test_cfg__rpn__nms_pre=50), 'test_cfg.rpn.nms_pre=60, and this config 50'),
+        (dict(test_cfg__rpn__max_per_img=30), 'test_cfg.rpn.max_per_img=40, and this config 30'),
+        (dict(data_preprocessor__mean=[0, 0, 0]), 'normalization.mean=.123.*, and this config .0, 0, 0'),
+        (dict(data_preprocessor__std=[1, 1, 1]), 'normalization.std=.58.*, and this config .1, 1, 1'),
+        (dict(data_preprocessor__bgr_to_rgb=False), 'normalization.channel_order=RGB, and this config BGR'),
+        (dict(data_preprocessor__pad_size_divisor=64), 'padding.size_divisor=32, and this config 64.*export again'),
+    ],
+    ids=str,
+)
+def test_settings_that_the_file_cannot_follow_are_refused(files, served, settings, message):
+    cfg, metadata = with_settings(files[0], **settings), served('onnxruntime').model.runtime.metadata
+    with pytest.raises(ExportError, match=f'model.onnx was exported with {message}'):
+        follow_config('model.onnx', metadata, detector_settings(cfg))
+    # Options beside the model of a FusedDetector are options of the model.
+    beside = Config.fromfile(files[0])
+    beside.merge_from_dict({f'model.{key.replace("__", ".")}': value for key, value in settings.items()})
+    with pytest.raises(ExportError, match=f'model.onnx was exported with {message}'):
+        follow_config('model.onnx', metadata, detector_settings(beside))
+    # The settings are compared anew at each load.
+    assert follow_config('model.onnx', metadata, detector_settings(Config.fromfile(files[0]))).score_thr is None
+
+
+def test_file_of_an_earlier_version_says_that_it_has_its_own_thresholds(files, tmp_path, caplog):
+    MMLogger.get_current_instance().addHandler(caplog.handler)
+    model = import_extra('onnx').load(files[2])
+    metadata = json.loads(model.metadata_props[0].value)
+    del metadata['test_cfg'], metadata['padding']
+    model.metadata_props[0].value = json.dumps(metadata)
+    (tmp_path / 'old.onnx').write_bytes(model.SerializeToString())
+    cfg = with_settings(files[0], test_cfg__rcnn__score_thr=0.9)
+    detector = slab_det.load_detector(cfg, tmp_path / 'old.onnx', 'onnxruntime')
+    assert 'old.onnx was exported by an earlier version and does not say its test_cfg' in caplog.text
+    assert detector(IMAGES[0]).pred_instances.scores.min() < 0.9
+    cfg = with_settings(files[0], data_preprocessor__mean=[0, 0, 0])
+    with pytest.raises(ExportError, match='old.onnx was exported with normalization.mean'):
+        slab_det.load_detector(cfg, tmp_path / 'old.onnx', 'onnxruntime')
 
 
 def test_file_exported_for_another_resize_is_refused(files, served):

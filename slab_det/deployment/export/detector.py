@@ -66,7 +66,7 @@ class DetectorGraph(BackboneGraph):
     def __init__(self, detector: TwoStageDetector) -> None:
         super().__init__(detector)
         check_two_stage(detector)
-        self.register_buffer('score_thr', torch.tensor(float(detector.roi_head.test_cfg.score_thr)))
+        self.register_buffer('score_thr', torch.tensor(detector.roi_head.test_cfg.score_thr, dtype=torch.float32))
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         rpn_head, roi_head, boxes = self.detector.rpn_head, self.detector.roi_head, DynamicBoxes()
@@ -163,11 +163,13 @@ class _Suppression(torch.autograd.Function):
     @staticmethod
     def symbolic(g: Any, boxes: Any, scores: Any, iou_threshold: float, limit: int) -> Any:
         def constant(*values: float | int) -> Any:
-            return g.op('Constant', value_t=torch.tensor(values))
+            # ONNX knows float32 and int64 here, whatever the default dtype.
+            dtype = torch.float32 if isinstance(values[0], float) else torch.int64
+            return g.op('Constant', value_t=torch.tensor(values, dtype=dtype))
 
         boxes, scores = g.op('Unsqueeze', boxes, constant(0)), g.op('Unsqueeze', scores, constant(0, 1))
         # EMPTY / 2, because runtimes differ in whether a score equal to the threshold passes.
-        limits = constant(limit), constant(iou_threshold), constant(EMPTY / 2)
+        limits = constant(limit), constant(float(iou_threshold)), constant(EMPTY / 2)
         selected = g.op('NonMaxSuppression', boxes, scores, *limits)
         # Each row is (image, class, box).
         return g.op('Gather', selected, g.op('Constant', value_t=torch.tensor(2)), axis_i=1)

@@ -17,8 +17,9 @@ from slab_det.deployment.deploy import is_deployed
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, find_resize, import_extra
+from slab_det.deployment.export.settings import describe_preprocessor, describe_test_cfg
 from slab_det.fusion.folds import find_hooks
-from slab_det.fusion.verify import check_finite
+from slab_det.fusion.verify import check_finite, input_channels
 from slab_det.norms import copy_module, named_offline_norms
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.pipeline import inference_steps
@@ -64,7 +65,8 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
         raise ExportError('the model is deployed; export the fused model that it was made of')
     onnx = import_extra('onnx')
     graph = build_graph(detector, scope).float()
-    image, buffer = torch.rand(1, 3, *TRACED_SIZE) * 255, io.BytesIO()
+    shape, buffer = (1, input_channels(detector), *TRACED_SIZE), io.BytesIO()
+    image = torch.rand(shape, dtype=torch.float32) * 255
     try:
         with _tracer_workarounds():
             # The tracer takes seconds for a Swin-T; torch.export takes minutes, because every operator simplifies its
@@ -93,6 +95,8 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
         dataset_meta=getattr(detector, 'dataset_meta', None),
         **_describe_input(detector),
     )
+    if scope == 'detector':
+        metadata['test_cfg'] = describe_test_cfg(detector.rpn_head.test_cfg, detector.roi_head.test_cfg)
     if 'mask_logits' in graph.output_names():
         metadata['mask_threshold'] = detector.roi_head.test_cfg.mask_thr_binary
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
@@ -103,15 +107,13 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
 
 def _describe_input(detector: nn.Module) -> dict:
     """The metadata about the input image, and about the preprocessing inside the graph."""
-    preprocessor, resize = detector.data_preprocessor, None
-    normalization = dict(channel_order='RGB' if preprocessor._channel_conversion else 'BGR')
-    if preprocessor._enable_normalize:
-        normalization |= {name: getattr(preprocessor, name).flatten().tolist() for name in ('mean', 'std')}
+    resize = None
     # build_detector stores the config here, as mmdet's init_detector does.
     cfg = getattr(detector, 'cfg', {})
     if cfg.get('test_dataloader') or cfg.get('val_dataloader'):
         resize = find_resize(inference_steps(cfg))
-    return dict(image=dict(channel_order='BGR', range=[0, 255], resize=resize), normalization=normalization)
+    image = dict(channel_order='gray' if input_channels(detector) == 1 else 'BGR', range=[0, 255], resize=resize)
+    return dict(image=image, **describe_preprocessor(detector.data_preprocessor))
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def check_parity(detector: nn.Module, runtime: Runtime, images: Iterable[np.ndar
     Args:
         detector: The detector, in eval mode.
         runtime: The file.
-        images: (1, 3, H, W), float32, 0 to 255; sizes should differ.
+        images: (1, C, H, W), float32, 0 to 255; sizes should differ.
 
     Raises:
         ExportError: If a weight or an output is not finite, an output is missing or has another shape, a difference is
@@ -178,7 +178,8 @@ def _compare_detections(first: Sequence[Tensor], second: Sequence[Tensor], image
     return relative_difference(*values), share, sum(x.numel() for x in values[0])
 
 
-def random_images(sizes: Sequence[tuple[int, int]] = SIZES) -> list[np.ndarray]:
-    """Seeded noise images (1, 3, H, W), 0 to 255, one of each size."""
+def random_images(sizes: Sequence[tuple[int, int]] = SIZES, channels: int = 3) -> list[np.ndarray]:
+    """Seeded noise images (1, C, H, W), 0 to 255, one of each size."""
     generator = torch.Generator().manual_seed(0)
-    return [(torch.rand(1, 3, *size, generator=generator) * 255).numpy() for size in sizes]
+    shapes = ((1, channels, *size) for size in sizes)
+    return [(torch.rand(shape, generator=generator, dtype=torch.float32) * 255).numpy() for shape in shapes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -18,6 +18,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from slab_det.deployment.export.settings import follow_config
 from slab_det.deployment.masks import check_form, paste_masks
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
@@ -85,7 +86,7 @@ class Runtime:
         metadata: What :func:`slab_det.deployment.export.export_onnx` wrote into the file.
         run: Returns the outputs by name for an image (1, 3, H, W), float32, 0 to 255, in the channel order of the
             pipeline.
-        with_threshold: Returns a ``run`` with another score threshold.
+        with_threshold: Returns a ``run`` with another score threshold; raises ExportError if the file has none.
     """
 
     metadata: dict
@@ -127,9 +128,10 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
 
     def with_threshold(score_thr: float) -> Run:
         model = onnx.load(path)
-        for tensor in model.graph.initializer:
-            if tensor.name.endswith('score_thr'):
-                tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(score_thr, np.float32), tensor.name))
+        found = [tensor for tensor in model.graph.initializer if tensor.name.endswith('score_thr')]
+        if len(found) != 1:
+            raise ExportError(f'{path} has no score threshold that could be changed to {score_thr}; export it again')
+        found[0].CopyFrom(onnx.numpy_helper.from_array(np.array(score_thr, np.float32), found[0].name))
         return RUNTIMES[runtime](model.SerializeToString(), threads, precision)
 
     return Runtime(json.loads(text), RUNTIMES[runtime](str(path), threads, precision), with_threshold)
@@ -142,15 +144,24 @@ class ExportedDetector(BaseModel):
     Args:
         file: The ONNX file, of scope 'detector'.
         pipeline: Configs of the test pipeline, whose resize must equal the file's; None skips this check.
+        detector: Config of the detector. The file follows its ``score_thr``, a smaller ``max_per_img`` and its
+            ``mask_thr_binary``; its other settings must equal the file's. None: the settings of the file.
         masks: 'full' or 'rle', see :func:`slab_det.load_detector`.
         **options: Options of :func:`load_runtime`.
 
     Raises:
-        ExportError: If the file has another scope or no masks to encode, was exported for another resize, or
-            the runtime is not installed.
+        ExportError: If the file has another scope or no masks to encode, was exported for another resize or with
+            settings that it cannot change, or the runtime is not installed.
     """
 
-    def __init__(self, file: str, pipeline: Sequence[dict] | None = None, masks: str = 'full', **options) -> None:
+    def __init__(
+        self,
+        file: str,
+        pipeline: Sequence[dict] | None = None,
+        masks: str = 'full',
+        detector: dict | None = None,
+        **options,
+    ) -> None:
         check_form(masks, ExportError)
         super().__init__()
         self.runtime, self.masks = load_runtime(file, **options), masks
@@ -164,6 +175,9 @@ class ExportedDetector(BaseModel):
             )
         if masks == 'rle' and 'mask_threshold' not in self.runtime.metadata:
             raise ExportError(f"masks='rle' encodes masks, and {file} outputs no masks; leave masks= out")
+        self.settings = follow_config(file, self.runtime.metadata, detector)
+        if self.settings.score_thr is not None:
+            self.runtime = replace(self.runtime, run=self.runtime.with_threshold(self.settings.score_thr))
         # The runner reads the device of a model from its tensors.
         self.register_buffer('_device', torch.zeros(()), persistent=False)
 
@@ -173,11 +187,13 @@ class ExportedDetector(BaseModel):
         if mode != 'predict':
             raise ExportError(f'an exported detector only predicts, mode={mode!r} is not possible')
         for image, sample in zip(inputs, data_samples, strict=True):
-            found = {name: torch.from_numpy(x) for name, x in self.runtime.run(image[None].float().numpy()).items()}
+            found = self.runtime.run(image[None].float().numpy())
+            # Sorted by score.
+            found = {name: torch.from_numpy(x[: self.settings.max_per_img]) for name, x in found.items()}
             boxes = found['boxes'] / found['boxes'].new_tensor(sample.scale_factor).repeat(2)
             instances = InstanceData(bboxes=boxes, scores=found['scores'], labels=found['labels'])
             if 'mask_logits' in found:
-                probabilities, threshold = found['mask_logits'].sigmoid(), self.runtime.metadata['mask_threshold']
+                probabilities, threshold = found['mask_logits'].sigmoid(), self.settings.mask_threshold
                 instances.masks = paste_masks(probabilities, boxes, sample.ori_shape[:2], threshold, self.masks)
             sample.pred_instances = instances
         return data_samples

@@ -16,6 +16,7 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import bbox2roi
 
 from slab_det.deployment.export import (
+    ExportedDetector,
     ExportError,
     build_graph,
     check_parity,
@@ -189,6 +190,17 @@ def test_detector_that_finds_nothing_returns_empty_outputs(exported):
     }
 
 
+def test_file_takes_a_lower_score_threshold_and_fewer_detections(exported, small_detector_cfg):
+    file, cfg = exported(score_thr=0.995)[1], small_detector_cfg()
+    cfg.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
+    cfg.test_cfg.rcnn.max_per_img = 7
+    image, sample = torch.from_numpy(random_images(SIZES[:1])[0][0]), DetDataSample()
+    sample.set_metainfo(dict(ori_shape=image.shape[1:], img_shape=image.shape[1:], scale_factor=(1.0, 1.0)))
+    found = ExportedDetector(str(file), detector=cfg)([image], [sample])[0].pred_instances
+    every = load_runtime(file).with_threshold(cfg.test_cfg.rcnn.score_thr)(image[None].numpy())
+    assert len(every['scores']) > len(found) == 7 and found.scores.numpy().tolist() == every['scores'][:7].tolist()
+
+
 @pytest.mark.parametrize('score_thr', [0.05, 0.995])
 def test_parity_check_compares_heads_even_if_nothing_is_detected(exported, score_thr):
     model, file = exported(score_thr=score_thr)
@@ -355,6 +367,9 @@ def test_layers_with_weights_run_in_int8_and_output_layers_in_float32(exported, 
         assert part in names, part
     for part in ('projection', 'rpn_cls', 'rpn_reg'):
         assert part not in names, part
+    runtime, image = load_runtime(target, threads=1), random_images([(96, 128)])[0]
+    # The threshold is still an input of the graph that a runtime can set.
+    assert len(runtime.with_threshold(0.0)(image)['scores']) > len(runtime.run(image)['scores'])
 
 
 def test_int8_differs_by_rounding(exported, tmp_path):
