@@ -33,6 +33,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
     from slab_det.deployment.export.parity import SIZES
     from slab_det.fusion import check_statistics
+    from slab_det.fusion.verify import input_channels
     from slab_det.runtime.errors import SlabDetError
     from slab_det.runtime.run_folder import check_writable, whole_file
 
@@ -48,15 +49,20 @@ def main(args: argparse.Namespace) -> None:
         loader = read_images(cfg, args.num_images, folder=args.images)
         calibration = (batch['inputs'][0][None].float().numpy() for batch in loader)
     sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
-    images = [*random_images(sizes)]
+    photographs = []
     height, width = args.size or (800, 1333)
     for path in args.check_images:
         image = mmcv.imread(path) if Path(path).is_file() else None
         if image is None:
             raise SlabDetError(f'--check-images: {path} is not a readable image')
         image = mmcv.imrescale(image, (max(height, width), min(height, width)))
-        images.append(np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32))
+        photographs.append(image)
     detector = build_detector(read_config(args.config), args.checkpoint)
+    channels = input_channels(detector)
+    images = random_images(sizes, channels)
+    for image in photographs:
+        pixels = mmcv.bgr2gray(image, keepdim=True) if channels == 1 else image
+        images.append(np.ascontiguousarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32))
     check_statistics(detector, args.checkpoint)
     with whole_file(args.out) as name:
         export_onnx(detector, name, args.scope)

@@ -22,6 +22,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints.build import build_detector
     from slab_det.cli.config import check_out, read_config
     from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
+    from slab_det.fusion.verify import input_channels
     from slab_det.norms import named_offline_norms
 
     if min(args.size) < 1:
@@ -36,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
         )
     check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model)
-    image = torch.randn(1, 3, *args.size, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(1, input_channels(model), *args.size, generator=torch.Generator().manual_seed(0))
     check = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)
     print(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slab_det.compare.kernels import REMEDY, find_wrong_layers
 from slab_det.compare.rounding import rms_difference, run_rounded
-from slab_det.fusion.verify import FLOAT32_FACTOR, extract_features
+from slab_det.fusion.verify import FLOAT32_FACTOR, extract_features, input_channels
 from slab_det.norms import copy_module
 from slab_det.runtime.errors import DeploymentError, name_some
 from slab_det.runtime.tensors import tensors_in
@@ -68,7 +68,7 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
     for mode in modes:
         try:
             reference = _run(model, mode) if mode != 'features' else _run(copy_module(model).double(), mode)
-        except Exception as error:  # the model may need text, frames or other channels
+        except Exception as error:  # the model may need text, frames or larger images
             MMLogger.get_current_instance().warning(
                 f'slab_det.deploy could not check {kind}: the original does not run on an image of {SIZE[0]}x{SIZE[1]} '
                 f'({mode}: {_one_line(error)}); compare the results of both models on your own images'
@@ -129,10 +129,10 @@ def _differences(outputs: list[Tensor], references: list[Tensor]) -> list[float]
 
 def _run(model: nn.Module, mode: str) -> list[Tensor]:
     """Runs a model on seeded noise; returns its feature maps ('features'), or its outputs in that mode of mmdet."""
-    generator = torch.Generator().manual_seed(0)
+    generator, shape = torch.Generator().manual_seed(0), (input_channels(model), *SIZE)
     if mode == 'features':
-        return extract_features(model, torch.randn(1, 3, *SIZE, generator=generator).to(next(model.parameters())))
-    image = torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8)
+        return extract_features(model, torch.randn(1, *shape, generator=generator).to(next(model.parameters())))
+    image = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     metainfo = dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, img_path='')
     data = model.data_preprocessor(dict(inputs=[image], data_samples=[DetDataSample(metainfo=metainfo)]), False)
     cfgs = [getattr(module, 'test_cfg', None) for module in model.modules()]

@@ -43,8 +43,11 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
 
 def input_channels(model: nn.Module) -> int:
     """Number of channels of the images that a detector or backbone reads: its first convolution's, or 3 without one."""
-    convs = (module for module in getattr(model, 'backbone', model).modules() if isinstance(module, nn.Conv2d))
-    return next((conv.in_channels for conv in convs), 3)
+    # Deployed models have convolutions of other classes.
+    for module in getattr(model, 'backbone', model).modules():
+        if hasattr(module, 'kernel_size') and hasattr(module, 'in_channels'):
+            return module.in_channels
+    return 3
 
 
 def check_finite(model: nn.Module, error: type[SlabDetError] = FusionError) -> None:

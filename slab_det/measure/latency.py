@@ -20,6 +20,7 @@ from torch import nn
 
 from slab_det.compare.kernels import warn_of_wrong_kernels
 from slab_det.deployment import is_deployed
+from slab_det.fusion.verify import input_channels
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
@@ -260,8 +261,11 @@ class _TimedModel:
         self.autocast = self.weights_dtype != self.dtype
         if self.dtype in (torch.bfloat16, torch.float16):
             warn_of_wrong_kernels(model, self.dtype)
+        self.is_gray = input_channels(model) == 1
+        normalize = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True)
+        normalize = dict(mean=[127.5], std=[57.5]) if self.is_gray else normalize
         self.preprocess = getattr(model, 'data_preprocessor', None) or DetDataPreprocessor(
-            mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], bgr_to_rgb=True, pad_size_divisor=32
+            **normalize, pad_size_divisor=32
         ).to(device)
         self.num_detections: int | None = None
         self.load()
@@ -280,13 +284,13 @@ class _TimedModel:
 
     def load(self) -> None:
         """Decodes, resizes, normalises and pads the image, and moves it to the device."""
-        # (height, width, 3) uint8 in BGR, upright, as mmdet's LoadImageFromFile reads it.
-        pixels = mmcv.imfrombytes(self.content)
+        # (height, width, 3) uint8 in BGR, or (height, width) in gray, upright, as mmdet's LoadImageFromFile reads it.
+        pixels = mmcv.imfrombytes(self.content, 'grayscale' if self.is_gray else 'color')
         (height, width), ori_shape = self.size, pixels.shape[:2]
         # Width before height, as mmcv's Resize leaves it.
         scale_factor = (width / ori_shape[1], height / ori_shape[0])
         metainfo = {'img_id': 0, 'img_shape': self.size, 'ori_shape': ori_shape, 'scale_factor': scale_factor}
-        pixels = mmcv.imresize(pixels, (width, height))
+        pixels = np.atleast_3d(mmcv.imresize(pixels, (width, height)))
         data = {
             'inputs': [torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))],
             # mmpretrain's classifiers create their own data samples.

@@ -5,6 +5,7 @@ from mmdet.models.dense_heads import RPNHead
 from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from torch import nn
 
+from slab_det.fusion.verify import input_channels
 from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.recalibration.fixed_point import recalibrate
 
@@ -27,7 +28,7 @@ def prepare_untrained(model: nn.Module) -> bool:
     """
     set_gamma(model, 0.0)
     if any(True for _ in named_offline_norms(model)):
-        noise = torch.randn(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(1, input_channels(model), 128, 128, generator=torch.Generator().manual_seed(0))
         recalibrate(model, [noise.to(next(model.parameters()).device)], max_passes=1, progress=False)
     rpn_head, roi_head = getattr(model, 'rpn_head', None), getattr(model, 'roi_head', None)
     box_head = getattr(roi_head, 'bbox_head', None)

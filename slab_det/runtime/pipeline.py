@@ -42,7 +42,8 @@ class ImagePipeline:
 
     OpenCV decodes files and bytes as in training, to 8-bit BGR: it expands gray and palettes, drops alpha, keeps the
     high byte of 16-bit values, and rotates JPEG, PNG and TIFF by their EXIF orientation. Arrays and Pillow images are
-    not rotated.
+    not rotated. With ``color_type='grayscale'`` of LoadImageFromFile every image becomes gray, with 'unchanged' it
+    keeps its channels.
 
     Args:
         steps: Configs of the transforms, LoadImageFromFile first, in mmengine's default scope. Transforms of
@@ -88,16 +89,16 @@ class ImagePipeline:
         return data
 
     def _decode(self, image: Image) -> np.ndarray:
-        """Returns an image as (H, W, 3) in BGR, uint8 or float32."""
+        """Returns an image as the loader does: (H, W, 3) in BGR, or (H, W) if it is gray; uint8 or float32."""
         if isinstance(image, bytes):
             _check_header(image)
             pixels = mmcv.imfrombytes(image, self.loader.color_type, backend=self.loader.imdecode_backend)
             if pixels is None:
                 raise ValueError('damaged, or in a format that OpenCV does not decode')
             return pixels.astype(np.float32) if self.loader.to_float32 else pixels
+        is_unchanged = self.loader.color_type == 'unchanged'
         if isinstance(image, PIL.Image.Image):
-            # convert() would clip values of more than eight bits to 255.
-            image = np.asarray(image) if image.mode[0] in 'IF' else np.asarray(image.convert('RGB'))[..., ::-1]
+            image = _pillow_pixels(image, is_unchanged)
         if not isinstance(image, np.ndarray):
             raise DataError(f'an image is a path, bytes, an array or a Pillow image, not a {type(image).__name__}')
         image = image[..., None] if image.ndim == 2 else image
@@ -106,11 +107,26 @@ class ImagePipeline:
                 f'an array has the shape (height, width, channels), not {image.shape}: give image.transpose(1, 2, 0) '
                 'of (channels, height, width), and several images as a list'
             )
-        image = image[..., :3]
+        image = image if is_unchanged else image[..., :3]
         check_range(image)
-        image = image.repeat(3, 2) if image.shape[2] == 1 else image
         # OpenCV resizes uint8 and float32, but not every other dtype.
-        return image if image.dtype == np.uint8 else image.astype(np.float32)
+        is_float = self.loader.to_float32 or image.dtype != np.uint8
+        image = image.astype(np.float32) if is_float else image
+        if image.shape[2] == 1:
+            return image.repeat(3, 2) if self.loader.color_type.startswith('color') else image[..., 0]
+        if self.loader.color_type.startswith('grayscale'):
+            return cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_BGR2GRAY)
+        return image
+
+
+def _pillow_pixels(image: PIL.Image.Image, is_unchanged: bool) -> np.ndarray:
+    """The pixels of a Pillow image in BGR; with ``is_unchanged`` a gray one stays gray, and RGBA becomes BGRA."""
+    # convert() would clip values of more than eight bits to 255.
+    if image.mode[0] in 'IF':
+        return np.asarray(image)
+    mode = {'1': 'L', 'L': 'L', 'RGBA': 'RGBA'}.get(image.mode, 'RGB') if is_unchanged else 'RGB'
+    pixels = np.array(image.convert(mode))
+    return pixels if pixels.ndim == 2 else pixels[..., [2, 1, 0, 3][: pixels.shape[2]]]
 
 
 def check_range(image: np.ndarray) -> None:

@@ -379,7 +379,7 @@ def test_weights_that_are_not_finite_are_refused(small_detector, bare):
 def test_a_model_that_cannot_run_on_a_small_image_is_deployed_with_a_warning(fused_backbone, caplog):
     MMLogger.get_current_instance().addHandler(caplog.handler)
     model = fused_backbone('swin')
-    model.patch_embed.projection = nn.Conv2d(7, 16, 4, 4)
+    model.patch_embed.projection = nn.Conv2d(3, 16, 80, 4)
     model.eval()
     assert not hasattr(slab_det.deploy(model), 'deployment_check')
     assert 'could not check SLABSwin: the original does not run on an image of 64x128' in caplog.text

@@ -28,7 +28,7 @@ from mmengine.runner import Runner
 import slab_det
 from slab_det.checkpoints.build import build_detector
 from slab_det.deployment import ImageListError, ServedDetector
-from slab_det.deployment.export import export_onnx
+from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.deployment.export.runtime import import_extra
 from slab_det.deployment.export.settings import detector_settings, follow_config
 from slab_det.fusion import FusionError, save_fused
@@ -216,6 +216,32 @@ def test_wrong_file_or_option_is_refused(files, file, options, error, message):
 def test_a_missing_config_is_named(files):
     with pytest.raises(ConfigError, match=r'missing\.py: there is no such config'):
         slab_det.load_detector('missing.py', files[1])
+
+
+def test_gray_detector_is_deployed_exported_and_served(module_run_cfg, tmp_path):
+    cfg = module_run_cfg(**SMALL_SWIN, in_channels=1)
+    cfg.model.data_preprocessor.update(mean=[120.0], std=[60.0], bgr_to_rgb=False)
+    cfg.test_dataloader.dataset.pipeline[0].color_type = 'grayscale'
+    torch.save(dict(state_dict=as_trained(MODELS.build(cfg.model)).state_dict()), tmp_path / 'gray.pth')
+    model = build_detector(cfg, str(tmp_path / 'gray.pth'))
+    export_onnx(model, tmp_path / 'gray.onnx')
+    runtime = load_runtime(tmp_path / 'gray.onnx', threads=1)
+    assert runtime.metadata['image']['channel_order'] == 'gray'
+    assert check_parity(model, runtime, random_images([(96, 128)], channels=1))[0].conclusive
+    gray = cv2.cvtColor(IMAGES[0], cv2.COLOR_BGR2GRAY)
+    results = []
+    for weights, options in (('gray.pth', dict(device='cpu')), ('gray.onnx', dict(runtime='onnxruntime', threads=1))):
+        detector = slab_det.load_detector(cfg, tmp_path / weights, **options)
+        forms = gray, gray[..., None], PIL.Image.fromarray(gray), cv2.imencode('.png', gray)[1].tobytes()
+        first, *others = detector([*forms])
+        for other in others:
+            assert_same(other, first, exact=True)
+        results.append(first)
+        if weights == 'gray.pth':
+            assert detector.model.deployment_check.difference < 1e-3
+            measured = slab_det.measure_latency(dict(gray=detector.model), size=(64, 96), rounds=1, warmup=1)
+            assert measured['gray'].detections is not None
+    assert_same(*results, exact=False)
 
 
 def with_settings(config: Path, **settings: object) -> Config:

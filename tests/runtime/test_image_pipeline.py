@@ -89,6 +89,47 @@ def test_pillow_image_is_read_as_rgb(mode):
     assert np.array_equal(pack(image), np.asarray(image.convert('RGB'))[..., ::-1])
 
 
+GRAYS = {
+    'file': encode(GRAY, 'PNG'),
+    'array': GRAY,
+    'one channel': GRAY[..., None],
+    'float32': GRAY.astype(np.float32),
+    'three channels': GRAY[..., None].repeat(3, 2),
+    'strides': np.flipud(np.flipud(GRAY)[..., None].repeat(3, 2)),
+    'Pillow L': Image.fromarray(GRAY),
+    'Pillow F': Image.fromarray(GRAY.astype(np.float32)),
+}
+
+
+@pytest.mark.parametrize('name', GRAYS)
+@pytest.mark.parametrize('color_type', ['grayscale', 'unchanged'])
+@pytest.mark.parametrize('to_float32', [False, True])
+def test_every_form_of_a_gray_image_has_one_channel_where_the_loader_says_so(name, color_type, to_float32):
+    loader, form = dict(STEPS[0], color_type=color_type, to_float32=to_float32), GRAYS[name]
+    expected = pack(GRAYS['file'], [loader, *STEPS[1::2]])
+    found = pack(form, [loader, *STEPS[1::2]])
+    if color_type == 'unchanged' and name in ('three channels', 'strides'):
+        expected = expected.repeat(3, 2)
+    assert found.shape == expected.shape and np.abs(found - expected.astype(float)).max() <= 1
+    assert found.dtype == np.float32 if to_float32 or 'float' in name or 'F' in name else np.uint8
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'RGBA', 'L', '1', 'P'])
+def test_unchanged_arrays_and_pillow_images_have_the_channels_of_their_file(mode):
+    steps = [dict(STEPS[0], color_type='unchanged'), STEPS[3]]
+    image = Image.fromarray(RGB).convert(mode)
+    expected = pack(encode(image, 'PNG'), steps)
+    assert expected.shape[2] == {'RGBA': 4, 'L': 1, '1': 1}.get(mode, 3)
+    assert np.array_equal(pack(image, steps), expected) and np.array_equal(pack(expected, steps), expected)
+
+
+def test_color_arrays_become_gray_as_opencv_does():
+    steps = [dict(STEPS[0], color_type='grayscale'), STEPS[3]]
+    expected = cv2.cvtColor(np.ascontiguousarray(BGR), cv2.COLOR_BGR2GRAY)[..., None]
+    for image in (BGR, np.dstack([BGR, GRAY]), BGR.astype(np.int64), Image.fromarray(RGB)):
+        assert np.abs(pack(image, steps) - expected.astype(float)).max() <= 1
+
+
 def test_pillow_image_with_more_than_eight_bits_is_read_as_an_array():
     assert np.array_equal(pack(Image.fromarray(GRAY.astype(np.float32))), pack(GRAY))
     with pytest.raises(DataError, match='16 bits'):

@@ -23,7 +23,7 @@ class PatchConv(nn.Module):
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
-        self.kernel_size, self.bias = conv.kernel_size, conv.bias
+        self.in_channels, self.kernel_size, self.bias = conv.in_channels, conv.kernel_size, conv.bias
         # (C_out, C, row, column) -> (C_out, row * column * C): the order in which pixels lie in channels-last memory.
         self.weight = nn.Parameter(conv.weight.permute(0, 2, 3, 1).flatten(1).contiguous(), requires_grad=False)
 
