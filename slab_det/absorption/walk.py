@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from slab_det.runtime.errors import ConversionError
-from slab_det.runtime.tensors import tensors_in
+from slab_det.runtime.tensors import map_tensors, tensors_in
 
 # Bytes of CPU memory for stored tensors. Half of a GPU's free memory is filled first; the rest goes to files.
 MEMORY = 2**30
@@ -146,7 +145,7 @@ class Walk:
     def _finish(self, name: str, batch: int, output: object, block: str) -> None:
         blocks = [*self.reads]
         read_later = set().union(*map(self.reads.get, blocks[blocks.index(block) + (name == block) :]))
-        self.finished[batch][name] = tree_map_only(Tensor, _filled_like, output)
+        self.finished[batch][name] = map_tensors(_filled_like, output)
         if name in read_later:
             self.store.put(self._key(name, batch), output)
         for other in self.finished[batch].keys() - read_later:
@@ -185,7 +184,7 @@ def find_reads(
             return leaf.clone()
 
         torch.set_grad_enabled(True)
-        return tree_map_only(Tensor, cut, output)
+        return map_tensors(cut, output)
 
     with ExitStack() as stack, torch.enable_grad():
         for name in blocks:
@@ -221,4 +220,4 @@ def _filled_like(tensor: Tensor, value: float = torch.nan) -> Tensor:
 
 
 def _copy_to(value: object, device: torch.device) -> object:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
+    return map_tensors(lambda tensor: tensor.to(device, copy=True), value)

@@ -137,7 +137,8 @@ def _is_on_cpu(model: nn.Module) -> bool:
 def _check_inference_only(backbone: nn.Module, inputs: tuple) -> None:
     has_gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     # A traced graph would contain the tiles of one image size.
-    is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    # PyTorch 2.6 cannot tell an export from torch.compile, which may run a deployed model.
+    is_traced = torch.jit.is_tracing() or getattr(torch.compiler, 'is_exporting', bool)()
     if backbone.training or has_gradients or is_traced:
         raise DeploymentError(
             'a deployed model only predicts, in eval mode, without gradients, tracing and export: use the fused model '

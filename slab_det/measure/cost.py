@@ -54,9 +54,11 @@ def count_multiply_adds(forward: Callable[[], object]) -> int:
         return sdpa_flop_count(q, k, v)
 
     # FlopCounterMode has no formula for oneDNN linear layers and, before torch 2.15, for attention on a CPU.
-    formulas = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
-    if torch.backends.mkldnn.is_available():
-        formulas[torch.ops.mkldnn._linear_pointwise] = linear_flops
+    internal = (
+        (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu', attention_flops),
+        (torch.ops.mkldnn, '_linear_pointwise', linear_flops),
+    )
+    formulas = {getattr(library, name): flops for library, name, flops in internal if hasattr(library, name)}
     # Under inference mode FlopCounterMode does not see the operators inside composite ones.
     with torch.inference_mode(False), torch.no_grad():
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:

@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.module_tracker import ModuleTracker
+
+# Never entered: only asked whether a backward pass runs in this thread.
+_TRACKER = ModuleTracker()
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -18,8 +22,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def is_recomputing() -> bool:
     """Whether this forward runs inside a backward pass, where activation checkpointing recomputes it."""
-    # -1: no backward pass in this thread.
-    return torch._C._current_graph_task_id() != -1
+    return _TRACKER.is_bw
 
 
 class OfflineNorm(nn.GroupNorm, ABC):

@@ -17,9 +17,12 @@ _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}
 
 def _onednn_dtypes() -> tuple[torch.dtype, ...]:
     """The dtypes that oneDNN multiplies faster than ``F.linear`` on this machine."""
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != 'AVX512':
+    is_fast = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == 'AVX512'
+    # Internal operators, which another PyTorch may lack; tests/test_private_torch.py runs them.
+    if not is_fast or not hasattr(torch.ops.mkldnn, '_linear_pointwise'):
         return ()
-    return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
+    takes_bfloat16 = getattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
+    return (torch.float32, torch.bfloat16) if takes_bfloat16() else (torch.float32,)
 
 
 ONEDNN_DTYPES = _onednn_dtypes()

@@ -19,6 +19,8 @@ from slab_det.deployment.gpu import kernels
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``ReLU(x weight^T + bias)`` of x (n, C) and a weight (C_out, C)."""
+    if not hasattr(torch, '_addmm_activation'):
+        return torch.addmm(bias, x, weight.t()).relu_()
     return torch._addmm_activation(bias, x, weight.t())
 
 
