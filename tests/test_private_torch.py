@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slab_det
+from slab_det.compare.rounding import RoundedArithmetic
 from slab_det.deployment.cpu import linear
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.deployment.gpu import graph, layers
@@ -143,6 +144,15 @@ def test_a_dispatch_mode_is_seen():
     seen = []
     count_multiply_adds(lambda: seen.append(graph._get_current_dispatch_mode()))
     assert graph._get_current_dispatch_mode() is None and seen[0] is not None
+
+
+@pins('torch.utils._python_dispatch.TorchDispatchMode')
+def test_a_dispatch_mode_changes_results():
+    x = torch.tensor([1.001, 2.003])
+    with RoundedArithmetic(torch.bfloat16):
+        # Several operators return a tuple of a class of their own.
+        values, places = (x * 1).topk(2)
+    assert values.tolist() == [2.0, 1.0] and places.tolist() == [1, 0]
 
 
 def test_activation_checkpointing_is_seen():

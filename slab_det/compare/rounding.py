@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from slab_det.norms import copy_module
-from slab_det.runtime.tensors import tensors_in
+from slab_det.runtime.tensors import map_tensors, tensors_in
 
 
 def rms_difference(output: Tensor, reference: Tensor) -> float:
@@ -50,7 +49,7 @@ class RoundedArithmetic(TorchDispatchMode):
             # A view holds rounded values; an in-place operator must write to the memory of its argument.
             return x.copy_(x.to(self.dtype)) if func._schema.is_mutable else x
 
-        return tree_map_only(Tensor, rounded, func(*args, **kwargs))
+        return map_tensors(rounded, func(*args, **kwargs))
 
 
 @torch.no_grad()
