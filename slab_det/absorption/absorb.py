@@ -72,6 +72,7 @@ def absorb(
         ConversionError: If no LayerNorm can be absorbed and no FFN pruned, there are no images, ``keep`` is invalid or
             names no norm that can be absorbed, an attention has hooks, the model is wrapped or deployed, or values are
             not finite.
+        DataError: If ``images`` are no batches of images, or do not fit the model.
         FusionError: If the model has norms of slab_det that cannot be fused.
     """
     if is_model_wrapper(model):

@@ -51,6 +51,9 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
         CheckpointError: If nothing matches, a shape does not fit, or a norm cannot be converted to the backbone's.
     """
     is_loaded = isinstance(path_or_state_dict, Mapping)
+    if not isinstance(path_or_state_dict, (Mapping, str, PathLike)):
+        kind = type(path_or_state_dict).__name__
+        raise CheckpointError(f'{kind}: give the name of a file, an address, or a state dict')
     name = 'state dict' if is_loaded else fspath(path_or_state_dict)
     state = find_state_dict(path_or_state_dict if is_loaded else read_checkpoint(name), name)
     # mmengine's Pretrained takes the prefix with and without the dot; find_state_dict has dropped `module.`.

@@ -121,7 +121,7 @@ def test_depths_of_a_swin_equal_mmpretrain():
     assert {name: ours.get_layer_depth(name) for name in names} == {n: theirs.get_layer_depth(n) for n in names}
 
 
-def test_a_detector_trains_with_layer_decay_and_mmengine_options():
+def test_a_detector_takes_layer_decay_with_options_of_mmengine():
     model = MODELS.build(build_detector_cfg('faster_rcnn'))
     found = rates(model, 'LayerDecayConstructor', custom_keys={'stages.3': dict(lr_mult=0.1)}, norm_decay_mult=0.0)
     assert found['backbone.stages.0.blocks.0.ffn.layers.1.weight'] == RATE**6
