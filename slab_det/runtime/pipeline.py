@@ -17,7 +17,7 @@ from mmengine.config import Config
 from mmengine.dataset import Compose
 
 from slab_det.runtime.config import type_name, walk_datasets
-from slab_det.runtime.errors import DataError
+from slab_det.runtime.errors import DataError, describe_reason
 
 Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
 
@@ -83,7 +83,7 @@ class ImagePipeline:
             except Exception as error:
                 raise DataError(
                     f'{name}, {shape[0]}x{shape[1]} (HxW), fails in {type(transform).__name__} of the test '
-                    f'pipeline: {" ".join(str(error).split())}'
+                    f'pipeline: {describe_reason(error)}'
                 ) from error
         return data
 
@@ -106,6 +106,8 @@ class ImagePipeline:
                 f'an array has the shape (height, width, channels), not {image.shape}: give image.transpose(1, 2, 0) '
                 'of (channels, height, width), and several images as a list'
             )
+        if image.dtype.kind not in 'buif':
+            raise DataError(f'an array of {image.dtype} is no image: give whole numbers or floats from 0 to 255')
         image = image[..., :3]
         check_range(image)
         image = image.repeat(3, 2) if image.shape[2] == 1 else image
