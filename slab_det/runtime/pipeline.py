@@ -106,8 +106,6 @@ class ImagePipeline:
                 f'an array has the shape (height, width, channels), not {image.shape}: give image.transpose(1, 2, 0) '
                 'of (channels, height, width), and several images as a list'
             )
-        if image.dtype.kind not in 'buif':
-            raise DataError(f'an array of {image.dtype} is no image: give whole numbers or floats from 0 to 255')
         image = image[..., :3]
         check_range(image)
         image = image.repeat(3, 2) if image.shape[2] == 1 else image
@@ -123,6 +121,9 @@ def check_range(image: np.ndarray) -> None:
     """
     if image.dtype == np.uint8:
         return
+    # Of complex numbers NumPy would drop a part, and objects may not compare.
+    if image.dtype.kind not in 'buif':
+        raise DataError(f'an array of {image.dtype} is no image: give whole numbers or floats from 0 to 255')
     low, high = float(image.min()), float(image.max())
     # NaN compares as False.
     if not (-0.5 <= low and (high == 0 or 4 <= high) and high < 255.5):
