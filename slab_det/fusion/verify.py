@@ -77,7 +77,7 @@ def verify_fusion(
     model64 = copy_module(model).double()
     fused64 = apply_folds(copy_module(model64), fused.fusion_report.norms)
     differences, num_values = [], 0
-    check_batches(images)
+    check_batches(model, images)
     for image in images:
         check_batch(model, image)
         reference = extract(model64, image.double())

@@ -97,7 +97,7 @@ def recalibrate(
             'the model has no offline norm: nothing to recalibrate '
             '(a fused model has none left; recalibrate before fusing)'
         )
-    check_batches(batches)
+    check_batches(model, batches)
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
     if max_passes is None:

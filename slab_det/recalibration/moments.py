@@ -148,7 +148,7 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
     Raises:
         DataError: If ``batches`` or, when the function is called, a batch is something else, or does not fit the model.
     """
-    check_batches(batches)
+    check_batches(model, batches)
     # mmdet's models take a second to import, and registering the hooks does not need them.
     from mmdet.models import BatchFixedSizePad
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from slab_det.runtime.errors import DataError
 
 
-def check_batches(batches: object) -> None:
-    """Raises DataError unless ``batches`` can be a data loader or a list; one tensor or array is not a list."""
-    if isinstance(batches, (Tensor, np.ndarray)):
+def check_batches(model: nn.Module, batches: object) -> None:
+    """Raises DataError unless ``batches`` can be a data loader, a list, or batches of ``model`` stacked in a tensor."""
+    stacked = isinstance(batches, Tensor) and (batches.ndim == 5 or _image_weight(model) is None)
+    if isinstance(batches, (Tensor, np.ndarray)) and not stacked:
         name = f'one {type(batches).__name__} of shape {tuple(batches.shape)}'
         raise DataError(f'the images are {name}: give batches of images, as a data loader or as a list, [images]')
     if isinstance(batches, (str, bytes, Path, Mapping)) or not isinstance(batches, Iterable):

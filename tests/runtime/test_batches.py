@@ -57,6 +57,11 @@ def test_what_is_no_batch_of_images_is_named(function, images, message, backbone
     assert not differing(backbones['model'], before)
 
 
+def test_batches_may_be_stacked_in_a_tensor(backbones):
+    report = slab_det.recalibrate(copy.deepcopy(backbones['model']), torch.randn(2, 1, 3, 64, 64), progress=False)
+    assert report.num_batches == 2
+
+
 def test_a_double_model_reads_double_images_and_autocast_reads_float(backbones):
     model = copy.deepcopy(backbones['model'])
     images = [torch.randn(2, 3, 64, 64)]
