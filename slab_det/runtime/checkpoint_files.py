@@ -5,6 +5,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 from urllib.error import URLError
 
@@ -20,6 +21,8 @@ from slab_det.runtime.distributed import run_on_main
 from slab_det.runtime.errors import CheckpointError, describe_reason
 
 SAFETENSORS, TIMM = '.safetensors', 'timm://'
+# torch's allow-list belongs to the process: two threads that leave it in another order would restore each other's.
+_ALLOW_LIST = RLock()
 
 
 def install_safe_reading() -> None:
@@ -142,7 +145,7 @@ def read_torch_file(file: Any, map_location: Any = None) -> Any:
 def safe_reading(file: Any) -> Iterator[None]:
     """Allows the objects in ``CHECKPOINT_GLOBALS``; damaged or unsafe contents of ``file`` become a CheckpointError."""
     try:
-        with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
+        with _ALLOW_LIST, torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
             yield
     except (MemoryError, torch.cuda.OutOfMemoryError, URLError, ConnectionError, TimeoutError, PermissionError):
         raise

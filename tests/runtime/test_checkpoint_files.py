@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import threading
 
 import mmengine.logging
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from slab_det.checkpoints import load_pretrained
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.checkpoint_files import safe_reading
 from slab_det.runtime.errors import CheckpointError
 
 
@@ -161,3 +163,21 @@ def test_a_backbone_loads_from_an_address_of_mmengine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path / 'hub'))
     assert load_pretrained(model, 'torchvision://swin_t.imagenet1k_v1').complete
     assert not differing(model, source) and 'swin_t' in addresses[0]
+
+
+def test_threads_read_one_after_the_other(tmp_path):
+    """The first to end would otherwise take the allow-list away from the second."""
+    torch.save({'scalar': np.float32(0.5)}, tmp_path / 'numpy.pth')
+    entered, found = threading.Event(), []
+
+    def read():
+        with safe_reading('other'):
+            entered.set()
+        found.append(read_checkpoint(tmp_path / 'numpy.pth')['scalar'])
+
+    thread = threading.Thread(target=read)
+    with safe_reading('first'):
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join()
+    assert entered.is_set() and found == [0.5]
