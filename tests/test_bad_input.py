@@ -94,6 +94,7 @@ def run(world: Path, call: Callable, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return lambda command, code=1: call(*command.split(), code=code)
 
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 # A command, and the culprit and the remedy that its message names.
 COMMANDS = [
     ('train.py coco.py', 'data/coco/annotations.json.*--data-root'),
@@ -121,7 +122,27 @@ COMMANDS = [
     ('latency.py small.py --checkpoint small.pth --device cuda:7', "'cuda:7'.*--device cpu"),
     ('latency.py small.py --checkpoint small.pth small.pth', '1 configs.* 2 checkpoints.*"none"'),
     ('latency.py small.py small.py --checkpoint small.pth small.pth', 'twice'),
-    ('latency.py small.py --checkpoint small.pth --deploy', r'slab_det\.fuse'),
+    ('latency.py small.py --checkpoint small.pth --deploy', r'slab_det\.fuse.*--fuse'),
+    ('test.py small.py small.pth --deploy', r'slab_det\.fuse.*--fuse'),
+    ('latency.py small.py --threads -1', '--threads -1: .*from 1 to'),
+    ('latency.py small.py --threads 0', '--threads 0: '),
+    ('latency.py small.py --threads 100000000', '--threads 100000000: .*processors of this machine'),
+    ('latency.py small.py --size 0 0', '--size 0 0: .*at least 1'),
+    ('latency.py small.py --size 1000000 1000000', '--size 1000000 1000000: more than .* pixels'),
+    ('latency.py small.py --rounds 0', 'rounds=0 must be at least 1'),
+    ('test.py small.py small.pth --latency --size -1 32', '--size -1 32: .*at least 1'),
+    ('test.py small.py small.pth --wait-time nan', '--wait-time nan: give seconds'),
+    ('fuse.py small.py small.pth --out x.pth --size 100000 100000', '--size 100000 100000: more than'),
+    ('fuse.py small.py notes.txt --out x.pth', r'notes\.txt: cannot be read as a checkpoint'),
+    ('export_onnx.py small.py small.pth --out x.onnx --size 0 0', '--size 0 0: '),
+    ('test_onnx.py small.py x.onnx --threads -1 --work-dir run', '--threads -1: .*from 0 to'),
+    ('absorb.py layernorm.py layernorm.pth --out x.pth --threads 0', '--threads 0: '),
+    pytest.param('train.py small.py --amp', r'small\.py: AmpOptimWrapper .*GPU.*leave out --amp', marks=NO_GPU),
+    pytest.param(
+        'train.py small.py --cfg-options optim_wrapper.type=AmpOptimWrapper',
+        r'GPU.*optim_wrapper\.type=OptimWrapper',
+        marks=NO_GPU,
+    ),
     ('latency.py small.py --checkpoint small.pth --image notes.txt', r'notes\.txt'),
     ('report.py no_entries.json --out table', 'no entr'),
     ('test.py small.py nowhere.pth --report cut_off.json', r'cut_off\.json'),
@@ -148,7 +169,9 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize(('command', 'expected'), COMMANDS, ids=[command for command, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ('command', 'expected'), COMMANDS, ids=lambda value: value if value.partition(' ')[0].endswith('.py') else ''
+)
 def test_a_wrong_command_is_one_message_and_nothing_half_done(command, expected, world, run):
     if command.startswith(('train', 'test')) and '--work-dir' not in command:
         command += ' --work-dir run'

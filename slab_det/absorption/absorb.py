@@ -13,7 +13,7 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from torch import nn
 
-from slab_det.absorption.plan import make_plan
+from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.report import AbsorptionReport
 from slab_det.absorption.student import absorb_norms
 from slab_det.deployment import is_deployed
@@ -69,9 +69,10 @@ def absorb(
         The fused student, in eval mode; ``model`` is left as it is.
 
     Raises:
-        ConversionError: If no LayerNorm can be absorbed and no FFN pruned, there are no images, ``keep`` is invalid or
-            names no norm that can be absorbed, an attention has hooks, the model is wrapped or deployed, or values are
-            not finite.
+        ConversionError: If no LayerNorm can be absorbed and no FFN pruned, there are no images, ``keep`` is invalid,
+            keeps all norms, or names no norm that can be absorbed, an attention has hooks, the model is wrapped or
+            deployed, or values are not finite.
+        DataError: If ``images`` are no batches of images, or do not fit the model.
         FusionError: If the model has norms of slab_det that cannot be fused.
     """
     if is_model_wrapper(model):
@@ -90,6 +91,7 @@ def absorb(
         tempfile.TemporaryDirectory(prefix='slab_det_absorb_') as folder,
     ):
         plan = make_plan(model, images, Path(folder), int8, ffn, norms=keep != 'all')
+        _check_absorbs(keep, plan, ffn)
         compare = _compare_to(model, plan.images.held_out)
         make = partial(absorb_norms, plan, work_dir=work_dir and Path(work_dir), progress=progress)
         if keep is None:
@@ -115,6 +117,18 @@ def _check_keep(keep: object) -> int | Collection[str] | None:
     if keep is None or (isinstance(keep, Integral) and not isinstance(keep, bool) and keep >= 0):
         return keep
     raise ConversionError(f"keep={keep!r}: give a whole number from 0 on, names of LayerNorms, 'none' or 'all'")
+
+
+def _check_absorbs(keep: int | Collection[str] | None, plan: AbsorptionPlan, ffn: float) -> None:
+    """Raises ConversionError if ``keep`` leaves no LayerNorm to absorb and no FFN is pruned."""
+    found = [name for name, reason in plan.reasons.items() if not reason]
+    if isinstance(keep, Integral) and keep >= len(found) > 0:
+        raise ConversionError(
+            f'keep={keep}: {len(found)} LayerNorms can be absorbed, so give a number from 0 to {len(found) - 1}'
+            + (", or keep='all'" if ffn else '')
+        )
+    if isinstance(keep, Collection) and not ffn and {*found} <= {*keep}:
+        raise ConversionError(f'keep= names all {len(found)} LayerNorms that can be absorbed; name fewer')
 
 
 def _compare_to(teacher: nn.Module, images: Sequence) -> Callable[[nn.Module], None] | None:

@@ -32,6 +32,9 @@ class Attention(BaseModule):
         table_shape: Size (H', W') of a table of positions: the keys' window, or the keys' map in pretraining.
         qk_scale: Factor of the logits; None means 1 / sqrt(d).
         attn_drop_rate: Dropout on softmax attention weights.
+
+    Raises:
+        ValueError: If the heads do not divide the channels.
     """
 
     # Whether mix() gets q, k and v split by head, (B, h, N, d), or whole, (B, 1, N, C).
@@ -48,6 +51,11 @@ class Attention(BaseModule):
         attn_drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
+        if num_heads < 1 or embed_dims % num_heads:
+            raise ValueError(
+                f'{embed_dims} channels cannot be split into num_heads={num_heads} heads; give num_heads that divide '
+                'the channels of their stage'
+            )
         self.embed_dims = embed_dims
         self.num_heads = num_heads
         self.table_shape = table_shape

@@ -30,6 +30,11 @@ class LinearMixing(Attention):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         height, width = self.table_shape
+        if min(height, width) < 1:
+            raise ValueError(
+                'linear attention has no position for any key: pretrain_img_size is too small for the strides and '
+                'la_sr_ratios'
+            )
         self.positional_encoding = nn.Parameter(torch.zeros(1, height * width, self.embed_dims))
         self.register_buffer(
             'head_mask',

@@ -12,6 +12,7 @@ from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 
 from slab_det.attention import SoftmaxWindowAttention
+from slab_det.backbones.blocks import Block
 from slab_det.checkpoints import check_state_dict, load_pretrained
 from slab_det.norms import named_offline_norms
 from slab_det.norms.base import set_mode
@@ -22,6 +23,7 @@ class Backbone(BaseModule):
 
     def __init__(
         self,
+        num_stages: int,
         out_indices: Sequence[int],
         norm_cfg: dict,
         norm_eval: bool,
@@ -34,6 +36,10 @@ class Backbone(BaseModule):
                 raise ValueError('init_cfg and pretrained name two sources of weights: give one')
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
+        stages = range(num_stages)
+        # The outputs come in the order of the stages, whatever order is asked for.
+        if not isinstance(out_indices, Sequence) or [*out_indices] != [i for i in stages if i in out_indices]:
+            raise ValueError(f'out_indices={out_indices}: give stages from 0 to {num_stages - 1}, in ascending order')
         try:
             build_norm_layer(norm_cfg, 1)
         except KeyError as error:
@@ -50,7 +56,30 @@ class Backbone(BaseModule):
     def count_positions(self, patch: int) -> tuple[int, int]:
         """(H, W) of the learned positions, one for each patch of ``patch`` x ``patch`` pixels."""
         height, width = self.pretrain_img_size
+        if min(height, width) < patch:
+            raise ValueError(f'pretrain_img_size={self.pretrain_img_size} is smaller than a patch of {patch} pixels')
         return height // patch, width // patch
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        """The depth of a parameter, which LayerDecayConstructor and mmpretrain's constructor ask for.
+
+        Args:
+            param_name: The name of the parameter.
+            prefix: The beginning of the names of the backbone's parameters.
+
+        Returns:
+            The depth and the number of depths: 0 for the patch embedding, n for the n-th block and what follows it up
+            to the next one, and the last depth for output norms and whatever is not the backbone's.
+        """
+        modules = dict(self.named_modules())
+        last = sum(isinstance(module, Block) for module in modules.values()) + 1
+        owner, depth = param_name.removeprefix(prefix).rpartition('.')[0], 0
+        if param_name.startswith(prefix) and not owner.startswith('norm'):
+            for name, module in modules.items():
+                depth += isinstance(module, Block)
+                if name == owner:
+                    return depth, last + 1
+        return last, last + 1
 
     def add_output_norms(self, out_norm_cfg: str | dict | None, norm_cfg: dict, num_features: Sequence[int]) -> None:
         """Adds ``norm<i>`` for each output i: ``norm_cfg`` for 'same', another norm for a dict, no norm for None."""
@@ -104,16 +133,3 @@ class Backbone(BaseModule):
 
     def freeze(self) -> None:
         """Puts modules that do not train into eval mode."""
-
-
-def find_attention(word: str, known: dict[str, type]) -> type:
-    """The attention that a word of a config names in a table of :mod:`slab_det.attention`; ValueError for others."""
-    if word not in known:
-        raise ValueError(f'unknown attention {word!r}: choose from {", ".join(known)}')
-    return known[word]
-
-
-def per_stage(value: object, num_stages: int) -> tuple:
-    """One value for each stage: a sequence as it is, anything else repeated."""
-    is_one = isinstance(value, str) or not isinstance(value, Sequence)
-    return (value,) * num_stages if is_one else tuple(value[:num_stages])

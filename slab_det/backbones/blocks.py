@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slab_det.attention import MapAttention, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
+from slab_det.backbones.arguments import check_whole
 from slab_det.fusion import CannotFold, Fold, Write
 
 
@@ -39,7 +40,7 @@ class LinearFFN(BaseModule):
         (B, H * W, C) -> (B, H * W, C).
 
     Raises:
-        ValueError: If ``ffn_norm`` is unknown.
+        ValueError: If ``ffn_norm`` is unknown, or there are no hidden channels.
     """
 
     # Names of the layers.
@@ -58,6 +59,7 @@ class LinearFFN(BaseModule):
         super().__init__()
         if ffn_norm not in (None, 'pre_act', 'post_act'):
             raise ValueError(f"unknown ffn_norm {ffn_norm!r}: choose from None, 'pre_act' and 'post_act'")
+        check_whole('feedforward_channels', feedforward_channels)
         self.embed_dims = embed_dims
         self.ffn_norm = ffn_norm
         self.layers = self.build_layers(

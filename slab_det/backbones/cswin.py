@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from slab_det.attention import STRIPE_ATTENTIONS, MapAttention
 from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
-from slab_det.backbones.base import Backbone, find_attention, per_stage
+from slab_det.backbones.arguments import PerStage, check_whole, count_stages, find_attention
+from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN
 from slab_det.fusion.stock_mmdet import swin_output_folds
 
@@ -110,6 +111,11 @@ class StripeAttention(MapAttention):
     ) -> None:
         super().__init__(embed_dims, num_heads, drop_path_rate=drop_path_rate)
         axes = (2, 1) if width else (2,)
+        if num_heads % len(axes):
+            raise ValueError(
+                f'num_heads={num_heads}: half of the heads attend in stripes of each direction; give even numbers, or '
+                'stripe_widths=None for this stage'
+            )
         sizes = embed_dims // len(axes), num_heads // len(axes)
         self.attns = ModuleList(Stripes(word, *sizes, axis, width, map_shape, attn_drop_rate) for axis in axes)
 
@@ -157,9 +163,13 @@ class SLABCSwin(Backbone):
         out_norm_cfg: str | dict | None = 'same',
         norm_eval: bool = False,
     ) -> None:
-        num_stages = len(depths)
-        attention = per_stage(attention, num_stages)
-        super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size)
+        check_whole('embed_dims', embed_dims)
+        num_stages = count_stages(depths)
+        stages = PerStage(SLABCSwin, num_stages)
+        num_heads, stripe_widths = stages.numbers('num_heads', num_heads), stages.values('stripe_widths', stripe_widths)
+        check_whole('stripe_widths', [width for width in stripe_widths if width is not None])
+        attention = stages.values('attention', attention)
+        super().__init__(num_stages, out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size)
         num_features = [embed_dims * 2**i for i in range(num_stages)]
         drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(depths)).tolist())
         in_channels, map_shape = 3, self.pretrain_img_size

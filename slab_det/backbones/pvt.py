@@ -14,7 +14,8 @@ from mmengine.model.weight_init import normal_init, trunc_normal_, trunc_normal_
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
-from slab_det.backbones.base import Backbone, find_attention, per_stage
+from slab_det.backbones.arguments import PerStage, check_whole, find_attention
+from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, ConvFFN, PositionEmbedding
 from slab_det.fusion.stock_mmdet import pvt_folds, pvt_output_folds
 
@@ -81,11 +82,18 @@ class SLABPVT(Backbone):
         norm_eval: bool = False,
         ffn_norm: str | None = None,
     ) -> None:
-        attention = per_stage(attention, num_stages)
-        paddings = per_stage(paddings, num_stages)
-        super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
+        check_whole('embed_dims', embed_dims)
+        check_whole('num_stages', num_stages)
+        stages = PerStage(SLABPVT, num_stages)
+        num_layers, num_heads = stages.numbers('num_layers', num_layers, 0), stages.numbers('num_heads', num_heads)
+        patch_sizes, strides = stages.numbers('patch_sizes', patch_sizes), stages.numbers('strides', strides)
+        sr_ratios = stages.numbers('sr_ratios', sr_ratios)
+        la_sr_ratios = stages.numbers('la_sr_ratios', la_sr_ratios)
+        paddings, mlp_ratios = stages.values('paddings', paddings), stages.values('mlp_ratios', mlp_ratios)
+        attention = stages.values('attention', attention)
+        super().__init__(num_stages, out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
         sr_ratios = [sr_ratios[i] if word == 'softmax' else la_sr_ratios[i] for i, word in enumerate(attention)]
-        drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers[:num_stages])).tolist())
+        drop_path_rates = iter(torch.linspace(0, drop_path_rate, sum(num_layers)).tolist())
         map_shape = self.pretrain_img_size
         self.layers = ModuleList()
         for i, channels in enumerate(embed_dims * num_heads[i] for i in range(num_stages)):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from slab_det.attention import WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.attention.geometry import resize_table
-from slab_det.backbones.base import Backbone, find_attention, per_stage
+from slab_det.backbones.arguments import PerStage, check_whole, count_stages, find_attention
+from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.fusion.stock_mmdet import swin_output_folds
 from slab_det.norms.base import set_mode
@@ -116,10 +117,13 @@ class SLABSwin(Backbone):
         norm_eval: bool = False,
         ffn_norm: str | None = None,
     ) -> None:
-        num_stages = len(depths)
-        attention = per_stage(attention, num_stages)
-        window_sizes = per_stage(window_size if window_sizes is None else window_sizes, num_stages)
-        super().__init__(out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
+        check_whole('embed_dims', embed_dims)
+        num_stages = count_stages(depths)
+        stages = PerStage(SLABSwin, num_stages)
+        num_heads, strides = stages.numbers('num_heads', num_heads), stages.numbers('strides', strides)
+        window_sizes = stages.numbers('window_sizes', window_size if window_sizes is None else window_sizes)
+        attention = stages.values('attention', attention)
+        super().__init__(num_stages, out_indices, norm_cfg, norm_eval, init_cfg, pretrain_img_size, pretrained)
         if strides[0] != patch_size:
             raise ValueError(f'patches must not overlap: strides[0]={strides[0]} differs from {patch_size=}')
         self.frozen_stages = frozen_stages

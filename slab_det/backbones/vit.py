@@ -13,7 +13,8 @@ from mmengine.model.weight_init import trunc_normal_
 from torch import Tensor, nn
 
 from slab_det.attention import MAP_ATTENTIONS
-from slab_det.backbones.base import Backbone, find_attention
+from slab_det.backbones.arguments import check_whole, find_attention
+from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN, PositionEmbedding
 from slab_det.fusion import Fold
 
@@ -53,7 +54,10 @@ class SLABViT(Backbone):
         attention: str = 'softmax',
         norm_eval: bool = False,
     ) -> None:
-        super().__init__((0,), norm_cfg, norm_eval, init_cfg, pretrain_img_size)
+        sizes = dict(embed_dims=embed_dims, patch_size=patch_size, num_layers=num_layers, num_heads=num_heads)
+        for name, value in sizes.items():
+            check_whole(name, value)
+        super().__init__(1, (0,), norm_cfg, norm_eval, init_cfg, pretrain_img_size)
         if out_type not in ('featmap', 'cls_token'):
             raise ValueError(f"unknown out_type {out_type!r}: choose from 'featmap' and 'cls_token'")
         self.embed = PatchEmbed(in_channels, embed_dims, kernel_size=patch_size, stride=patch_size)

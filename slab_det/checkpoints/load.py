@@ -42,8 +42,8 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
     Args:
         backbone: SLABSwin, SLABPVT, SLABViT, SLABCSwin, or mmdet's SwinTransformer, PyramidVisionTransformer or
             PyramidVisionTransformerV2 with any of our norms.
-        path_or_state_dict: A file or URL that mmengine can load, a safetensors file, ``timm://NAME`` for the weights
-            that timm has under that name, or the content of such a file.
+        path_or_state_dict: What :func:`slab_det.runtime.read_checkpoint` reads: a file, an address of mmengine, or
+            ``timm://NAME`` for the weights that timm has under that name; or the content of such a file.
         prefix: Prefix of the backbone's weights in the checkpoint, such as ``ema.backbone.``. The default is
             ``backbone.`` if a name begins with it; otherwise all weights are the backbone's.
 
@@ -51,6 +51,9 @@ def load_pretrained(backbone: nn.Module, path_or_state_dict: str | PathLike | Ma
         CheckpointError: If nothing matches, a shape does not fit, or a norm cannot be converted to the backbone's.
     """
     is_loaded = isinstance(path_or_state_dict, Mapping)
+    if not isinstance(path_or_state_dict, (Mapping, str, PathLike)):
+        kind = type(path_or_state_dict).__name__
+        raise CheckpointError(f'{kind}: give the name of a file, an address, or a state dict')
     name = 'state dict' if is_loaded else fspath(path_or_state_dict)
     state = find_state_dict(path_or_state_dict if is_loaded else read_checkpoint(name), name)
     # mmengine's Pretrained takes the prefix with and without the dot; find_state_dict has dropped `module.`.

@@ -4,8 +4,11 @@ A command parses its arguments before it imports torch, so that ``--help`` takes
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -61,7 +64,8 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
             from slab_det.runtime.errors import SlabDetError, describe_error
 
             try:
-                function(args)
+                with _leave_on_termination():
+                    function(args)
             except (SlabDetError, OSError) as error:
                 print(f'error: {describe_error(error)}', file=sys.stderr)
                 raise SystemExit(1) from error
@@ -72,6 +76,25 @@ def command(add_arguments: Callable[[argparse.ArgumentParser], None]) -> Callabl
         return main
 
     return decorate
+
+
+@contextmanager
+def _leave_on_termination() -> Iterator[None]:
+    """Lets SIGTERM end the block as an exception does, so that temporary files are removed."""
+
+    def leave(*_: object) -> None:
+        # 143 is the exit code of shells after SIGTERM.
+        raise SystemExit(143)
+
+    # Whoever has a handler of their own keeps it; other threads than the main one cannot set any.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def find_folder(name: str) -> Path:

@@ -61,11 +61,13 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.fusion import save_fused
     from slab_det.measure.evaluate import evaluate
+    from slab_det.runtime.numbers import check_threads
     from slab_det.runtime.run_folder import check_writable
 
     # Absorption may take hours, so later steps are checked first.
     check_out(args.out, args.checkpoint, args.config)
     check_writable(args.json)
+    check_threads(args.threads)
     if args.rounds < 0:
         raise ConversionError(f'--rounds {args.rounds}: give a number from 0 on')
     if args.images is not None and args.pipeline == 'train':

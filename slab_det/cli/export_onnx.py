@@ -35,10 +35,13 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.fusion import check_statistics
     from slab_det.fusion.verify import input_channels
     from slab_det.runtime.errors import SlabDetError
+    from slab_det.runtime.numbers import check_size
     from slab_det.runtime.run_folder import check_writable, whole_file
 
     if not args.out.endswith('.onnx'):
         raise SlabDetError(f'--out {args.out} must end in .onnx')
+    if args.size:
+        check_size(args.size)
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
     if (args.images or args.calibrate_with or args.data_root) and not args.int8:
         raise SlabDetError('--images, --calibrate-with and --data-root choose calibration images; add --int8')

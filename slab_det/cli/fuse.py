@@ -24,9 +24,9 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
     from slab_det.fusion.verify import input_channels
     from slab_det.norms import named_offline_norms
+    from slab_det.runtime.numbers import check_size
 
-    if min(args.size) < 1:
-        raise FusionError(f'--size {args.size[0]} {args.size[1]}: height and width are at least 1')
+    check_size(args.size, FusionError)
     check_out(args.out, args.checkpoint, args.config)
     cfg = read_config(args.config)
     model = build_detector(cfg, args.checkpoint)

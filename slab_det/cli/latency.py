@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints import is_fused
     from slab_det.checkpoints.build import build_detector
     from slab_det.cli.config import check_report, read_config
-    from slab_det.measure.latency import find_device, latency_table
+    from slab_det.measure.latency import check_conditions, find_device, latency_table
     from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
     from slab_det.runtime.errors import SlabDetError
@@ -40,6 +40,7 @@ def main(args: argparse.Namespace) -> None:
     if len({*pairs}) < len(pairs):
         raise SlabDetError('a config is listed twice; leave one out')
     check_report(args.json)
+    check_conditions(**latency_options(args))
     device = find_device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     models, entries = {}, []
     for config, checkpoint in pairs:

@@ -1,6 +1,7 @@
 """Evaluates a detector and updates its report. Takes mmdet's arguments, --data-root, --fuse, --deploy and --latency."""
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.data import check_data
     from slab_det.measure import report
     from slab_det.measure.environment import describe_environment
+    from slab_det.measure.latency import check_conditions
     from slab_det.runtime.distributed import unwrap
     from slab_det.runtime.errors import SlabDetError
     from slab_det.runtime.run_folder import check_writable
@@ -49,6 +51,10 @@ def main(args: argparse.Namespace) -> None:
         raise SlabDetError('--tta, --show and --show-dir are for detectors; leave them out')
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
         raise SlabDetError(f'--out {args.out} must end in .pkl or .pickle')
+    if args.latency:
+        check_conditions(**latency_options(args))
+    if not 0 <= args.wait_time < math.inf:
+        raise SlabDetError(f'--wait-time {args.wait_time}: give seconds from 0 on')
     path = Path(args.report or Path(cfg.work_dir) / 'report.json')
     check_report(path)
     check_writable(args.out)

@@ -31,9 +31,11 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.deployment.export.settings import detector_settings
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.report import ap_from_metrics, describe_dataset
+    from slab_det.runtime.numbers import check_threads
     from slab_det.runtime.pipeline import inference_steps
     from slab_det.runtime.run_folder import check_writable
 
+    check_threads(args.threads, least=0)
     check_writable(args.json)
     cfg = config_from_arguments(args)
     check_data(cfg, ('test',))

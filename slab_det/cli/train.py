@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Trains the detector of ``args.config``."""
     from mmdet.utils import setup_cache_size_limit_of_dynamo
+    from mmengine.device import get_device
     from mmengine.dist import is_main_process
     from mmengine.registry import RUNNERS
     from mmengine.runner import Runner
@@ -27,6 +28,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import config_from_arguments
     from slab_det.data import check_data, check_num_classes
     from slab_det.hooks import FiniteLossHook, NormStateHook
+    from slab_det.runtime.config import type_name
     from slab_det.runtime.errors import ConfigError, SlabDetError, config_errors
     from slab_det.runtime.run_folder import find_latest_checkpoint
 
@@ -40,6 +42,12 @@ def main(args: argparse.Namespace) -> None:
     if args.amp:
         cfg.optim_wrapper.type = 'AmpOptimWrapper'
         cfg.optim_wrapper.loss_scale = 'dynamic'
+    wrapper = (cfg.get('optim_wrapper') or {}).get('type') or ''
+    if type_name(wrapper) == 'AmpOptimWrapper' and get_device() in ('cpu', 'mps'):
+        remedy = 'leave out --amp' if args.amp else 'add --cfg-options optim_wrapper.type=OptimWrapper'
+        raise SlabDetError(
+            f'{args.config}: AmpOptimWrapper trains in mixed precision on a GPU, and PyTorch finds none; {remedy}'
+        )
     if args.auto_scale_lr:
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise SlabDetError(

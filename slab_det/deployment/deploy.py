@@ -67,7 +67,8 @@ def deploy(
     unfused = [name for name, norm in named_offline_norms(model)]
     if unfused:
         raise DeploymentError(
-            f'{len(unfused)} norms are not fused ({unfused[0]}, ...); call slab_det.fuse before slab_det.deploy'
+            f'{len(unfused)} norms are not fused ({unfused[0]}, ...); call slab_det.fuse before slab_det.deploy, '
+            'or add --fuse to the command'
         )
     check_form(masks, DeploymentError)
     check_finite(model, DeploymentError)

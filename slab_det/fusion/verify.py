@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slab_det.fusion.fuse import FusionError, apply_folds
 from slab_det.norms import copy_module
+from slab_det.runtime.batches import check_batch, check_batches
 from slab_det.runtime.errors import SlabDetError, name_some
 
 # In float64 the two models differ by rounding alone. In float32 the rounding error of a deep model has no fixed bound:
@@ -78,13 +79,16 @@ def verify_fusion(
         extract: Runs a model on images.
 
     Raises:
+        DataError: If ``images`` are no batches of images, or do not fit the model.
         FusionError: If a difference exceeds its bound, an output is not finite, or there is nothing to compare.
     """
     check_finite(model)
     model64 = copy_module(model).double()
     fused64 = apply_folds(copy_module(model64), fused.fusion_report.norms)
     differences, num_values = [], 0
+    check_batches(model, images)
     for image in images:
+        check_batch(model, image)
         reference = extract(model64, image.double())
         plain, folded = extract(model, image), extract(fused, image)
         folded64 = extract(fused64, image.double())

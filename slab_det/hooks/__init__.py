@@ -1,4 +1,4 @@
-"""Runner hooks, registered in mmengine's HOOKS.
+"""Runner hooks, registered in mmengine's HOOKS, and a constructor of optimizers.
 
 Hooks run in the order of their priorities, together with mmengine's:
 
@@ -17,6 +17,7 @@ Hooks run in the order of their priorities, together with mmengine's:
 from slab_det.hooks.checked_load import CheckedLoadHook
 from slab_det.hooks.exact_resume import ExactResumeHook
 from slab_det.hooks.finite_loss import FiniteLossHook
+from slab_det.hooks.layer_decay import LayerDecayConstructor
 from slab_det.hooks.norm_state import NormStateHook
 from slab_det.hooks.progressive_norm import ProgressiveNormHook
 from slab_det.hooks.recalibrate_fuse import RecalibrateFuseHook

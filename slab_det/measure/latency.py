@@ -26,6 +26,7 @@ from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
 from slab_det.measure.scopes import DTYPES, SCOPES
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.numbers import check_size, check_threads
 from slab_det.runtime.progress import Progress
 
 
@@ -113,14 +114,13 @@ def measure_latency(
         One result per name, in the order of ``models``.
 
     Raises:
-        SlabDetError: For an unknown scope or dtype, no rounds, a device that PyTorch does not see, a model that was
-            deployed on another device, or an image that cannot be decoded.
+        SlabDetError: For an unknown scope or dtype, no rounds, an impossible size or number of threads, a device that
+            PyTorch does not see, a model that was deployed on another device, or an image that cannot be decoded.
     """
     for what, value, known in (('scope', scope, SCOPES), ('dtype', dtype, DTYPES)):
         if value not in known:
             raise SlabDetError(f'{what} {value!r} is not one of {", ".join(known)}')
-    if rounds < 1 or warmup < 0:
-        raise SlabDetError(f'rounds={rounds} must be at least 1, warmup={warmup} at least 0')
+    check_conditions(rounds, warmup, size, threads)
     device, content = find_device(device), _read_image(image, size)
     torch_threads, image_threads = torch.get_num_threads(), cv2.getNumThreads()
     torch.set_num_threads(threads or torch_threads)
@@ -166,6 +166,17 @@ def measure_latency(
             environment=environment,
         )
     return results
+
+
+def check_conditions(
+    rounds: int, warmup: int, size: tuple[int, int] | None = None, threads: int | None = None, **_: object
+) -> None:
+    """Raises SlabDetError for arguments of :func:`measure_latency` that no machine can measure; None is a default."""
+    if rounds < 1 or warmup < 0:
+        raise SlabDetError(f'rounds={rounds} must be at least 1, warmup={warmup} at least 0')
+    if size is not None:
+        check_size(size)
+    check_threads(threads)
 
 
 def latency_table(results: Mapping[str, LatencyResult]) -> str:

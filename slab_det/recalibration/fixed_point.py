@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slab_det.norms import OfflineNorm, named_offline_norms
 from slab_det.recalibration.moments import RecalibrationError, collect_moments, one_pass
+from slab_det.runtime.batches import check_batches
 
 # In sigmas or log variances. If the statistics of a norm change by more in a pass, its inputs were far from final, and
 # it normalises by batch again in the next pass. Otherwise errors grow from norm to norm, to 1e14 sigmas after 32 norms.
@@ -87,6 +88,7 @@ def recalibrate(
     Raises:
         RecalibrationError: If there are no offline norms or batches, ``batches`` can be read only once, or statistics
             are not finite. The model keeps its old statistics.
+        DataError: If ``batches`` are no batches of images, or do not fit the model.
         RankError: On all other ranks, if one rank fails.
     """
     norms = dict(named_offline_norms(model))
@@ -95,6 +97,7 @@ def recalibrate(
             'the model has no offline norm: nothing to recalibrate '
             '(a fused model has none left; recalibrate before fusing)'
         )
+    check_batches(model, batches)
     if isinstance(batches, Iterator):
         raise RecalibrationError('batches are read once per pass: pass a list or a data loader, not an iterator')
     if max_passes is None:
@@ -102,6 +105,8 @@ def recalibrate(
         max_passes = max(len(norms) + 1, 8)
     if max_passes < 1:
         raise RecalibrationError(f'max_passes must be at least 1, got {max_passes}')
+    if not tol >= 0:
+        raise RecalibrationError(f'tol must be a number from 0 on, got {tol}')
     batches = one_pass(batches)
     report = RecalibrationReport(len(norms), 0, tol)
     # Norms that normalise with the statistics of each batch.

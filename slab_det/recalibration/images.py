@@ -8,6 +8,7 @@ from pathlib import Path
 from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
+from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
@@ -75,7 +76,7 @@ def recalibration_dataloader(cfg: Config, num_images: int, pipeline: str = 'trai
 
 
 def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) -> DataLoader:
-    """Loads the images of a folder as inference sees them, one by one, without annotations.
+    """Loads the images of a folder as inference sees them, one by one, without annotations and unreadable images.
 
     Args:
         cfg: A config with ``test_dataloader`` or ``val_dataloader``, for the test-time pipeline.
@@ -83,14 +84,32 @@ def image_folder_dataloader(cfg: Config, folder: str | Path, num_images: int) ->
         num_images: The number of images, evenly spaced over the sorted names; all of a smaller folder.
 
     Raises:
-        DataError: If there is no test-time pipeline to take, no image, or ``num_images`` is below 1.
+        DataError: If there is no test-time pipeline to take, no readable image, or ``num_images`` is below 1.
     """
     # Imports mmdet's datasets, which takes seconds.
     from slab_det.data import ImageFolder
 
     enter_scope(cfg)
     images = RepeatableImages(ImageFolder(folder, inference_steps(cfg)), num_images, test_mode=True)
+    _leave_out_unreadable(images, folder)
     return DataLoader(images, batch_size=1, collate_fn=pseudo_collate)
+
+
+def _leave_out_unreadable(images: RepeatableImages, folder: str | Path) -> None:
+    """Leaves out, with a warning, the images that the pipeline cannot read; DataError if there are no others."""
+    errors = {}
+    for place in range(len(images)):
+        try:
+            images[place]
+        except DataError as error:
+            errors[place] = str(error)
+    if not errors:
+        return
+    counted = f'{folder}: {len(errors)} of {len(images)} images cannot be used'
+    if len(errors) == len(images):
+        raise DataError(f'{counted}; the first: {errors[0]}')
+    MMLogger.get_current_instance().warning('\n  '.join([f'{counted} and are left out:', *errors.values()]))
+    images.indices = [index for place, index in enumerate(images.indices) if place not in errors]
 
 
 class RepeatableImages(Dataset):

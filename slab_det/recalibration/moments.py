@@ -12,6 +12,7 @@ from mmengine.dist import all_gather_object, is_main_process
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from slab_det.runtime.batches import check_batch, check_batches
 from slab_det.runtime.distributed import raise_on_all_ranks
 from slab_det.runtime.errors import SlabDetError
 from slab_det.runtime.progress import Progress
@@ -143,7 +144,11 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
 
     Batches of a data loader are prepared as ``test_step`` does, and padded to the fixed size of the training unless the
     loader's dataset has ``test_mode``. Image tensors (B, 3, H, W) are taken as they are, without padding.
+
+    Raises:
+        DataError: If ``batches`` or, when the function is called, a batch is something else, or does not fit the model.
     """
+    check_batches(model, batches)
     # mmdet's models take a second to import, and registering the hooks does not need them.
     from mmdet.models import BatchFixedSizePad
 
@@ -152,6 +157,7 @@ def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tu
     pads = [part for part in parts if isinstance(part, BatchFixedSizePad)]
 
     def prepare(batch: object) -> tuple[Tensor, list[DetDataSample]]:
+        check_batch(model, batch)
         if isinstance(batch, Tensor):
             shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), batch.shape[-2:])
             batch = batch.to(next(model.parameters()).device)

@@ -2,8 +2,10 @@
 
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 from urllib.error import URLError
 
@@ -16,9 +18,11 @@ from mmengine.optim import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 
 from slab_det.runtime.distributed import run_on_main
-from slab_det.runtime.errors import CheckpointError
+from slab_det.runtime.errors import CheckpointError, describe_reason
 
 SAFETENSORS, TIMM = '.safetensors', 'timm://'
+# torch's allow-list belongs to the process: two threads that leave it in another order would restore each other's.
+_ALLOW_LIST = RLock()
 
 
 def install_safe_reading() -> None:
@@ -40,7 +44,9 @@ def read_checkpoint(name: str | os.PathLike) -> Any:
     """Returns the content of a checkpoint, with tensors on the CPU.
 
     Args:
-        name: A file in torch's format or safetensors, an address, or ``timm://NAME``.
+        name: A file in torch's format or safetensors, ``timm://NAME``, or an address with a scheme of mmengine:
+            https, torchvision, open-mmlab, mmcls, s3 and others. Some of them need a package of the storage's owner.
+            mmengine reads its own schemes, after :func:`install_safe_reading`.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or holds objects that are not allowed.
@@ -48,8 +54,9 @@ def read_checkpoint(name: str | os.PathLike) -> Any:
     name = os.fspath(name)
     if name.startswith(TIMM):
         return load_from_timm(name)
-    load = load_from_http if name.startswith(('http://', 'https://')) else load_from_local
-    return load(name, map_location='cpu')
+    if name.startswith(('http://', 'https://')):
+        return load_from_http(name, map_location='cpu')
+    return load_from_mmengine(name) if '://' in name else load_from_local(name, map_location='cpu')
 
 
 def load_from_local(filename: str, map_location: Any = None) -> Any:
@@ -57,7 +64,8 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
     path = os.path.expanduser(filename)
     if not os.path.isfile(path):
         raise CheckpointError(
-            f'There is no checkpoint {path}; check its name, which is a file or begins with https:// or timm://'
+            f'There is no checkpoint {path}; check its name, which is a file, timm://NAME, or an address of mmengine '
+            'such as https://'
         )
     if not path.endswith(SAFETENSORS):
         return read_torch_file(path, map_location)
@@ -92,6 +100,20 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
     return checkpoint if is_main_process() else load()
 
 
+def load_from_mmengine(filename: str) -> Any:
+    """Reads an address by mmengine's loader of its scheme, with the allow-list; raises as :func:`read_checkpoint`."""
+    install_safe_reading()
+    try:
+        return CheckpointLoader.load_checkpoint(filename, map_location='cpu', logger='silent')
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # of mmengine, the client of the storage or the network
+        raise CheckpointError(
+            f'{filename}: mmengine cannot load this address ({type(error).__name__}: {describe_reason(error)}); check '
+            'its name, or download the checkpoint and name the file'
+        ) from error
+
+
 def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.Tensor]:
     """Returns the state dict of ``timm.create_model(NAME, pretrained=True)``; raises as :func:`read_checkpoint`."""
     import timm
@@ -107,7 +129,7 @@ def load_from_timm(filename: str, map_location: Any = None) -> dict[str, torch.T
         return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # of timm, the hub's client or the network
         raise CheckpointError(
-            f'{filename}: timm cannot get the weights ({" ".join(str(error).split())}). Where there is a network, save '
+            f'{filename}: timm cannot get the weights ({describe_reason(error)}). Where there is a network, save '
             f"the state_dict of timm.create_model('{name}', pretrained=True) and name that file; or train from scratch "
             'with init_cfg=None'
         ) from error
@@ -123,21 +145,29 @@ def read_torch_file(file: Any, map_location: Any = None) -> Any:
 def safe_reading(file: Any) -> Iterator[None]:
     """Allows the objects in ``CHECKPOINT_GLOBALS``; damaged or unsafe contents of ``file`` become a CheckpointError."""
     try:
-        with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
+        with _ALLOW_LIST, torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
             yield
     except (MemoryError, torch.cuda.OutOfMemoryError, URLError, ConnectionError, TimeoutError, PermissionError):
         raise
     except Exception as error:
-        _, _, unsafe = str(error).partition(' GLOBAL ')
-        if isinstance(error, pickle.UnpicklingError) and unsafe:
+        unsafe = re.search(r' GLOBAL (\w+(?:\.\w+)+)(?:\s|$)', str(error))
+        if isinstance(error, pickle.UnpicklingError) and unsafe and _is_of_torch(file):
             raise CheckpointError(
-                f'{file}: holds {unsafe.split()[0]}, which could run code. Not loaded. If you trust its source, read '
+                f'{file}: holds {unsafe[1]}, which could run code. Not loaded. If you trust its source, read '
                 'it with torch.load(FILE, weights_only=False) and save its state_dict alone.'
             ) from error
         raise CheckpointError(
             f'{file}: cannot be read as a checkpoint; it is cut off or another kind of file. Get it again, or take an '
             'earlier one.'
         ) from error
+
+
+def _is_of_torch(file: Any) -> bool:
+    """Whether a local file begins as torch's archives and pickles; a text can spell the names of code too."""
+    if not isinstance(file, (str, os.PathLike)) or not os.path.isfile(file):
+        return True
+    with open(file, 'rb') as stream:
+        return stream.read(2) in (b'PK', *(bytes([0x80, protocol]) for protocol in range(2, 6)))
 
 
 def known_method(owner: type, name: str) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -54,9 +55,17 @@ def config_errors(config: str) -> Iterator[None]:
     except (SlabDetError, OSError):
         raise
     except Exception as error:
-        # The text of a KeyError is its argument in quotes.
-        reason = ' '.join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-        raise ConfigError(f'{config}: {type(error).__name__}: {reason}; correct the config') from error
+        raise ConfigError(f'{config}: {type(error).__name__}: {describe_reason(error)}; correct the config') from error
+
+
+def describe_reason(error: Exception) -> str:
+    """The text of an exception in one line; for one without text, such as of ``assert``, the line that raised it."""
+    # The text of a KeyError is its argument in quotes.
+    reason = ' '.join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    if reason or not frames:
+        return reason or type(error).__name__
+    return f'{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}'
 
 
 def name_some(names: Iterable[object]) -> str:

@@ -17,7 +17,7 @@ from mmengine.config import Config
 from mmengine.dataset import Compose
 
 from slab_det.runtime.config import type_name, walk_datasets
-from slab_det.runtime.errors import DataError
+from slab_det.runtime.errors import DataError, describe_reason
 
 Image: TypeAlias = str | Path | bytes | np.ndarray | PIL.Image.Image
 
@@ -84,7 +84,7 @@ class ImagePipeline:
             except Exception as error:
                 raise DataError(
                     f'{name}, {shape[0]}x{shape[1]} (HxW), fails in {type(transform).__name__} of the test '
-                    f'pipeline: {" ".join(str(error).split())}'
+                    f'pipeline: {describe_reason(error)}'
                 ) from error
         return data
 
@@ -137,6 +137,9 @@ def check_range(image: np.ndarray) -> None:
     """
     if image.dtype == np.uint8:
         return
+    # Of complex numbers NumPy would drop a part, and objects may not compare.
+    if image.dtype.kind not in 'buif':
+        raise DataError(f'an array of {image.dtype} is no image: give whole numbers or floats from 0 to 255')
     low, high = float(image.min()), float(image.max())
     # NaN compares as False.
     if not (-0.5 <= low and (high == 0 or 4 <= high) and high < 255.5):

@@ -28,6 +28,7 @@ CSWIN = dict(
     drop_path_rate=0.0,
 )
 VIT = dict(type='SLABViT', embed_dims=16, num_layers=2, num_heads=2, pretrain_img_size=64, norm_cfg=dict(type='PRepBN'))
+PER_STAGE = 'num_layers num_heads patch_sizes strides paddings sr_ratios mlp_ratios la_sr_ratios'.split()
 ALL = pytest.mark.parametrize('small', [SWIN, PVT, CSWIN], ids=['Swin', 'PVT', 'CSWin'])
 
 
@@ -133,11 +134,53 @@ def test_positions_and_defaults_of_arguments_equal_mmdet(kind, theirs):
         (PVT, dict(pretrained='a.pth', init_cfg=dict(type='Pretrained', checkpoint='b.pth')), 'two sources'),
         (SWIN, dict(strides=(2, 2, 2)), 'patches must not overlap'),
         (PVT, dict(ffn_norm='pre_act', use_conv_ffn=True), 'use_conv_ffn=False'),
+        # One value for each stage: neither fewer nor more.
+        (SWIN, dict(attention=('sla', 'sla')), 'attention=.*2 values for 3 stages'),
+        (SWIN, dict(attention=['sla'] * 4), 'attention=.*4 values for 3 stages'),
+        (SWIN, dict(attention=(['sla'],) * 3), 'unknown attention'),
+        (SWIN, dict(window_sizes=(7, 7)), 'window_sizes=.*2 values for 3 stages'),
+        (SWIN, dict(window_sizes=(7, 0, 7)), 'window_sizes=.*whole numbers from 1'),
+        (SWIN, dict(num_heads=(1, 2)), 'num_heads=.*2 values'),
+        (SWIN, dict(num_heads=(1, 2.0, 4)), 'num_heads=.*whole numbers'),
+        (SWIN, dict(strides=(4, 2)), 'strides=.*2 values'),
+        (SWIN, dict(depths=3), 'depths=3'),
+        (SWIN, dict(depths=()), 'depths='),
+        (SWIN, dict(depths=(1, -1, 1)), 'depths=.*from 0'),
+        (SWIN, dict(out_indices=(0, 3)), 'out_indices=.*from 0 to 2'),
+        (SWIN, dict(mlp_ratio=0.01), 'feedforward_channels=0'),
+        (PVT, dict(attention=('softmax',) * 5), 'attention=.*5 values for 4 stages'),
+        (PVT, dict(out_indices=(0, 1, 4)), 'out_indices=.*from 0 to 3'),
+        (PVT, dict(out_indices=(1, 0)), 'out_indices=.*ascending'),
+        (PVT, dict(out_indices=(-1,)), 'out_indices'),
+        (PVT, dict(out_indices=2), 'out_indices=2'),
+        *((PVT, {name: (1, 1, 1)}, f'{name}=.*3 values for 4 stages') for name in PER_STAGE),
+        *((PVT, {name: (1,) * 5}, f'{name}=.*5 values for 4 stages') for name in PER_STAGE),
+        (PVT, dict(sr_ratios=(8, 4, 2, 0)), 'sr_ratios=.*from 1'),
+        (PVT, dict(attention='sla', pretrain_img_size=8), 'pretrain_img_size'),
+        (PVT, dict(pretrain_img_size=16), 'pretrain_img_size=.*smaller'),
+        (CSWIN, dict(stripe_widths=(1, 2)), 'stripe_widths=.*2 values'),
+        (CSWIN, dict(stripe_widths=(0, 2, 7, None)), 'stripe_widths=.*from 1'),
+        # Heads divide the channels.
+        (SWIN, dict(num_heads=(3, 2, 4)), '8 channels.*num_heads=3'),
+        (SWIN, dict(embed_dims=9, num_heads=(1, 4, 4)), '18 channels.*num_heads=4'),
+        (PVT, dict(num_heads=(1, 2, 3, 4), embed_dims=0), 'embed_dims=0'),
+        (CSWIN, dict(num_heads=(1, 2, 4, 8)), 'num_heads=1.*even'),
+        (CSWIN, dict(num_heads=(2, 2, 5, 8)), '32 channels.*num_heads=5'),
+        (VIT, dict(num_heads=3), '16 channels.*num_heads=3'),
+        (VIT, dict(num_heads=0), 'num_heads=0'),
+        (VIT, dict(attention=['sla']), 'unknown attention'),
     ],
 )
 def test_wrong_arguments_are_named(small, options, message):
     with pytest.raises(ValueError, match=message):
         build(small, **options)
+
+
+def test_defaults_and_single_values_serve_any_number_of_stages():
+    small = dict(type='SLABSwin', embed_dims=24, depths=(1, 1), out_indices=[0, 1])
+    assert [stage.blocks[0].attn.w_msa.num_heads for stage in build(small).stages] == [3, 6]
+    assert [stage.blocks[0].attn.w_msa.num_heads for stage in build(small, num_heads=2).stages] == [2, 2]
+    assert len(build(PVT, num_stages=4, la_sr_ratios=1, attention='sla')(torch.zeros(1, 3, 64, 64))) == 4
 
 
 @pytest.mark.parametrize(

@@ -149,13 +149,14 @@ def test_rle_masks_and_their_ap_equal_full_masks(runtime, files, served, tmp_pat
 def test_list_runs_to_its_end_and_names_each_refused_image(served):
     detector = served('torch')
     wanted = detector(IMAGES[:3])
-    images = [IMAGES[0], 'nowhere.jpg', IMAGES[1], [IMAGES[2]], IMAGES[2]]
+    images = [IMAGES[0], 'nowhere.jpg', IMAGES[1], [IMAGES[2]], IMAGES[2], np.full((9, 9, 3), None)]
     with pytest.raises(
-        ImageListError, match=r'(?s)^2 of 5 images were refused.*\n\[1\] nowhere.jpg cannot be.*\n\[3\] .*not a list'
+        ImageListError,
+        match=r'(?s)^3 of 6 images.*\n\[1\] nowhere.jpg cannot be.*\n\[3\] .*not a list.*\n\[5\] .* object',
     ) as caught:
         detector(images)
-    assert {*caught.value.errors} == {1, 3} and isinstance(caught.value, DataError)
-    assert [result is None for result in caught.value.results] == [False, True, False, True, False]
+    assert {*caught.value.errors} == {1, 3, 5} and isinstance(caught.value, DataError)
+    assert [result is None for result in caught.value.results] == [False, True, False, True, False, True]
     for found, expected in zip(filter(None, caught.value.results), wanted, strict=True):
         assert_same(found, expected, exact=True)
     assert detector([]) == []

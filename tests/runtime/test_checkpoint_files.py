@@ -3,16 +3,20 @@
 import io
 import os
 import pickle
+import threading
 
 import mmengine.logging
 import numpy as np
 import pytest
 import torch
-from conftest import RunsCode
+from conftest import SMALL_SWIN, RunsCode, differing, randomize
+from mmdet.registry import MODELS
 from mmengine.runner import CheckpointLoader
 from safetensors.torch import save_file
 
+from slab_det.checkpoints import load_pretrained
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.checkpoint_files import safe_reading
 from slab_det.runtime.errors import CheckpointError
 
 
@@ -58,6 +62,8 @@ BROKEN = {
     'without its last byte': WHOLE[:-1],
     'half legacy': LEGACY[: len(LEGACY) // 2],
     'git lfs pointer': b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n',
+    'config': b'custom_imports = dict(imports=[])\n_base_ = 1\n',
+    'text like a name': b'cos\nsystem\n',
     'html': b'<!DOCTYPE html><title>404</title>',
     'plain pickle': pickle.dumps({'state_dict': {}}, protocol=2)[:-4],
 }
@@ -98,6 +104,7 @@ def test_pickles_of_numpy_1_and_2_load(tmp_path):
     [
         (read_checkpoint, 'https://example.com/weights.pth'),
         (load_with_mmengine, 'torchvision://resnet18'),
+        (read_checkpoint, 'torchvision://resnet18'),
     ],
 )
 def test_downloads_are_read_with_the_allow_list(tmp_path, monkeypatch, load, address):
@@ -125,6 +132,12 @@ def test_broken_safetensors_error_names_the_file(tmp_path):
     [
         ('tim://swin_tiny', r'no checkpoint tim://.*timm://'),
         (os.path.dirname(__file__), 'no checkpoint .*runtime; check its name'),
+        ('torchvision://resnet5', r'torchvision://resnet5: mmengine cannot load.*resnet5.*name the file'),
+        ('open-mmlab://nothing', r'open-mmlab://nothing: mmengine cannot load.*name the file'),
+        ('mmcls://nothing', r'mmcls://nothing: mmengine cannot load'),
+        ('s3://bucket/swin.pth', r's3://bucket/swin\.pth: mmengine cannot load.*petrel'),
+        ('pavi://swin', 'pavi://swin: mmengine cannot load.*pavi'),
+        ('mmdet://swin', 'no checkpoint mmdet://swin.*address of mmengine'),
         ('nowhere.pth', r'no checkpoint nowhere\.pth; check its name'),
         # Nothing listens on port 9.
         ('http://127.0.0.1:9/swin.pth', r'cannot be downloaded .*init_cfg\.checkpoint=FILE'),
@@ -134,3 +147,37 @@ def test_unreadable_address_error_says_what_to_do(address, expected):
     with pytest.raises(CheckpointError, match=expected) as error:
         read_checkpoint(address)
     assert '\n' not in str(error.value)
+
+
+def test_a_backbone_loads_from_an_address_of_mmengine(tmp_path, monkeypatch):
+    """With mmengine's table of names; the file is not downloaded but taken from the disk."""
+    source, model = (MODELS.build(SMALL_SWIN) for _ in range(2))
+    torch.save({'state_dict': randomize(source).state_dict()}, tmp_path / 'swin.pth')
+    addresses = []
+
+    def download(url, target, *args, **kwargs):
+        addresses.append(url)
+        os.link(tmp_path / 'swin.pth', target)
+
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', download)
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path / 'hub'))
+    assert load_pretrained(model, 'torchvision://swin_t.imagenet1k_v1').complete
+    assert not differing(model, source) and 'swin_t' in addresses[0]
+
+
+def test_threads_read_one_after_the_other(tmp_path):
+    """The first to end would otherwise take the allow-list away from the second."""
+    torch.save({'scalar': np.float32(0.5)}, tmp_path / 'numpy.pth')
+    entered, found = threading.Event(), []
+
+    def read():
+        with safe_reading('other'):
+            entered.set()
+        found.append(read_checkpoint(tmp_path / 'numpy.pth')['scalar'])
+
+    thread = threading.Thread(target=read)
+    with safe_reading('first'):
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join()
+    assert entered.is_set() and found == [0.5]

@@ -180,6 +180,9 @@ def test_image_with_too_many_pixels_is_not_decoded(monkeypatch):
         (BGR.astype(np.uint16) * 257, 'from 0 to 65535 .*divide 16 bits by 257'),
         (np.where(BGR > 9, np.nan, 0), 'from nan to nan'),
         (BGR > 9, 'from 0 to 1 .bool'),
+        (BGR.astype(object), 'array of object is no image'),
+        (BGR.astype(complex), 'array of complex128 is no image'),
+        (BGR.astype('U3'), 'is no image'),
     ],
 )
 def test_invalid_image_is_refused_in_one_line(image, message):

@@ -161,6 +161,11 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
         (('--images', 'data', '--pipeline', 'train'), 'needs the annotations'),
         (('--data-root', 'data', '--keep', 'backbone.norm9'), 'backbone.norm9'),
         (('--data-root', 'data', '--rounds', '-1'), 'from 0 on'),
+        (('--data-root', 'data', '--threads', '-1'), '--threads -1'),
+        (('--data-root', 'data', '--ffn', 'nan'), 'ffn=nan'),
+        (('--images', 'data', '--keep', '99'), 'keep=99: 16 LayerNorms can be absorbed, so give a number from 0 to 15'),
+        (('--images', 'data', '--keep', '16'), 'keep=16'),
+        (('--images', 'broken'), 'broken: 2 of 2 images cannot be used; the first: broken/0.jpg cannot be read'),
         (('--data-root', 'data', '--keep', '-1'), 'a whole number from 0 on'),
         (('--data-root', 'data', '--keep', 'backbone.norm0', '1'), 'keep: 1 '),
         (('--out', 'small.pth'), 'the input checkpoint'),
@@ -171,6 +176,9 @@ def test_by_default_norms_are_kept_until_student_and_teacher_agree(detector: Pat
 )
 def test_errors_are_one_line(arguments: tuple, message: str, detector: Path, call) -> None:
     Path('empty').mkdir()
+    Path('broken').mkdir()
+    for index in range(2):
+        Path(f'broken/{index}.jpg').write_bytes(b'no JPEG')
     result = call('absorb.py', 'small.py', detector, '--out', 'fused.pth', *arguments, code=1)
     assert message in result.err.splitlines()[-1], result.err
     assert result.err.splitlines()[-1].startswith('error: ')
@@ -185,3 +193,14 @@ def test_ffns_are_pruned_and_norms_stay(detector: Path, call) -> None:
     assert len(layer_norms(pruned)) == NORMS
     hidden = [len(ffn.get_submodule(ffn.fc1).weight) for name, ffn in pruned.named_modules() if name.endswith('.ffn')]
     assert hidden == [8, 16, 32, 64]
+
+
+def test_a_broken_picture_is_named_and_the_others_are_absorbed_on(detector: Path, call) -> None:
+    picture = next(Path('data/images/train').iterdir())
+    broken = picture.with_name('broken.jpg')
+    broken.write_bytes(picture.read_bytes()[:50])
+    options = ('--images', 'data/images/train', '--keep', 2, '--num-images', 6, '--rounds', 0, '--json', 'report.json')
+    result = call('absorb.py', 'small.py', detector, '--out', 'fused.pth', *options)
+    assert '1 of 6 images cannot be used and are left out' in result.out + result.err
+    assert f'{broken} cannot be read' in result.out + result.err
+    assert json.loads(Path('report.json').read_text())['num_images'] == 1, 'one of the five is held out'

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import slab_det
 from slab_det.deployment.deploy import is_deployed
@@ -64,6 +67,8 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     if is_deployed(detector):
         raise ExportError('the model is deployed; export the fused model that it was made of')
     onnx = import_extra('onnx')
+    # Before minutes of tracing.
+    dataset_meta = _to_json(getattr(detector, 'dataset_meta', None))
     graph = build_graph(detector, scope).float()
     shape, buffer = (1, input_channels(detector), *TRACED_SIZE), io.BytesIO()
     image = torch.rand(shape, dtype=torch.float32) * 255
@@ -92,7 +97,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     metadata = dict(
         version=slab_det.__version__,
         scope=scope,
-        dataset_meta=getattr(detector, 'dataset_meta', None),
+        dataset_meta=dataset_meta,
         **_describe_input(detector),
     )
     if scope == 'detector':
@@ -103,6 +108,26 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     onnx.checker.check_model(model)
     with whole_file(path) as name:
         name.write_bytes(model.SerializeToString())
+
+
+def _to_json(meta: dict | None) -> dict | None:
+    """The class names and other facts about a data set as values that JSON can hold; arrays become lists.
+
+    Raises:
+        ExportError: If a value is neither text nor numbers.
+    """
+
+    def convert(value: object) -> object:
+        if isinstance(value, set | frozenset):
+            return sorted(value)
+        if isinstance(value, np.ndarray | np.generic | Tensor):
+            return value.tolist()
+        raise TypeError(f'a {type(value).__name__} is neither text nor numbers')
+
+    try:
+        return json.loads(json.dumps(meta, default=convert))
+    except (TypeError, ValueError) as error:
+        raise ExportError(f'dataset_meta cannot be stored in the file: {error}; remove the entry') from error
 
 
 def _describe_input(detector: nn.Module) -> dict:
@@ -116,25 +141,37 @@ def _describe_input(detector: nn.Module) -> dict:
     return dict(image=image, **describe_preprocessor(detector.data_preprocessor))
 
 
+class _DynamicSizes(TorchFunctionMode):
+    """Keeps sizes in ``Tensor.unflatten`` dynamic in a trace; a mode reaches the calls of its own thread alone."""
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if func is not Tensor.unflatten:
+            return func(*args, **kwargs or {})
+
+        def unflatten(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+            dim %= x.ndim
+            # Sizes that are read from the shape stay dynamic in a trace.
+            return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+
+        return unflatten(*args, **kwargs or {})
+
+
+# PyTorch's exporter keeps its state, and the operators below, in variables of its module.
+_EXPORTER = Lock()
+
+
 @contextmanager
 def _tracer_workarounds() -> Iterator[None]:
-    """Keeps sizes in ``Tensor.unflatten`` dynamic, leaves out dropout, and mutes warnings of the tracer."""
-    original = Tensor.unflatten
-
-    def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        dim %= self.ndim
-        # Sizes that are read from self.shape stay dynamic in a trace.
-        return self.reshape(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
-
-    Tensor.unflatten = unflatten
-    # torch writes scaled_dot_product_attention with a dropout of probability 0, which OpenVINO refuses.
-    torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, OPSET)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
-            warnings.filterwarnings('ignore', category=DeprecationWarning)
-            warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
+    """Keeps sizes dynamic, leaves out dropout, and mutes warnings of the tracer; one export at a time."""
+    with _EXPORTER, warnings.catch_warnings(), _DynamicSizes():
+        warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)
+        warnings.filterwarnings('ignore', category=DeprecationWarning)
+        warnings.filterwarnings('ignore', category=UserWarning, module='torch.onnx')
+        # torch writes scaled_dot_product_attention with a dropout of probability 0, which OpenVINO refuses.
+        torch.onnx.register_custom_op_symbolic('aten::dropout', lambda graph, x, p, train: x, OPSET)
+        try:
             yield
-    finally:
-        Tensor.unflatten = original
-        torch.onnx.unregister_custom_op_symbolic('aten::dropout', OPSET)
+        finally:
+            torch.onnx.unregister_custom_op_symbolic('aten::dropout', OPSET)

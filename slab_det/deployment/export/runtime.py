@@ -22,6 +22,7 @@ from slab_det.deployment.export.settings import follow_config
 from slab_det.deployment.masks import check_form, paste_masks
 from slab_det.runtime.config import type_name
 from slab_det.runtime.errors import ExportError
+from slab_det.runtime.numbers import check_threads
 
 METADATA_KEY = 'slab_det'
 PRECISIONS = ('f32', 'bf16')
@@ -110,6 +111,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         raise ExportError(f'runtime {runtime!r} is not one of {", ".join(RUNTIMES)}')
     if precision not in PRECISIONS:
         raise ExportError(f'precision {precision!r} is not one of {", ".join(PRECISIONS)}')
+    check_threads(threads, ExportError, least=0)
     if not Path(path).is_file():
         raise ExportError(f'{path} not found')
     onnx = import_extra('onnx')

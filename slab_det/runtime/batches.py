@@ -1,0 +1,59 @@
+"""Checks what users pass as batches of images, before a model reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slab_det.runtime.errors import DataError
+
+
+def check_batches(model: nn.Module, batches: object) -> None:
+    """Raises DataError unless ``batches`` can be a data loader, a list, or batches of ``model`` stacked in a tensor."""
+    stacked = isinstance(batches, Tensor) and (batches.ndim == 5 or _image_weight(model) is None)
+    if isinstance(batches, (Tensor, np.ndarray)) and not stacked:
+        name = f'one {type(batches).__name__} of shape {tuple(batches.shape)}'
+        raise DataError(f'the images are {name}: give batches of images, as a data loader or as a list, [images]')
+    if isinstance(batches, (str, bytes, Path, Mapping)) or not isinstance(batches, Iterable):
+        raise DataError(
+            f'the images are a {type(batches).__name__}: give a data loader, such as '
+            'slab_det.recalibration.image_folder_dataloader makes, or a list of tensors (B, 3, H, W)'
+        )
+
+
+def check_batch(model: nn.Module, batch: object) -> None:
+    """Raises DataError unless ``batch`` is what a data loader yields, or an image tensor that ``model`` can read."""
+    if not isinstance(batch, Tensor):
+        if not isinstance(batch, Mapping) or 'inputs' not in batch:
+            raise DataError(
+                f'a batch is a {type(batch).__name__}: give image tensors (B, 3, H, W), or what a data loader yields, '
+                "a dict with 'inputs' and 'data_samples'"
+            )
+        if not hasattr(model, 'data_preprocessor'):
+            raise DataError(
+                f'a {type(model).__name__} has no data_preprocessor for the batches of a data loader; give image '
+                'tensors (B, 3, H, W), or the whole detector'
+            )
+        return
+    weight = _image_weight(model)
+    if weight is None:
+        return
+    if batch.ndim != 4 or 0 in batch.shape:
+        raise DataError(f'a batch of images has the shape (B, 3, H, W), not {tuple(batch.shape)}')
+    if batch.shape[1] != weight.shape[1]:
+        raise DataError(f'a batch of images has {batch.shape[1]} channels, and the model reads {weight.shape[1]}')
+    if not batch.is_floating_point():
+        raise DataError(f'a batch of images is normalised and in floating point, not {batch.dtype}')
+    if batch.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
+        raise DataError(f'a batch of images is {batch.dtype}, and the model {weight.dtype}; give batch.to(...)')
+
+
+def _image_weight(model: nn.Module) -> Tensor | None:
+    """The weight of the convolution that reads the image, where it is the first layer; None in other models."""
+    parts = getattr(model, 'backbone', model).modules()
+    first = next((part for part in parts if [*part.parameters(recurse=False)] and not [*part.children()]), None)
+    return first.weight if isinstance(first, nn.Conv2d) and first.in_channels <= 4 and first.groups == 1 else None

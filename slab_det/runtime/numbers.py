@@ -1,0 +1,28 @@
+"""Checks numbers that users give: sizes of images and threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from numbers import Integral
+
+import PIL.Image
+
+from slab_det.runtime.errors import SlabDetError
+
+
+def check_size(size: Sequence[int], error: type[SlabDetError] = SlabDetError) -> None:
+    """Raises ``error`` unless ``size`` is a height and a width from 1 on, of at most Pillow's limit of pixels."""
+    limit = PIL.Image.MAX_IMAGE_PIXELS or float('inf')
+    sides = [*size]
+    if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides) or min(sides) < 1:
+        raise error(f'--size {" ".join(map(str, sides))}: height and width are two whole numbers, at least 1')
+    if sides[0] * sides[1] > limit:
+        raise error(f'--size {sides[0]} {sides[1]}: more than {limit:,} pixels, the limit PIL.Image.MAX_IMAGE_PIXELS')
+
+
+def check_threads(threads: int | None, error: type[SlabDetError] = SlabDetError, least: int = 1) -> None:
+    """Raises ``error`` unless ``threads`` is None or a number of threads that this machine can have."""
+    most = os.cpu_count() or 1
+    if threads is not None and not (isinstance(threads, Integral) and least <= threads <= most):
+        raise error(f'--threads {threads}: give a whole number from {least} to {most}, the processors of this machine')

@@ -1,0 +1,41 @@
+"""SIGTERM, as schedulers send it, leaves no temporary folder behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from conftest import CONFIGS
+
+COMMAND = """
+import sys, tempfile, time
+from slab_det.cli import command
+
+@command(lambda parser: None)
+def main(args):
+    with tempfile.TemporaryDirectory(prefix='slab_det_absorb_'):
+        print('ready', flush=True)
+        time.sleep(60)
+
+main()
+"""
+
+
+def test_a_terminated_command_removes_its_temporary_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv('TMPDIR', str(tmp_path))
+    monkeypatch.setenv('PYTHONPATH', str(CONFIGS.parent))
+    process = subprocess.Popen([sys.executable, '-c', COMMAND], stdout=subprocess.PIPE, text=True)
+    # Imports may print too.
+    assert any(line == 'ready\n' for line in process.stdout)
+    assert [*tmp_path.glob('slab_det_absorb_*')]
+    process.send_signal(signal.SIGTERM)
+    process.stdout.close()
+    assert process.wait(30) == 143
+    assert not [*tmp_path.glob('slab_det_absorb_*')]
+
+
+def test_a_command_restores_the_handler_of_its_caller(call):
+    before = signal.getsignal(signal.SIGTERM)
+    call('report.py', 'nowhere.json', '--out', 'table', code=1)
+    assert signal.getsignal(signal.SIGTERM) == before
