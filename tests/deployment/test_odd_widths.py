@@ -1,0 +1,80 @@
+"""Kernels at widths that few models have, against float64: some of them are wrong on some processors only."""
+
+import copy
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import as_trained
+from mmdet.registry import MODELS
+from torch import nn
+
+import slab_det
+from slab_det.backbones.blocks import LinearFFN
+from slab_det.deployment.blocks import ffn_layers
+from slab_det.deployment.cpu.blocks import TiledFFN
+from slab_det.deployment.export import export_onnx, load_runtime, quantize_onnx
+
+WIDTHS = range(8, 65, 4)
+BFLOAT16, FLOAT32 = (torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float32))
+
+
+def rms(found, expected):
+    found, expected = (torch.as_tensor(x).double() for x in (found, expected))
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize('activation', ['GELU', 'ReLU'])
+@pytest.mark.parametrize('width', WIDTHS)
+@torch.no_grad()
+def test_deployed_ffn(width, activation):
+    ffn = nn.Sequential(as_trained(LinearFFN(width, 3 * width, dict(type=activation)))).eval()
+    x = torch.randn(1, 99, width).bfloat16().float()
+    for dtype, bound in ((torch.bfloat16, BFLOAT16), (torch.float32, 10 * FLOAT32)):
+        rounded = copy.deepcopy(ffn).to(dtype)
+        expected = copy.deepcopy(rounded).double()[0](x.double(), (9, 11), x.double())
+        tiled = TiledFFN(nn.Identity(), ffn_layers(rounded[0]))
+        # The product alone is rounded twice, and its sum with the identity once.
+        error = rms(tiled(x.to(dtype, copy=True), (9, 11), x), expected)
+        assert error < bound, (dtype, error)
+
+
+def test_exported_backbone(small_detector_cfg, tmp_path, width=20):
+    ort = pytest.importorskip('onnxruntime')
+    pytest.importorskip('openvino')
+    cfg = small_detector_cfg(embed_dims=width, num_heads=(1, 2, 4, 4))
+    cfg.neck.in_channels = [width, 2 * width, 4 * width, 8 * width]
+    model, source, int8 = slab_det.fuse(as_trained(MODELS.build(cfg))), tmp_path / 'model.onnx', tmp_path / 'int8.onnx'
+    export_onnx(model, source, scope='backbone')
+    images = [np.random.default_rng(seed).uniform(0, 255, (1, 3, 64, 96)).astype(np.float32) for seed in range(3)]
+    quantize_onnx(source, int8, images)
+    # Without its optimizer, ONNX Runtime computes what the file says: in float32, between rounding to int8 and back.
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    plain = ort.InferenceSession(int8, options, providers=['CPUExecutionProvider'])
+    image, names = images[0], [output.name for output in onnx.load(source).graph.output]
+    exact = dict(zip(names, _in_float64(model, image), strict=True))
+    in_int8 = dict(zip(names, plain.run(names, dict(image=image)), strict=True))
+    steps = max(rms(in_int8[name], exact[name]) for name in names)
+    forms = {
+        'ONNX Runtime': (load_runtime(source), 1e-5),
+        'OpenVINO': (load_runtime(source, 'openvino'), 1e-5),
+        # Some twenty layers round to bfloat16.
+        'OpenVINO in bfloat16': (load_runtime(source, 'openvino', precision='bf16'), 4 * BFLOAT16),
+        # Values between two steps may round to either of them, and later layers spread the difference.
+        'ONNX Runtime in int8': (load_runtime(int8), 2 * steps),
+        'OpenVINO in int8': (load_runtime(int8, 'openvino'), 2 * steps),
+    }
+    assert steps < 0.1, 'the calibration itself fails'
+    for form, (runtime, bound) in forms.items():
+        found = runtime.run(image)
+        errors = {name: rms(found[name], exact[name]) for name in names}
+        assert max(errors.values()) < bound, (form, errors, bound)
+
+
+@torch.no_grad()
+def _in_float64(model, image):
+    model = copy.deepcopy(model).double()
+    inputs = model.data_preprocessor(dict(inputs=[torch.from_numpy(image[0]).double()], data_samples=None))['inputs']
+    return model.backbone(inputs.double())
