@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.results import FOLDER, ROOT, Results
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.measure.markdown import format_table
 from slab_det.norms import set_gamma
 from slab_det.runtime.progress import Progress

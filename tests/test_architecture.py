@@ -57,6 +57,11 @@ def test_a_package_imports_lower_layers_only(package: str) -> None:
     assert all(HEIGHTS[other] < HEIGHTS[package] for other in imports), f'{package} imports {sorted(imports)}'
 
 
+@pytest.mark.parametrize('package', ['absorption', 'conversion'])
+def test_changing_norms_needs_no_deployment(package: str) -> None:
+    assert 'deployment' not in find_imports(package)
+
+
 @pytest.mark.parametrize('title', EXAMPLES)
 def test_example_runs(title: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(DOCS.parent)

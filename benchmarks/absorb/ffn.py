@@ -29,7 +29,7 @@ from benchmarks.results import FOLDER, Results
 from slab_det import runtime
 from slab_det.absorption import student
 from slab_det.absorption.regression import Affine, CrossMoments, choose_fit
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.data import set_data_root
 from slab_det.measure.evaluate import evaluate
 from slab_det.recalibration import recalibration_dataloader

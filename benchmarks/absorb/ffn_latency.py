@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 
 SIZE = (800, 1216)

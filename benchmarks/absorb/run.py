@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.results import FOLDER, ROOT, Results
 from slab_det import runtime
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.conversion import write_tune_config
 from slab_det.data import set_data_root
 from slab_det.fusion import save_fused

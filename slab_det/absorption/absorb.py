@@ -16,10 +16,9 @@ from torch import nn
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.report import AbsorptionReport
 from slab_det.absorption.student import absorb_norms
-from slab_det.deployment import is_deployed
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
-from slab_det.recalibration.moments import evaluating
 from slab_det.runtime.errors import AgreementError, ConversionError
+from slab_det.runtime.modes import evaluating, is_deployed
 
 
 def absorb(

@@ -12,7 +12,7 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.absorption.walk import TensorStore
-from slab_det.recalibration.moments import one_pass, prepare_inputs
+from slab_det.runtime.batches import one_pass, prepare_inputs
 from slab_det.runtime.errors import ConversionError
 
 # Every fifth batch is held out: it chooses the ridges and measures the errors of the fits.

@@ -22,8 +22,8 @@ from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 from slab_det.fusion.folds import CannotFold, find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report, replace_module
 from slab_det.fusion.report import FusionReport
-from slab_det.norms import copy_module
 from slab_det.runtime import read_checkpoint
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
 from slab_det.runtime.progress import Progress
 from slab_det.runtime.run_folder import AtomicLocalBackend

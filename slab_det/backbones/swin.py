@@ -18,7 +18,7 @@ from slab_det.backbones.arguments import PerStage, check_whole, count_stages, fi
 from slab_det.backbones.base import Backbone
 from slab_det.backbones.blocks import Block, LinearFFN, PatchMerging
 from slab_det.fusion.stock_mmdet import swin_output_folds
-from slab_det.norms.base import set_mode
+from slab_det.runtime.modes import set_mode
 
 
 class SwinStage(BaseModule):

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.fileio import put_text
 
     import slab_det
-    from slab_det.checkpoints.build import build_detector
+    from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, read_config, read_images
     from slab_det.conversion import ConversionError, write_tune_config
     from slab_det.data import check_class_order, check_data, classes_of_meta

@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> None:
     import mmcv
     import numpy as np
 
-    from slab_det.checkpoints.build import build_detector
+    from slab_det.checkpoints import build_detector
     from slab_det.cli.config import read_config, read_images
     from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
     from slab_det.deployment.export.parity import SIZES

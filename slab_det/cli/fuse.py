@@ -19,7 +19,7 @@ def main(args: argparse.Namespace) -> None:
     import torch
 
     import slab_det
-    from slab_det.checkpoints.build import build_detector
+    from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, read_config
     from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
     from slab_det.fusion.verify import input_channels

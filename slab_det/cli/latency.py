@@ -25,8 +25,7 @@ def main(args: argparse.Namespace) -> None:
     import torch
 
     import slab_det
-    from slab_det.checkpoints import is_fused
-    from slab_det.checkpoints.build import build_detector
+    from slab_det.checkpoints import build_detector, is_fused
     from slab_det.cli.config import check_report, read_config
     from slab_det.measure.latency import check_conditions, find_device, latency_table
     from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report

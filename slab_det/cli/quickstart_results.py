@@ -14,8 +14,7 @@ from mmengine.dataset import BaseDataset, pseudo_collate
 from torch import nn
 
 import slab_det
-from slab_det.checkpoints import is_fused
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector, is_fused
 from slab_det.cli.config import read_config
 from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled

@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
     from mmengine.runner.checkpoint import weights_to_cpu
 
     import slab_det
-    from slab_det.checkpoints.build import build_detector
+    from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, read_config, read_images
     from slab_det.runtime.run_folder import check_writable
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slab_det.norms import copy_module
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.tensors import map_tensors, tensors_in
 
 

@@ -11,10 +11,11 @@ from mmcv.cnn import build_norm_layer
 from mmdet.registry import MODELS
 from torch import nn
 
-from slab_det.deployment import is_deployed
 from slab_det.fusion.fuse import reason_to_keep, replace_module
-from slab_det.norms import OfflineNorm, PRepBN, check_norm_weights, copy_module, named_norms
+from slab_det.norms import OfflineNorm, PRepBN, check_norm_weights, named_norms
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
+from slab_det.runtime.modes import is_deployed
 
 
 @dataclass

@@ -18,8 +18,8 @@ from mmengine.registry import DefaultScope
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
-from slab_det.checkpoints.build import build_detector
-from slab_det.recalibration.moments import evaluating
+from slab_det.checkpoints import build_detector
+from slab_det.runtime.modes import evaluating
 from slab_det.runtime.tensors import tensors_in
 
 # Boxes per image on which RoI heads are compared.

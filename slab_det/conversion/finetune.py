@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmengine.fileio import put_text
 
 import slab_det
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.conversion.convert import ConversionReport, convert_norms
 from slab_det.norms import named_progressive_norms
 from slab_det.runtime import read_checkpoint

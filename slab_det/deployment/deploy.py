@@ -23,8 +23,10 @@ from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import HALF_PRECISIONS, keep_boxes_float32, lower_precision
 from slab_det.deployment.trial import try_deployed
 from slab_det.fusion.verify import check_finite
-from slab_det.norms import copy_module, named_offline_norms
+from slab_det.norms import named_offline_norms
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import DeploymentError
+from slab_det.runtime.modes import is_deployed
 
 
 def deploy(
@@ -152,8 +154,3 @@ def _refuse_weights(module: nn.Module, *_: object) -> None:
         f'this {type(module).__name__} is deployed, and its weights have other names and layouts than those of a '
         'checkpoint; load the checkpoint into the fused model that it was made of, and deploy that model again'
     )
-
-
-def is_deployed(model: nn.Module) -> bool:
-    """Whether :func:`deploy` made this model."""
-    return getattr(model, 'deployed', False)

@@ -10,7 +10,7 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from torch import nn
 
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.deployment.deploy import deploy
 from slab_det.fusion import check_statistics, fuse
 from slab_det.norms import named_offline_norms

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slab_det.compare.kernels import REMEDY, find_wrong_layers
 from slab_det.compare.rounding import rms_difference, run_rounded
 from slab_det.fusion.verify import FLOAT32_FACTOR, extract_features, input_channels
-from slab_det.norms import copy_module
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import DeploymentError, name_some
 from slab_det.runtime.tensors import tensors_in
 

@@ -16,7 +16,7 @@ from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
 from slab_det.fusion.report import FusionReport, NormFusion
 from slab_det.fusion.stock_mmdet import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
-from slab_det.norms.base import copy_module
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import SlabDetError, name_some
 
 # Norms that are not offline norms of slab_det; _NormBase is the base class of batch and instance norms.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.fusion.fuse import FusionError, apply_folds
-from slab_det.norms import copy_module
 from slab_det.runtime.batches import check_batch, check_batches
+from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import SlabDetError, name_some
 
 # In float64 the two models differ by rounding alone. In float32 the rounding error of a deep model has no fixed bound:

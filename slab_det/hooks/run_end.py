@@ -10,7 +10,7 @@ from mmengine.model import BaseModel, MMFullyShardedDataParallel
 from mmengine.runner import Runner, save_checkpoint
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.norms import set_gamma
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.config import detector_config, type_name

@@ -13,8 +13,9 @@ from mmdet.structures.mask import encode_mask_results
 from pycocotools import mask as coco_mask
 from torch import nn
 
-from slab_det.recalibration.moments import evaluating, one_pass, prepare_inputs
+from slab_det.runtime.batches import one_pass, prepare_inputs
 from slab_det.runtime.errors import AgreementError
+from slab_det.runtime.modes import evaluating
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # The loss of AP is about LOSS (1 - agreement)^2: a least-squares fit to 11 absorbed detectors, three of them for int8,

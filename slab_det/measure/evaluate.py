@@ -9,7 +9,7 @@ from mmengine.runner import Runner
 from torch import nn
 
 from slab_det.measure.report import ap_from_metrics
-from slab_det.recalibration.moments import evaluating
+from slab_det.runtime.modes import evaluating
 from slab_det.runtime.scope import enter_scope
 
 

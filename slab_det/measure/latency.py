@@ -19,13 +19,13 @@ from mmdet.structures import DetDataSample
 from torch import nn
 
 from slab_det.compare.kernels import warn_of_wrong_kernels
-from slab_det.deployment import is_deployed
 from slab_det.fusion.verify import input_channels
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table
 from slab_det.measure.scopes import DTYPES, SCOPES
 from slab_det.runtime.errors import SlabDetError
+from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.numbers import check_size, check_threads
 from slab_det.runtime.progress import Progress
 

@@ -4,7 +4,6 @@ from slab_det.norms.base import (
     ChannelAffine,
     OfflineNorm,
     check_norm_weights,
-    copy_module,
     named_norms,
     named_offline_norms,
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.module_tracker import ModuleTracker
 
 # Never entered: only asked whether a backward pass runs in this thread.
@@ -145,28 +143,6 @@ class OfflineNorm(nn.GroupNorm, ABC):
 
     def extra_repr(self) -> str:
         return f'{self.num_features}, eps={self.eps}'
-
-
-class _DetachedCopies(TorchFunctionMode):
-    """Makes ``copy.deepcopy`` detach non-leaf tensors, which PyTorch refuses to copy."""
-
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **(kwargs or {}))
-
-
-def copy_module(module: nn.Module) -> nn.Module:
-    """Returns a deep copy; tensors that a module such as CondInst keeps from its last step are detached."""
-    with _DetachedCopies():
-        return copy.deepcopy(module)
-
-
-def set_mode(module: nn.Module, training: bool) -> None:
-    """Sets the mode of a module and its parts as ``train()`` does, but norms keep their numbers: no device sync."""
-    for part in module.modules():
-        part.training = training
 
 
 def read_number(tensor: Tensor, default: float) -> float:

@@ -1,13 +1,16 @@
-"""Checks what users pass as batches of images, before a model reads them."""
+"""Checks batches of images that a user gives, and prepares them for a detector."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from mmdet.structures import DetDataSample
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from slab_det.runtime.errors import DataError
 
@@ -57,3 +60,55 @@ def _image_weight(model: nn.Module) -> Tensor | None:
     parts = getattr(model, 'backbone', model).modules()
     first = next((part for part in parts if [*part.parameters(recurse=False)] and not [*part.children()]), None)
     return first.weight if isinstance(first, nn.Conv2d) and first.in_channels <= 4 and first.groups == 1 else None
+
+
+def one_pass(batches: Iterable) -> Iterable:
+    """Fixes one epoch of a loader: every pass over the result reads the same batches in the same order.
+
+    The loader of a config that counts iterations never ends, and other loaders shuffle every pass. Anything but a
+    DataLoader is returned as it is.
+    """
+    if not isinstance(batches, DataLoader):
+        return batches
+    return DataLoader(
+        batches.dataset,
+        batch_sampler=[*islice(batches.batch_sampler, len(batches))],
+        num_workers=batches.num_workers,
+        collate_fn=batches.collate_fn,
+        worker_init_fn=batches.worker_init_fn,
+    )
+
+
+def prepare_inputs(model: nn.Module, batches: Iterable) -> Callable[[object], tuple[Tensor, list[DetDataSample]]]:
+    """Returns a function that turns one of ``batches`` into images (B, 3, H, W) and data samples for a detector.
+
+    Batches of a data loader are prepared as ``test_step`` does, and padded to the fixed size of the training unless the
+    loader's dataset has ``test_mode``. Image tensors (B, 3, H, W) are taken as they are, without padding.
+
+    Raises:
+        DataError: If ``batches`` or, when the function is called, a batch is something else, or does not fit the model.
+    """
+    check_batches(model, batches)
+    # mmdet's models take a second to import, and registering the hooks does not need them.
+    from mmdet.models import BatchFixedSizePad
+
+    # Other batch augmentations are left out: they are random, and every pass must see the same images.
+    parts = () if getattr(getattr(batches, 'dataset', None), 'test_mode', False) else model.modules()
+    pads = [part for part in parts if isinstance(part, BatchFixedSizePad)]
+
+    def prepare(batch: object) -> tuple[Tensor, list[DetDataSample]]:
+        check_batch(model, batch)
+        if isinstance(batch, Tensor):
+            shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), batch.shape[-2:])
+            batch = batch.to(next(model.parameters()).device)
+            return batch, [DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0))) for _ in batch]
+        data = model.data_preprocessor(batch, False)
+        inputs, samples = data['inputs'], data['data_samples']
+        for pad in pads:
+            inputs, samples = pad(inputs, samples)
+        for sample in samples or ():
+            # Heads divide boxes by it, and training pipelines without Resize do not set it.
+            sample.set_metainfo(dict(scale_factor=sample.get('scale_factor', (1.0, 1.0))))
+        return inputs, samples
+
+    return prepare

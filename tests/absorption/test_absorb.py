@@ -18,7 +18,7 @@ import slab_det
 from slab_det.absorption import absorb, walk
 from slab_det.absorption.images import is_held_out, read_images
 from slab_det.absorption.student import Absorption
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
 from slab_det.measure.agreement import detect

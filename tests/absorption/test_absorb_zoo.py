@@ -10,7 +10,7 @@ from zoo import ZOO, zoo_cfg
 
 import slab_det
 from slab_det.absorption import absorb
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.fusion import save_fused
 
 TUNE = Config.fromfile(CONFIGS / '_base_/schedules/tune_absorbed.py')

@@ -8,7 +8,7 @@ from teachers import build_teacher
 
 import slab_det
 from slab_det.absorption import absorb
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.deployment.cpu.blocks import TiledFFN
 from slab_det.fusion import save_fused

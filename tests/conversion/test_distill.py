@@ -15,7 +15,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 import slab_det
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.conversion import write_tune_config
 from slab_det.conversion.distill import NUM_PROPOSALS, Distillation
 from slab_det.data import set_data_root

@@ -7,7 +7,7 @@ from mmdet.apis import DetInferencer
 from mmengine.config import Config
 
 import slab_det
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError, convert_detector, write_tune_config
 from slab_det.fusion import FusionError
 from slab_det.norms import PRepBN

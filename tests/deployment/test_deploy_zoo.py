@@ -11,7 +11,7 @@ from mmengine.config import Config
 from zoo import ZOO, zoo_cfg
 
 import slab_det
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.runtime.errors import DeploymentError
 
 HALF = (torch.bfloat16, torch.float16)

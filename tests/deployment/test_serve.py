@@ -26,7 +26,7 @@ from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 
 import slab_det
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.deployment import ImageListError, ServedDetector
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.deployment.export.runtime import import_extra

@@ -9,7 +9,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 import slab_det
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.fusion import save_fused
 
 

@@ -7,7 +7,7 @@ import torch
 from conftest import SMALL_SWIN
 from mmengine.runner import Runner
 
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.norms import named_progressive_norms
 
 

@@ -17,7 +17,7 @@ from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 import slab_det
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.fusion import FusionError
 from slab_det.measure.report import ap_from_metrics, read_report
 from slab_det.norms import named_offline_norms

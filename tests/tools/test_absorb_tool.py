@@ -13,7 +13,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 
 from slab_det.absorption.images import Batches
-from slab_det.checkpoints.build import build_detector
+from slab_det.checkpoints import build_detector
 from slab_det.data import SyntheticShapes, generate
 from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect
 from slab_det.recalibration import image_folder_dataloader
