@@ -36,10 +36,11 @@ class Backbone(BaseModule):
                 raise ValueError('init_cfg and pretrained name two sources of weights: give one')
             init_cfg = dict(type='Pretrained', checkpoint=pretrained)
         super().__init__(init_cfg=init_cfg)
-        stages = range(num_stages)
-        # The outputs come in the order of the stages, whatever order is asked for.
-        if not isinstance(out_indices, Sequence) or [*out_indices] != [i for i in stages if i in out_indices]:
-            raise ValueError(f'out_indices={out_indices}: give stages from 0 to {num_stages - 1}, in ascending order')
+        # As in mmdet, the outputs come in the order of the stages, whatever order is asked for.
+        if not isinstance(out_indices, Sequence) or sorted(out_indices) != sorted(
+            {*range(num_stages)} & {*out_indices}
+        ):
+            raise ValueError(f'out_indices={out_indices}: give different stages from 0 to {num_stages - 1}')
         try:
             build_norm_layer(norm_cfg, 1)
         except KeyError as error:

@@ -45,15 +45,31 @@ class Twice(Plain):
         return super().forward(x) + self.norm(self.stem(x.flatten(2).transpose(1, 2)))
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Plain(), Plain()
+
+    def forward(self, x):
+        return self.first(x) + self.second(x)
+
+
 @pytest.mark.parametrize(
-    ('keep', 'kept'),
+    ('keep', 'count'),
     [
-        *((keep, ['norm']) for keep in ('norm', ['norm'], 1, np.int64(1), 9)),
-        *((keep, []) for keep in ('none', ['none'], [], 0, np.int64(0))),
+        *((keep, 1) for keep in ('first.norm', ['first.norm'], 1, np.int64(1))),
+        *((keep, 0) for keep in ('none', ['none'], [], 0, np.int64(0))),
     ],
 )
-def test_keep_takes_whole_numbers_names_and_the_word_none(keep, kept):
-    assert layer_norms(absorb(Plain().eval(), pictures(), keep=keep, progress=False)) == kept
+def test_keep_takes_whole_numbers_names_and_the_word_none(keep, count):
+    kept = layer_norms(absorb(Pair().eval(), pictures(), keep=keep, progress=False))
+    assert len(kept) == count and (isinstance(keep, (int, np.integer)) or kept in ([], ['first.norm']))
+
+
+@pytest.mark.parametrize('keep', [2, 9, ['first.norm', 'second.norm']])
+def test_a_keep_that_leaves_nothing_to_absorb_is_an_error(keep):
+    with pytest.raises(ConversionError, match='2 LayerNorms (that )?can be absorbed'):
+        absorb(Pair().eval(), pictures(), keep=keep, progress=False)
 
 
 @pytest.mark.parametrize('keep', [True, False, 0.0, 1.0, np.float32(1), 0.02, float('nan'), -1, [1], ['norm', 1]])
