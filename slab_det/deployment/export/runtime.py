@@ -48,18 +48,17 @@ def import_extra(name: str) -> ModuleType:
         raise ExportError(f'the package {error.name} is not installed: pip install -e ".[{extra}]"') from error
 
 
-def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Run:
+def _run_in_onnxruntime(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
     if precision != 'f32':
         raise ExportError(f'ONNX Runtime runs a file in its own precision, not in {precision}: use runtime openvino')
     onnxruntime = import_extra('onnxruntime')
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(model, options, providers=['CPUExecutionProvider'])
-    names = [output.name for output in session.get_outputs()]
-    return lambda image: dict(zip(names, session.run(None, {'image': image}), strict=True))
+    return lambda image: session.run(None, {'image': image})
 
 
-def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Run:
+def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callable[[np.ndarray], list[np.ndarray]]:
     options = {'INFERENCE_PRECISION_HINT': precision, 'PERFORMANCE_HINT': 'LATENCY'}
     if threads:
         options['INFERENCE_NUM_THREADS'] = threads
@@ -67,11 +66,10 @@ def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Run:
     request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
     lock = Lock()
 
-    def run(image: np.ndarray) -> dict[str, np.ndarray]:
+    def run(image: np.ndarray) -> list[np.ndarray]:
         # A request serves one thread at a time, and the next image overwrites its memory.
         with lock:
-            found = request.infer({'image': image})
-            return {port.any_name: np.array(value) for port, value in found.items()}
+            return [np.array(value) for value in request.infer({'image': image}).to_tuple()]
 
     return run
 
@@ -127,6 +125,12 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
     if text is None:
         raise ExportError(f'{path} was not written by slab-det export')
+    # OpenVINO may call an output by the name of its operator.
+    names = [output.name for output in model.graph.output]
+
+    def load(source: str | bytes) -> Run:
+        run = RUNTIMES[runtime](source, threads, precision)
+        return lambda image: dict(zip(names, run(image), strict=True))
 
     def with_threshold(score_thr: float) -> Run:
         model = onnx.load(path)
@@ -134,9 +138,9 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         if len(found) != 1:
             raise ExportError(f'{path} has no score threshold that could be changed to {score_thr}; export it again')
         found[0].CopyFrom(onnx.numpy_helper.from_array(np.array(score_thr, np.float32), found[0].name))
-        return RUNTIMES[runtime](model.SerializeToString(), threads, precision)
+        return load(model.SerializeToString())
 
-    return Runtime(json.loads(text), RUNTIMES[runtime](str(path), threads, precision), with_threshold)
+    return Runtime(json.loads(text), load(str(path)), with_threshold)
 
 
 @MODELS.register_module()
