@@ -16,7 +16,7 @@ from torch import nn
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
 from slab_det.absorption.report import AbsorptionReport
 from slab_det.absorption.student import absorb_norms
-from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
+from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
 from slab_det.runtime.errors import AgreementError, ConversionError
 from slab_det.runtime.modes import evaluating, is_deployed
 
@@ -53,7 +53,7 @@ def absorb(
             ``len(images)`` batches where the length is known.
         keep: Norms that stay LayerNorm: a whole number K, for the K least affine norms (:attr:`NormAbsorption.own`);
             one name or several; 'none'; 'all'; or None. None keeps the fewest norms with which the
-            :func:`~slab_det.measure.agreement.agreement` of student and teacher on the held-out images reaches
+            :func:`~slab_det.compare.agreement.agreement` of student and teacher on the held-out images reaches
             ``LEAST_AGREEMENT``: no norm, or a bisected number of the least affine norms, at most a quarter. If no
             student reaches it, the best student is returned. If the teacher detects nothing, a quarter is kept.
         int8: The student will be quantized: every fit adds the penalty ``q |M - D|^2``, where q is the variance of the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from slab_det.measure.agreement import expected_loss
+from slab_det.compare.agreement import expected_loss
 
 # The reason given for norms that ``keep='all'`` keeps.
 KEPT_BY_CHOICE = 'kept by choice'

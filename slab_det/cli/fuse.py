@@ -21,8 +21,8 @@ def main(args: argparse.Namespace) -> None:
     import slab_det
     from slab_det.checkpoints import build_detector
     from slab_det.cli.config import check_out, read_config
+    from slab_det.compare.features import input_channels
     from slab_det.fusion import FusionError, check_statistics, save_fused, verify_fusion
-    from slab_det.fusion.verify import input_channels
     from slab_det.norms import named_offline_norms
     from slab_det.runtime.numbers import check_size
 
@@ -38,10 +38,11 @@ def main(args: argparse.Namespace) -> None:
     check_statistics(model, args.checkpoint)
     fused = slab_det.fuse(model)
     image = torch.randn(1, input_channels(model), *args.size, generator=torch.Generator().manual_seed(0))
-    check = verify_fusion(model, fused, [image])
+    checks = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)
     print(
-        f'{fused.fusion_report}\nLargest relative difference of {check.num_values:,} values in the feature maps of a '
-        f'random {args.size[0]}x{args.size[1]} image: {check.float64:.1e} in float64, {check.float32:.1e} in float32\n'
-        f'Written to {checkpoint} and {config}'
+        f'{fused.fusion_report}\nFused against unfused on a random {args.size[0]}x{args.size[1]} image:',
+        *checks.values(),
+        f'Written to {checkpoint} and {config}',
+        sep='\n',
     )

@@ -1,1 +1,1 @@
-"""What rounding explains of a difference between two models, and whether PyTorch's own kernels are right."""
+"""Whether two models are the same: how far apart they are, and how much of it rounding explains."""

@@ -16,7 +16,7 @@ from mmcv.cnn import Conv2d as MmcvConv2d
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.compare.rounding import rms_difference
+from slab_det.compare.difference import rms_difference
 from slab_det.runtime.errors import name_some
 
 # mmcv's subclass computes the same.

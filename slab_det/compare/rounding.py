@@ -1,8 +1,7 @@
-"""Differences between the outputs of two models, and how much of them rounding explains."""
+"""How far rounding to a dtype moves the outputs of a model, whatever kernels this machine has for the dtype."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,20 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slab_det.compare.difference import rms_difference
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.tensors import map_tensors, tensors_in
-
-
-def rms_difference(output: Tensor, reference: Tensor) -> float:
-    """Root mean square of ``output - reference``, relative to the root mean square of ``reference``.
-
-    Infinite if ``output`` has another shape or is not finite; 0 if both are all zeros or empty.
-    """
-    output, reference = output.double(), reference.double()
-    if output.shape != reference.shape or not output.isfinite().all():
-        return math.inf
-    scale = reference.norm().clamp(min=torch.finfo(torch.float64).tiny)
-    return ((output - reference).norm() / scale).nan_to_num(math.inf).item()
 
 
 class RoundedArithmetic(TorchDispatchMode):
@@ -67,3 +55,17 @@ def run_rounded(model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module],
             tensor.data = tensor.data.to(dtype).to(tensor.dtype)
     with RoundedArithmetic(dtype):
         return [*run(rounded)]
+
+
+@torch.no_grad()
+def explain_rounding(
+    model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], Sequence[Tensor]], references: Sequence[Tensor]
+) -> list[float]:
+    """How far rounding to ``dtype`` moves each output of ``run(model)`` from ``references``, which are in float64."""
+    single, scale = copy_module(model).float(), 1.0
+    if dtype.itemsize == 2:
+        rounded = run_rounded(single, dtype, run)
+    else:
+        # The kernels of float32, because convolutions on a GPU may round to TF32.
+        rounded, scale = run(single), torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    return [scale * rms_difference(*pair) for pair in zip(rounded, references, strict=True)]

@@ -22,11 +22,11 @@ from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import HALF_PRECISIONS, keep_boxes_float32, lower_precision
 from slab_det.deployment.trial import try_deployed
-from slab_det.fusion.verify import check_finite
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import DeploymentError
 from slab_det.runtime.modes import is_deployed
+from slab_det.runtime.tensors import check_finite
 
 
 def deploy(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,9 +11,10 @@ from mmdet.structures import DetDataSample
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
+from slab_det.compare.difference import Comparison, accepted_difference, rms_difference
+from slab_det.compare.features import extract_features, input_channels
 from slab_det.compare.kernels import REMEDY, find_wrong_layers
-from slab_det.compare.rounding import rms_difference, run_rounded
-from slab_det.fusion.verify import FLOAT32_FACTOR, extract_features, input_channels
+from slab_det.compare.rounding import explain_rounding
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import DeploymentError, name_some
 from slab_det.runtime.tensors import tensors_in
@@ -21,32 +23,10 @@ from slab_det.runtime.tensors import tensors_in
 SIZE = (64, 128)
 # Replaces these values of every test_cfg during the trial.
 FEW_OBJECTS = dict(score_thr=0.0, max_per_img=20)
-# Largest accepted ratio of a difference to what rounding explains. Usual ratios are 0.8 to 1.3 in half precision; in
-# float32 1 to 4 (Winograd's convolutions), and up to 6 in untrained models that amplify rounding.
-HALF_FACTOR = 4.0
-# Rounding alone that changes the feature maps by more than this leaves little to compare.
-INCONCLUSIVE = 0.25
-
-
-@dataclass(frozen=True)
-class DeploymentCheck:
-    """Difference between the feature maps of a deployed model and of its original in float64, on a noise image.
-
-    Attributes:
-        difference: Root mean square of the difference, relative to the root mean square of the feature map.
-        rounding: The same for the original, computed with results rounded to the dtype of the deployed model.
-        level: Index of the feature map whose difference is largest compared with its rounding.
-        num_values: How many values were compared.
-    """
-
-    difference: float
-    rounding: float
-    level: int
-    num_values: int
 
 
 @torch.no_grad()
-def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | None) -> DeploymentCheck | None:
+def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | None) -> Comparison | None:
     """Compares the feature maps of a model and its deployed form, and runs the heads of both.
 
     Args:
@@ -85,13 +65,11 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
                 f'{remedy}, or {REMEDY}'
             )
         if mode == 'features':
-            check = _compare(model, found, reference)
-            if not check.difference <= (HALF_FACTOR if dtype else FLOAT32_FACTOR) * check.rounding:
-                raise DeploymentError(
-                    f'{kind} computes something else {form}: {check}, where difference and rounding should be about '
-                    f'equal; {remedy}'
-                )
-            if check.rounding > INCONCLUSIVE:
+            check = _compare(model, dtype or found[0].dtype, found, reference)
+            if not check.same:
+                fault = 'computes something else' if check.bound < math.inf else 'overflows'
+                raise DeploymentError(f'{kind} {fault} {form}: {check}; {remedy}')
+            if check.bound > 1:
                 MMLogger.get_current_instance().warning(
                     f'slab_det.deploy: rounding to {found[0].dtype} alone changes the features of {kind} by '
                     f'{check.rounding:.0%} of their size, so that the check says little; measure its AP'
@@ -102,29 +80,14 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
     return check
 
 
-def _compare(model: nn.Module, found: list[Tensor], reference: list[Tensor]) -> DeploymentCheck:
+def _compare(model: nn.Module, dtype: torch.dtype, found: Sequence[Tensor], reference: Sequence[Tensor]) -> Comparison:
     """Compares feature maps of the deployed model with ``reference``, of ``model`` in float64."""
-    differences, rounding = _differences(found, reference), _rounding(model, found[0].dtype, reference)
-    level = max(range(len(found)), key=lambda i: differences[i] / rounding[i])
-    return DeploymentCheck(differences[level], rounding[level], level, sum(x.numel() for x in found))
-
-
-def _rounding(model: nn.Module, dtype: torch.dtype, reference: list[Tensor]) -> list[float]:
-    """How far rounding to ``dtype`` moves each feature map of ``model``."""
-    eps = torch.finfo(dtype).eps
-    if dtype.itemsize == 2:
-        rounded = run_rounded(copy_module(model).float(), dtype, partial(_run, mode='features'))
-        own = _differences(rounded, reference)
-    else:
-        # The kernels of float32, because convolutions on a GPU may round to TF32.
-        own = _differences(_run(copy_module(model).float(), 'features'), reference)
-        own = [difference * eps / torch.finfo(torch.float32).eps for difference in own]
-    # A model that copies its input rounds nothing.
-    return [max(difference, eps / 4) for difference in own]
-
-
-def _differences(outputs: list[Tensor], references: list[Tensor]) -> list[float]:
-    return [rms_difference(*pair) for pair in zip(outputs, references, strict=True)]
+    differences = [rms_difference(*pair) for pair in zip(found, reference, strict=True)]
+    rounding = explain_rounding(model, dtype, partial(_run, mode='features'), reference)
+    bounds = [accepted_difference(each, dtype) for each in rounding]
+    worst = max(range(len(found)), key=lambda i: differences[i] / bounds[i])
+    what, num_values = f'feature maps of noise, the worst at level {worst}', sum(x.numel() for x in found)
+    return Comparison(what, num_values, differences[worst], rounding[worst], bounds[worst])
 
 
 def _run(model: nn.Module, mode: str) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from uuid import uuid4
@@ -160,13 +159,15 @@ def write_fused(
 
     fused = fuse(model)
     inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))
-    difference = verify_fusion(model, fused, inputs)
+    checks = verify_fusion(model, fused, inputs)
     meta = getattr(runner.train_dataloader.dataset, 'metainfo', None)
     fused_path, fused_config = save_fused(fused, runner.cfg, Path(runner.work_dir) / 'fused.pth', meta)
-    runner.logger.info(
-        f'Fused: {fused.fusion_report}\nLargest relative difference of the feature maps: {difference.float64:.1e} in '
-        f'float64, {difference.float32:.1e} in float32\nFused model: {fused_config} with {fused_path}'
-    )
+    lines = [
+        f'Fused: {fused.fusion_report}',
+        *map(str, checks.values()),
+        f'Fused model: {fused_config} with {fused_path}',
+    ]
+    runner.logger.info('\n'.join(lines))
     batch_size = runner.cfg.train_dataloader.batch_size * get_world_size()
     shared = dict(
         **describe_model(runner.cfg.model),
@@ -188,6 +189,9 @@ def write_fused(
         variant='fused',
         config=str(fused_config),
         checkpoint=str(fused_path),
-        fusion={**fused.fusion_report.to_dict(), 'difference': asdict(difference)},
+        fusion={
+            **fused.fusion_report.to_dict(),
+            'difference': {name: check.difference for name, check in checks.items()},
+        },
     )
     write_report(Path(runner.work_dir) / 'report.json', [unfused_entry, fused_entry])

@@ -18,8 +18,8 @@ from mmdet.models.detectors import BaseDetector
 from mmdet.structures import DetDataSample
 from torch import nn
 
+from slab_det.compare.features import input_channels
 from slab_det.compare.kernels import warn_of_wrong_kernels
-from slab_det.fusion.verify import input_channels
 from slab_det.measure.cost import ModelCost, measure_cost
 from slab_det.measure.environment import describe_environment
 from slab_det.measure.markdown import format_table

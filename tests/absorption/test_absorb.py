@@ -19,9 +19,9 @@ from slab_det.absorption import absorb, walk
 from slab_det.absorption.images import is_held_out, read_images
 from slab_det.absorption.student import Absorption
 from slab_det.checkpoints import build_detector
+from slab_det.compare.agreement import detect
 from slab_det.conversion import ConversionError
 from slab_det.fusion import save_fused
-from slab_det.measure.agreement import detect
 
 
 @pytest.fixture

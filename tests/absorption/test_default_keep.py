@@ -6,7 +6,7 @@ import pytest
 
 from slab_det.absorption import AbsorptionReport, NormAbsorption
 from slab_det.absorption.absorb import absorb_until_agreement
-from slab_det.measure.agreement import LEAST_AGREEMENT
+from slab_det.compare.agreement import LEAST_AGREEMENT
 
 
 @pytest.mark.parametrize(

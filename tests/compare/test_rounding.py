@@ -1,10 +1,11 @@
-import math
+import copy
 
 import pytest
 import torch
 from torch import nn
 
-from slab_det.compare.rounding import rms_difference, run_rounded
+from slab_det.compare.difference import rms_difference
+from slab_det.compare.rounding import explain_rounding, run_rounded
 
 
 def rounded(x, dtype):
@@ -49,9 +50,11 @@ def test_rounding_is_as_large_as_in_half_precision():
     assert 0.7 < ratio < 1.4, ratio
 
 
-def test_rms_difference_of_maps():
-    x = torch.randn(3, 4)
-    assert rms_difference(x, x) == rms_difference(0 * x, 0 * x) == rms_difference(x[:0], x[:0]) == 0
-    assert rms_difference(1.5 * x, x) == pytest.approx(0.5)
-    assert rms_difference(x[:2], x) == rms_difference(x / 0, x) == rms_difference(x, x / 0) == math.inf
-    assert rms_difference(torch.full((2,), math.nan), torch.ones(2)) == math.inf
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float32, torch.float64], ids=str)
+def test_rounding_explains_as_many_eps_in_every_dtype(dtype):
+    model, x = nn.Linear(512, 64), torch.randn(50, 512)
+    reference = copy.deepcopy(model).double()(x.double())
+    # Results and weights are rounded by at most half an eps, and each of 512 sums in float32.
+    (rounding,) = explain_rounding(model, dtype, lambda model: [model(x.to(model.weight))], [reference])
+    assert 0.05 < rounding / torch.finfo(dtype).eps < 512**0.5
+    assert model.weight.dtype == torch.float32

@@ -22,10 +22,10 @@ from pycocotools import mask as coco_mask
 from torch import nn
 
 import slab_det
+from slab_det.compare.agreement import detect
 from slab_det.deployment import masks
 from slab_det.deployment.export import ExportedDetector, export_onnx
 from slab_det.deployment.masks import paste_masks
-from slab_det.measure.agreement import detect
 from slab_det.runtime.errors import DeploymentError, ExportError
 
 SIZE = (60, 90)

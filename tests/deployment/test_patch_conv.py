@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slab_det.compare.rounding import rms_difference
+from slab_det.compare.difference import rms_difference
 from slab_det.deployment.cpu.patch_conv import PatchConv, patch_conv
 
 

@@ -14,8 +14,8 @@ from mmengine.config import Config
 
 from slab_det.absorption.images import Batches
 from slab_det.checkpoints import build_detector
+from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect
 from slab_det.data import SyntheticShapes, generate
-from slab_det.measure.agreement import LEAST_AGREEMENT, agreement, detect
 from slab_det.recalibration import image_folder_dataloader
 
 BACKBONE = dict(norm_cfg=dict(type='LN'), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))

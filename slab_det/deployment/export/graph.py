@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import slab_det
+from slab_det.compare.features import input_channels
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, find_resize, import_extra
 from slab_det.deployment.export.settings import describe_preprocessor, describe_test_cfg
 from slab_det.fusion.folds import find_hooks
-from slab_det.fusion.verify import check_finite, input_channels
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ExportError
 from slab_det.runtime.modes import is_deployed
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.run_folder import whole_file
+from slab_det.runtime.tensors import check_finite
 
 SCOPES = {'backbone': BackboneGraph, 'detector': DetectorGraph}
 # RoiAlign has half-pixel coordinates from opset 16 on, and ONNX Runtime has no kernel for RoiAlign of opset 22.

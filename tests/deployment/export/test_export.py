@@ -142,6 +142,10 @@ def test_negative_max_per_img_keeps_all_detections(detector, tmp_path):
     assert len(boxes) == len(expected) > 100
 
 
+def num_detections(check):
+    return int(re.search(r'(\d+) detections', check.what)[1])
+
+
 @pytest.mark.parametrize(
     ('row', 'kind', 'scope', 'divisor', 'agnostic'),
     [
@@ -161,9 +165,9 @@ def test_file_computes_what_the_detector_does_at_every_size(detector, tmp_path, 
     assert 'Dropout' not in operators
     sizes = SIZES[1:]
     checks = check_parity(model, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(sizes))
-    assert [check.size for check in checks] == sizes
+    assert all(check.what.startswith(f'{height}x{width}') for check, (height, width) in zip(checks, sizes, strict=True))
     if scope == 'detector':
-        assert min(check.detections for check in checks) > 5, checks
+        assert min(map(num_detections, checks)) > 5, checks
 
 
 def test_dimensions_have_names(exported):
@@ -205,7 +209,7 @@ def test_file_takes_a_lower_score_threshold_and_fewer_detections(exported, small
 def test_parity_check_compares_heads_even_if_nothing_is_detected(exported, score_thr):
     model, file = exported(score_thr=score_thr)
     (check,) = check_parity(model, load_runtime(file, threads=1), random_images(SIZES[:1]))
-    assert check.num_values > 10_000 and bool(check.detections) == (score_thr < 0.5)
+    assert check.num_values > 10_000 and bool(num_detections(check)) == (score_thr < 0.5)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +227,7 @@ def test_parity_check_detects_24_halved_weights(exported, layer, score_thr):
     model, file = exported(score_thr=score_thr)
     other = copy.deepcopy(model)
     other.get_submodule(layer).weight.data.view(-1)[:24] /= 2
-    with pytest.raises(ExportError, match=r'does not compute what the detector does: 64x96: .* of \d+,\d+ values'):
+    with pytest.raises(ExportError, match=r'does not compute what the detector does: 64x96.* in \d+,\d+ values'):
         check_parity(other, load_runtime(file, threads=1), random_images(SIZES[:1]))
 
 
@@ -240,7 +244,7 @@ def test_parity_check_refuses_a_file_of_other_thresholds(exported, change):
     model, file = exported()
     other = copy.deepcopy(model)
     change(other)
-    with pytest.raises(ExportError, match=r'does not compute what the detector does: .* [1-9][\d.]*% unmatched'):
+    with pytest.raises(ExportError, match=r'does not compute what the detector does: .*\([1-9][\d.]*% unmatched'):
         check_parity(other, load_runtime(file, threads=1), random_images(SIZES[:1]))
 
 

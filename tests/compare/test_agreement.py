@@ -10,8 +10,8 @@ from mmengine.structures import InstanceData
 from pycocotools import mask as coco_mask
 from torch import nn
 
+from slab_det.compare.agreement import Detections, agreement, detect
 from slab_det.data import generate, set_data_root
-from slab_det.measure.agreement import Detections, agreement, detect
 from slab_det.recalibration import recalibration_dataloader
 from slab_det.runtime.errors import AgreementError
 
