@@ -34,4 +34,4 @@ def test_custom_attention_exports_to_onnx(detector, tmp_path):
     assert 'Softmax' in operators and 'LayerNormalization' not in operators
     sizes = [(64, 96), (131, 75)]
     checks = check_parity(detector, load_runtime(tmp_path / 'model.onnx', threads=1), random_images(sizes))
-    assert [check.size for check in checks] == sizes
+    assert [check.what for check in checks] == ['64x96', '131x75']

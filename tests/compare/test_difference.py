@@ -19,10 +19,8 @@ def test_difference_of_maps(measure):
     x = torch.randn(3, 4)
     assert measure(x, x) == measure(0 * x, 0 * x) == measure(x[:0], x[:0]) == 0
     assert measure(1.5 * x, x) == pytest.approx(0.5)
-    assert measure(x[:2], x) == measure(x / 0, x) == math.inf
+    assert measure(x[:2], x) == measure(x / 0, x) == measure(x, x / 0) == math.inf
     assert measure(torch.full((2,), math.nan), torch.ones(2)) == math.inf
-    if measure is rms_difference:
-        assert measure(x, x / 0) == math.inf
 
 
 def test_one_wrong_value_shows_in_the_largest_difference():

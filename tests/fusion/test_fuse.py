@@ -127,6 +127,16 @@ def test_verify_fusion_refuses_what_it_cannot_compare(small_detector, maps, mess
         verify_fusion(model, slab_det.fuse(model), [torch.randn(1, 3, 45, 70)], maps)
 
 
+@pytest.mark.parametrize(('dtype', 'names'), [(torch.float32, ['float64', 'float32']), (torch.float64, ['float64'])])
+def test_verify_fusion_says_what_it_compared_in_which_dtype(small_detector, dtype, names):
+    model = small_detector().to(dtype)
+    checks = verify_fusion(model, slab_det.fuse(model), [torch.randn(1, 3, 45, 70, dtype=dtype)])
+    assert [*checks] == names and all(check.same and check.num_values > 1000 for check in checks.values())
+    assert 0 < checks['float64'].difference < 1e-12 and f'feature maps in {names[-1]}' in str(checks[names[-1]])
+    # Float32 rounds a hundred million times more than float64.
+    assert dtype == torch.float64 or 1e-8 < checks['float32'].rounding < 1e-4
+
+
 def test_verify_fusion_refuses_a_model_that_differs(build):
     model = build(SWIN)
     fused = slab_det.fuse(model)
