@@ -40,9 +40,5 @@ def main(args: argparse.Namespace) -> None:
     image = torch.randn(1, input_channels(model), *args.size, generator=torch.Generator().manual_seed(0))
     checks = verify_fusion(model, fused, [image])
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)
-    print(
-        f'{fused.fusion_report}\nFused against unfused on a random {args.size[0]}x{args.size[1]} image:',
-        *checks.values(),
-        f'Written to {checkpoint} and {config}',
-        sep='\n',
-    )
+    print(f'{fused.fusion_report}\nFused against unfused on a random {args.size[0]}x{args.size[1]} image:')
+    print(*checks.values(), f'Written to {checkpoint} and {config}', sep='\n')

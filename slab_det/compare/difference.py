@@ -13,9 +13,8 @@ from torch import Tensor
 # float32 1 to 4 (Winograd's convolutions), and up to 6 in untrained models that amplify rounding.
 HALF_FACTOR = 4.0
 FLOAT32_FACTOR = 10.0
-# Detections are of one object if corners differ by less than this share of the image, and scores by less than this. It
-# is far more than rounding moves a detection, and far less than two objects are apart. It bounds no error: the values
-# of matched detections are compared.
+# Detections match if corners differ by less than this share of the image, and scores by less than this: much more than
+# rounding in float32, much less than between two objects. It accepts no error, as matched detections are compared.
 NEAR = 1e-4
 # Largest accepted share of detections without a match: rounding moves scores and overlaps across thresholds.
 UNMATCHED_SHARE = 0.02

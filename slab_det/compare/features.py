@@ -13,7 +13,7 @@ def extract_features(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
 def input_channels(model: nn.Module) -> int:
     """Number of channels of the images that a detector or backbone reads: its first convolution's, or 3 without one."""
     # Deployed models have convolutions of other classes.
-    for module in getattr(model, 'backbone', model).modules():
-        if hasattr(module, 'kernel_size') and hasattr(module, 'in_channels'):
-            return module.in_channels
-    return 3
+    parts = getattr(model, 'backbone', model).modules()
+    return next(
+        (part.in_channels for part in parts if hasattr(part, 'kernel_size') and hasattr(part, 'in_channels')), 3
+    )

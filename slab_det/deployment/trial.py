@@ -75,7 +75,7 @@ def try_deployed(model: nn.Module, deployed: nn.Module, dtype: torch.dtype | Non
                     f'{check.rounding:.0%} of their size, so that the check says little; measure its AP'
                 )
         # Rounding changes the boxes that heads receive, so that their outputs cannot be compared.
-        elif _are_finite(reference) and not _are_finite(found):
+        elif [all(x.isfinite().all() for x in outputs) for outputs in (reference, found)] == [True, False]:
             raise DeploymentError(f'{kind} overflows {form}: outputs of its heads are not finite; {remedy}')
     return check
 
@@ -110,10 +110,6 @@ def _run(model: nn.Module, mode: str) -> list[Tensor]:
         for cfg, values in zip(cfgs, before, strict=True):
             cfg.clear()
             cfg.update(values)
-
-
-def _are_finite(outputs: list[Tensor]) -> bool:
-    return all(output.isfinite().all() for output in outputs)
 
 
 def _one_line(error: Exception) -> str:

@@ -69,7 +69,6 @@ def verify_fusion(
         raise FusionError(f'the outputs of the models are not finite: {text}; take an earlier checkpoint')
     if not all(check.same for check in checks.values()):
         raise FusionError(
-            f'the fused model differs from the unfused one: {text}; do not use it, and please report '
-            'this with the config'
+            f'the fused model differs from the unfused one: {text}; do not use it, and report this with the config'
         )
     return checks

@@ -189,9 +189,6 @@ def write_fused(
         variant='fused',
         config=str(fused_config),
         checkpoint=str(fused_path),
-        fusion={
-            **fused.fusion_report.to_dict(),
-            'difference': {name: check.difference for name, check in checks.items()},
-        },
+        fusion={**fused.fusion_report.to_dict(), 'difference': {key: x.difference for key, x in checks.items()}},
     )
     write_report(Path(runner.work_dir) / 'report.json', [unfused_entry, fused_entry])
