@@ -10,10 +10,7 @@ Functions and subpackages that need mmdet's models or datasets, which take secon
 import sys
 from functools import cache
 from importlib import import_module
-from multiprocessing import parent_process
 from typing import Any
-
-from slab_det.cli import is_command
 
 __version__ = '0.1.0'
 
@@ -59,6 +56,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-# A command registers after it has parsed its arguments: torch takes seconds, and --help does not need it.
-if parent_process() or not is_command(sys.argv[0]):
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FUNCTIONS, *_SUBPACKAGES})
+
+
+if not getattr(sys.modules.get('slab_det_command'), 'registers_late', False):
     register()
