@@ -16,10 +16,10 @@ __version__ = '0.1.0'
 
 # Public function: the module that defines it.
 _FUNCTIONS = {
-    'absorb': 'absorption',
+    'absorb': 'absorption.absorb',
     'convert_norms': 'conversion',
-    'deploy': 'deployment',
-    'fuse': 'fusion',
+    'deploy': 'deployment.deploy',
+    'fuse': 'fusion.fuse',
     'load_detector': 'deployment',
     'load_pretrained': 'checkpoints',
     'measure_latency': 'measure.latency',

@@ -12,7 +12,7 @@ from conftest import HalfWindowMSA, layer_norms, pictures
 from mmdet.models.backbones.swin import SwinTransformer
 from torch import nn
 
-from slab_det.absorption import absorb
+from slab_det.absorption.absorb import absorb
 from slab_det.conversion import ConversionError
 from slab_det.fusion import register_folds
 from slab_det.fusion.fuse import apply_folds

@@ -7,7 +7,7 @@ from mmengine.config import Config
 from teachers import build_teacher
 
 import slab_det
-from slab_det.absorption import absorb
+from slab_det.absorption.absorb import absorb
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
 from slab_det.deployment.cpu.blocks import TiledFFN
