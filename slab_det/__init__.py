@@ -41,7 +41,7 @@ def register() -> None:
     from mmdet.registry import DATASETS, MODELS
 
     from slab_det import hooks, norms  # noqa: F401 (register themselves)
-    from slab_det.runtime.scope import register_on_demand
+    from slab_det.runtime.registries import register_on_demand
 
     register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion', 'slab_det.data')
     register_on_demand(DATASETS, 'slab_det.data')

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import slab_det
+from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.images import Images, read_images, to_bytes
-from slab_det.absorption.report import KEPT_BY_CHOICE
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
-from slab_det.fusion.report import NormFusion
+from slab_det.fusion.fusion_report import NormFusion
 from slab_det.measure.environment import describe_environment
 from slab_det.norms import named_norms
 from slab_det.runtime.errors import ConversionError

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, FFNAbsorption, NormAbsorption
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
-from slab_det.absorption.report import KEPT_BY_CHOICE, AbsorptionReport, FFNAbsorption, NormAbsorption
 from slab_det.absorption.walk import Walk
 from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 from slab_det.fusion.folds import CannotFold, find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report, replace_module
-from slab_det.fusion.report import FusionReport
+from slab_det.fusion.fusion_report import FusionReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError

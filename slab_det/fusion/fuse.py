@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
-from slab_det.fusion.report import FusionReport, NormFusion
+from slab_det.fusion.fusion_report import FusionReport, NormFusion
 from slab_det.fusion.stock_mmdet import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
 from slab_det.runtime.copying import copy_module

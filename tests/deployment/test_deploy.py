@@ -29,9 +29,9 @@ import slab_det
 from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, LinearFFN
 from slab_det.deployment.cpu import linear, tiles, winograd
-from slab_det.deployment.cpu.blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.deployment.cpu.roi_align import DeployedRoIAlign
+from slab_det.deployment.cpu.tiled_blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.gpu.layers import FusedConv, FusedFPN
 from slab_det.runtime.errors import DeploymentError
 

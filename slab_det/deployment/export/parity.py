@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.deployment.export.detector import DetectorGraph
-from slab_det.deployment.export.graph import build_graph
+from slab_det.deployment.export.onnx_file import build_graph
 from slab_det.deployment.export.runtime import Run, Runtime
 from slab_det.fusion.verify import FLOAT32_FACTOR, FLOAT64_BOUND, relative_difference
 from slab_det.runtime.errors import ExportError
