@@ -62,7 +62,7 @@ def absorb_norms(
     report, past = absorption.report, past_report(plan.model)
     kept = {norm.norm for norm in report.kept}
     fusions = [
-        replace(fusion, outcome='kept', into='', reason=KEPT_BY_CHOICE) if fusion.norm in kept else fusion
+        replace(fusion, outcome='kept', into=(), reason=KEPT_BY_CHOICE) if fusion.norm in kept else fusion
         for fusion in plan.fusions.values()
     ]
     report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]

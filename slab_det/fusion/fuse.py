@@ -98,7 +98,7 @@ def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[N
             fusions.append(NormFusion(name, kind, 'kept' if norm in absorbed else 'affine', reason=str(reason)))
         else:
             outcome = 'absorbed' if norm in absorbed else 'folded'
-            fusions.append(NormFusion(name, kind, outcome, ', '.join(layers), side))
+            fusions.append(NormFusion(name, kind, outcome, tuple(layers), side))
     return fusions
 
 
@@ -238,7 +238,7 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Ma
 
 def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tensor) -> None:
     """Folds ``scale * x + shift`` into the layers that ``fusion`` names; see :mod:`slab_det.fusion.affine`."""
-    for name, part in map(split_part, fusion.into.split(', ')):
+    for name, part in map(split_part, fusion.into):
         if fusion.side == 'output':
             fold_into_output(model.get_submodule(name), scale, shift)
             continue
