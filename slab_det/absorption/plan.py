@@ -32,7 +32,7 @@ class Step(NamedTuple):
         source: Place of the regression's input: the input of the norm or of the layer.
         target: Place of the tensor to approximate: the output of the norm, or the stream behind the layer.
         ffn: Name of the FFN that contains the layer, or ''.
-        finishes: Name of the module that is final after this step, so that its output can be stored: the block, a
+        finishes: Name of the module whose output no later step changes, so that it can be stored: the block, a
             branch of it such as an attention, or ''.
     """
 

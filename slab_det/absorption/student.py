@@ -159,7 +159,8 @@ class Absorption:
         is_read = any(block in names for names in self.plan.reads.values())
         for step in self.plan.blocks[block]:
             # The modules that teacher and student finish during the fit, which saves a run after it. No fit changes the
-            # teacher. The student may finish only a block whose output no block reads: then only its shape matters.
+            # teacher's output. The student's output is not final before the fit, so the student finishes a block only
+            # if no other block reads its values: then the shape of the output is enough.
             early = step.finishes, '' if is_read or step.finishes != block else block
             if step.name in self.plan.fusions:
                 self._absorb_norm(block, step, early)
