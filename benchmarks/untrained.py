@@ -8,7 +8,7 @@ from mmengine.config import Config
 from torch import nn
 
 from slab_det.checkpoints import build_detector
-from slab_det.fusion import fuse
+from slab_det.fusion.fuse import fuse
 from slab_det.measure.untrained import prepare_untrained
 
 

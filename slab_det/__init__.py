@@ -10,19 +10,16 @@ Functions and subpackages that need mmdet's models or datasets, which take secon
 import sys
 from functools import cache
 from importlib import import_module
-from multiprocessing import parent_process
 from typing import Any
-
-from slab_det.cli import is_command
 
 __version__ = '0.1.0'
 
 # Public function: the module that defines it.
 _FUNCTIONS = {
-    'absorb': 'absorption',
+    'absorb': 'absorption.absorb',
     'convert_norms': 'conversion',
-    'deploy': 'deployment',
-    'fuse': 'fusion',
+    'deploy': 'deployment.deploy',
+    'fuse': 'fusion.fuse',
     'load_detector': 'deployment',
     'load_pretrained': 'checkpoints',
     'measure_latency': 'measure.latency',
@@ -44,7 +41,7 @@ def register() -> None:
     from mmdet.registry import DATASETS, MODELS
 
     from slab_det import hooks, norms  # noqa: F401 (register themselves)
-    from slab_det.runtime.scope import register_on_demand
+    from slab_det.runtime.registries import register_on_demand
 
     register_on_demand(MODELS, 'slab_det.backbones', 'slab_det.conversion', 'slab_det.data')
     register_on_demand(DATASETS, 'slab_det.data')
@@ -59,6 +56,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
-# A command registers after it has parsed its arguments: torch takes seconds, and --help does not need it.
-if parent_process() or not is_command(sys.argv[0]):
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FUNCTIONS, *_SUBPACKAGES})
+
+
+if not getattr(sys.modules.get('slab_det_command'), 'registers_late', False):
     register()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pkgutil import iter_modules
+from types import ModuleType
 
 import pytest
 from conftest import CONFIGS
@@ -55,6 +57,14 @@ def test_every_package_has_its_layer() -> None:
 def test_a_package_imports_lower_layers_only(package: str) -> None:
     imports = find_imports(package)
     assert all(HEIGHTS[other] < HEIGHTS[package] for other in imports), f'{package} imports {sorted(imports)}'
+
+
+@pytest.mark.parametrize('package', HEIGHTS)
+def test_no_function_hides_a_module(package: str) -> None:
+    names = [name for _, name, _ in iter_modules([str(PACKAGE / package)])]
+    found = import_module(f'slab_det.{package}')
+    hidden = [name for name in names if not isinstance(getattr(found, name, None), ModuleType | None)]
+    assert not hidden, f'slab_det.{package} has these as modules and as functions'
 
 
 @pytest.mark.parametrize('package', ['absorption', 'conversion'])

@@ -22,7 +22,7 @@ from torch import nn
 import slab_det
 from slab_det.fusion import save_fused
 from slab_det.hooks import NormStateHook, RecalibrateFuseHook
-from slab_det.measure.report import read_report, write_report
+from slab_det.measure.report_file import read_report, write_report
 from slab_det.runtime.checkpoint_files import read_checkpoint
 
 

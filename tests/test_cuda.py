@@ -15,7 +15,7 @@ from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
 
 import slab_det
-from slab_det.deployment.cpu.blocks import TiledAttention, TiledFFN
+from slab_det.deployment.cpu.tiled_blocks import TiledAttention, TiledFFN
 from slab_det.deployment.export import check_parity, export_onnx, load_runtime, random_images
 from slab_det.deployment.gpu.graph import GraphCache
 

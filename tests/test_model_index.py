@@ -11,7 +11,7 @@ import yaml
 from conftest import CONFIGS
 from mmengine.config import Config
 
-from slab_det.measure.report import describe_model
+from slab_det.measure.report_file import describe_model
 
 ROOT = CONFIGS.parent
 PAPER_TABLES = json.loads((ROOT / 'benchmarks' / 'paper_tables.json').read_text())

@@ -113,3 +113,11 @@ def test_the_command_is_installed_and_lists_the_others(site: Path, tmp_path: Pat
     assert {*COMMANDS} <= {*done.stdout.split()}
     usage = run(site / 'bin/slab-det', 'quickstart', '--help', folder=tmp_path, PYTHONPATH=str(site)).stdout
     assert usage.startswith('usage: slab-det quickstart ')
+
+
+@pytest.mark.parametrize('program', [('bin/slab-det', 'fuse'), ('slab_det/.mim/tools/fuse.py',)])
+def test_help_of_an_installation_imports_no_torch(site: Path, tmp_path: Path, program: tuple[str, ...]) -> None:
+    file, *name = program
+    done = run('-X', 'importtime', site / file, *name, '--help', folder=tmp_path, PYTHONPATH=str(site))
+    imported = {line.rpartition('|')[2].strip() for line in done.stderr.splitlines()}
+    assert 'slab_det_command' in imported and not imported & {'torch', 'mmengine'}

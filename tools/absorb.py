@@ -1,6 +1,6 @@
 """Absorbs the LayerNorms of a trained detector: see slab_det/cli/absorb.py."""
 
-from slab_det.cli.absorb import main
+from slab_det_command import run
 
 if __name__ == '__main__':
-    main()
+    run('absorb')

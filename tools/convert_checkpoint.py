@@ -1,6 +1,6 @@
 """Converts the checkpoint of a LayerNorm detector, or pretrained weights: see slab_det/cli/convert_checkpoint.py."""
 
-from slab_det.cli.convert_checkpoint import main
+from slab_det_command import run
 
 if __name__ == '__main__':
-    main()
+    run('convert_checkpoint')

@@ -1,6 +1,6 @@
 """Fuses a trained detector: see slab_det/cli/fuse.py."""
 
-from slab_det.cli.fuse import main
+from slab_det_command import run
 
 if __name__ == '__main__':
-    main()
+    run('fuse')

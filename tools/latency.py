@@ -1,6 +1,6 @@
 """Measures latency: see slab_det/cli/latency.py."""
 
-from slab_det.cli.latency import main
+from slab_det_command import run
 
 if __name__ == '__main__':
-    main()
+    run('latency')

@@ -1,6 +1,6 @@
 """Evaluates a detector: see slab_det/cli/test.py."""
 
-from slab_det.cli.test import main
+from slab_det_command import run
 
 if __name__ == '__main__':
-    main()
+    run('test')

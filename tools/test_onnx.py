@@ -1,6 +1,6 @@
 """Evaluates an exported detector: see slab_det/cli/test_onnx.py."""
 
-from slab_det.cli.test_onnx import main
+from slab_det_command import run
 
 if __name__ == '__main__':
-    main()
+    run('test_onnx')

@@ -61,7 +61,7 @@ if [[ $(cat "$state" 2>/dev/null) != "complete $key" ]] || ! "$venv/bin/python" 
     if [[ ! -e $state && -n $(ls -A "$venv" 2>/dev/null) ]]; then
         fail "$venv exists and is not an environment of slab_det: choose another SLAB_DET_VENV."
     fi
-    echo "Setting up $venv (a few minutes, about 6 GB with CUDA libraries) ..."
+    echo "Setting up $venv (a few minutes, about 7 GB with CUDA libraries) ..."
     "$python" -m venv --clear "$venv"
     echo building >"$state"
     # --no-deps: the lock file already contains every dependency.

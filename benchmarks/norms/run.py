@@ -25,7 +25,7 @@ from mmengine.config import Config
 
 from benchmarks.norms.table import replace_table, study_table
 from benchmarks.results import FOLDER, ROOT, Results
-from slab_det.measure.report import AP_KINDS, ap_from_metrics, read_report
+from slab_det.measure.report_file import AP_KINDS, ap_from_metrics, read_report
 
 PAGE = Path('benchmarks/README.md')
 # A diverged run fails at once, instead of ending an hour later with AP 0.

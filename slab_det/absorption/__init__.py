@@ -1,6 +1,5 @@
 """Absorption: replaces the LayerNorms of a trained detector by affine maps inside its linear layers, without labels."""
 
-from slab_det.absorption.absorb import absorb
-from slab_det.absorption.report import AbsorptionReport, NormAbsorption
+from slab_det.absorption.absorption_report import AbsorptionReport, NormAbsorption
 
-__all__ = ['AbsorptionReport', 'NormAbsorption', 'absorb']
+__all__ = ['AbsorptionReport', 'NormAbsorption']

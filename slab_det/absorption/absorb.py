@@ -13,8 +13,8 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from torch import nn
 
+from slab_det.absorption.absorption_report import AbsorptionReport
 from slab_det.absorption.plan import AbsorptionPlan, make_plan
-from slab_det.absorption.report import AbsorptionReport
 from slab_det.absorption.student import absorb_norms
 from slab_det.compare.agreement import LEAST_AGREEMENT, agreement, detect, expected_loss
 from slab_det.runtime.errors import AgreementError, ConversionError

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import slab_det
+from slab_det.absorption.absorption_report import KEPT_BY_CHOICE
 from slab_det.absorption.images import Images, read_images, to_bytes
-from slab_det.absorption.report import KEPT_BY_CHOICE
 from slab_det.absorption.walk import Probe, find_reads, register_probe
 from slab_det.fusion.folds import CannotFold, Write, find_hooks, find_rule
 from slab_det.fusion.fuse import check_fusible, containers_of, join_names, plan_folds, reason_to_keep
-from slab_det.fusion.report import NormFusion
+from slab_det.fusion.fusion_report import NormFusion
 from slab_det.measure.environment import describe_environment
 from slab_det.norms import named_norms
 from slab_det.runtime.errors import ConversionError
@@ -32,7 +32,7 @@ class Step(NamedTuple):
         source: Place of the regression's input: the input of the norm or of the layer.
         target: Place of the tensor to approximate: the output of the norm, or the stream behind the layer.
         ffn: Name of the FFN that contains the layer, or ''.
-        finishes: Name of the module that is final after this step, so that its output can be stored: the block, a
+        finishes: Name of the module whose output no later step changes, so that it can be stored: the block, a
             branch of it such as an attention, or ''.
     """
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from slab_det.absorption.absorption_report import KEPT_BY_CHOICE, AbsorptionReport, FFNAbsorption, NormAbsorption
 from slab_det.absorption.images import is_held_out
 from slab_det.absorption.plan import AbsorptionPlan, Step
 from slab_det.absorption.regression import CrossMoments, choose_fit, diagonal_fit, measured_part, rank_channels
-from slab_det.absorption.report import KEPT_BY_CHOICE, AbsorptionReport, FFNAbsorption, NormAbsorption
 from slab_det.absorption.walk import Walk
 from slab_det.fusion.ffn_pruning import find_ffn_layers, prune_ffn
 from slab_det.fusion.folds import CannotFold, find_rule
 from slab_det.fusion.fuse import apply_fold, fold_affine, past_report, replace_module
-from slab_det.fusion.report import FusionReport
+from slab_det.fusion.fusion_report import FusionReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.copying import copy_module
 from slab_det.runtime.errors import ConversionError
@@ -62,7 +62,7 @@ def absorb_norms(
     report, past = absorption.report, past_report(plan.model)
     kept = {norm.norm for norm in report.kept}
     fusions = [
-        replace(fusion, outcome='kept', into='', reason=KEPT_BY_CHOICE) if fusion.norm in kept else fusion
+        replace(fusion, outcome='kept', into=(), reason=KEPT_BY_CHOICE) if fusion.norm in kept else fusion
         for fusion in plan.fusions.values()
     ]
     report.norms += [NormAbsorption(name, 'kept', reason=reason) for name, reason in plan.reasons.items() if reason]
@@ -159,7 +159,8 @@ class Absorption:
         is_read = any(block in names for names in self.plan.reads.values())
         for step in self.plan.blocks[block]:
             # The modules that teacher and student finish during the fit, which saves a run after it. No fit changes the
-            # teacher. The student may finish only a block whose output no block reads: then only its shape matters.
+            # teacher's output. The student's output is not final before the fit, so the student finishes a block only
+            # if no other block reads its values: then the shape of the output is enough.
             early = step.finishes, '' if is_read or step.finishes != block else block
             if step.name in self.plan.fusions:
                 self._absorb_norm(block, step, early)

@@ -99,7 +99,7 @@ class Walk:
         name: str = '',
     ) -> None:
         self.model, self.forward, self.reads, self.store, self.name = model, forward, reads, store, name
-        # For each batch and finished module an output of NaN, for blocks that need only the shape of this output.
+        # By batch and name of a finished module: its output filled with NaN, for blocks that need only its shape.
         self.finished: dict[int, dict[str, object]] = defaultdict(dict)
 
     def run(self, batch: int, block: str, probes: Sequence[Probe] = (), finish: str = '') -> list[Tensor]:
@@ -160,8 +160,8 @@ def find_reads(
 ) -> dict[str, set[str]]:
     """Finds for each block the earlier blocks, and ``IMAGE``, whose outputs its input is computed from.
 
-    Every block output is replaced by a leaf of autograd's graph. A gradient then reaches a leaf only if the input of
-    the later block depends on it without another block between.
+    Every block output is replaced by a leaf of autograd's graph. The input of a later block then has a gradient with
+    respect to a leaf only if it is computed from this output directly, and not from the output of a block in between.
     """
     reads: dict[str, set[str]] = {}
     leaves = [(IMAGE, image[:1].clone().requires_grad_())]

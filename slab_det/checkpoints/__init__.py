@@ -2,5 +2,5 @@
 
 from slab_det.checkpoints.build import build_detector
 from slab_det.checkpoints.load import check_detector_checkpoint, check_state_dict, load_pretrained
+from slab_det.checkpoints.load_report import LoadReport
 from slab_det.checkpoints.norms import is_fused
-from slab_det.checkpoints.report import LoadReport

@@ -9,11 +9,11 @@ from mmengine.runner import load_state_dict, save_checkpoint
 from torch import nn
 
 from slab_det.checkpoints.load import check_detector_checkpoint, load_pretrained
-from slab_det.checkpoints.report import LoadReport
+from slab_det.checkpoints.load_report import LoadReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.config import detector_config, walk_datasets
 from slab_det.runtime.errors import config_errors
-from slab_det.runtime.scope import enter_scope
+from slab_det.runtime.registries import enter_scope
 
 
 def build_detector(cfg: Config, checkpoint: str | None = None) -> nn.Module:

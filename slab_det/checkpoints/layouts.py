@@ -148,7 +148,7 @@ def _finish_pvt(weights: Weights) -> Weights:
     tables = sorted(key for key in weights if key.endswith('.pos_embed'))
     sizes = [weights[key].value.shape[1] for key in tables]
     # Official detectors keep the class token's position without the token; the SLAB authors' PVT has neither.
-    # Without the class token's position, the table before the last one has four times the rows of the last one.
+    # Each table has four times the rows of the next one, unless the last one has a row for the class token too.
     has_class_position = bool(tables) and ('cls_token' in weights or 4 * sizes[-1] != sizes[-2:][0])
     native = {}
     for key, weight in weights.items():

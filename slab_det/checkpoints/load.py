@@ -10,9 +10,9 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from slab_det.checkpoints.layouts import Weight, Weights, find_layout, nothing_matched
+from slab_det.checkpoints.load_report import LoadReport
 from slab_det.checkpoints.norms import check_fused, fit_norms
 from slab_det.checkpoints.position_tables import resize_tables
-from slab_det.checkpoints.report import LoadReport
 from slab_det.runtime import read_checkpoint
 from slab_det.runtime.errors import CheckpointError, name_some
 

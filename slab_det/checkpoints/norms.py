@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from slab_det.checkpoints.layouts import Weight, Weights
-from slab_det.checkpoints.report import LoadReport
+from slab_det.checkpoints.load_report import LoadReport
 from slab_det.norms import OfflineNorm, PRepBN, QuadraticNorm, RepBN, TokenBN, named_norms
 from slab_det.runtime.errors import CheckpointError, name_some
 

@@ -102,9 +102,3 @@ def find_folder(name: str) -> Path:
     package = Path(__file__).parents[1]
     installed = package / '.mim' / name
     return installed if installed.is_dir() else package.parent / name
-
-
-def is_command(program: str) -> bool:
-    """Returns whether ``program``, from ``sys.argv[0]``, is the command slab-det or a program in tools/."""
-    path = Path(program).resolve()
-    return path.name == 'slab-det' or (path.is_file() and path.parent == find_folder('tools').resolve())

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
 
     import slab_det
     from slab_det.checkpoints import build_detector
-    from slab_det.cli.config import check_out, read_config, read_images
+    from slab_det.cli.config import check_out, image_loader, read_config
     from slab_det.conversion import ConversionError, write_tune_config
     from slab_det.data import check_class_order, check_data, classes_of_meta
     from slab_det.fusion import save_fused
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
     teacher = build_detector(cfg, args.checkpoint).to(device)
     if args.eval:
         check_class_order(cfg, 'val', classes_of_meta(vars(teacher)) or (), args.checkpoint)
-    images = read_images(cfg, args.num_images, args.pipeline, args.images)
+    images = image_loader(cfg, args.num_images, args.pipeline, args.images)
     keep = int(args.keep[0]) if args.keep and re.fullmatch(r'-?\d+', ' '.join(args.keep)) else args.keep
     student = slab_det.absorb(teacher, images, keep=keep, int8=args.int8, work_dir=args.work_dir, ffn=args.ffn)
     checkpoint, config = save_fused(student, cfg, args.out, teacher.dataset_meta)
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> None:
 def _format_rows(rows: dict[str, dict]) -> str:
     from slab_det.measure.latency import describe_scope, format_ratio
     from slab_det.measure.markdown import format_table
-    from slab_det.measure.report import AP_KINDS, main_column
+    from slab_det.measure.report_file import AP_KINDS, main_column
 
     lines, notes = [], ''
     for name, row in rows.items():

@@ -50,7 +50,7 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def read_images(cfg: Config, num_images: int, pipeline: str = 'test', folder: str | None = None) -> DataLoader:
+def image_loader(cfg: Config, num_images: int, pipeline: str = 'test', folder: str | None = None) -> DataLoader:
     """Returns a loader of the images in ``folder``, or of training images of the config if ``folder`` is None.
 
     Raises:
@@ -64,7 +64,7 @@ def read_images(cfg: Config, num_images: int, pipeline: str = 'test', folder: st
 
 def check_report(path: str | Path | None) -> None:
     """Raises an error, before a measurement, if the report at ``path`` cannot be updated; None means no report."""
-    from slab_det.measure.report import read_report
+    from slab_det.measure.report_file import read_report
 
     check_writable(path)
     if path is not None and Path(path).exists():

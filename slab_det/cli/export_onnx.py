@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
     import numpy as np
 
     from slab_det.checkpoints import build_detector
-    from slab_det.cli.config import read_config, read_images
+    from slab_det.cli.config import image_loader, read_config
     from slab_det.compare.features import input_channels
     from slab_det.deployment.export import check_parity, export_onnx, load_runtime, quantize_onnx, random_images
     from slab_det.deployment.export.parity import SIZES
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
     check_writable(args.out, int8 if args.int8 else None)
     if args.int8:
         cfg = read_config(args.calibrate_with or args.config, data_root=args.data_root)
-        loader = read_images(cfg, args.num_images, folder=args.images)
+        loader = image_loader(cfg, args.num_images, folder=args.images)
         calibration = (batch['inputs'][0][None].float().numpy() for batch in loader)
     sizes = [*SIZES, *([tuple(args.size)] if args.size else [])]
     photographs = []

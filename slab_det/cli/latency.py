@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.checkpoints import build_detector, is_fused
     from slab_det.cli.config import check_report, read_config
     from slab_det.measure.latency import check_conditions, find_device, latency_table
-    from slab_det.measure.report import ReportEntry, describe_model, form_suffix, update_report
+    from slab_det.measure.report_file import ReportEntry, describe_model, form_suffix, update_report
     from slab_det.measure.untrained import OBJECTS, prepare_untrained
     from slab_det.runtime.errors import SlabDetError
 

@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import read_config
     from slab_det.cli.quickstart_results import compare, draw_objects, measure, objects_figure
     from slab_det.measure.figure import ap_latency_figure, save_figure
-    from slab_det.measure.report import update_report
+    from slab_det.measure.report_file import update_report
 
     start = time.monotonic()
     work_dir = Path(args.work_dir)

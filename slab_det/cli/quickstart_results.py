@@ -20,7 +20,7 @@ from slab_det.measure.evaluate import evaluate
 from slab_det.measure.figure import WIDTH, styled
 from slab_det.measure.latency import format_ratio
 from slab_det.measure.markdown import format_table
-from slab_det.measure.report import ReportEntry, describe_dataset, describe_model, latency_scope
+from slab_det.measure.report_file import ReportEntry, describe_dataset, describe_model, latency_scope
 
 # (height, width) for latency: twice the size of the images, so that the backbone takes most of the time.
 SIZE = (320, 384)

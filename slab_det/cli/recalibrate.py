@@ -33,14 +33,14 @@ def main(args: argparse.Namespace) -> None:
 
     import slab_det
     from slab_det.checkpoints import build_detector
-    from slab_det.cli.config import check_out, read_config, read_images
+    from slab_det.cli.config import check_out, image_loader, read_config
     from slab_det.runtime.run_folder import check_writable
 
     check_out(args.out, args.checkpoint)
     check_writable(args.json)
     cfg = read_config(args.config, data_root=args.data_root)
     model = build_detector(cfg, args.checkpoint).to('cuda' if torch.cuda.is_available() else 'cpu')
-    images = read_images(cfg, args.num_images, args.pipeline)
+    images = image_loader(cfg, args.num_images, args.pipeline)
     report = slab_det.recalibrate(model, images, max_passes=args.max_passes)
     # DetInferencer understands a missing dataset_meta, but not None.
     meta = {} if model.dataset_meta is None else dict(dataset_meta=model.dataset_meta)

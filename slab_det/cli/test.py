@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.cli.config import check_report, config_from_arguments
     from slab_det.cli.runner import run_test
     from slab_det.data import check_data
-    from slab_det.measure import report
+    from slab_det.measure import report_file
     from slab_det.measure.environment import describe_environment
     from slab_det.measure.latency import check_conditions
     from slab_det.runtime.distributed import unwrap
@@ -59,31 +59,31 @@ def main(args: argparse.Namespace) -> None:
     check_report(path)
     check_writable(args.out)
     check_data(cfg, ('test',))
-    description = report.describe_model(cfg.model)
-    description['name'] += '-TTA' * args.tta + report.form_suffix(args.deploy, args.dtype)
+    description = report_file.describe_model(cfg.model)
+    description['name'] += '-TTA' * args.tta + report_file.form_suffix(args.deploy, args.dtype)
     runner, metrics = run_test(cfg, args)
     if not is_main_process():
         return
     model, dataset = unwrap(runner.model), runner.test_dataloader.dataset
     device = next(model.parameters()).device
-    entry = report.ReportEntry(
+    entry = report_file.ReportEntry(
         **description,
         variant='fused' if is_fused(model) else 'unfused',
         config=args.config,
         checkpoint=args.checkpoint,
-        dataset=report.describe_dataset(dataset),
-        ap=report.ap_from_metrics(metrics) or None,
+        dataset=report_file.describe_dataset(dataset),
+        ap=report_file.ap_from_metrics(metrics) or None,
         environment=describe_environment(device),
     )
     # Save AP first: the latency measurement may fail.
-    report.update_report(path, entry)
+    report_file.update_report(path, entry)
     if args.latency:
         options = latency_options(args)
         options['image'] = options['image'] or dataset.get_data_info(0).get('img_path')
         options['size'] = options['size'] or tuple(dataset[0]['inputs'].shape[-2:])
         (result,) = slab_det.measure_latency({entry.name: model}, device=device, **options).values()
         entry = replace(entry, latency=result.to_dict())
-        report.update_report(path, entry)
-    print(f'\n{report.markdown_table([entry])}\nWritten to {path}')
+        report_file.update_report(path, entry)
+    print(f'\n{report_file.markdown_table([entry])}\nWritten to {path}')
     if args.show_dir:
         print(f'Predictions drawn in {Path(runner.work_dir, runner.timestamp, args.show_dir)}')

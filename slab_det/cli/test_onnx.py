@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
     from slab_det.deployment import export  # noqa: F401 (registers ExportedDetector)
     from slab_det.deployment.export.settings import detector_settings
     from slab_det.measure.environment import describe_environment
-    from slab_det.measure.report import ap_from_metrics, describe_dataset
+    from slab_det.measure.report_file import ap_from_metrics, describe_dataset
     from slab_det.runtime.numbers import check_threads
     from slab_det.runtime.pipeline import inference_steps
     from slab_det.runtime.run_folder import check_writable

@@ -17,7 +17,7 @@ from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.distributed import unwrap
 from slab_det.runtime.errors import DataError, name_some
-from slab_det.runtime.scope import enter_scope
+from slab_det.runtime.registries import enter_scope
 
 SPLITS = ('train', 'val', 'test')
 HEADS = ('head', 'bbox_head', 'mask_head', 'panoptic_head')

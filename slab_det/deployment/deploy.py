@@ -8,19 +8,19 @@ from torch import Tensor, nn
 
 from slab_det.backbones.base import Backbone
 from slab_det.compare.kernels import warn_of_wrong_kernels
-from slab_det.deployment.blocks import replace_layers, replace_stock_blocks
-from slab_det.deployment.cpu.blocks import tile_blocks
 from slab_det.deployment.cpu.linear import deployed_linear
 from slab_det.deployment.cpu.patch_conv import patch_conv
 from slab_det.deployment.cpu.roi_align import deployed_roi_align
+from slab_det.deployment.cpu.tiled_blocks import tile_blocks
 from slab_det.deployment.cpu.winograd import winograd_conv
-from slab_det.deployment.gpu.ffn_kernels import fused_ffn
+from slab_det.deployment.gpu.ffn_kernels import triton_ffn
 from slab_det.deployment.gpu.graph import use_graphs
 from slab_det.deployment.gpu.layers import FusedConv, fuse_fpn, fused_conv
-from slab_det.deployment.gpu.window_kernels import fused_windows
+from slab_det.deployment.gpu.window_kernels import triton_windows
 from slab_det.deployment.masks import check_form, encode_masks
 from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.precision import HALF_PRECISIONS, keep_boxes_float32, lower_precision
+from slab_det.deployment.replacements import replace_layers, replace_stock_blocks
 from slab_det.deployment.trial import try_deployed
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.copying import copy_module
@@ -113,8 +113,8 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         is_half = (dtype or next(model.parameters()).dtype).itemsize == 2
         replace_layers(model, patch_conv if is_half else winograd_conv)
     else:
-        replace_layers(backbone, fused_windows)
-        replace_layers(backbone, fused_ffn)
+        replace_layers(backbone, triton_windows)
+        replace_layers(backbone, triton_ffn)
         replace_layers(model, fused_conv)
         fuse_fpn(model)
     for module in model.modules():

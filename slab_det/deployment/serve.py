@@ -12,11 +12,11 @@ from torch import nn
 
 from slab_det.checkpoints import build_detector
 from slab_det.deployment.deploy import deploy
-from slab_det.fusion import check_statistics, fuse
+from slab_det.fusion.fuse import check_statistics, fuse
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.errors import ConfigError, DataError, ExportError
 from slab_det.runtime.pipeline import Image, ImagePipeline, inference_steps
-from slab_det.runtime.scope import enter_scope
+from slab_det.runtime.registries import enter_scope
 
 
 class ImageListError(DataError):

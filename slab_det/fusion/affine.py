@@ -14,7 +14,7 @@ Side: TypeAlias = Literal['input', 'output']
 
 # Only exact types: a subclass or a parametrization may compute its weight. mmcv's layers differ only on empty inputs.
 FOLDABLE_LAYERS = (nn.Linear, nn.Conv2d, Linear, Conv2d, nn.MultiheadAttention)
-# For each part of a packed in_proj, its first third and the third behind its last.
+# A packed in_proj has three thirds: q, k and v. For each part: its first third, and the third that follows the part.
 PARTS = {'q': (0, 1), 'k': (1, 2), 'v': (2, 3), 'kv': (1, 3), 'qkv': (0, 3)}
 
 

@@ -38,9 +38,9 @@ class Write(NamedTuple):
     """A layer whose output is added to the residual stream. A module's method ``writes()`` yields one for each layer.
 
     Names are dotted and relative to the module. The input of the layer and the new stream must have the same tokens in
-    the same order, channels last. The child that contains a layer with a ``stream``, such as an attention, must affect
-    later modules only by its return value, because absorption does not run it again. A neck has no residual stream:
-    each of its convolutions is its own ``stream``.
+    the same order, channels last. A layer with a ``stream`` may be inside a child of the module, such as an attention.
+    Absorption does not run this child again for later modules, and gives them its return value: the child must affect
+    them in no other way. A neck has no residual stream: each of its convolutions is its own ``stream``.
 
     Attributes:
         layer: The linear layer that writes: an nn.Linear or an nn.Conv2d of kernel 1, or any nn.Conv2d in a neck.
@@ -104,8 +104,8 @@ def _import_rules(kind: type[nn.Module]) -> None:
 def find_rule(module: nn.Module, name: str) -> Callable[..., Any] | None:
     """The registered rule of this name for ``module``, or else its method of this name; None if it has neither.
 
-    A method is ignored if a subclass overrides ``forward`` without it, because the subclass may read its norms and its
-    input in other places.
+    A subclass that overrides ``forward`` may read its norms and its input in other places, so methods of its base
+    classes are ignored: it has to define its own.
     """
     kind = type(module)
     _import_rules(kind)

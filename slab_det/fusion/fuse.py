@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from slab_det.checkpoints import check_state_dict
 from slab_det.fusion.affine import FOLDABLE_LAYERS, Side, check_foldable, fold_into_input, fold_into_output
 from slab_det.fusion.folds import CannotFold, Fold, find_hooks, find_rule
-from slab_det.fusion.report import FusionReport, NormFusion
+from slab_det.fusion.fusion_report import FusionReport, NormFusion
 from slab_det.fusion.stock_mmdet import find_output_reader
 from slab_det.norms import ChannelAffine, OfflineNorm, named_norms, named_offline_norms, named_progressive_norms
 from slab_det.runtime.copying import copy_module
@@ -98,7 +98,7 @@ def plan_folds(model: nn.Module, absorbed: Collection[nn.Module] = ()) -> list[N
             fusions.append(NormFusion(name, kind, 'kept' if norm in absorbed else 'affine', reason=str(reason)))
         else:
             outcome = 'absorbed' if norm in absorbed else 'folded'
-            fusions.append(NormFusion(name, kind, outcome, ', '.join(layers), side))
+            fusions.append(NormFusion(name, kind, outcome, tuple(layers), side))
     return fusions
 
 
@@ -238,7 +238,7 @@ def _check_layer(model: nn.Module, norm: str, target: str, side: Side, names: Ma
 
 def fold_affine(model: nn.Module, fusion: NormFusion, scale: Tensor, shift: Tensor) -> None:
     """Folds ``scale * x + shift`` into the layers that ``fusion`` names; see :mod:`slab_det.fusion.affine`."""
-    for name, part in map(split_part, fusion.into.split(', ')):
+    for name, part in map(split_part, fusion.into):
         if fusion.side == 'output':
             fold_into_output(model.get_submodule(name), scale, shift)
             continue

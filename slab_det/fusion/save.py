@@ -14,7 +14,7 @@ from torch import nn
 import slab_det
 from slab_det.fusion.ffn_pruning import prune_ffn
 from slab_det.fusion.fuse import apply_folds
-from slab_det.fusion.report import NormFusion
+from slab_det.fusion.fusion_report import NormFusion
 from slab_det.norms import set_gamma
 from slab_det.runtime.config import (
     detector_config,

@@ -153,9 +153,16 @@ def write_fused(
 ) -> None:
     """Fuses ``model``, compares it with the fused model, and writes the fused checkpoint and ``report.json``."""
     # mmdet's models take a second to import, and registering the hooks does not need them.
-    from slab_det.fusion import fuse, save_fused, verify_fusion
+    from slab_det.fusion import save_fused, verify_fusion
+    from slab_det.fusion.fuse import fuse
     from slab_det.measure.environment import describe_environment
-    from slab_det.measure.report import ReportEntry, ap_from_metrics, describe_dataset, describe_model, write_report
+    from slab_det.measure.report_file import (
+        ReportEntry,
+        ap_from_metrics,
+        describe_dataset,
+        describe_model,
+        write_report,
+    )
 
     fused = fuse(model)
     inputs = (model.data_preprocessor(batch, False)['inputs'][:1] for batch in islice(images, NUM_VERIFIED))

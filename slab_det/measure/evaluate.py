@@ -8,9 +8,9 @@ from mmengine.evaluator import Evaluator
 from mmengine.runner import Runner
 from torch import nn
 
-from slab_det.measure.report import ap_from_metrics
+from slab_det.measure.report_file import ap_from_metrics
 from slab_det.runtime.modes import evaluating
-from slab_det.runtime.scope import enter_scope
+from slab_det.runtime.registries import enter_scope
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def evaluate(model: nn.Module, cfg: Config) -> dict[str, dict[str, float]]:
         cfg: A config with ``val_dataloader`` and ``val_evaluator``.
 
     Returns:
-        See :func:`slab_det.measure.report.ap_from_metrics`.
+        See :func:`slab_det.measure.report_file.ap_from_metrics`.
     """
     enter_scope(cfg)
     loader = Runner.build_dataloader(cfg.val_dataloader)

@@ -46,8 +46,9 @@ class OfflineNorm(nn.GroupNorm, ABC):
             ``norm_eval`` freezes only such norms: a norm frozen at its initial statistics would not normalise.
     """
 
-    # Subclasses GroupNorm: mmengine's optimizer constructors apply norm_decay_mult to PyTorch's norms only, and no tool
-    # converts a GroupNorm to SyncBatchNorm, fuses it into a convolution or takes it for a LayerNorm.
+    # A subclass of GroupNorm, because mmengine's optimizer constructors apply norm_decay_mult to PyTorch's norms only.
+    # Tools convert a BatchNorm to SyncBatchNorm, fold it into a convolution, and find a LayerNorm by its class; they
+    # leave a GroupNorm alone.
     affine = False
     calibrating = False
     statistics_loaded = False
@@ -93,8 +94,8 @@ class OfflineNorm(nn.GroupNorm, ABC):
     def read_numbers(self) -> None:
         """Copies 0-d buffers to Python numbers, which forward reads without a device sync.
 
-        Called after loading, and by ``eval()`` and the ``train()`` after it, because averages such as EMA write into
-        buffers before both. ``train()`` in training mode does not: mmengine calls it in each iteration.
+        Loading calls it, and so does each change of mode by ``eval()`` or ``train()``: averages such as EMA write into
+        buffers before a change. ``train()`` in training mode, which mmengine calls in each iteration, does not.
         """
 
     def train(self, mode: bool = True) -> OfflineNorm:

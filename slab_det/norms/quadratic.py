@@ -200,10 +200,10 @@ class UN(QuadraticNorm):
     In the geometric mean s is at least eps / 1000, which changes nothing beside eps in the root.
 
     Outlier filtration: where the arithmetic mean of the window exceeds the geometric mean by more than M V in any
-    channel, the whole layer uses s^ = s_t and psi = gs_t for this iteration. The running averages take s_t and gs_t;
-    the windows store the running averages from before the iteration instead. V, one number for the layer, is the
-    unbiased variance of the square roots of all M C values in the window before s_t. The filter starts after the
-    warm-up, when the window is full.
+    channel, the whole layer uses s^ = s_t and psi = gs_t for this iteration. The running averages take s_t and gs_t.
+    The windows store, in place of s_t and gs_t, the running averages as they were before this iteration. V, one number
+    for the layer, is the unbiased variance of the square roots of all M C values in the window before s_t. The filter
+    starts after the warm-up, when the window is full.
 
     This class follows the paper. In the released code the gradient has a factor r between batch and running
     statistics, and the backward averages start after the warm-up.

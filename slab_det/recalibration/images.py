@@ -16,7 +16,7 @@ from slab_det.runtime.config import type_name, walk_datasets
 from slab_det.runtime.errors import DataError
 from slab_det.runtime.pipeline import inference_steps
 from slab_det.runtime.random_state import fixed_random_state
-from slab_det.runtime.scope import enter_scope
+from slab_det.runtime.registries import enter_scope
 
 PIPELINES = ('train', 'test')
 

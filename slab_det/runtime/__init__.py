@@ -11,10 +11,10 @@ from slab_det.runtime.distributions import check_distributions
 check_distributions()
 
 from slab_det.runtime.checkpoint_files import install_safe_reading, read_checkpoint  # noqa: E402
-from slab_det.runtime.cpu import install_cpu_training  # noqa: E402
+from slab_det.runtime.gloo import install_cpu_training  # noqa: E402
 from slab_det.runtime.ops import install_ops  # noqa: E402
+from slab_det.runtime.registries import register_scope  # noqa: E402
 from slab_det.runtime.run_folder import find_latest_checkpoint, install_run_folder  # noqa: E402
-from slab_det.runtime.scope import register_scope  # noqa: E402
 
 install_ops()
 register_scope()
@@ -27,7 +27,7 @@ def install() -> None:
     |---|---|
     | :func:`~slab_det.runtime.checkpoint_files.install_safe_reading` | a checkpoint can run code |
     | :func:`~slab_det.runtime.run_folder.install_run_folder` | a killed run can lose its only complete checkpoint |
-    | :func:`~slab_det.runtime.cpu.install_cpu_training` | distributed training needs GPUs |
+    | :func:`~slab_det.runtime.gloo.install_cpu_training` | distributed training needs GPUs |
 
     The linked functions name the code of mmengine that they replace. A second call changes nothing.
     """

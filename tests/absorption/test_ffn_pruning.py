@@ -7,10 +7,10 @@ from mmengine.config import Config
 from teachers import build_teacher
 
 import slab_det
-from slab_det.absorption import absorb
+from slab_det.absorption.absorb import absorb
 from slab_det.checkpoints import build_detector
 from slab_det.conversion import ConversionError
-from slab_det.deployment.cpu.blocks import TiledFFN
+from slab_det.deployment.cpu.tiled_blocks import TiledFFN
 from slab_det.fusion import save_fused
 from slab_det.fusion.ffn_pruning import find_ffn_layers
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from slab_det.attention import MAP_ATTENTIONS, WINDOW_ATTENTIONS, ShiftedWindowAttention
 from slab_det.deployment.cpu import tiles
-from slab_det.deployment.cpu.blocks import TiledMapAttention, TiledWindowAttention
+from slab_det.deployment.cpu.tiled_blocks import TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.window_index import WindowIndex
 
 HEADS, DIMS = 2, 6

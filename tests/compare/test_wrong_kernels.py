@@ -1,7 +1,6 @@
 """Half-precision kernels that are wrong on some CPU, as oneDNN's for patch convolutions are on CPUs with AMX."""
 
 import functools
-import importlib
 import re
 
 import pytest
@@ -61,8 +60,7 @@ def test_deployed_models_do_not_use_wrong_kernels(wrong_patch_convs, pvt, caplog
 
 
 def test_a_form_with_wrong_kernels_is_refused_and_the_layers_are_named(wrong_patch_convs, pvt, monkeypatch):
-    module = importlib.import_module('slab_det.deployment.deploy')
-    monkeypatch.setattr(module, 'patch_conv', lambda layer: None)
+    monkeypatch.setattr('slab_det.deployment.deploy.patch_conv', lambda layer: None)
     with pytest.raises(
         DeploymentError, match=r'wrong values in torch.bfloat16 on this CPU for .*layers.0.0.projection'
     ):

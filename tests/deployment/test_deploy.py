@@ -1,5 +1,4 @@
 import copy
-import importlib
 import operator
 from collections import Counter
 
@@ -30,9 +29,9 @@ import slab_det
 from slab_det.attention import ShiftedWindowAttention, SoftmaxWindowAttention
 from slab_det.backbones.blocks import Block, LinearFFN
 from slab_det.deployment.cpu import linear, tiles, winograd
-from slab_det.deployment.cpu.blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.deployment.cpu.roi_align import DeployedRoIAlign
+from slab_det.deployment.cpu.tiled_blocks import TiledFFN, TiledMapAttention, TiledWindowAttention
 from slab_det.deployment.gpu.layers import FusedConv, FusedFPN
 from slab_det.runtime.errors import DeploymentError
 
@@ -80,9 +79,7 @@ def fused_backbone():
 @pytest.fixture(params=['cpu', 'gpu'])
 def form(request, monkeypatch) -> str:
     """The device that models are deployed for; both forms run on the CPU here."""
-    # The attribute slab_det.deployment.deploy is the function; import_module returns the module.
-    module = importlib.import_module('slab_det.deployment.deploy')
-    monkeypatch.setattr(module, '_is_on_cpu', lambda model: request.param == 'cpu')
+    monkeypatch.setattr('slab_det.deployment.deploy._is_on_cpu', lambda model: request.param == 'cpu')
     return request.param
 
 

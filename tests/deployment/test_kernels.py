@@ -13,13 +13,13 @@ from mmdet.registry import MODELS
 from torch import nn
 
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
-from slab_det.deployment.blocks import replace_layers
 from slab_det.deployment.detection import EMPTY, map_levels
 from slab_det.deployment.gpu import kernels, mask_kernels
 from slab_det.deployment.gpu.box_kernels import FixedBoxes
-from slab_det.deployment.gpu.ffn_kernels import FusedFFN, fused_ffn
-from slab_det.deployment.gpu.window_kernels import FusedWindowAttention, fused_windows
+from slab_det.deployment.gpu.ffn_kernels import TritonFFN, triton_ffn
+from slab_det.deployment.gpu.window_kernels import TritonWindowAttention, triton_windows
 from slab_det.deployment.masks import paste_masks
+from slab_det.deployment.replacements import replace_layers
 
 pytestmark = [
     pytest.mark.skipif(kernels.triton is None, reason='this PyTorch comes without Triton'),
@@ -147,8 +147,8 @@ def test_window_attention(attention, window, heads, size):
         torch.nn.init.normal_(parameter, std=0.2)
     images = torch.randn(2, 3, *size, device=DEVICE)
     expected = model(images)
-    replace_layers(model, fused_windows)
-    assert sum(isinstance(module, FusedWindowAttention) for module in model.modules()) == 2
+    replace_layers(model, triton_windows)
+    assert sum(isinstance(module, TritonWindowAttention) for module in model.modules()) == 2
     assert relative_difference(model(images), expected) <= 1e-5
 
 
@@ -176,16 +176,16 @@ def test_add_upsampled(fine, coarse):
 )
 @torch.no_grad()
 def test_ffn(kind, channels, hidden, activation):
-    ffn = fused_ffn(kind(channels, hidden, dict(type=activation)).eval()).to(DEVICE, torch.float16)
-    assert isinstance(ffn, FusedFFN)
+    ffn = triton_ffn(kind(channels, hidden, dict(type=activation)).eval()).to(DEVICE, torch.float16)
+    assert isinstance(ffn, TritonFFN)
     x, identity = torch.randn(2, 2, 67, channels, device=DEVICE, dtype=torch.float16)
     expected = copy.deepcopy(ffn.ffn).float()(x.float(), (1, 67), identity.float())
     assert (ffn(x, (1, 67), identity).float() - expected).abs().max() <= 0.01
 
 
 def test_ffns_of_unsupported_widths_are_not_fused():
-    assert fused_ffn(LinearFFN(24, 40, dict(type='GELU'))) is None
-    assert fused_ffn(LinearFFN(40, 40, dict(type='GELU'))) is fused_ffn(nn.Linear(16, 16)) is None
+    assert triton_ffn(LinearFFN(24, 40, dict(type='GELU'))) is None
+    assert triton_ffn(LinearFFN(40, 40, dict(type='GELU'))) is triton_ffn(nn.Linear(16, 16)) is None
 
 
 def test_add_bias():

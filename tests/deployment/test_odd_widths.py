@@ -12,9 +12,9 @@ from torch import nn
 
 import slab_det
 from slab_det.backbones.blocks import LinearFFN
-from slab_det.deployment.blocks import ffn_layers
-from slab_det.deployment.cpu.blocks import TiledFFN
+from slab_det.deployment.cpu.tiled_blocks import TiledFFN
 from slab_det.deployment.export import export_onnx, load_runtime, quantize_onnx
+from slab_det.deployment.replacements import known_ffn
 
 WIDTHS = range(8, 65, 4)
 BFLOAT16, FLOAT32 = (torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float32))
@@ -34,7 +34,7 @@ def test_deployed_ffn(width, activation):
     for dtype, bound in ((torch.bfloat16, BFLOAT16), (torch.float32, 10 * FLOAT32)):
         rounded = copy.deepcopy(ffn).to(dtype)
         expected = copy.deepcopy(rounded).double()[0](x.double(), (9, 11), x.double())
-        tiled = TiledFFN(nn.Identity(), ffn_layers(rounded[0]))
+        tiled = TiledFFN(nn.Identity(), known_ffn(rounded[0]))
         # The product alone is rounded twice, and its sum with the identity once.
         error = rms(tiled(x.to(dtype, copy=True), (9, 11), x), expected)
         assert error < bound, (dtype, error)

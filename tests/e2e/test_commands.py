@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import differing
 
-from slab_det.measure.report import read_report
+from slab_det.measure.report_file import read_report
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import nn
 from zoo import shrunk
 
 import slab_det
-from slab_det.measure.report import read_report
+from slab_det.measure.report_file import read_report
 from slab_det.norms import ChannelAffine, OfflineNorm, named_offline_norms, named_progressive_norms
 
 ROWS = ('swin_t', 'prepbn_swin_t_official', 'slab_swin_t', 'flatten_swin_t', 'bn_ffnbn_swin_t_3x', 'un_swin_t_3x')

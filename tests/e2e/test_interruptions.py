@@ -16,7 +16,7 @@ from mmengine.runner import Runner
 
 from slab_det.cli.train import main
 from slab_det.hooks import CheckedLoadHook, ExactResumeHook, ProgressiveNormHook, RecalibrateFuseHook
-from slab_det.measure.report import read_report
+from slab_det.measure.report_file import read_report
 from slab_det.runtime import read_checkpoint
 
 FORK = multiprocessing.get_context('fork')

@@ -8,7 +8,7 @@ from pathlib import Path
 import mmdet
 from conftest import CONFIGS
 
-from slab_det.measure.report import read_report
+from slab_det.measure.report_file import read_report
 
 # As docs/train.md says: mmdet's script imports its models before the config's custom_imports, so slab_det comes first.
 COMMAND = """

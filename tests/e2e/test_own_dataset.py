@@ -8,7 +8,7 @@ from conftest import CONFIGS, SMALL_SWIN
 from mmengine.config import Config
 
 import slab_det
-from slab_det.measure.report import read_report
+from slab_det.measure.report_file import read_report
 
 PAGE = (CONFIGS.parent / 'docs' / 'your-dataset.md').read_text()
 

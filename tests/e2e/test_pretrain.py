@@ -16,7 +16,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 
 from slab_det.checkpoints import load_pretrained
-from slab_det.measure.report import ReportEntry, read_report
+from slab_det.measure.report_file import ReportEntry, read_report
 
 pytestmark = NEEDS_MMPRETRAIN
 FOLDER = CONFIGS / 'pretrain'

@@ -157,9 +157,9 @@ BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
             # 1 patch embedding, 3 per block, 3 mergings, 4 outputs
             1 + 3 * 6 + 3 + 4,
             {
-                f'{BLOCK}.norm1': f'{BLOCK}.attn.w_msa.qkv',
-                f'{BLOCK}.ffn.norm': f'{BLOCK}.ffn.layers.0.0',
-                'backbone.norm3': 'neck.lateral_convs.3.conv',
+                f'{BLOCK}.norm1': (f'{BLOCK}.attn.w_msa.qkv',),
+                f'{BLOCK}.ffn.norm': (f'{BLOCK}.ffn.layers.0.0',),
+                'backbone.norm3': ('neck.lateral_convs.3.conv',),
             },
         ),
         (
@@ -167,9 +167,9 @@ BLOCK, LAYER = 'backbone.stages.0.blocks.1', 'backbone.layers.0.1.1'
             # 4 patch embeddings, 3 per block, 5 reductions, 4 after the stages
             4 + 3 * 6 + 5 + 4,
             {
-                f'{LAYER}.norm1': f'{LAYER}.attn.attn[q], {LAYER}.attn.sr',
-                f'{LAYER}.attn.norm': f'{LAYER}.attn.attn[kv]',
-                'backbone.layers.1.2': 'neck.lateral_convs.1.conv, backbone.layers.2.0.projection',
+                f'{LAYER}.norm1': (f'{LAYER}.attn.attn[q]', f'{LAYER}.attn.sr'),
+                f'{LAYER}.attn.norm': (f'{LAYER}.attn.attn[kv]',),
+                'backbone.layers.1.2': ('neck.lateral_convs.1.conv', 'backbone.layers.2.0.projection'),
             },
         ),
     ],

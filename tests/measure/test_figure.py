@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from test_report import DATASET, entry, latency
 
 from slab_det.measure.figure import ap_latency_figure, save_figure
-from slab_det.measure.report import ReportEntry
+from slab_det.measure.report_file import ReportEntry
 from slab_det.runtime.errors import SlabDetError
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import slab_det
 from slab_det.runtime.ops import TorchvisionOps
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,29 @@ print('missing', *(name for name, registry in names.items() if registry.get(name
 print('missing', *(name for name in slab_det.__all__ if getattr(slab_det, name).__name__ != name))
 print('operators', type(mmcv._ext).__name__)
 """
+# A program of a project that has slab_det beside its own folder tools/.
+PROGRAM = """
+import slab_det
+from mmengine.registry import HOOKS, MODELS
+print(slab_det.__file__, MODELS.get('PRepBN').__name__, HOOKS.get('RecalibrateFuseHook').__name__)
+"""
+# A command, and a worker that is spawned and not forked, which imports the program of the command again.
+WORKER = """
+import multiprocessing, sys
+from slab_det_command import run
+
+def look():
+    import slab_det
+    from mmengine.registry import HOOKS
+    print(HOOKS.get('RecalibrateFuseHook').__name__)
+
+if __name__ == '__main__':
+    sys.argv[1:] = ['--help']
+    try:
+        run('fuse')
+    except SystemExit:
+        multiprocessing.get_context('spawn').Process(target=look).start()
+"""
 MMDET_PRINTS = 'Could not import OneDL. Skipping OneDL datasets.'
 
 
@@ -97,3 +121,25 @@ def test_import_changes_only_registries_and_missing_operators(with_operators):
     operators = 'Operators' if with_operators else 'TorchvisionOps'
     assert lines == ['imported', 'missing', 'missing', f'operators {operators}'], done.stdout
     assert not done.stderr
+
+
+@pytest.mark.parametrize('name', ['train.py', 'slab-det'])
+def test_classes_are_registered_for_programs_named_like_our_own(name: str, tmp_path: Path) -> None:
+    package, program = tmp_path / 'slab_det', tmp_path / 'tools' / name
+    package.symlink_to(ROOT / 'slab_det')
+    program.parent.mkdir()
+    program.write_text(PROGRAM)
+    environment = {**os.environ, 'PYTHONPATH': str(tmp_path)}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1:] == [f'{package}/__init__.py PRepBN RecalibrateFuseHook'], done.stderr
+
+
+def test_classes_are_registered_in_the_workers_of_a_command(tmp_path: Path) -> None:
+    (tmp_path / 'fuse.py').write_text(WORKER)
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([sys.executable, tmp_path / 'fuse.py'], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1:] == ['RecalibrateFuseHook'], done.stderr
+
+
+def test_public_functions_are_listed() -> None:
+    assert {*slab_det.__all__, 'fusion', 'deployment'} <= {*dir(slab_det)}

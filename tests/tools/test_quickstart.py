@@ -10,7 +10,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
 from slab_det.cli.quickstart_results import compare, draw_objects, objects_figure
-from slab_det.measure.report import ReportEntry
+from slab_det.measure.report_file import ReportEntry
 
 
 def entry(name: str, ratio: tuple[float, float, float], mask_ap: float, norms: int) -> ReportEntry:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slab_det.deployment.blocks import is_plain_linear
+from slab_det.deployment.replacements import is_plain_linear
 
 _FUNCTIONS = {'none': lambda x: x, 'gelu': F.gelu, 'relu': F.relu}
 

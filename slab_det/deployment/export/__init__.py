@@ -1,6 +1,6 @@
 """Detectors as ONNX files: export, comparison with PyTorch, int8 and runtimes. Needs the extra 'onnx'."""
 
-from slab_det.deployment.export.graph import SCOPES, build_graph, export_onnx
+from slab_det.deployment.export.onnx_file import SCOPES, build_graph, export_onnx
 from slab_det.deployment.export.parity import ParityCheck, check_parity, random_images
 from slab_det.deployment.export.quantize import quantize_onnx
 from slab_det.deployment.export.runtime import PRECISIONS, RUNTIMES, ExportedDetector, load_runtime

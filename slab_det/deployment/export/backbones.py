@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from slab_det.attention import ShiftedWindowAttention
 from slab_det.backbones.blocks import LinearFFN, PatchMerging
-from slab_det.deployment.blocks import is_plain_linear, replace_layers
 from slab_det.deployment.cpu.linear import DeployedLinear
 from slab_det.deployment.patch_merging import deployed_merging
+from slab_det.deployment.replacements import is_plain_linear, replace_layers
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import CannotFold
 from slab_det.fusion.stock_mmdet import own_attention

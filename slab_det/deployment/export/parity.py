@@ -18,7 +18,7 @@ from slab_det.compare.difference import (
     relative_difference,
 )
 from slab_det.deployment.export.detector import DetectorGraph
-from slab_det.deployment.export.graph import build_graph
+from slab_det.deployment.export.onnx_file import build_graph
 from slab_det.deployment.export.runtime import Run, Runtime
 from slab_det.runtime.errors import ExportError
 

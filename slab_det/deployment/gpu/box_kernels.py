@@ -69,7 +69,7 @@ if triton is not None:
         removed = tl.zeros([LANES], tl.int64)
         one = tl.full([], 1, tl.int64)
         block, found = 0, one * 0
-        # The limit counts the boxes of all batches, so that one batch never needs more.
+        # At most `limit` boxes of all batches together are kept, so no single batch needs more than `limit`.
         while (block * 64 < count) & (found < limit):
             rows = block * 64 + tl.arange(0, 64)
             there = tl.load(scores + batch * K + rows, mask=rows < K, other=-1.0) != -1.0

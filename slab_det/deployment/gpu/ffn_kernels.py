@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from slab_det.backbones.blocks import LinearFFN
-from slab_det.deployment.blocks import ffn_layers
 from slab_det.deployment.gpu import kernels
 from slab_det.deployment.gpu.kernels import triton
+from slab_det.deployment.replacements import known_ffn
 
 # Tokens, hidden channels, warps and stages of a program: within 5 % of the best of eight settings on an H100.
 TILE = 64, 32, 4, 3
@@ -59,7 +59,7 @@ if triton is not None:
             tl.store(out + at, sum_b.to(out.dtype.element_ty), mask=known)
 
 
-class FusedFFN(nn.Module):
+class TritonFFN(nn.Module):
     """Runs an FFN as one kernel in half precision, and unchanged otherwise.
 
     Args:
@@ -76,7 +76,7 @@ class FusedFFN(nn.Module):
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor) -> Tensor:
         if not kernels.can_run(x) or x.dtype not in (torch.float16, torch.bfloat16):
             return self.ffn(x, hw_shape, identity)
-        layers = ffn_layers(self.ffn)
+        layers = known_ffn(self.ffn)
         # A 1x1 convolution's weight has two more dimensions.
         weights = layers.fc1.weight.flatten(1), layers.fc1.bias, layers.fc2.weight.flatten(1), layers.fc2.bias
         x, identity, out = x.contiguous(), identity.contiguous(), torch.empty_like(identity)
@@ -89,12 +89,12 @@ class FusedFFN(nn.Module):
         return out
 
 
-def fused_ffn(layer: nn.Module) -> FusedFFN | None:
-    """Returns the fused form of an FFN whose channels fit into one program, or None for every other layer."""
-    layers = ffn_layers(layer)
+def triton_ffn(layer: nn.Module) -> TritonFFN | None:
+    """Returns the Triton form of an FFN whose channels fit into one program, or None for every other layer."""
+    layers = known_ffn(layer)
     if layers is None or layers.fc1.bias is None or layers.fc2.bias is None:
         return None
     channels = len(layers.fc2.weight)
     rest = channels - (1 << (channels.bit_length() - 1))
     fits = MIN_SIDE <= channels <= MAX_CHANNELS and (rest == 0 or (rest >= MIN_SIDE and rest & (rest - 1) == 0))
-    return FusedFFN(layer) if fits else None
+    return TritonFFN(layer) if fits else None

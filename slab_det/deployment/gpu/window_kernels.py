@@ -116,7 +116,7 @@ if triton is not None:
         tl.store(out + row[:, None] * C + channel[None, :], mixed.to(out.dtype.element_ty), mask=inside)
 
 
-class FusedWindowAttention(nn.Module):
+class TritonWindowAttention(nn.Module):
     """A :class:`~slab_det.attention.ShiftedWindowAttention` that runs as kernels.
 
     Args:
@@ -196,8 +196,8 @@ def find_slots(
     )
 
 
-def fused_windows(layer: nn.Module) -> FusedWindowAttention | None:
-    """Returns the fused form of a window attention that fits into one program, or None for every other layer."""
+def triton_windows(layer: nn.Module) -> TritonWindowAttention | None:
+    """Returns the Triton form of a window attention that fits into one program, or None for every other layer."""
     kinds = SoftmaxWindowAttention, SimplifiedWindowAttention
     if type(layer) is not ShiftedWindowAttention or type(layer.w_msa) not in kinds:
         return None
@@ -205,7 +205,7 @@ def fused_windows(layer: nn.Module) -> FusedWindowAttention | None:
     fits = MIN_SIDE <= w_msa.head_dims <= MAX_HEAD_DIMS and w_msa.head_dims & (w_msa.head_dims - 1) == 0
     # A softmax program holds all pairs of slots: too many for windows such as SLAB's, of 56x56 slots.
     fits = fits and (type(w_msa) is SimplifiedWindowAttention or _round_up(w_msa.window_size**2) <= MAX_SLOTS)
-    return FusedWindowAttention(layer) if fits else None
+    return TritonWindowAttention(layer) if fits else None
 
 
 def _round_up(slots: int) -> int:

@@ -17,7 +17,7 @@ class NormFusion:
         kind: Class of the norm.
         outcome: 'folded' into linear layers exactly; 'absorbed' into them by a fit (:func:`slab_det.absorb`); 'affine',
             replaced by one multiply-add; or 'kept', unchanged.
-        into: Names of the layers that the norm was folded into, separated by commas, or ''.
+        into: Names of the layers that the norm was folded into. Configs of earlier versions join them with commas.
         side: 'input' or 'output': the side of these layers on which the norm was.
         reason: Why the norm was not folded, or ''.
     """
@@ -25,13 +25,18 @@ class NormFusion:
     norm: str
     kind: str
     outcome: Literal['folded', 'absorbed', 'affine', 'kept']
-    into: str = ''
+    into: tuple[str, ...] = ()
     side: Literal['input', 'output'] = 'input'
     reason: str = ''
 
-    def to_dict(self) -> dict[str, str]:
+    def __post_init__(self) -> None:
+        names = self.into.split(', ') if isinstance(self.into, str) else self.into
+        object.__setattr__(self, 'into', tuple(filter(None, names)))
+
+    def to_dict(self) -> dict[str, str | list[str]]:
         """The attributes that differ from their defaults."""
-        return {name: value for name, value in vars(self).items() if value not in ('', 'input')}
+        values = {**vars(self), 'into': [*self.into]}
+        return {name: value for name, value in values.items() if value not in ('', 'input', [])}
 
 
 @dataclass

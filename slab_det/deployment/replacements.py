@@ -69,7 +69,7 @@ class FFNLayers(NamedTuple):
     fc2: nn.Module
 
 
-def ffn_layers(ffn: nn.Module) -> FFNLayers | None:
+def known_ffn(ffn: nn.Module) -> FFNLayers | None:
     """The layers of an FFN; None if it has other layers too, such as a convolution or a norm."""
     if type(ffn) not in (LinearFFN, ConvFFN) or not isinstance(ffn.norm, nn.Identity):
         return None

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from slab_det.attention import MapAttention, ShiftedWindowAttention, WindowAttention
 from slab_det.attention.geometry import MapGeometry, join_groups, split_groups
 from slab_det.backbones.blocks import Block
-from slab_det.deployment.blocks import FFNLayers, ffn_layers, is_plain_linear, known_blocks
 from slab_det.deployment.cpu import tiles
 from slab_det.deployment.cpu.linear import linear, linear_add
+from slab_det.deployment.replacements import FFNLayers, is_plain_linear, known_blocks, known_ffn
 from slab_det.norms import ChannelAffine
 
 
@@ -112,6 +112,6 @@ def tile_blocks(backbone: nn.Module) -> None:
         if kind is None:
             continue
         block.norm1, block.attn = nn.Identity(), kind(block.norm1, attention)
-        layers = ffn_layers(block.ffn)
+        layers = known_ffn(block.ffn)
         if layers is not None:
             block.norm2, block.ffn = nn.Identity(), TiledFFN(block.norm2, layers)

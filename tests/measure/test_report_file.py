@@ -8,7 +8,7 @@ import pytest
 from mmengine.logging import MMLogger
 
 from slab_det.backbones import SLABSwin
-from slab_det.measure.report import (
+from slab_det.measure.report_file import (
     ReportEntry,
     ap_from_metrics,
     describe_dataset,

@@ -1,0 +1,17 @@
+"""Starts the command ``slab-det`` and the programs of tools/.
+
+``import slab_det`` registers classes, and for that imports torch, which takes seconds. A command that was started here
+registers them itself after it has parsed its arguments, so that ``--help`` takes under a second.
+"""
+
+from importlib import import_module
+
+# True once a command has started. The workers of a data loader may import this module too, but start none.
+registers_late = False
+
+
+def run(module: str = '') -> None:
+    """Runs the command of ``slab_det/cli/<module>.py``; without a name, the one that the first argument names."""
+    global registers_late
+    registers_late = True
+    import_module(f'slab_det.cli.{module}' if module else 'slab_det.cli').main()
