@@ -84,17 +84,18 @@ def check_coco_dataset(
         segm: Whether an evaluator reads the masks.
     """
     steps = {type_name(step['type']): step for step in dataset.get('pipeline') or () if isinstance(step, dict)}
+    loader = steps.get('LoadAnnotations', {})
+    with_masks = segm or loader.get('with_mask', False)
     _check_images_exist(coco, folder, split)
     check_categories(coco, classes, split)
     # Other loaders may turn images by rules of their own.
     if 'LoadImageFromFile' in steps:
-        check_image_sizes(coco, folder, steps['LoadImageFromFile'])
+        check_image_sizes(coco, folder, steps['LoadImageFromFile'], with_masks)
     check_corners(coco)
     num_objects = count_objects(coco, classes)
     if not dataset.get('test_mode'):
         check_filter(coco, classes, dataset.get('filter_cfg') or {})
-    loader = steps.get('LoadAnnotations', {})
-    if segm or loader.get('with_mask'):
+    if with_masks:
         check_masks(coco, classes, segm, not loader.get('poly2mask', True))
     ids, indices = [*coco.images], dataset.get('indices')
     if isinstance(indices, int):
