@@ -105,6 +105,12 @@ def check_categories(coco: CocoFile, classes: Sequence[str], split: str) -> None
     found = [name for name in names if name in classes]
     if found == [*classes]:
         return
+    if len(set(found)) < len(found) and len(set(classes)) == len(classes):
+        doubles = [f'{name} (id {key!r})' for key, name in coco.categories.items() if found.count(name) > 1]
+        raise DataError(
+            f'{coco.where}: its categories {name_some(doubles)} share a name, and mmdet would give each a label of its '
+            'own: rename them, make them one, or take out the one without objects, with which exports of Roboflow begin'
+        )
     what = f"{coco.where}: the config's {len(classes)} classes ({name_some(classes)}) are "
     if sorted(found) == sorted(classes):
         remedy = f'put its "categories" in the order ({name_some(classes)}), as mmdet numbers classes by that order'
@@ -114,7 +120,8 @@ def check_categories(coco: CocoFile, classes: Sequence[str], split: str) -> None
     what += f'not among its {len(names)} categories ({name_some(names)}), or not in the same order: '
     if split == 'train':
         raise DataError(
-            f'{what}set metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads'
+            f'{what}set metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads, '
+            'or give a file that is one of several a category for each class, in the same order'
         )
     raise DataError(
         f'{what}set metainfo=dict(classes=…) to the classes that the detector is trained with, and give the file a '
