@@ -59,6 +59,11 @@ def is_readable(path: str) -> bool:
     return osp.isfile(path)
 
 
+def is_remote(part: dict) -> bool:
+    """Whether a dataset, a step of a pipeline or a metric reads its files from a store, such as LMDB or HTTP."""
+    return (part.get('backend_args') or {}).get('backend', 'local') != 'local'
+
+
 def check_path(path: str, what: str, argument: str) -> None:
     """Raises DataError if a local path does not exist."""
     # Remote paths are not checked: only mmengine's file backends can read them.
@@ -86,10 +91,12 @@ def check_coco_dataset(
     steps = {type_name(step['type']): step for step in dataset.get('pipeline') or () if isinstance(step, dict)}
     loader = steps.get('LoadAnnotations', {})
     with_masks = segm or loader.get('with_mask', False)
-    _check_images_exist(coco, folder, split)
+    is_local = not is_remote(steps.get('LoadImageFromFile', {}))
+    if is_local:
+        _check_images_exist(coco, folder, split)
     check_categories(coco, classes, split)
     # Other loaders may turn images by rules of their own.
-    if 'LoadImageFromFile' in steps:
+    if 'LoadImageFromFile' in steps and is_local:
         check_image_sizes(coco, folder, steps['LoadImageFromFile'], with_masks)
     check_corners(coco)
     num_objects = count_objects(coco, classes)
