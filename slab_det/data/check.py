@@ -204,5 +204,9 @@ def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool) -> Checked
     if not (reads_coco and classes and is_readable(ann_file)):
         return None
     coco = read_coco(ann_file, f'{split} annotation file {ann_file}')
-    folder = osp.join(root, prefixes.get('img', ''))
+    if 'img' not in prefixes:
+        raise DataError(
+            f"{split} dataset: it has no data_prefix=dict(img=…): the folder of its images, or '' for the root"
+        )
+    folder = osp.join(root, prefixes['img'])
     return check_coco_dataset(coco, ann_file, dataset, folder, classes, split, with_masks)

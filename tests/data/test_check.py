@@ -176,6 +176,13 @@ def test_remote_and_generated_data_are_not_checked() -> None:
     check_data(cfg)
 
 
+def test_a_dataset_without_a_folder_of_images_is_an_error(root: Path) -> None:
+    cfg = config(root)
+    cfg.val_dataloader.dataset.pop('data_prefix')
+    with pytest.raises(DataError, match=r"^val dataset: it has no data_prefix=dict\(img=…\): .* or '' for the root"):
+        check_data(cfg)
+
+
 def test_images_and_annotations_in_a_store_are_not_checked(root: Path) -> None:
     """Paths of LMDB, zip archives and Petrel look like local ones."""
     cfg = config(root)
