@@ -22,7 +22,9 @@ REASONS = {
     'category': ('category_id', 'name no category of "categories"'),
     'crowd': ('iscrowd', 'are marked "iscrowd", which is for groups of objects'),
 }
-# Above all public data sets: CrowdHuman marks 23 % of its boxes, COCO under 2 %.
+# People set these on purpose: in CityPersons they are half of the boxes, in CrowdHuman a quarter, in COCO under 2 %.
+MARKS = ('ignore', 'crowd')
+# Nobody loses so many objects on purpose.
 MAX_LOST = 0.25
 
 
@@ -103,6 +105,12 @@ def check_categories(coco: CocoFile, classes: Sequence[str], split: str) -> None
     found = [name for name in names if name in classes]
     if found == [*classes]:
         return
+    if len(set(found)) < len(found) and len(set(classes)) == len(classes):
+        doubles = [f'{name} (id {key!r})' for key, name in coco.categories.items() if found.count(name) > 1]
+        raise DataError(
+            f'{coco.where}: its categories {name_some(doubles)} share a name, and mmdet would give each a label of its '
+            'own: rename them, make them one, or take out the one without objects, with which exports of Roboflow begin'
+        )
     what = f"{coco.where}: the config's {len(classes)} classes ({name_some(classes)}) are "
     if sorted(found) == sorted(classes):
         remedy = f'put its "categories" in the order ({name_some(classes)}), as mmdet numbers classes by that order'
@@ -112,7 +120,8 @@ def check_categories(coco: CocoFile, classes: Sequence[str], split: str) -> None
     what += f'not among its {len(names)} categories ({name_some(names)}), or not in the same order: '
     if split == 'train':
         raise DataError(
-            f'{what}set metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads'
+            f'{what}set metainfo=dict(classes={(*names,)}) in the dataset and num_classes={len(names)} in the heads, '
+            'or give a file that is one of several a category for each class, in the same order'
         )
     raise DataError(
         f'{what}set metainfo=dict(classes=…) to the classes that the detector is trained with, and give the file a '
@@ -140,9 +149,11 @@ def check_corners(coco: CocoFile) -> None:
 def count_objects(coco: CocoFile, classes: Sequence[str]) -> int:
     """Counts the objects of ``classes`` that mmdet takes from the file, and logs a line about those that it drops.
 
+    The line is a warning if more than a quarter is marked "iscrowd" or "ignore".
+
     Raises:
-        DataError: If it drops all of them or more than a quarter, with count and reason, or if the ids of images or
-            categories are off by one.
+        DataError: If it drops all of them, or more than a quarter without such a mark, with count and reason, or if the
+            ids of images or categories are off by one.
     """
     wanted, lost, first = coco.wanted(classes), Counter(), {}
     # Categories that classes does not name are left out on purpose.
@@ -167,14 +178,12 @@ def count_objects(coco: CocoFile, classes: Sequence[str]) -> int:
     idle = len(coco.images.keys() - {item['image_id'] for item in coco.annotations})
     strays = 0 if idle <= len(coco.images) * MAX_LOST else lost['image']
     counted = total - lost['image'] + strays
-    if lost.total() == total or lost.total() - lost['image'] + strays > counted * MAX_LOST:
-        raise DataError(
-            f'{coco.where}: {lost.total()} of its {total} annotations are no objects to learn or to find: {told}. '
-            'Correct them, or take them out of the file'
-        )
-    MMLogger.get_current_instance().info(
-        f'{coco.where}: {lost.total()} of its {total} annotations are no objects to learn or to find: {told}'
-    )
+    marked = sum(lost[name] for name in MARKS)
+    message = f'{coco.where}: {lost.total()} of its {total} annotations are no objects to learn or to find: {told}'
+    if lost.total() == total or lost.total() - lost['image'] + strays - marked > counted * MAX_LOST:
+        raise DataError(f'{message}. Correct them, or take them out of the file')
+    logger = MMLogger.get_current_instance()
+    (logger.warning if marked > counted * MAX_LOST else logger.info)(message)
     return total - lost.total()
 
 

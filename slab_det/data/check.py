@@ -11,7 +11,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from slab_det.data.annotations import read_coco
-from slab_det.data.check_coco import CheckedDataset, check_coco_dataset, check_evaluator, check_path, is_readable
+from slab_det.data.check_coco import (
+    CheckedDataset,
+    check_coco_dataset,
+    check_evaluator,
+    check_path,
+    is_readable,
+    is_remote,
+)
 from slab_det.data.classes import check_classes, metainfo_of, names_classes_in_text
 from slab_det.data.synthetic import SyntheticShapes
 from slab_det.runtime.config import type_name, walk_datasets
@@ -27,7 +34,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
     """Raises an error if files of datasets or evaluators are missing, or COCO annotations do not fit.
 
     They must fit the config, their images, the classes of the training split, and what mmdet and pycocotools read.
-    Remote paths (``s3://…``) and generated images are not checked.
+    Remote paths (``s3://…``, ``backend_args``) and generated images are not checked.
 
     Args:
         cfg: A config with ``<split>_dataloader`` entries; absent ones are skipped.
@@ -49,7 +56,7 @@ def check_data(cfg: Config, splits: Sequence[str] = SPLITS) -> None:
                 'training split, so nothing could be learnt; correct ann_file=… or metainfo=dict(classes=…)'
             )
         for evaluator in evaluators:
-            if evaluator.get('ann_file'):
+            if evaluator.get('ann_file') and not is_remote(evaluator):
                 check_path(evaluator['ann_file'], f'{split} evaluator: annotation file', 'ann_file=…')
         # MultiDatasetsEvaluator has one metric for each dataset.
         is_multiple = 'metrics' in (cfg.get(f'{split}_evaluator') or ())
@@ -181,13 +188,14 @@ def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool) -> Checked
     """Checks the files of a dataset; returns what was found in its annotations if they are COCO's, else None."""
     kind = _dataset_class(dataset, split)
     # Classification datasets report missing files themselves.
-    if issubclass(kind, SyntheticShapes) or not issubclass(kind, BaseDetDataset):
+    if issubclass(kind, SyntheticShapes) or not issubclass(kind, BaseDetDataset) or is_remote(dataset):
         return None
     root, prefixes = dataset.get('data_root') or '', dataset.get('data_prefix', {})
+    steps = [step for step in dataset.get('pipeline') or () if isinstance(step, dict)]
     ann_file = osp.join(root, dataset.get('ann_file') or '')
     if dataset.get('ann_file'):
         check_path(ann_file, f'{split} annotation file', 'ann_file=…')
-    for prefix in prefixes.values():
+    for prefix in () if any(map(is_remote, steps)) else prefixes.values():
         check_path(osp.join(root, prefix), f'{split} image folder', 'data_prefix=dict(img=…)')
     classes = _classes_of(dataset, split)
     # LVIS and the panoptic datasets have other annotation formats.
@@ -196,5 +204,9 @@ def _check_dataset(dataset: ConfigDict, split: str, with_masks: bool) -> Checked
     if not (reads_coco and classes and is_readable(ann_file)):
         return None
     coco = read_coco(ann_file, f'{split} annotation file {ann_file}')
-    folder = osp.join(root, prefixes.get('img', ''))
+    if 'img' not in prefixes:
+        raise DataError(
+            f"{split} dataset: it has no data_prefix=dict(img=…): the folder of its images, or '' for the root"
+        )
+    folder = osp.join(root, prefixes['img'])
     return check_coco_dataset(coco, ann_file, dataset, folder, classes, split, with_masks)

@@ -25,7 +25,7 @@ from slab_det.data.annotations import (
 from slab_det.data.image_sizes import check_image_sizes
 from slab_det.data.masks import check_masks
 from slab_det.runtime.config import type_name
-from slab_det.runtime.errors import DataError
+from slab_det.runtime.errors import DataError, name_some
 
 # COCO's training file (448 MiB) takes about 25 s, two thirds of the time of mmdet's own reading right after;
 # Objects365's (5 GB) would take minutes.
@@ -59,6 +59,11 @@ def is_readable(path: str) -> bool:
     return osp.isfile(path)
 
 
+def is_remote(part: dict) -> bool:
+    """Whether a dataset, a step of a pipeline or a metric reads its files from a store, such as LMDB or HTTP."""
+    return (part.get('backend_args') or {}).get('backend', 'local') != 'local'
+
+
 def check_path(path: str, what: str, argument: str) -> None:
     """Raises DataError if a local path does not exist."""
     # Remote paths are not checked: only mmengine's file backends can read them.
@@ -84,17 +89,20 @@ def check_coco_dataset(
         segm: Whether an evaluator reads the masks.
     """
     steps = {type_name(step['type']): step for step in dataset.get('pipeline') or () if isinstance(step, dict)}
-    _check_images_exist(coco, folder, split)
+    loader = steps.get('LoadAnnotations', {})
+    with_masks = segm or loader.get('with_mask', False)
+    is_local = not is_remote(steps.get('LoadImageFromFile', {}))
+    if is_local:
+        _check_images_exist(coco, folder, split)
     check_categories(coco, classes, split)
     # Other loaders may turn images by rules of their own.
-    if 'LoadImageFromFile' in steps:
-        check_image_sizes(coco, folder, steps['LoadImageFromFile'])
+    if 'LoadImageFromFile' in steps and is_local:
+        check_image_sizes(coco, folder, steps['LoadImageFromFile'], with_masks)
     check_corners(coco)
     num_objects = count_objects(coco, classes)
     if not dataset.get('test_mode'):
         check_filter(coco, classes, dataset.get('filter_cfg') or {})
-    loader = steps.get('LoadAnnotations', {})
-    if segm or loader.get('with_mask'):
+    if with_masks:
         check_masks(coco, classes, segm, not loader.get('poly2mask', True))
     ids, indices = [*coco.images], dataset.get('indices')
     if isinstance(indices, int):
@@ -124,9 +132,25 @@ def check_evaluator(evaluator: ConfigDict, datasets: Sequence[CheckedDataset], s
     _check_same_images(coco, datasets, split)
     if not is_same:
         check_categories(coco, datasets[0].classes, split)
-        count_objects(coco, datasets[0].classes)
         if 'segm' in evaluator.get('metric', ()):
             check_masks(coco, datasets[0].classes, evaluated=True)
+    num_objects = datasets[0].num_objects if is_same else count_objects(coco, datasets[0].classes)
+    if not evaluator.get('format_only'):
+        _warn_of_objects(coco, datasets[0].classes, num_objects)
+
+
+def _warn_of_objects(coco: CocoFile, classes: Sequence[str], num_objects: int) -> None:
+    """Warns of objects that pycocotools counts and mmdet does not, and of an evaluation without objects."""
+    logger = MMLogger.get_current_instance()
+    wanted = coco.wanted(classes)
+    ignored = [item for item in coco.annotations if item.get('ignore') and item['category_id'] in wanted]
+    if counted := sum(not item['iscrowd'] for item in ignored):
+        logger.warning(
+            f'{coco.where}: {counted} objects are marked "ignore", which pycocotools does not know: it counts them as '
+            'objects to find; set iscrowd = 1 too'
+        )
+    if not num_objects:
+        logger.warning(f'{coco.where}: it has no object of the classes ({name_some(classes)}), so AP will be -1')
 
 
 def _check_same_images(coco: CocoFile, datasets: Sequence[CheckedDataset], split: str) -> None:

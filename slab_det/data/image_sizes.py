@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mmcv
+from mmengine.logging import MMLogger
 from PIL import ExifTags, Image
 
 from slab_det.data.annotations import CocoFile
@@ -13,6 +14,8 @@ from slab_det.runtime.errors import DataError
 
 # A header takes about 0.1 ms on a disk, and 10 ms over a network.
 MAX_READ = 500
+# In large sets a few sizes are wrong where the boxes are right. A cause that spoils the boxes is in more images.
+MAX_WRONG = 0.05
 # Orientations that exchange width and height.
 TURNED = (5, 6, 7, 8)
 
@@ -31,16 +34,19 @@ class Header(NamedTuple):
     certain: bool
 
 
-def check_image_sizes(coco: CocoFile, folder: str, loader: dict) -> None:
+def check_image_sizes(coco: CocoFile, folder: str, loader: dict, with_masks: bool = False) -> None:
     """Checks width and height against the headers of all images, or of 500 that are evenly spaced.
+
+    Up to 5 % of wrong sizes are a warning, unless masks are read, which have to have the size of their image.
 
     Args:
         coco: The file.
         folder: What its file names are relative to.
         loader: The config of LoadImageFromFile, which says whether images are turned by their EXIF orientation.
+        with_masks: Whether the training or the evaluation reads masks.
 
     Raises:
-        DataError: If sizes differ, because images are turned or because they were resized. Boxes would lie beside
+        DataError: If more sizes differ, because images are turned or because they were resized. Boxes would lie beside
             their objects.
     """
     color, backend = loader.get('color_type', 'color'), loader.get('imdecode_backend', 'cv2')
@@ -48,7 +54,7 @@ def check_image_sizes(coco: CocoFile, folder: str, loader: dict) -> None:
     images = [*coco.images.values()]
     step = max(len(images) / MAX_READ, 1.0)
     images = [images[int(i * step)] for i in range(min(len(images), MAX_READ))]
-    suspects = []
+    suspects, wrong, message = [], 0, ''
     for image in images:
         path = Path(folder, image['file_name'])
         header = read_header(path)
@@ -59,11 +65,20 @@ def check_image_sizes(coco: CocoFile, folder: str, loader: dict) -> None:
         if pixels is None or _agree(size := pixels.shape[1::-1], image):
             continue
         stated = (image['width'], image['height'])
-        what = (
-            f'{coco.where}: width and height of {len(suspects) - done} of {len(images)} images are not those of the '
-            f'files: {path.name} is read as {size[0]}x{size[1]} (width x height), not as {stated[0]}x{stated[1]}'
+        message = message or (
+            f'{path.name} is read as {size[0]}x{size[1]} (width x height), not as {stated[0]}x{stated[1]}'
+            f'{_explain(stated, size, header.stored != header.upright, color, turns)}'
         )
-        raise DataError(f'{what}{_explain(stated, size, header.stored != header.upright, color, turns)}')
+        wrong += 1
+        if with_masks or wrong > len(images) * MAX_WRONG:
+            # Reading the others would take long.
+            raise DataError(_tell(coco, wrong + len(suspects) - done - 1, images, message))
+    if wrong:
+        MMLogger.get_current_instance().warning(_tell(coco, wrong, images, message))
+
+
+def _tell(coco: CocoFile, wrong: int, images: list[dict], message: str) -> str:
+    return f'{coco.where}: width and height of {wrong} of {len(images)} images are not those of the files: {message}'
 
 
 def read_header(path: Path) -> Header | None:

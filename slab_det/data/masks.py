@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slab_det.data.annotations import CocoFile, find_loss
+from mmengine.logging import MMLogger
+
+from slab_det.data.annotations import MAX_LOST, CocoFile, find_loss
 from slab_det.runtime.errors import DataError
 
 
 def check_masks(coco: CocoFile, classes: Sequence[str], evaluated: bool, polygons_only: bool = False) -> None:
     """Checks the segmentation of every object that is trained on or evaluated.
+
+    A training ignores objects whose mask has too few points, or is of a kind that it does not read: a warning says so.
 
     Args:
         coco: The file.
@@ -18,23 +22,41 @@ def check_masks(coco: CocoFile, classes: Sequence[str], evaluated: bool, polygon
         polygons_only: Whether ``LoadAnnotations(poly2mask=False)`` reads them, which ignores other masks.
 
     Raises:
-        DataError: Naming the first annotation whose mask cannot be read, and their number.
+        DataError: Naming the first annotation whose mask cannot be read, and their number; also if a training would
+            ignore more than a quarter.
     """
-    wanted, faults = coco.wanted(classes), []
+    wanted, faults, ignored, total = coco.wanted(classes), [], [], 0
     for item in coco.annotations:
         image = coco.images[item['image_id']]
         read = item['category_id'] in wanted and (evaluated or find_loss(item, image, wanted) in (None, 'crowd'))
         # A crowd is ignored anyhow.
         only = polygons_only and not item.get('iscrowd')
+        total += read
         if read and (fault := find_fault(item.get('segmentation'), image, evaluated, only)):
-            faults.append((item, fault))
-    if faults:
-        item, fault = faults[0]
+            is_ignored = not evaluated and _is_ignored(item.get('segmentation'), only)
+            (ignored if is_ignored else faults).append((item, fault))
+    if not (faults or ignored):
+        return
+    item, fault = (faults or ignored)[0]
+    message = (
+        f'{coco.where}: annotation {item["id"]!r} of image {item["image_id"]!r} {fault}; {len(faults or ignored)} of '
+        f'its {len(coco.annotations)} annotations have no mask that can be read'
+    )
+    if faults or len(ignored) > total * MAX_LOST:
         raise DataError(
-            f'{coco.where}: annotation {item["id"]!r} of image {item["image_id"]!r} {fault}; {len(faults)} of its '
-            f'{len(coco.annotations)} annotations have no mask that can be read. Correct or remove them, or take a '
-            "detector without masks (with_mask=False, metric='bbox')"
+            f"{message}. Correct or remove them, or take a detector without masks (with_mask=False, metric='bbox')"
         )
+    MMLogger.get_current_instance().warning(f'{message}, and are ignored')
+
+
+def _is_ignored(segmentation: object, polygons_only: bool) -> bool:
+    """Whether mmdet's LoadAnnotations leaves out an object whose mask has a fault, and does not fail on it."""
+    if isinstance(segmentation, list) and segmentation:
+        return all(isinstance(polygon, list) and not _is_area(polygon) for polygon in segmentation)
+    if not isinstance(segmentation, dict) or not segmentation:
+        return False
+    is_rle = isinstance(segmentation.get('counts'), (str, list)) and segmentation.get('size') is not None
+    return polygons_only or not is_rle
 
 
 def find_fault(segmentation: object, image: dict, evaluated: bool, polygons_only: bool) -> str | None:
@@ -47,11 +69,15 @@ def find_fault(segmentation: object, image: dict, evaluated: bool, polygons_only
         return 'has a segmentation that is not a list of polygons: COCO has [[x1, y1, x2, y2, …], …]'
     if not all(isinstance(value, (int, float)) for polygon in segmentation for value in polygon[:1]):
         return 'has polygons that are not lists of numbers: COCO has [[x1, y1, x2, y2, …], …]'
-    valid = [len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in segmentation]
+    valid = [_is_area(polygon) for polygon in segmentation]
     # mmdet leaves out invalid polygons. pycocotools takes the kind of all from the first one.
     if not any(valid) or (evaluated and not valid[0]):
         return f'has a polygon of {len(segmentation[valid.index(False)])} numbers: three points are six'
     return None
+
+
+def _is_area(polygon: list) -> bool:
+    return len(polygon) >= 6 and len(polygon) % 2 == 0
 
 
 def _rle_fault(rle: dict, image: dict, polygons_only: bool) -> str | None:

@@ -11,7 +11,7 @@ from mmengine.runner import Runner, save_checkpoint
 from mmengine.runner.checkpoint import get_state_dict, weights_to_cpu
 
 from slab_det.checkpoints import build_detector
-from slab_det.norms import set_gamma
+from slab_det.norms import named_offline_norms, set_gamma
 from slab_det.runtime import find_latest_checkpoint, read_checkpoint
 from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.distributed import unwrap
@@ -35,7 +35,8 @@ def build_for_end(runner: Runner, pipeline: str) -> BaseModel:
         pipeline: See :class:`~slab_det.hooks.RecalibrateFuseHook`.
 
     Raises:
-        ConfigError: If the config lacks the detector or its images, or describes another model than the runner trains.
+        ConfigError: If the config lacks the detector or its images, describes another model than the runner trains, or
+            has no norm to fuse.
         DataError: If the config has no test pipeline, and ``pipeline`` is 'test'.
         FusionError: If the norms of the detector cannot be fused.
     """
@@ -61,6 +62,12 @@ def build_for_end(runner: Runner, pipeline: str) -> BaseModel:
     # Only a collective call returns the weights of FSDP, under the same names.
     if not isinstance(runner.model, MMFullyShardedDataParallel):
         _check_same_model(model, unwrap(runner.model))
+    if not any(named_offline_norms(model)):
+        raise ConfigError(
+            'RecalibrateFuseHook finds no norm that it could fuse: name one in the config, such as '
+            "backbone.norm_cfg=dict(type='TokenBN'), or remove the hook from custom_hooks; a LayerNorm detector is "
+            'fused after its training by slab-det absorb'
+        )
     check_fusible(model)
     plan_folds(model)
     return model

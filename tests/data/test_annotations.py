@@ -65,17 +65,30 @@ def test_a_split_without_an_object_is_an_error(root: Path, split: str, changes: 
 def test_more_than_a_quarter_of_lost_objects_is_an_error_and_fewer_a_line(root: Path, lines: list[str]) -> None:
     content = make_content()
     for item in content['annotations'][:5]:
-        item['iscrowd'] = 1
-    content['annotations'][0]['area'] = 0
+        item['area'] = 0
+    content['annotations'][0]['iscrowd'] = 1
+    content['annotations'][7]['iscrowd'] = 1
     write_split(root, 'train', content)
     check_data(run_cfg(root))
     (line,) = lines
-    assert 'train.json: 5 of its 20 annotations' in line and '4 are marked "iscrowd"' in line
-    assert '1 have an area of 0 or less (annotation 1 has area = 0)' in line
-    content['annotations'][5]['iscrowd'] = 1
+    assert 'train.json: 6 of its 20 annotations' in line and '1 are marked "iscrowd"' in line
+    assert '5 have an area of 0 or less (annotation 1 has area = 0)' in line
+    content['annotations'][5]['area'] = 0
     write_split(root, 'train', content)
-    with pytest.raises(DataError, match='6 of its 20 annotations'):
+    with pytest.raises(DataError, match='7 of its 20 annotations'):
         check_data(run_cfg(root))
+
+
+@pytest.mark.parametrize('mark', ['iscrowd', 'ignore'])
+def test_more_than_a_quarter_of_marked_objects_is_a_warning(root: Path, monkeypatch, mark: str) -> None:
+    """Half of the boxes of CityPersons are regions to ignore, and without them its detectors would be worse."""
+    content, warnings = make_content(), []
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', warnings.append)
+    for item in content['annotations'][1:]:
+        item[mark] = 1
+    write_split(root, 'train', content)
+    check_data(run_cfg(root))
+    assert f'19 of its 20 annotations are no objects to learn or to find: 19 are marked "{mark}"' in warnings[0]
 
 
 def test_lost_objects_are_those_that_mmdet_drops_or_ignores(tmp_path: Path) -> None:

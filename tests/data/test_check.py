@@ -176,6 +176,34 @@ def test_remote_and_generated_data_are_not_checked() -> None:
     check_data(cfg)
 
 
+def test_a_dataset_without_a_folder_of_images_is_an_error(root: Path) -> None:
+    cfg = config(root)
+    cfg.val_dataloader.dataset.pop('data_prefix')
+    with pytest.raises(DataError, match=r"^val dataset: it has no data_prefix=dict\(img=…\): .* or '' for the root"):
+        check_data(cfg)
+
+
+def test_images_and_annotations_in_a_store_are_not_checked(root: Path) -> None:
+    """Paths of LMDB, zip archives and Petrel look like local ones."""
+    cfg = config(root)
+    shutil.rmtree(root / 'train')
+    dataset = cfg.train_dataloader.dataset
+    dataset.pipeline = [dict(type='LoadImageFromFile', backend_args=dict(backend='local'))]
+    with pytest.raises(DataError, match='train image folder .* not found'):
+        check_data(cfg)
+    dataset.pipeline[0].backend_args = dict(backend='lmdb', db_path='images.lmdb')
+    check_data(cfg)
+    dataset.metainfo = dict(classes=('cow',))
+    with pytest.raises(DataError, match=r'classes \(cow\) are not among its 2 categories'):
+        check_data(cfg, ('train',))
+    (root / 'annotations/train.json').unlink()
+    dataset.backend_args = dict(backend='petrel', path_mapping={'data/': 's3://data/'})
+    check_data(cfg, ('train',))
+    cfg.val_evaluator.update(ann_file='data/val.json', backend_args=dataset.backend_args)
+    dataset.metainfo = dict(classes=('cat', 'dog'))
+    check_data(cfg)
+
+
 def test_data_root_finds_image_folders_below_images(root: Path, tmp_path: Path) -> None:
     (root / 'images').mkdir()
     (root / 'train').rename(root / 'images' / 'train')

@@ -94,6 +94,25 @@ def test_files_of_one_training_have_the_same_classes(root: Path) -> None:
     cfg.train_dataloader.dataset = both
     cfg.model = dict(type='GLIP', language_model=dict(type='BertModel'))
     check_data(cfg)
+    both.datasets[1].metainfo = dict(classes=('cat', 'dog'))
+    write_split(root, 'other', make_content(categories=SWAPPED[:1], annotations=[]))
+    with pytest.raises(DataError, match=r'1 categories \(dog\).* or give a file that is one of several a category for'):
+        check_data(cfg)
+
+
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_categories_of_one_name_are_named(root: Path, split: str) -> None:
+    """Roboflow's exports begin with a category of the project's name; mmdet would train all objects as background."""
+    content = make_content(categories=[dict(id=0, name='cat', supercategory='none'), dict(id=1, name='cat')])
+    content['annotations'] = [item | dict(category_id=1) for item in content['annotations']]
+    cfg = run_cfg(root)
+    for name in ('train', 'val'):
+        write_split(root, name, content if name == split else content | dict(categories=content['categories'][1:]))
+        cfg[f'{name}_dataloader'].dataset.metainfo = dict(classes=('cat',))
+    with pytest.raises(
+        DataError, match=rf'{split}\.json: its categories cat \(id 0\), cat \(id 1\) share a name.*Roboflow'
+    ):
+        check_data(cfg, ('train', 'val'))
 
 
 def test_classes_that_nothing_tells_are_not_compared(root: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from coco_files import dataset_cfg, make_annotation, make_content, run_cfg, write_split
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 
 from slab_det.data import check_data
 from slab_det.runtime.errors import DataError
@@ -80,6 +81,24 @@ def test_a_copy_of_the_file_and_a_link_to_it_are_as_good(root: Path) -> None:
     check_data(evaluate_on(root, 'copy'))
     (root / 'annotations/link.json').symlink_to('val.json')
     check_data(evaluate_on(root, 'link'))
+
+
+def test_objects_that_only_pycocotools_counts_and_files_without_any_are_told(root: Path, monkeypatch) -> None:
+    content, warnings = make_content(), []
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', warnings.append)
+    content['annotations'][3]['ignore'] = 1
+    content['annotations'][4].update(ignore=1, iscrowd=1)
+    write_split(root, 'val', content)
+    check_data(run_cfg(root), ('val',))
+    assert 'val.json: 1 objects are marked "ignore", which pycocotools does not know' in warnings.pop()
+    write_split(root, 'val', make_content(annotations=[]))
+    cfg = run_cfg(root)
+    check_data(cfg, ('val',))
+    assert 'val.json: it has no object of the classes (cat, dog), so AP will be -1' in warnings.pop()
+    # The file of a test set whose annotations nobody has.
+    cfg.val_evaluator.update(format_only=True, outfile_prefix='results')
+    check_data(cfg, ('val',))
+    assert not warnings
 
 
 def test_an_evaluation_of_some_images_is_an_error(root: Path) -> None:

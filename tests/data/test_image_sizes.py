@@ -9,6 +9,7 @@ import mmcv
 import numpy as np
 import pytest
 from coco_files import SIZE, make_content, run_cfg, write_images, write_split
+from mmengine.logging import MMLogger
 from PIL import Image
 
 from slab_det.data import check_data, image_sizes
@@ -72,6 +73,25 @@ def test_resized_images_and_exchanged_sides_are_an_error(root: Path) -> None:
     # Tools round.
     state_size(root, (65, 47))
     check_data(run_cfg(root))
+
+
+def test_a_wrong_size_among_many_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings, content = [], make_content(40)
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', warnings.append)
+    for image in content['images']:
+        image['file_name'] = f'{image["id"] % 10}.jpg'
+    for image in content['images'][7:9]:
+        image['width'] = 60
+    write_split(root, 'train', content)
+    check_data(run_cfg(root))
+    assert 'width and height of 2 of 40 images' in warnings[0] and '7.jpg is read as 64x48' in warnings[0]
+    with pytest.raises(DataError, match='width and height of 2 of 40 images'):
+        check_data(run_cfg(root, with_mask=True))
+    content['images'][9]['width'] = 60
+    write_split(root, 'train', content)
+    with pytest.raises(DataError, match=r'width and height of 3 of 40 images .* 7\.jpg is read as 64x48'):
+        check_data(run_cfg(root))
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize('suffix', ['png', 'webp', 'tiff', 'bmp'])

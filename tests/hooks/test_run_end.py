@@ -41,6 +41,11 @@ def semi_supervised(cfg):
     return Runner.from_cfg(cfg)
 
 
+def with_layer_norm(cfg):
+    cfg.model.backbone.update(norm_cfg=dict(type='LN'), attention='softmax')
+    return Runner.from_cfg(cfg)
+
+
 def without_test_pipeline(cfg):
     cfg.custom_hooks[0].pipeline = 'test'
     for split in ('val', 'test'):
@@ -68,6 +73,10 @@ class Watched(SLABSwin):
         (without_config, r"the runner's config, which has no model and no train_dataloader: give Runner\(cfg=...\)"),
         (with_own_model, r'is not the one that .* builds.*: \d+ weights differ \(backbone\..*slab-det convert'),
         (semi_supervised, r'cannot fuse a SoftTeacher, .* no backbone.*custom_hooks.*take model\.teacher'),
+        (
+            with_layer_norm,
+            r'no norm that it could fuse: name one .*or remove the hook from custom_hooks; .*slab-det absorb',
+        ),
         (without_test_pipeline, 'the config has no test pipeline; add a test_dataloader'),
         (with_a_watched_norm, r'backbone\.norm1: it has hooks, which would be lost'),
     ],
