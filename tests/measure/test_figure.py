@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from test_report import DATASET, entry, latency
+from test_report_file import DATASET, entry, latency
 
 from slab_det.measure.figure import ap_latency_figure, save_figure
 from slab_det.measure.report_file import ReportEntry
