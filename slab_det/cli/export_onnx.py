@@ -16,6 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--check-images', nargs='+', default=[], metavar='FILE', help='also compare on photographs')
     group = parser.add_argument_group('int8')
     group.add_argument('--int8', action='store_true', help='also write FILE_int8.onnx, calibrated on images')
+    group.add_argument(
+        '--reduce-range',
+        action='store_true',
+        help='weights of 7 bits, for CPUs without VNNI instructions (default: if this CPU has none)',
+    )
     group.add_argument('--images', metavar='DIR', help='pictures to calibrate on (default: training images)')
     group.add_argument('--num-images', type=int, default=100, help='calibration images (default %(default)s)')
     group.add_argument('--calibrate-with', metavar='CONFIG', help='config with the training images (default: config)')
@@ -43,8 +48,8 @@ def main(args: argparse.Namespace) -> None:
     if args.size:
         check_size(args.size)
     int8 = args.out.removesuffix('.onnx') + '_int8.onnx'
-    if (args.images or args.calibrate_with or args.data_root) and not args.int8:
-        raise SlabDetError('--images, --calibrate-with and --data-root choose calibration images; add --int8')
+    if (args.images or args.calibrate_with or args.data_root or args.reduce_range) and not args.int8:
+        raise SlabDetError('--images, --calibrate-with, --data-root and --reduce-range are for int8; add --int8')
     # Missing images and read-only folders must raise before minutes of export.
     check_writable(args.out, int8 if args.int8 else None)
     if args.int8:
@@ -74,5 +79,5 @@ def main(args: argparse.Namespace) -> None:
             print(f'  {check}')
     print(f'Written to {args.out}')
     if args.int8:
-        nodes = quantize_onnx(args.out, int8, calibration)
+        nodes = quantize_onnx(args.out, int8, calibration, args.reduce_range or None)
         print(f'{len(nodes)} layers in int8, written to {int8}; slab-det test-onnx measures its AP')

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from slab_det.deployment.export.runtime import import_extra
+from slab_det.deployment.export.runtime import METADATA_KEY, RUNTIMES, cuts_off_int8_sums, import_extra
 from slab_det.runtime.run_folder import whole_file
 
 # Parts of the node names of layers that stay in float32. The first layer reads pixels, and is a hundredth of the work.
@@ -17,7 +19,9 @@ FLOAT_LAYERS = ('projection', 'rpn_cls', 'rpn_reg', 'fc_cls', 'fc_reg', 'conv_lo
 OPERATORS_WITH_WEIGHTS = ('Conv', 'ConvTranspose', 'Gemm', 'MatMul')
 
 
-def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.ndarray]) -> list[str]:
+def quantize_onnx(
+    source: str | Path, target: str | Path, images: Iterable[np.ndarray], reduce_range: bool | None = None
+) -> list[str]:
     """Writes a file whose convolutions and linear layers run in int8, with one scale per output channel.
 
     Only layers with weights are quantized; docs/deploy.md says what stays in float32.
@@ -26,12 +30,16 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
         source: A file that :func:`slab_det.deployment.export.export_onnx` wrote.
         target: The new file.
         images: Calibration images, (1, 3, H, W), float32, 0 to 255: training images as inference sees them.
+        reduce_range: Round weights to 7 bits, as CPUs without VNNI instructions need them, instead of 8, which are
+            nearer to float32. None: 7 bits if a runtime on this machine needs them.
 
     Returns:
         The names of the nodes that were quantized.
     """
     onnx = import_extra('onnx')
     quantization = import_extra('onnxruntime.quantization')
+    if reduce_range is None:
+        reduce_range = any(cuts_off_int8_sums(runtime) for runtime in RUNTIMES if find_spec(runtime))
 
     class Reader(quantization.CalibrationDataReader):
         inputs = ({'image': image} for image in images)
@@ -57,6 +65,7 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             Reader(),
             quant_format=quantization.QuantFormat.QDQ,
             per_channel=True,
+            reduce_range=reduce_range,
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             nodes_to_quantize=nodes,
@@ -64,7 +73,9 @@ def quantize_onnx(source: str | Path, target: str | Path, images: Iterable[np.nd
             extra_options={'OpTypesToExcludeOutputQuantization': ['Gemm', 'MatMul']},
         )
         quantized = onnx.load(name)
-        onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in onnx.load(source).metadata_props})
+        properties = {entry.key: entry.value for entry in onnx.load(source).metadata_props}
+        metadata = dict(json.loads(properties[METADATA_KEY]), int8_weight_bits=7 if reduce_range else 8)
+        onnx.helper.set_model_props(quantized, {**properties, METADATA_KEY: json.dumps(metadata)})
         name.write_bytes(quantized.SerializeToString())
     return nodes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from threading import Lock
@@ -14,10 +15,12 @@ import numpy as np
 import torch
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
+from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.structures import InstanceData
 from torch import Tensor
 
+from slab_det.deployment.export.int8_sums import cuts_off_sums
 from slab_det.deployment.export.settings import follow_config
 from slab_det.deployment.masks import check_form, paste_masks
 from slab_det.runtime.config import type_name
@@ -63,7 +66,15 @@ def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callab
     if threads:
         options['INFERENCE_NUM_THREADS'] = threads
     core = import_extra('openvino').Core()
-    request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
+    try:
+        request = core.compile_model(core.read_model(model), 'CPU', options).create_infer_request()
+    except RuntimeError as error:
+        if precision == 'f32':
+            raise
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ExportError(
+            f'OpenVINO cannot compute this file in {precision} on this CPU ({reason}); use precision f32'
+        ) from error
     lock = Lock()
 
     def run(image: np.ndarray) -> list[np.ndarray]:
@@ -75,6 +86,12 @@ def _run_in_openvino(model: str | bytes, threads: int, precision: str) -> Callab
 
 
 RUNTIMES = {'onnxruntime': _run_in_onnxruntime, 'openvino': _run_in_openvino}
+
+
+@lru_cache(None)
+def cuts_off_int8_sums(runtime: str) -> bool:
+    """Whether a runtime needs weights of 7 bits on this CPU; see :mod:`slab_det.deployment.export.int8_sums`."""
+    return cuts_off_sums(partial(RUNTIMES[runtime], threads=1, precision='f32'))
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,13 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
     text = next((entry.value for entry in model.metadata_props if entry.key == METADATA_KEY), None)
     if text is None:
         raise ExportError(f'{path} was not written by slab-det export')
+    metadata = json.loads(text)
+    is_int8 = any(node.op_type == 'DequantizeLinear' for node in model.graph.node)
+    if is_int8 and metadata.get('int8_weight_bits', 8) == 8 and cuts_off_int8_sums(runtime):
+        MMLogger.get_current_instance().warning(
+            f'{path}: {runtime} cuts off sums of int8 products on this CPU, as CPUs without VNNI instructions do, and '
+            'the file may find other objects here: export it again with --int8 --reduce-range, or use another runtime'
+        )
     # OpenVINO may call an output by the name of its operator.
     names = [output.name for output in model.graph.output]
 
@@ -140,7 +164,7 @@ def load_runtime(path: str | Path, runtime: str = 'onnxruntime', threads: int = 
         found[0].CopyFrom(onnx.numpy_helper.from_array(np.array(score_thr, np.float32), found[0].name))
         return load(model.SerializeToString())
 
-    return Runtime(json.loads(text), load(str(path)), with_threshold)
+    return Runtime(metadata, load(str(path)), with_threshold)
 
 
 @MODELS.register_module()
