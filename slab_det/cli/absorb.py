@@ -144,3 +144,7 @@ def _format_rows(rows: dict[str, dict]) -> str:
             line[AP_KINDS[kind]] = f'{100 * values[main_column(kind)]:.1f}'
         lines.append(line)
     return format_table([*lines[0]], [[*line.values()] for line in lines]) + notes
+
+
+if __name__ == '__main__':
+    main()

@@ -47,3 +47,7 @@ def main(args: argparse.Namespace) -> None:
         schedule = Config.fromfile(args.schedule)
     checkpoint, config, report = convert_detector(cfg, args.source, args.destination, schedule)
     print(f'{report}\nWritten to {checkpoint} and {config}\nFine-tune: slab-det train {config}')
+
+
+if __name__ == '__main__':
+    main()

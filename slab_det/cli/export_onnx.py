@@ -81,3 +81,7 @@ def main(args: argparse.Namespace) -> None:
     if args.int8:
         nodes = quantize_onnx(args.out, int8, calibration, args.reduce_range or None)
         print(f'{len(nodes)} layers in int8, written to {int8}; slab-det test-onnx measures its AP')
+
+
+if __name__ == '__main__':
+    main()

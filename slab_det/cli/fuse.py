@@ -42,3 +42,7 @@ def main(args: argparse.Namespace) -> None:
     checkpoint, config = save_fused(fused, cfg, args.out, model.dataset_meta)
     print(f'{fused.fusion_report}\nFused against unfused on a random {args.size[0]}x{args.size[1]} image:')
     print(*checks.values(), f'Written to {checkpoint} and {config}', sep='\n')
+
+
+if __name__ == '__main__':
+    main()

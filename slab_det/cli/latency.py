@@ -70,3 +70,7 @@ def main(args: argparse.Namespace) -> None:
         measured = zip(entries, results.values(), strict=True)
         update_report(args.json, *(replace(entry, latency=result.to_dict()) for entry, result in measured))
         print(f'Written to {args.json}')
+
+
+if __name__ == '__main__':
+    main()

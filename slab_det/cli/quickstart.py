@@ -78,3 +78,7 @@ def relative(path: Path) -> str:
 def find_config(name: str) -> str:
     """Returns the path of a config; an installed package keeps its configs in subfolders."""
     return relative(next(find_folder('configs').rglob(name)))
+
+
+if __name__ == '__main__':
+    main()

@@ -48,3 +48,7 @@ def main(args: argparse.Namespace) -> None:
     if args.json is not None:
         put_text(json.dumps(dict(**report.to_dict(), pipeline=args.pipeline), indent=1) + '\n', args.json)
     print(f'{report}, on images of the {args.pipeline} pipeline\nWritten to {args.out}')
+
+
+if __name__ == '__main__':
+    main()

@@ -29,3 +29,7 @@ def main(args: argparse.Namespace) -> None:
     print(table)
     save_figure(ap_latency_figure(entries), out / 'ap_latency.svg')
     print(f'Table and picture written to {out}')
+
+
+if __name__ == '__main__':
+    main()

@@ -87,3 +87,7 @@ def main(args: argparse.Namespace) -> None:
     print(f'\n{report_file.markdown_table([entry])}\nWritten to {path}')
     if args.show_dir:
         print(f'Predictions drawn in {Path(runner.work_dir, runner.timestamp, args.show_dir)}')
+
+
+if __name__ == '__main__':
+    main()

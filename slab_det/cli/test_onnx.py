@@ -63,3 +63,7 @@ def main(args: argparse.Namespace) -> None:
         print(f'{kind}: {", ".join(shown)}')
     if args.json:
         put_text(json.dumps(result, indent=1) + '\n', args.json)
+
+
+if __name__ == '__main__':
+    main()

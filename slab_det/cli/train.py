@@ -83,3 +83,7 @@ def main(args: argparse.Namespace) -> None:
             how = f'add --resume to the command to continue from {latest}' if latest else 'there is no checkpoint yet'
             print(f'Interrupted after {runner.iter} of {runner.max_iters} iterations: {how}', file=sys.stderr)
         raise
+
+
+if __name__ == '__main__':
+    main()

@@ -1,5 +1,6 @@
 """The command lines: --help, usage errors and one-line error messages."""
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -38,6 +39,15 @@ def test_every_command_has_a_tool_whose_help_does_not_import_torch() -> None:
     assert {Path(tool).stem for tool in tools} == {*COMMANDS.values()}
     done = subprocess.run([sys.executable, '-c', HELP, *tools], capture_output=True, text=True, cwd=TOOLS.parent)
     assert done.stderr.splitlines() == tools
+
+
+@pytest.mark.parametrize('module', COMMANDS.values())
+def test_every_command_runs_as_a_module(module: str, monkeypatch, capsys) -> None:
+    """``python -m slab_det.cli.train CONFIG`` did nothing, with the exit code of success."""
+    monkeypatch.setattr(sys, 'argv', [module, '--help'])
+    with pytest.raises(SystemExit, match='^0$'):
+        runpy.run_path(str(TOOLS.parent / 'slab_det' / 'cli' / f'{module}.py'), run_name='__main__')
+    assert capsys.readouterr().out.startswith(f'usage: {module}')
 
 
 @pytest.mark.parametrize(
