@@ -11,7 +11,7 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from zoo import shrunk
 
-from slab_det.deployment.detection import EMPTY, Boxes, set_apart
+from slab_det.deployment.box_operators import EMPTY, BoxOperators, anchors, set_apart
 from slab_det.deployment.gpu import box_kernels
 
 CONFIGS = {
@@ -76,8 +76,11 @@ def unmatched(found, expected, boxes=1e-2, scores=1e-4):
     return alone.item() / max(len(found) + len(expected), 1)
 
 
-class EagerBoxes(Boxes):
-    """Reference of FixedBoxes: the operators that mmdet uses on a CPU, equal to mmdet bit for bit."""
+class EagerOperators(BoxOperators):
+    """Reference of FixedOperators: the operators that mmdet uses on a CPU, equal to mmdet bit for bit."""
+
+    def priors(self, generator, sizes, like):
+        return anchors(generator, tuple(sizes), like.device)
 
     def best(self, levels, count):
         sizes = [len(level) for level in levels]
