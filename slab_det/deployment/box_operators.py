@@ -39,6 +39,22 @@ class BoxOperators(ABC):
             levels; and their levels; each (G, K).
         """
 
+    def best_above(self, levels: Sequence[Tensor], count: int, score_thr: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses the ``count`` logits (n_i,) of each level with the largest sigmoids above ``score_thr``.
+
+        Returns:
+            Scores (K,), in descending order in each level, and the places in the concatenation of all levels, (K,).
+        """
+        found, start = [], 0
+        for logits in levels:
+            scores = logits.sigmoid()
+            # A NaN is not above the threshold.
+            scores, place = torch.where(scores > score_thr, scores, EMPTY).topk(min(count, len(logits)))
+            found.append((scores, place + start))
+            start += len(logits)
+        scores, place = (torch.cat(column) for column in zip(*found, strict=True))
+        return scores, place
+
     @abstractmethod
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``.

@@ -118,6 +118,15 @@ def test_choice_of_anchors_and_candidates():
         assert torch.equal(a, b)
 
 
+def test_choice_of_scores_above_a_threshold():
+    """The second level has fewer above the threshold than asked for, the third has none, and a NaN is not above."""
+    levels = [torch.randn(30, device=DEVICE), torch.tensor([2.0, -3, torch.nan, 1], device=DEVICE) - 0.5]
+    levels.append(torch.full((5,), -9.0, device=DEVICE))
+    (scores, place), expected = (kind().best_above(levels, 3, 0.5) for kind in (FixedOperators, EagerOperators))
+    assert torch.equal(scores, expected[0]) and (scores > EMPTY).tolist() == [True] * 5 + [False] * 4
+    assert torch.equal(place[:5], expected[1][:5]) and place[3:5].tolist() == [30, 33]
+
+
 @pytest.mark.parametrize(('channels', 'bins', 'dtype'), [(5, 3, torch.float32), (16, 2, torch.float16)], ids=str)
 def test_roi_align(channels, bins, dtype):
     extractor = SingleRoIExtractor(

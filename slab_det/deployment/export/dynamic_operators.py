@@ -32,6 +32,18 @@ class DynamicOperators(BoxOperators):
         scores, place, level = (torch.cat(column)[None] for column in zip(*found, strict=True))
         return scores, place, level
 
+    def best_above(self, levels: Sequence[Tensor], count: int, score_thr: Tensor) -> tuple[Tensor, Tensor]:
+        found, start = [], 0
+        for logits in levels:
+            scores = logits.sigmoid()
+            above = _nonzero(scores > score_thr)
+            size = torch._shape_as_tensor(above)[0]
+            scores, order = scores[above].topk(torch.minimum(size, torch.tensor(count)))
+            found.append((scores, above[order] + start))
+            start = start + torch._shape_as_tensor(logits)[0]
+        scores, place = (torch.cat(column) for column in zip(*found, strict=True))
+        return scores, place
+
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         place = _nonzero(scores > EMPTY)
         # The reshape keeps the size of a box in the file.

@@ -69,7 +69,8 @@ class Family(ABC):
         name: Stands in exported files.
         base: The class of mmdet whose ``predict`` the detectors of this family have.
         stored: The settings that an exported file stores: those of each part of ``test_cfg`` that change detections,
-            with mmdet's defaults. The last part makes the detections.
+            with mmdet's defaults. The last part makes the detections; '' is ``test_cfg`` itself.
+        predictors: Names of the last layers, which predict boxes and masks: an int8 file keeps them in float32.
 
     Raises:
         Unsupported: If a part of the detector computes something that the family does not.
@@ -78,6 +79,7 @@ class Family(ABC):
     name: ClassVar[str]
     base: ClassVar[type[nn.Module]]
     stored: ClassVar[dict[str, dict[str, Any]]]
+    predictors: ClassVar[tuple[str, ...]]
 
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         self.detector, self.operators = detector, operators

@@ -43,6 +43,7 @@ class TwoStage(Family):
         'rpn': dict(nms_pre=-1, min_bbox_size=-1, max_per_img=None, nms=None),
         'rcnn': dict(score_thr=None, max_per_img=None, nms=None),
     }
+    predictors = 'rpn_cls', 'rpn_reg', 'fc_cls', 'fc_reg', 'conv_logits'
 
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         super().__init__(detector, operators)
