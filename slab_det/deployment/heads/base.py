@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
@@ -56,7 +56,7 @@ class Detections(NamedTuple):
 
 
 class Family(ABC):
-    """A family of heads, computed with tensors whose shapes do not depend on Python values of an image.
+    """A family of heads, in the operators on boxes that a CUDA graph or an ONNX file has.
 
     A subclass checks in ``__init__`` that the detector predicts as its class of mmdet does.
 
@@ -84,9 +84,10 @@ class Family(ABC):
     def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
         self.detector, self.operators = detector, operators
 
-    @abstractmethod
     def check_fixed(self) -> None:
         """Raises :class:`Unsupported` unless operators of fixed shapes compute what the detector does."""
+        # Where they compute every detector of the family.
+        return
 
     @property
     @abstractmethod
@@ -94,7 +95,7 @@ class Family(ABC):
         """The ``test_cfg`` of each part in ``stored``; a graph is captured again when one of them changes."""
 
     @abstractmethod
-    def detect(self, features: tuple[Tensor, ...], frame: Frame, score_thr: float | Tensor) -> Detections:
+    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Detections:
         """Detects the objects of an image in its feature maps; drops those with a score up to ``score_thr``."""
 
     def choose(

@@ -44,9 +44,6 @@ class RetinaNet(Family):
         # mmdet drops small boxes in the original image, whose scale a file does not know.
         require('a min_bbox_size of at most 0 in test_cfg', cfg.get('min_bbox_size', -1) <= 0)
 
-    def check_fixed(self) -> None:
-        """See :meth:`Family.check_fixed`; the operators of fixed shapes compute every RetinaNet."""
-
     @property
     def test_cfgs(self) -> tuple[dict]:
         return (self.detector.bbox_head.test_cfg,)
