@@ -2,13 +2,13 @@
 
 from torch import nn
 
-from slab_det.deployment.heads.base import Detections, Family, Frame, Unsupported, require
+from slab_det.deployment.heads.base import Family, Frame, Objects, Unsupported, require
 from slab_det.deployment.heads.retinanet import RetinaNet
 from slab_det.deployment.heads.two_stage import TwoStage
 
 FAMILIES: tuple[type[Family], ...] = (TwoStage, RetinaNet)
 
-__all__ = ['FAMILIES', 'Detections', 'Family', 'Frame', 'Unsupported', 'find_family', 'require']
+__all__ = ['FAMILIES', 'Objects', 'Family', 'Frame', 'Unsupported', 'find_family', 'require']
 
 
 def find_family(detector: nn.Module) -> type[Family]:

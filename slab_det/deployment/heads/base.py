@@ -37,7 +37,7 @@ class Frame(NamedTuple):
     rescale: Tensor | None = None
 
 
-class Detections(NamedTuple):
+class Objects(NamedTuple):
     """The objects in one image, best first.
 
     Attributes:
@@ -95,7 +95,7 @@ class Family(ABC):
         """The ``test_cfg`` of each part in ``stored``; a graph is captured again when one of them changes."""
 
     @abstractmethod
-    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Detections:
+    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         """Detects the objects of an image in its feature maps; drops those with a score up to ``score_thr``."""
 
     def choose(
@@ -109,7 +109,7 @@ class Family(ABC):
             label_of: Returns the labels of the boxes at these places.
 
         Returns:
-            Corners, scores, labels, and whether mmdet would return the same (see :class:`Detections`).
+            Corners, scores, labels, and whether mmdet would return the same (see :class:`Objects`).
         """
         cfg, operators = self.test_cfgs[-1], self.operators
         corners, scores, place, stride, enough = operators.candidates(scores, corners)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from slab_det.deployment.box_operators import EMPTY, BoxOperators, flat
 from slab_det.deployment.heads.base import (
     DENSE_PREDICTION,
-    Detections,
     Family,
     Frame,
+    Objects,
     check_boxes,
     find_part,
     require,
@@ -23,7 +23,7 @@ from slab_det.deployment.heads.base import (
 
 
 class RetinaNet(Family):
-    """See :class:`Family`. Detections are the best classes of the anchors of each level (Lin et al., ICCV 2017)."""
+    """See :class:`Family`. Objects are the best classes of the anchors of each level (Lin et al., ICCV 2017)."""
 
     name = 'retinanet'
     base = SingleStageDetector
@@ -52,7 +52,7 @@ class RetinaNet(Family):
     def score_thr(self) -> float:
         return self.test_cfgs[0].get('score_thr', 0)
 
-    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Detections:
+    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         head, operators, classes = self.detector.bbox_head, self.operators, self.detector.bbox_head.num_classes
         logits, deltas = head(features)
         sizes = [x.shape[-2:] for x in logits]
@@ -66,4 +66,4 @@ class RetinaNet(Family):
         if head.test_cfg.get('min_bbox_size', -1) >= 0:
             x1, y1, x2, y2 = corners.unbind(-1)
             scores = torch.where((x2 > x1) & (y2 > y1), scores, EMPTY)
-        return Detections(*self.choose(scores, corners, lambda place: label[place]))
+        return Objects(*self.choose(scores, corners, lambda place: label[place]))

@@ -20,9 +20,9 @@ from slab_det.deployment.gpu.box_kernels import can_pool
 from slab_det.deployment.gpu.layers import FusedConv, linear_relu
 from slab_det.deployment.heads.base import (
     DENSE_PREDICTION,
-    Detections,
     Family,
     Frame,
+    Objects,
     check_boxes,
     find_part,
     require,
@@ -66,17 +66,17 @@ class TwoStage(Family):
     def has_masks(self) -> bool:
         return self.detector.with_mask
 
-    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Detections:
+    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
         proposals = self.propose(features, frame.limits)
         is_number = self.operators.is_number(proposals[1])
         corners, scores, labels, exact = self.classify(features, proposals, frame, score_thr)
         if exact is not None:
             exact = exact & is_number
         if not self.has_masks:
-            return Detections(corners, scores, labels, exact)
+            return Objects(corners, scores, labels, exact)
         regions, order = self.operators.pool(self.detector.roi_head.mask_roi_extractor, features, corners, scores)
         in_image = corners if frame.scale is None else corners / frame.scale
-        return Detections(in_image, scores, labels, exact, self.mask_head(regions, labels, order))
+        return Objects(in_image, scores, labels, exact, self.mask_head(regions, labels, order))
 
     def propose(self, features: Sequence[Tensor], limits: Tensor) -> tuple[Tensor, Tensor]:
         """Makes proposals: decodes the best anchors of each level, and applies NMS per level.
@@ -115,7 +115,7 @@ class TwoStage(Family):
             score_thr: Drops boxes with a score up to this one.
 
         Returns:
-            Corners, scores, labels, and whether mmdet would return the same (see :class:`Detections`). With masks,
+            Corners, scores, labels, and whether mmdet would return the same (see :class:`Objects`). With masks,
             corners are in the pixels of the image, and otherwise in the original image.
         """
         operators, roi_head = self.operators, self.detector.roi_head
