@@ -25,10 +25,10 @@ from benchmarks.results import FOLDER, Results
 from benchmarks.runtimes import Row, build
 from benchmarks.training_cost import detector_steps
 from benchmarks.training_cost import measure as measure_steps
-from slab_det.deployment import detection
-from slab_det.deployment.gpu.box_kernels import FixedBoxes, anchors
+from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.graph import GraphCache
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
+from slab_det.deployment.heads import Frame
 from slab_det.measure.environment import device_name
 from slab_det.measure.latency import measure_latency
 from slab_det.measure.markdown import format_table
@@ -104,9 +104,9 @@ def time_replay(cache: GraphCache, times: int = 20) -> float:
 @torch.no_grad()
 def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
     """Captures each part of a deployed Mask R-CNN, and the whole; caches keep alive the tensors that graphs read."""
-    boxes, caches = FixedBoxes(), {}
-    static = StaticDetector(model, boxes, fused=True)
-    head, roi_head, cfg = model.rpn_head, model.roi_head, model.roi_head.test_cfg
+    operators, caches = FixedOperators(), {}
+    static = StaticDetector(model, operators, fused=True)
+    family = static.family
     frame = measure_frame(dict(img_shape=SIZE, scale_factor=(1.0, 1.0))).cuda()
 
     def run(part: str, function: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -114,17 +114,14 @@ def capture_parts(model: nn.Module) -> dict[str, GraphCache]:
         return caches[part](*inputs)
 
     def propose(limits: Tensor, *features: Tensor) -> Sequence[Tensor]:
-        priors = anchors(head.prior_generator, tuple(x.shape[-2:] for x in features), limits.device)
-        return detection.propose(boxes, head, *static.rpn(features), priors, limits)
+        return family.propose(features, limits)
 
     def detect(corners: Tensor, scores: Tensor, limits: Tensor, *features: Tensor) -> Sequence[Tensor]:
-        regions, _ = boxes.pool(roi_head.bbox_roi_extractor, features, corners, scores)
-        found = (corners, scores), limits, None, cfg.score_thr
-        return detection.detect_regions(boxes, roi_head.bbox_head, cfg, *static.box_head(regions), *found)
+        return family.classify(features, (corners, scores), Frame(limits), family.score_thr)
 
     def mask(corners: Tensor, scores: Tensor, labels: Tensor, *features: Tensor) -> Sequence[Tensor]:
-        regions, _ = boxes.pool(roi_head.mask_roi_extractor, features, corners, scores)
-        return (static.mask_head(regions, labels).sigmoid(),)
+        regions, order = operators.pool(model.roi_head.mask_roi_extractor, features, corners, scores)
+        return (family.mask_head(regions, labels, order).sigmoid(),)
 
     image = torch.randn(1, 3, *PADDED, device='cuda')
     maps = run('backbone', model.backbone, image)

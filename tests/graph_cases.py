@@ -11,12 +11,13 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from zoo import shrunk
 
-from slab_det.deployment.detection import EMPTY, Boxes, set_apart
+from slab_det.deployment.box_operators import EMPTY, BoxOperators, anchors, set_apart
 from slab_det.deployment.gpu import box_kernels
 
 CONFIGS = {
     'Mask R-CNN': 'mask_rcnn/mask-rcnn_r50_fpn_1x_coco',
     'Faster R-CNN': 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco',
+    'RetinaNet': 'retinanet/retinanet_r50_fpn_1x_coco',
 }
 
 
@@ -76,8 +77,11 @@ def unmatched(found, expected, boxes=1e-2, scores=1e-4):
     return alone.item() / max(len(found) + len(expected), 1)
 
 
-class EagerBoxes(Boxes):
-    """Reference of FixedBoxes: the operators that mmdet uses on a CPU, equal to mmdet bit for bit."""
+class EagerOperators(BoxOperators):
+    """Reference of FixedOperators: the operators that mmdet uses on a CPU, equal to mmdet bit for bit."""
+
+    def priors(self, generator, sizes, like):
+        return anchors(generator, tuple(sizes), like.device)
 
     def best(self, levels, count):
         sizes = [len(level) for level in levels]
@@ -86,6 +90,19 @@ class EagerBoxes(Boxes):
         scores, place = (torch.stack(column) for column in zip(*ranked, strict=True))
         starts = scores.new_tensor([0, *accumulate(sizes)][:-1], dtype=torch.int64)
         return scores, place + starts[:, None], torch.zeros_like(place) + torch.arange(len(levels))[:, None].to(place)
+
+    def best_above(self, levels, count, score_thr):
+        sizes, ranked = [len(level) for level in levels], []
+        for start, level in zip(accumulate([0, *sizes]), levels, strict=False):
+            scores = level.sigmoid()
+            found = (scores > score_thr).nonzero()[:, 0]
+            # Not stable, as in mmdet's filter_scores_and_topk.
+            scores, order = scores[found].sort(descending=True)
+            missing = max(min(count, len(level)) - len(found), 0)
+            ranked.append(
+                (F.pad(scores[:count], (0, missing), value=EMPTY), start + F.pad(found[order[:count]], (0, missing)))
+            )
+        return tuple(torch.cat(column) for column in zip(*ranked, strict=True))
 
     def candidates(self, scores, corners):
         count = min(box_kernels.CANDIDATES, len(scores))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_cases import CONFIGS, EagerBoxes, build, eager, graphed, is_answered_by_graph, noise, unmatched
+from graph_cases import CONFIGS, EagerOperators, build, eager, graphed, is_answered_by_graph, noise, unmatched
 from mmdet.models.detectors import TwoStageDetector
 from mmengine.logging import MMLogger
 from mmengine.structures import InstanceData
@@ -52,7 +52,7 @@ def captured_shapes(monkeypatch):
     if not ON_GPU:
         may_replay, on_gpu = graph._may_replay, SimpleNamespace(is_cuda=True)
         monkeypatch.setattr(graph, '_may_replay', lambda model, image: may_replay(model, on_gpu))
-        monkeypatch.setattr(graph, 'FixedBoxes', EagerBoxes)
+        monkeypatch.setattr(graph, 'FixedOperators', EagerOperators)
         monkeypatch.setattr(graph.mask_kernels, 'paste_masks', graph.paste_masks)
         monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda self: self)
         monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)

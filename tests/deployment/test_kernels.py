@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import relative_difference
-from graph_cases import EagerBoxes
+from graph_cases import EagerOperators
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
 from mmdet.registry import MODELS
 from torch import nn
 
 from slab_det.backbones.blocks import ConvFFN, LinearFFN
-from slab_det.deployment.detection import EMPTY, map_levels
+from slab_det.deployment.box_operators import EMPTY, map_levels
 from slab_det.deployment.gpu import kernels, mask_kernels
-from slab_det.deployment.gpu.box_kernels import FixedBoxes
+from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.ffn_kernels import TritonFFN, triton_ffn
 from slab_det.deployment.gpu.window_kernels import TritonWindowAttention, triton_windows
 from slab_det.deployment.masks import paste_masks
@@ -61,18 +61,18 @@ def test_nms(fill, groups, count):
     elif fill == 'ties':
         scores = (scores * 4).ceil() / 4
     labels = torch.randint(0, 2, (groups, count), device=DEVICE) if fill == 'all' else torch.zeros_like(scores).long()
-    stride = FixedBoxes().stride(boxes, scores)
+    stride = FixedOperators().stride(boxes, scores)
     if fill == 'NaN':
-        assert not stride.isfinite() and not EagerBoxes().stride(boxes, scores).isfinite()
+        assert not stride.isfinite() and not EagerOperators().stride(boxes, scores).isfinite()
         # Stride 0 leaves boxes in place: at an infinite stride, none would overlap another.
         stride = torch.zeros_like(stride)
     else:
-        assert torch.equal(stride, EagerBoxes().stride(boxes, scores))
+        assert torch.equal(stride, EagerOperators().stride(boxes, scores))
     for limit in (1000, 3):
         arguments = boxes, scores, labels, stride, 0.5, limit
         (found, place), (expected, expected_place) = (
-            FixedBoxes().suppress(*arguments),
-            EagerBoxes().suppress(*arguments),
+            FixedOperators().suppress(*arguments),
+            EagerOperators().suppress(*arguments),
         )
         assert torch.equal(found, expected), limit
         there = found > EMPTY
@@ -86,8 +86,8 @@ def test_class_scores(classes):
     logits, found = 3 * torch.randn(7, classes + 9, device=DEVICE), torch.rand(7, device=DEVICE)
     logits[1], logits[2, 0], found[3] = 0, torch.nan, EMPTY
     arguments = logits[:, : classes + 1], found, 0.05
-    expected = EagerBoxes().class_scores(*arguments)
-    torch.testing.assert_close(FixedBoxes().class_scores(*arguments), expected, rtol=1e-5, atol=1e-7)
+    expected = EagerOperators().class_scores(*arguments)
+    torch.testing.assert_close(FixedOperators().class_scores(*arguments), expected, rtol=1e-5, atol=1e-7)
     assert (expected == EMPTY).any() and (expected > EMPTY).any()
 
 
@@ -98,22 +98,33 @@ def test_decode(clip):
     values[4, 1], limits = torch.nan, torch.tensor([50.0, 40, 50, 40], device=DEVICE)
     place = torch.tensor([[8, 0, 0], [3, 4, 1]], device=DEVICE)
     for arguments in ((values, limits, place), (9 * torch.randn(9, 3, 4, device=DEVICE), limits)):
-        found = FixedBoxes().decode(coder, priors, *arguments)
-        expected = EagerBoxes().decode(coder, priors, *arguments)
+        found = FixedOperators().decode(coder, priors, *arguments)
+        expected = EagerOperators().decode(coder, priors, *arguments)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 def test_choice_of_anchors_and_candidates():
     """Two levels have fewer anchors than asked for; no two scores are equal."""
     levels = [torch.randn(count, device=DEVICE) for count in (30, 7, 1)]
-    found, expected = FixedBoxes().best(levels, 9), EagerBoxes().best(levels, 9)
+    found, expected = FixedOperators().best(levels, 9), EagerOperators().best(levels, 9)
     there = expected[0] > EMPTY
     assert there.sum() == 9 + 7 + 1
     torch.testing.assert_close(found[0], expected[0])
     assert all(torch.equal(a[there].long(), b[there]) for a, b in zip(found[1:], expected[1:], strict=True))
     scores, corners = torch.rand(50, device=DEVICE), some_boxes(1, 50)[0]
-    for a, b in zip(FixedBoxes().candidates(scores, corners), EagerBoxes().candidates(scores, corners), strict=True):
+    for a, b in zip(
+        FixedOperators().candidates(scores, corners), EagerOperators().candidates(scores, corners), strict=True
+    ):
         assert torch.equal(a, b)
+
+
+def test_choice_of_scores_above_a_threshold():
+    """The second level has fewer above the threshold than asked for, the third has none, and a NaN is not above."""
+    levels = [torch.randn(30, device=DEVICE), torch.tensor([2.0, -3, torch.nan, 1], device=DEVICE) - 0.5]
+    levels.append(torch.full((5,), -9.0, device=DEVICE))
+    (scores, place), expected = (kind().best_above(levels, 3, 0.5) for kind in (FixedOperators, EagerOperators))
+    assert torch.equal(scores, expected[0]) and (scores > EMPTY).tolist() == [True] * 5 + [False] * 4
+    assert torch.equal(place[:5], expected[1][:5]) and place[3:5].tolist() == [30, 33]
 
 
 @pytest.mark.parametrize(('channels', 'bins', 'dtype'), [(5, 3, torch.float32), (16, 2, torch.float16)], ids=str)
@@ -127,11 +138,13 @@ def test_roi_align(channels, bins, dtype):
     outside = [[-10, -15, 75, 50], [250, 250, 300, 350]]
     corners = torch.tensor([*inside, *outside, [1, 1, 1, 1], [5, 5, 2, 2]], device=DEVICE)
     scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, EMPTY], device=DEVICE)
-    (found, _), (expected, _) = (kind().pool(extractor, features, corners, scores) for kind in (FixedBoxes, EagerBoxes))
+    (found, _), (expected, _) = (
+        kind().pool(extractor, features, corners, scores) for kind in (FixedOperators, EagerOperators)
+    )
     assert found.dtype == dtype and {*map_levels(extractor, corners).tolist()} >= {0, 1}
     bound = 1e-5 if dtype == torch.float32 else 2e-3
     assert (found - expected)[:6].abs().max() <= bound
-    nothing, _ = FixedBoxes().pool(extractor, features, corners[:0], scores[:0])
+    nothing, _ = FixedOperators().pool(extractor, features, corners[:0], scores[:0])
     assert nothing.shape == (0, channels, bins, bins)
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from graph_cases import CONFIGS, EagerBoxes, build, noise
+from graph_cases import CONFIGS, EagerOperators, build, noise
 
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
 from slab_det.deployment.masks import paste_masks
@@ -24,7 +24,7 @@ def test_static_detector_finds_what_mmdet_finds(kind):
         ori_shape, model = (rng.randint(20, 200), rng.randint(20, 200)), build(kind, rng)
         data = model.data_preprocessor(noise(size, ori_shape), False)
         frame = measure_frame(data['data_samples'][0].metainfo)
-        (count, exact), *found = StaticDetector(model, EagerBoxes())(data['inputs'], frame)
+        (count, exact), *found = StaticDetector(model, EagerOperators())(data['inputs'], frame)
         if not exact:
             continue
         num_exact += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from mmcv.cnn.bricks.transformer import FFN
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmdet.models.layers import PatchEmbed
 from mmdet.models.layers import PatchMerging as MmdetPatchMerging
@@ -16,7 +17,7 @@ from slab_det.deployment.patch_merging import deployed_merging
 from slab_det.deployment.replacements import is_plain_linear, replace_layers
 from slab_det.deployment.window_index import WindowIndex
 from slab_det.fusion.folds import CannotFold
-from slab_det.fusion.stock_mmdet import own_attention
+from slab_det.fusion.stock_mmdet import own_attention, own_map_attention
 from slab_det.runtime.errors import ExportError
 
 
@@ -70,9 +71,10 @@ def _export_form(layer: nn.Module) -> nn.Module | None:
                 'the patch merging of this mmdet Swin has no export form: it has no 2x2 blocks, or a norm of its own'
             )
         return merging
-    if type(layer) is not ShiftWindowMSA:
+    own = {ShiftWindowMSA: own_attention, SpatialReductionAttention: own_map_attention}.get(type(layer))
+    if own is None:
         return None
     try:
-        return own_attention(layer)
+        return own(layer)
     except CannotFold as reason:
         raise ExportError(f'a {type(layer).__name__} has no export form: {reason}') from reason

@@ -20,7 +20,7 @@ from slab_det.compare.features import input_channels
 from slab_det.deployment.export.backbones import make_size_free
 from slab_det.deployment.export.detector import BackboneGraph, DetectorGraph
 from slab_det.deployment.export.runtime import METADATA_KEY, find_resize, import_extra
-from slab_det.deployment.export.settings import describe_preprocessor, describe_test_cfg
+from slab_det.deployment.export.settings import describe_preprocessor
 from slab_det.fusion.folds import find_hooks
 from slab_det.norms import named_offline_norms
 from slab_det.runtime.copying import copy_module
@@ -57,7 +57,7 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
     """Writes a detector as ONNX, for images of any height and width, batch 1.
 
     Args:
-        detector: A two-stage detector in eval mode; export fuses its offline norms in a copy.
+        detector: A detector in eval mode; export fuses its offline norms in a copy.
         path: The file, ending in .onnx.
         scope: 'backbone' or 'detector'.
 
@@ -101,11 +101,8 @@ def export_onnx(detector: nn.Module, path: str | Path, scope: str = 'detector') 
         scope=scope,
         dataset_meta=dataset_meta,
         **_describe_input(detector),
+        **graph.metadata(),
     )
-    if scope == 'detector':
-        metadata['test_cfg'] = describe_test_cfg(detector.rpn_head.test_cfg, detector.roi_head.test_cfg)
-    if 'mask_logits' in graph.output_names():
-        metadata['mask_threshold'] = detector.roi_head.test_cfg.mask_thr_binary
     onnx.helper.set_model_props(model, {METADATA_KEY: json.dumps(metadata)})
     onnx.checker.check_model(model)
     with whole_file(path) as name:

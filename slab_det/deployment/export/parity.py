@@ -85,7 +85,7 @@ def _check_image(graph: nn.Module, graph64: nn.Module, run: Run, run_all: Run | 
         what += f', {len(found[1])} detections'
         # NMS keeps the same best detections at every score threshold.
         everything = _outputs(graph, run_all, image)
-        score_thr = graph.detector.roi_head.test_cfg.score_thr
+        score_thr = graph.family.score_thr
         *_, unmatched = match_detections(found, _above(score_thr, everything), side)
         score_thr = min([score_thr, *(0.999 * everything[1][:MIN_DETECTIONS][-1:]).tolist()])
         found = _above(score_thr, everything)

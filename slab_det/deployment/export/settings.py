@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from mmdet.models.data_preprocessors import DetDataPreprocessor
@@ -11,6 +11,9 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
+import slab_det
+from slab_det.deployment.heads import FAMILIES, Family
+from slab_det.deployment.heads.two_stage import TwoStage
 from slab_det.runtime.config import detector_config, type_name
 from slab_det.runtime.errors import ExportError
 
@@ -38,17 +41,17 @@ def describe_preprocessor(preprocessor: DetDataPreprocessor) -> dict:
     return dict(normalization=normalization, padding=padding)
 
 
-def describe_test_cfg(rpn: dict, rcnn: dict) -> dict:
-    """The metadata of the settings of a two-stage detector that change its detections."""
-    described = dict(
-        rpn=dict(
-            nms_pre=rpn.get('nms_pre', -1),
-            min_bbox_size=rpn.get('min_bbox_size', -1),
-            max_per_img=rpn.get('max_per_img'),
-            nms=_describe_nms(rpn),
-        ),
-        rcnn=dict(score_thr=rcnn.get('score_thr'), max_per_img=rcnn.get('max_per_img'), nms=_describe_nms(rcnn)),
-    )
+def describe_test_cfg(stored: dict[str, dict], cfgs: Iterable[dict]) -> dict:
+    """The metadata of the settings that change detections.
+
+    Args:
+        stored: See :class:`~slab_det.deployment.heads.Family`.
+        cfgs: ``test_cfg`` of each part in ``stored``.
+    """
+    described = {
+        part: {key: _describe_nms(cfg) if key == 'nms' else cfg.get(key, default) for key, default in defaults.items()}
+        for (part, defaults), cfg in zip(stored.items(), cfgs, strict=True)
+    }
     return json.loads(json.dumps(described, default=str))
 
 
@@ -82,7 +85,6 @@ def follow_config(file: str, metadata: dict, detector: dict | None) -> Settings:
         ExportError: If the config has other settings that the file cannot follow.
     """
     given = (detector or {}).get('test_cfg') or {}
-    rpn, rcnn = given.get('rpn') or {}, given.get('rcnn') or {}
     mask_threshold = metadata.get('mask_threshold')
     settings = Settings(None, None, mask_threshold)
     if detector is None:
@@ -94,16 +96,20 @@ def follow_config(file: str, metadata: dict, detector: dict | None) -> Settings:
             'its export, whatever test_cfg this config has; export it again'
         )
     elif given:
-        wanted, own = describe_test_cfg(rpn, rcnn), metadata['test_cfg']
-        score_thr, count = (wanted['rcnn'].pop(key) for key in ('score_thr', 'max_per_img'))
-        own_score_thr, own_count = (own['rcnn'][key] for key in ('score_thr', 'max_per_img'))
-        for part in ('rpn', 'rcnn'):
-            differences += _differences(f'test_cfg.{part}.', {k: own[part][k] for k in wanted[part]}, wanted[part])
+        stored = _find_family(file, metadata).stored
+        # The last part makes the detections.
+        *_, last = stored
+        cfgs = [given.get(part) or {} if part else given for part in stored]
+        wanted, own = describe_test_cfg(stored, cfgs), metadata['test_cfg']
+        score_thr, count = (wanted[last].pop(key) for key in ('score_thr', 'max_per_img'))
+        own_score_thr, own_count = (own[last][key] for key in ('score_thr', 'max_per_img'))
+        for part, values in wanted.items():
+            differences += _differences(_path(part), {key: own[part][key] for key in values}, values)
         if count != own_count and not (0 < count and (count < own_count or own_count <= 0)):
-            differences.append(f'test_cfg.rcnn.max_per_img={own_count}, and this config {count}')
-        threshold = rcnn.get('mask_thr_binary', mask_threshold)
+            differences.append(f'{_path(last)}max_per_img={own_count}, and this config {count}')
+        threshold = cfgs[-1].get('mask_thr_binary', mask_threshold)
         if mask_threshold is not None and not 0 <= threshold:
-            differences.append(f'test_cfg.rcnn.mask_thr_binary={mask_threshold}, and this config {threshold}')
+            differences.append(f'{_path(last)}mask_thr_binary={mask_threshold}, and this config {threshold}')
         settings = Settings(
             score_thr=None if score_thr == own_score_thr else score_thr,
             max_per_img=None if count == own_count else count,
@@ -115,6 +121,23 @@ def follow_config(file: str, metadata: dict, detector: dict | None) -> Settings:
             'the export, or export again with this config'
         )
     return settings
+
+
+def _path(part: str) -> str:
+    """Where the settings of a part stand in a config; the part '' is ``test_cfg`` itself."""
+    return f'test_cfg.{part}.' if part else 'test_cfg.'
+
+
+def _find_family(file: str, metadata: dict) -> type[Family]:
+    # Earlier versions exported two-stage detectors only, and did not say so.
+    name = metadata.get('family', TwoStage.name)
+    family = next((family for family in FAMILIES if family.name == name), None)
+    if family is None:
+        raise ExportError(
+            f'{file} holds heads of the family {name!r}, which slab_det {slab_det.__version__} does not know: slab_det '
+            f'{metadata.get("version")} exported it; update slab_det'
+        )
+    return family
 
 
 def _preprocessing_differences(metadata: dict, preprocessor: dict | None) -> Iterator[str]:

@@ -12,8 +12,7 @@ from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
 
-from slab_det.deployment.constants import constant
-from slab_det.deployment.detection import EMPTY, MAX_LOG_RATIO, Boxes, map_levels, numbers
+from slab_det.deployment.box_operators import EMPTY, MAX_LOG_RATIO, BoxOperators, anchors, map_levels, numbers
 from slab_det.deployment.gpu.kernels import triton
 
 # The most boxes, over all classes, that NMS reads. A CUDA graph reports whether more boxes passed the threshold.
@@ -240,8 +239,11 @@ if triton is not None:
         tl.store(out + (box * BINS * BINS + bin) * C + channel, mean.to(out.dtype.element_ty), mask=channel < C)
 
 
-class FixedBoxes(Boxes):
+class FixedOperators(BoxOperators):
     """Box operators as kernels on float32 tensors of fixed shapes, which never wait for the GPU."""
+
+    def priors(self, generator: AnchorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
+        return anchors(generator, tuple(sizes), like.device)
 
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         sizes, device = tuple(len(level) for level in levels), levels[0].device
@@ -310,7 +312,7 @@ class FixedBoxes(Boxes):
         return out
 
     def stride(self, corners: Tensor, scores: Tensor) -> Tensor:
-        """See :meth:`Boxes.stride`; corners are not negative."""
+        """See :meth:`BoxOperators.stride`; corners are not negative."""
         out = torch.ones((), dtype=torch.float32, device=scores.device)
         total = scores.numel()
         _stride_kernel[(triton.cdiv(total, 1024),)](corners.contiguous(), scores.contiguous(), out, total, BLOCK=1024)
@@ -319,7 +321,7 @@ class FixedBoxes(Boxes):
     def pool(
         self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor, scores: Tensor
     ) -> tuple[Tensor, None]:
-        """See :meth:`Boxes.pool`; regions are channels last, in the dtype of the maps."""
+        """See :meth:`BoxOperators.pool`; regions are channels last, in the dtype of the maps."""
         layers, channels = extractor.roi_layers, features[0].shape[1]
         bins, scales, missing = layers[0].output_size[0], [layer.spatial_scale for layer in layers], 4 - len(layers)
         # Empty places get boxes without area, which need no samples.
@@ -336,13 +338,7 @@ class FixedBoxes(Boxes):
 
 
 def can_pool(extractor: SingleRoIExtractor) -> bool:
-    """Whether :meth:`FixedBoxes.pool` computes what the extractor does: mmdet's default RoIAlign, on up to 4 levels."""
+    """Whether :meth:`FixedOperators.pool` computes what the extractor does: mmdet's own RoIAlign, on up to 4 levels."""
     layers, bins = extractor.roi_layers, extractor.roi_layers[0].output_size[0]
     options = {(layer.output_size, layer.sampling_ratio, layer.aligned) for layer in layers}
     return len(layers) <= 4 and options == {((bins, bins), 0, True)}
-
-
-@constant
-def anchors(generator: AnchorGenerator, sizes: tuple, device: torch.device) -> Tensor:
-    """Returns the anchors (A, 4) of all levels for feature maps of these sizes."""
-    return torch.cat(generator.grid_priors(sizes, torch.float32, device))

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slab_det.deployment.constants import used_constants
 from slab_det.deployment.gpu import kernels, mask_kernels
-from slab_det.deployment.gpu.box_kernels import FixedBoxes
+from slab_det.deployment.gpu.box_kernels import FixedOperators
 from slab_det.deployment.gpu.static import StaticDetector, measure_frame
+from slab_det.deployment.heads import Unsupported, require
 from slab_det.deployment.masks import paste_masks
-from slab_det.deployment.supported import Unsupported, require
 
 # The most graphs that a GraphCache keeps, and the largest share of the GPU's memory that these graphs may take. The
 # graphs of a cache share one memory pool, because they never run at the same time.
@@ -149,10 +149,14 @@ class GraphedPrediction:
         # A copied or loaded detector captures its own graphs.
         return GraphedPrediction, (self._model, self._masks)
 
+    # Not in __init__, which copying and loading call before the model has its modules.
+    @cached_property
+    def _static(self) -> StaticDetector:
+        return StaticDetector(self._model, FixedOperators(), fused=True)
+
     @cached_property
     def _graphs(self) -> GraphCache:
-        # Not in __init__, which copying and loading call before the model has its modules.
-        return GraphCache(StaticDetector(self._model, FixedBoxes(), fused=True), self._model)
+        return GraphCache(self._static, self._model)
 
     def __call__(
         self, batch_inputs: Tensor, batch_data_samples: Sequence[DetDataSample], rescale: bool = True
@@ -169,8 +173,8 @@ class GraphedPrediction:
 
     def _detect(self, image: Tensor, metainfo: dict) -> InstanceData | None:
         """Returns the detections of a graph, or None if ``predict`` of the class may find others."""
-        rpn_cfg, rcnn_cfg = self._model.rpn_head.test_cfg, self._model.roi_head.test_cfg
-        settings = repr((rpn_cfg, rcnn_cfg)), _weight_address(self._model)
+        family = self._static.family
+        settings = repr(family.test_cfgs), _weight_address(self._model)
         outputs = self._graphs(image, measure_frame(metainfo).pin_memory(), settings=settings)
         if outputs is None:
             return None
@@ -181,7 +185,7 @@ class GraphedPrediction:
         found = InstanceData(bboxes=boxes[:count], scores=scores[:count], labels=labels[:count])
         if masks:
             paste = mask_kernels.paste_masks if self._masks == 'full' else partial(paste_masks, form='rle')
-            found.masks = paste(masks[0][:count], found.bboxes, metainfo['ori_shape'][:2], rcnn_cfg.mask_thr_binary)
+            found.masks = paste(masks[0][:count], found.bboxes, metainfo['ori_shape'][:2], family.mask_threshold)
         return found
 
 
@@ -225,7 +229,7 @@ def use_graphs(model: nn.Module, masks: str) -> None:
     """Makes a deployed detector on a GPU predict in CUDA graphs, or only extract features if graphs lack its heads."""
     try:
         require('Triton, which this PyTorch lacks', kernels.triton is not None)
-        StaticDetector(model, FixedBoxes())
+        StaticDetector(model, FixedOperators())
         model.predict = GraphedPrediction(model, masks)
     except Unsupported as reason:
         MMLogger.get_current_instance().info(

@@ -25,6 +25,7 @@ from slab_det.deployment.export import (
     quantize_onnx,
     random_images,
 )
+from slab_det.deployment.export.settings import follow_config
 
 PVT = dict(
     type='SLABPVT',
@@ -203,6 +204,17 @@ def test_file_takes_a_lower_score_threshold_and_fewer_detections(exported, small
     found = ExportedDetector(str(file), detector=cfg)([image], [sample])[0].pred_instances
     every = load_runtime(file).with_threshold(cfg.test_cfg.rcnn.score_thr)(image[None].numpy())
     assert len(every['scores']) > len(found) == 7 and found.scores.numpy().tolist() == every['scores'][:7].tolist()
+
+
+def test_a_file_names_its_family_of_heads(exported, small_detector_cfg):
+    metadata, cfg = load_runtime(exported()[1]).metadata, small_detector_cfg()
+    cfg.test_cfg.rpn.update(nms_pre=60, max_per_img=40)
+    settings = follow_config('model.onnx', metadata, cfg)
+    assert metadata.pop('family') == 'two_stage'
+    assert follow_config('model.onnx', metadata, cfg) == settings, 'a file of an earlier version'
+    metadata['family'] = 'later'
+    with pytest.raises(ExportError, match="model.onnx holds heads of the family 'later', which slab_det .* update"):
+        follow_config('model.onnx', metadata, cfg)
 
 
 @pytest.mark.parametrize('score_thr', [0.05, 0.995])

@@ -1,7 +1,7 @@
-"""Turns the outputs of heads into detections, in CUDA graphs and ONNX files: proposals, decoding and NMS.
+"""The operators on boxes in which families of heads detect, in CUDA graphs and in ONNX files: decoding, NMS, RoIAlign.
 
 The number of boxes depends on the image. A CUDA graph has a place for every possible box, and gives empty places the
-score :data:`EMPTY`. An ONNX file has no empty places. Each of the two has its subclass of :class:`Boxes`.
+score :data:`EMPTY`. An ONNX file has no empty places. Each of the two has its subclass of :class:`BoxOperators`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from mmdet.models.dense_heads import RPNHead
-from mmdet.models.roi_heads.bbox_heads import BBoxHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
+from mmdet.models.task_modules.prior_generators import AnchorGenerator
 from torch import Tensor, nn
 
 from slab_det.deployment.constants import constant
@@ -24,8 +23,12 @@ MAX_LOG_RATIO = abs(math.log(16 / 1000))
 EMPTY = -1.0
 
 
-class Boxes(ABC):
+class BoxOperators(ABC):
     """Operators on boxes whose number depends on the image."""
+
+    @abstractmethod
+    def priors(self, generator: AnchorGenerator, sizes: Sequence[tuple], like: Tensor) -> Tensor:
+        """Returns the anchors (A, 4) of all levels, for maps of these sizes (H, W), on the device of ``like``."""
 
     @abstractmethod
     def best(self, levels: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,6 +39,22 @@ class Boxes(ABC):
             levels; and their levels; each (G, K).
         """
 
+    def best_above(self, levels: Sequence[Tensor], count: int, score_thr: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses the ``count`` logits (n_i,) of each level with the largest sigmoids above ``score_thr``.
+
+        Returns:
+            Scores (K,), in descending order in each level, and the places in the concatenation of all levels, (K,).
+        """
+        found, start = [], 0
+        for logits in levels:
+            scores = logits.sigmoid()
+            # A NaN is not above the threshold.
+            scores, place = torch.where(scores > score_thr, scores, EMPTY).topk(min(count, len(logits)))
+            found.append((scores, place + start))
+            start += len(logits)
+        scores, place = (torch.cat(column) for column in zip(*found, strict=True))
+        return scores, place
+
     @abstractmethod
     def candidates(self, scores: Tensor, corners: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Chooses the boxes (N, 4) whose scores (N,) are not ``EMPTY``.
@@ -44,6 +63,11 @@ class Boxes(ABC):
             Corners (K, 4); scores (K,); places (K,); the :meth:`stride` of all boxes; and whether these K boxes
             are all, or None if the operator always returns all.
         """
+
+    def is_number(self, scores: Tensor) -> Tensor | None:
+        """Whether the first score is a number; None if the operators have no empty places."""
+        # mmdet ranks a NaN score first; a place whose score is NaN counts as empty.
+        return scores[0] == scores[0]
 
     @abstractmethod
     def suppress(
@@ -112,81 +136,6 @@ class Boxes(ABC):
         return torch.cat([corners.reshape(-1), corners.new_zeros(1)]).max() + 1
 
 
-def propose(
-    boxes: Boxes, head: RPNHead, levels: Sequence[Tensor], deltas: Tensor, priors: Tensor, limits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Makes proposals: decodes the best anchors of each level, and applies NMS per level (Ren et al., NeurIPS 2015).
-
-    Args:
-        boxes: The operators.
-        head: The RPN.
-        levels: The logits of the anchors of each level, (n_i,).
-        deltas: The deltas of the A anchors of all levels, (A, 4).
-        priors: The anchors, (A, 4).
-        limits: The image's (width, height, width, height).
-
-    Returns:
-        Corners (n, 4) and scores (n,) of the proposals, best first.
-    """
-    cfg = head.test_cfg
-    scores, place, level = boxes.best(levels, cfg.get('nms_pre', -1))
-    corners = boxes.decode(head.bbox_coder, priors, deltas, limits, place)
-    smallest = cfg.get('min_bbox_size', -1)
-    if smallest >= 0:
-        scores = torch.where((corners[..., 2:] - corners[..., :2]).amin(-1) > smallest, scores, EMPTY)
-    stride = boxes.stride(corners, scores)
-    scores, index = boxes.suppress(corners, scores, level, stride, cfg.nms.iou_threshold, cfg.max_per_img)
-    return corners.reshape(-1, 4)[index], scores
-
-
-def detect_regions(
-    boxes: Boxes,
-    head: BBoxHead,
-    cfg: dict,
-    logits: Tensor,
-    deltas: Tensor,
-    proposals: tuple[Tensor, Tensor],
-    limits: Tensor,
-    rescale: Tensor | None,
-    score_thr: float | Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Decodes the outputs of a bbox_head, applies NMS per class, and returns the best boxes of all classes.
-
-    Args:
-        boxes: The operators.
-        head: The bbox_head.
-        cfg: ``test_cfg.rcnn``.
-        logits: (P, classes + 1).
-        deltas: (P, 4 classes), or (P, 4) for a head that is class-agnostic.
-        proposals: Corners and scores of the P proposals.
-        limits: The image's (width, height, width, height).
-        rescale: Factors (4,) to the original image, or None.
-        score_thr: Drops boxes with a score up to this one.
-
-    Returns:
-        Corners, scores, labels, and whether mmdet would return the same (None if :meth:`Boxes.candidates` gives None).
-    """
-    proposed, found = proposals
-    scores = boxes.class_scores(logits, found, score_thr)
-    classes = head.num_classes
-    deltas = deltas.reshape(-1, 1 if head.reg_class_agnostic else classes, 4)
-    corners = boxes.decode(head.bbox_coder, proposed, deltas, limits)
-    corners = corners if rescale is None else corners * rescale
-    if head.reg_class_agnostic:
-        corners = corners.expand(-1, classes, 4)
-    corners, scores, place, stride, enough = boxes.candidates(scores.reshape(-1), corners.reshape(-1, 4))
-    label, limit = place % classes, cfg['max_per_img']
-    iou_threshold = cfg['nms']['iou_threshold']
-    scores, index = boxes.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
-    if enough is not None:
-        if limit == len(scores):
-            # If the candidates fill all places, worse boxes cannot change the result.
-            enough = enough | (scores > EMPTY).all()
-        # If any coordinate is NaN, mmcv suppresses no box.
-        enough = enough & stride.isfinite()
-    return corners[index], scores, label[index], enough
-
-
 def flat(x: Tensor, channels: int) -> Tensor:
     """Reshapes maps (N, n * channels, H, W) to one row per anchor, (N * H * W * n, channels)."""
     return x.permute(0, 2, 3, 1).reshape(-1, channels)
@@ -213,3 +162,9 @@ def set_apart(corners: Tensor, scores: Tensor, groups: Tensor, stride: Tensor) -
     """
     moved = corners + (groups.to(corners.dtype) * stride)[..., None]
     return torch.where((scores > EMPTY)[..., None], moved, 0.0)
+
+
+@constant
+def anchors(generator: AnchorGenerator, sizes: tuple, device: torch.device) -> Tensor:
+    """Returns the anchors (A, 4) of all levels for feature maps of these sizes."""
+    return torch.cat(generator.grid_priors(sizes, torch.float32, device))

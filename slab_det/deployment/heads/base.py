@@ -1,0 +1,162 @@
+"""What a CUDA graph and an ONNX file know of the heads of a detector: the interface of a family of heads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder
+from torch import Tensor, nn
+
+from slab_det.deployment.box_operators import EMPTY, BoxOperators
+from slab_det.runtime.config import type_name
+from slab_det.runtime.errors import ExportError
+
+# The methods by which a dense head predicts: a subclass may override any other method.
+DENSE_PREDICTION = 'predict', 'predict_by_feat', '_predict_by_feat_single', '_bbox_post_process'
+# The NMS options that a config may have; split_thr changes no result.
+NMS_OPTIONS = {'type', 'iou_threshold', 'split_thr', 'class_agnostic', 'offset'}
+
+
+class Unsupported(ExportError):
+    """A detector with a part that no graph can compute; the message names the part."""
+
+
+class Frame(NamedTuple):
+    """The frame of an image, each tensor for x, y, x, y: (4,).
+
+    Attributes:
+        limits: Width and height, without padding.
+        scale: The factors from the original image; None leaves boxes in the pixels of this image.
+        rescale: The factors back, rounded as in mmdet.
+    """
+
+    limits: Tensor
+    scale: Tensor | None = None
+    rescale: Tensor | None = None
+
+
+class Objects(NamedTuple):
+    """The objects in one image, best first.
+
+    Attributes:
+        corners: (n, 4).
+        scores: (n,), ``EMPTY`` in empty places.
+        labels: (n,).
+        exact: Whether ``predict`` of the detector finds the same; None if the operators have no empty places.
+        mask_logits: (n, 28, 28); None for a family without masks.
+    """
+
+    corners: Tensor
+    scores: Tensor
+    labels: Tensor
+    exact: Tensor | None
+    mask_logits: Tensor | None = None
+
+
+class Family(ABC):
+    """A family of heads, in the operators on boxes that a CUDA graph or an ONNX file has.
+
+    A subclass checks in ``__init__`` that the detector predicts as its class of mmdet does.
+
+    Args:
+        detector: The detector, whose modules run.
+        operators: The operators on boxes.
+        fused: Whether the heads run in their fused forms, with fewer kernels.
+
+    Attributes:
+        name: Stands in exported files.
+        base: The class of mmdet whose ``predict`` the detectors of this family have.
+        stored: The settings that an exported file stores: those of each part of ``test_cfg`` that change detections,
+            with mmdet's defaults. The last part makes the detections; '' is ``test_cfg`` itself.
+        predictors: Names of the last layers, which predict boxes and masks: an int8 file keeps them in float32.
+
+    Raises:
+        Unsupported: If a part of the detector computes something that the family does not.
+    """
+
+    name: ClassVar[str]
+    base: ClassVar[type[nn.Module]]
+    stored: ClassVar[dict[str, dict[str, Any]]]
+    predictors: ClassVar[tuple[str, ...]]
+
+    def __init__(self, detector: nn.Module, operators: BoxOperators, fused: bool = False) -> None:
+        self.detector, self.operators = detector, operators
+
+    def check_fixed(self) -> None:
+        """Raises :class:`Unsupported` unless operators of fixed shapes compute what the detector does."""
+        # Where they compute every detector of the family.
+        return
+
+    @property
+    @abstractmethod
+    def test_cfgs(self) -> tuple[dict, ...]:
+        """The ``test_cfg`` of each part in ``stored``; a graph is captured again when one of them changes."""
+
+    @abstractmethod
+    def detect(self, features: Sequence[Tensor], frame: Frame, score_thr: float | Tensor) -> Objects:
+        """Detects the objects of an image in its feature maps; drops those with a score up to ``score_thr``."""
+
+    def choose(
+        self, scores: Tensor, corners: Tensor, label_of: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Applies NMS per class to boxes (N, 4) with scores (N,), and returns the best boxes of all classes.
+
+        Args:
+            scores: (N,), ``EMPTY`` in empty places.
+            corners: (N, 4).
+            label_of: Returns the labels of the boxes at these places.
+
+        Returns:
+            Corners, scores, labels, and whether mmdet would return the same (see :class:`Objects`).
+        """
+        cfg, operators = self.test_cfgs[-1], self.operators
+        corners, scores, place, stride, enough = operators.candidates(scores, corners)
+        label, limit, iou_threshold = label_of(place), cfg['max_per_img'], cfg['nms']['iou_threshold']
+        scores, index = operators.suppress(corners[None], scores[None], label[None], stride, iou_threshold, limit)
+        if enough is not None:
+            if limit == len(scores):
+                # If the candidates fill all places, worse boxes cannot change the result.
+                enough = enough | (scores > EMPTY).all()
+            # If any coordinate is NaN, mmcv suppresses no box.
+            enough = enough & stride.isfinite()
+        return corners[index], scores, label[index], enough
+
+    @property
+    def has_masks(self) -> bool:
+        return False
+
+    @property
+    def score_thr(self) -> float:
+        return self.test_cfgs[-1]['score_thr']
+
+    @property
+    def mask_threshold(self) -> float:
+        """Smallest probability of a pixel inside a mask."""
+        return self.test_cfgs[-1]['mask_thr_binary']
+
+
+def find_part(owner: nn.Module, name: str, base: type, methods: Iterable[str] = ()) -> Any:
+    """Returns a part of ``owner``; raises :class:`Unsupported` if it is no ``base`` or overrides one of ``methods``."""
+    part = getattr(owner, name, None)
+    same = (getattr(type(part), method) is getattr(base, method) for method in methods)
+    if not isinstance(part, base) or not all(same):
+        raise Unsupported(f'a graph needs {base.__name__} as {name}, not {type(part).__name__}')
+    return part
+
+
+def require(what: str, given: bool) -> None:
+    """Raises :class:`Unsupported` unless the detector has what a graph needs."""
+    if not given:
+        raise Unsupported(f'a graph of detections needs {what}')
+
+
+def check_boxes(name: str, head: nn.Module, cfg: dict) -> None:
+    """Raises :class:`Unsupported` unless a head decodes deltas, and suppresses boxes per class, as the operators do."""
+    nms = cfg.get('nms') or {}
+    plain = type_name(nms.get('type', 'nms')) == 'nms' and not nms.get('class_agnostic') and not nms.get('offset')
+    known = {'iou_threshold'} <= {*nms} <= NMS_OPTIONS
+    require(f'plain NMS per class in the test_cfg of the {name}', plain and known)
+    coder = find_part(head, 'bbox_coder', DeltaXYWHBBoxCoder, ('decode',))
+    require('bbox_coders without add_ctr_clamp', not coder.add_ctr_clamp)
