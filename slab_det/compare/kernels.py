@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 
 import torch
-from mmcv.cnn import Conv2d as MmcvConv2d
+from mmcv.cnn.bricks import wrappers
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from slab_det.compare.difference import rms_difference
 from slab_det.runtime.errors import name_some
+from slab_det.runtime.tensors import map_tensors, tensors_in
 
-# mmcv's subclass computes the same.
-PLAIN_CONVS = (nn.Conv2d, MmcvConv2d)
-LAYERS = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+# mmcv's subclasses compute the same.
+PLAIN_CONVS = (nn.Conv2d, wrappers.Conv2d)
+PLAIN_LAYERS = (*PLAIN_CONVS, nn.ConvTranspose2d, wrappers.ConvTranspose2d, nn.Linear, wrappers.Linear)
 # Rounding the result is an error of at most half an eps; some kernels round partial sums too.
 MAX_EPS = 8
 REMEDY = (
@@ -30,42 +30,54 @@ REMEDY = (
 )
 
 
-def is_wrong(layer: nn.Module, x: Tensor, output: Tensor) -> bool:
-    """Whether rounding does not explain how far ``output``, of ``layer(x)``, is from the same layer in float64."""
+def is_wrong(layer: nn.Module, output: Tensor, *args: object, **kwargs: object) -> bool:
+    """Whether rounding does not explain how far ``output``, of ``layer(...)``, is from the same layer in float64."""
     in_float64 = copy.copy(layer)
     in_float64._parameters = {
         name: None if value is None else value.double() for name, value in layer._parameters.items()
     }
+    args, kwargs = map_tensors(Tensor.double, (args, kwargs))
     # Not a call, which would run hooks.
-    error = rms_difference(output, in_float64.forward(x.double()))
-    return not error <= MAX_EPS * torch.finfo(output.dtype).eps
+    expected, info = in_float64.forward(*args, **kwargs), torch.finfo(output.dtype)
+    # Numbers below the smallest normal one have a fixed distance, instead of a relative one.
+    step = info.eps * info.smallest_normal * output.numel() ** 0.5
+    return not (output.double() - expected).norm() <= MAX_EPS * (info.eps * expected.norm() + step)
 
 
 @contextmanager
-def find_wrong_layers(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+def find_wrong_layers(model: nn.Module, *kinds: type[nn.Module]) -> Iterator[dict[str, nn.Module]]:
     """Checks the half-precision convolutions and linear layers of a model on a CPU with the inputs that they get.
+
+    Args:
+        model: The model.
+        *kinds: Further classes that compute what one of :data:`PLAIN_LAYERS` does.
 
     Yields:
         The wrong layers by name, filled while the model runs.
     """
     found: dict[str, nn.Module] = {}
 
-    def check(name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
+    def check(name: str, layer: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
         # The right result of an overflow is not finite.
-        if inputs[0].dtype == output.dtype == layer.weight.dtype and output.isfinite().all():
-            if is_wrong(layer, inputs[0], output):
+        if {x.dtype for x in tensors_in((args, kwargs, output))} == {layer.weight.dtype} and output.isfinite().all():
+            if is_wrong(layer, output, *args, **kwargs):
                 found[name] = layer
 
     hooks = [
-        layer.register_forward_hook(partial(check, name))
+        layer.register_forward_hook(partial(check, name), with_kwargs=True)
         for name, layer in model.named_modules()
-        if isinstance(layer, LAYERS) and layer.weight.dtype.itemsize == 2 and layer.weight.device.type == 'cpu'
+        # Exactly these classes: a subclass may compute something else, or take other arguments.
+        if type(layer) in (*PLAIN_LAYERS, *kinds) and _is_half(layer._parameters.get('weight'))
     ]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _is_half(weight: Tensor | None) -> bool:
+    return weight is not None and weight.dtype.itemsize == 2 and weight.device.type == 'cpu'
 
 
 @torch.no_grad()
@@ -99,7 +111,7 @@ def _is_patch_conv_wrong(
     # Both memory formats: a kernel may be wrong in one of them.
     inputs = [x, x.to(memory_format=torch.channels_last)]
     with suppress(RuntimeError):  # PyTorch has no kernel, which is an error where the model runs
-        return any(is_wrong(layer, x, layer(x)) for x in inputs)
+        return any(is_wrong(layer, layer(x), x) for x in inputs)
     return False
 
 

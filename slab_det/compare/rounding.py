@@ -61,11 +61,17 @@ def run_rounded(model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module],
 def explain_rounding(
     model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], Sequence[Tensor]], references: Sequence[Tensor]
 ) -> list[float]:
-    """How far rounding to ``dtype`` moves each output of ``run(model)`` from ``references``, which are in float64."""
-    single, scale = copy_module(model).float(), 1.0
-    if dtype.itemsize == 2:
-        rounded = run_rounded(single, dtype, run)
+    """How far rounding to ``dtype`` moves each output of ``run(model)`` from ``references``.
+
+    These are in float64, or in float32 where the model does not run in float64.
+    """
+    single, simulated = copy_module(model).float(), dtype
+    if dtype.itemsize == 2 or any(x.dtype != torch.float64 for x in references):
+        # Another run in float32 would equal references in float32.
+        simulated = dtype if dtype.itemsize == 2 else torch.bfloat16
+        rounded = run_rounded(single, simulated, run)
     else:
         # The kernels of float32, because convolutions on a GPU may round to TF32.
-        rounded, scale = run(single), torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+        rounded, simulated = run(single), torch.float32
+    scale = torch.finfo(dtype).eps / torch.finfo(simulated).eps
     return [scale * rms_difference(*pair) for pair in zip(rounded, references, strict=True)]

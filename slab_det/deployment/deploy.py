@@ -91,6 +91,11 @@ def deploy(
         vars(model).clear()
         vars(model).update(vars(deployed))
         deployed = model
+    for module in deployed.modules():
+        # Of each module, because a part may be loaded by itself. The other checks are of the model before deployment.
+        # Not before the lines above: such a hook holds a weak reference to the module that it was registered on.
+        module._load_state_dict_pre_hooks.clear()
+        module.register_load_state_dict_pre_hook(_refuse_weights)
     if hasattr(deployed, 'data_preprocessor') and not _is_on_cpu(deployed):
         use_graphs(deployed, masks)
     return deployed
@@ -127,10 +132,6 @@ def _change_form(model: nn.Module, dtype: torch.dtype | None) -> None:
         lower_precision(model, dtype)
     keep_boxes_float32(model)
     backbone.register_forward_pre_hook(_check_inference_only)
-    for module in model.modules():
-        # Of each module, because a part may be loaded by itself. The other checks are of the model before deployment.
-        module._load_state_dict_pre_hooks.clear()
-        module.register_load_state_dict_pre_hook(_refuse_weights)
 
 
 def _is_on_cpu(model: nn.Module) -> bool:

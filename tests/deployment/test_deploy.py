@@ -1,5 +1,6 @@
 import copy
 import operator
+import pickle
 from collections import Counter
 
 import pytest
@@ -411,9 +412,10 @@ def test_deployed_model_refuses_training_gradients_tracing_and_export(fused_back
         use(deployed, torch.randn(1, 3, 64, 64))
 
 
-def test_deployed_model_takes_no_weights(small_detector, form):
+@pytest.mark.parametrize('inplace', [True, False])
+def test_deployed_model_takes_no_weights(small_detector, form, inplace):
     model, other = (slab_det.fuse(small_detector(seed=seed)) for seed in (0, 1))
-    deployed = slab_det.deploy(model)
+    deployed = slab_det.deploy(copy.deepcopy(model) if inplace else model, inplace=inplace)
     before = copy.deepcopy(deployed.state_dict())
     # Every weight of a bbox_head has the name and shape that it had before.
     for part in ('', 'backbone', 'roi_head.bbox_head'):
@@ -422,9 +424,10 @@ def test_deployed_model_takes_no_weights(small_detector, form):
                 with pytest.raises(DeploymentError, match='is deployed.* load the checkpoint into the fused model'):
                     load(deployed.get_submodule(part), other.get_submodule(part).state_dict(), strict)
         assert not differing(deployed, before), part
-    # A copy refuses too; the model that was deployed takes weights as before.
-    with pytest.raises(DeploymentError, match='is deployed'):
-        copy.deepcopy(deployed).load_state_dict(before)
+    # Copies refuse too; the model that was deployed takes weights as before.
+    for copied in (copy.deepcopy(deployed), pickle.loads(pickle.dumps(deployed))):
+        with pytest.raises(DeploymentError, match='is deployed'):
+            copied.load_state_dict(before)
     model.load_state_dict(other.state_dict())
     assert not differing(model, other)
 
