@@ -107,8 +107,8 @@ def _run_both(
             f'{remedy}, or {REMEDY}'
         )
     if _are_finite(reference) and not _are_finite(found):
-        part = 'backbone or neck' if mode == 'features' else 'heads'
-        raise DeploymentError(f'{kind} overflows {form}: outputs of its {part} are not finite; {remedy}')
+        what = 'feature maps' if mode == 'features' else 'outputs of its heads'
+        raise DeploymentError(f'{kind} overflows {form}: {what} are not finite; {remedy}')
     return found, reference
 
 

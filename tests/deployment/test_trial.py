@@ -156,7 +156,7 @@ def test_a_model_without_maps_is_deployed_with_a_warning(caplog):
 def test_a_backbone_that_overflows_in_half_precision_is_refused():
     model = own_backbone(Each(nn.Conv2d(8, 8, 1)))
     model.change.layer.weight.data.mul_(1e6)
-    with pytest.raises(DeploymentError, match='OwnPVT overflows in torch.float16: outputs of its backbone'):
+    with pytest.raises(DeploymentError, match='OwnPVT overflows in torch.float16: feature maps'):
         slab_det.deploy(model, torch.float16)
     slab_det.deploy(model, torch.bfloat16)
 
